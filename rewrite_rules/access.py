@@ -1,18 +1,17 @@
-"""Data movement as one map from output positions to input positions, and the cheapest chain that has a map.
+"""Data movement as a map from output positions to input positions, and the cheapest chain of operators for a map.
 
-Reshape, Transpose, Slice, Expand and their like never compute: they say, for each position of the output, where in the
-input its element stands. `AccessMap` is that function. A position is written as digits of a mixed radix, the output's
-dimensions being groups of digits, and each digit adds a number to the address:
+Reshape, Transpose, Slice, Expand and their like compute nothing: for each position of the output, they say where in the
+input its element is. `AccessMap` is that function. A position is written as digits of a mixed radix. Each dimension of
+the output is a group of digits, and each digit adds a number to the address:
 
-    address(digits) = offset + sum of digit_k * step_k        (or values_k[digit_k], where the steps are irregular)
+    address(digits) = offset + sum of digit_k * step_k        (or values_k[digit_k] for irregular steps)
 
-Addresses count the elements of the source without its symbolic dimensions; those are digits of their own and are only
-carried along. Every operator is then a small change of the digits: a Reshape groups them in another way, a Transpose
-orders the groups, a Slice multiplies steps and moves the offset, an Expand adds a digit of step 0, a Concat puts lists
-of addresses one behind the other. Several sources lie far apart in the space of addresses, and so does what a Pad puts
-in.
+Addresses count the elements of the source without its symbolic dimensions. These have digits of their own, which are
+only carried along. Every operator is a small change of the digits: a Reshape groups them in another way, a Transpose
+reorders the groups, a Slice multiplies steps and moves the offset, an Expand adds a digit of step 0, a Concat appends
+lists of addresses. Several sources lie far apart in the address space, and so does the number that a Pad fills in.
 
-`plans` goes back: from a map to operators.
+`plans` is the inverse: it turns a map into operators.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from operator import mul
 
 from xrlflow.rewrite import Refused
 
-# Longer dimensions are not written out as lists of addresses, and larger indices not made.
+# The longest dimension written out as a list of addresses; the most indices of a Gather.
 LONGEST, MOST_INDICES = 4096, 1024
-# How far apart sources lie, and from where on an address means the number that a Pad puts in.
+# The distance between the addresses of two sources; the lowest address that means the number of a Pad.
 _APART, FILL = 1 << 44, 1 << 60
 
 
 class Unmappable(Refused):
-    """An operator, or a result, that a map cannot express; the message says why."""
+    """Raised for an operator or a result that a map cannot express; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One digit of an output position: `size` values, `step` further in the source for each.
+    """One digit of an output position: it has `size` values, each `step` addresses after the one before.
 
-    Irregular steps are listed in `values` (the first one is 0). A digit with a `name` is a whole symbolic dimension
-    of the source: `step` is its axis, and says which one it is; its size counts as 1.
+    `values` lists irregular addends (the first is 0). A digit with a `name` is a whole symbolic dimension of the
+    source: `step` is its axis there, and its size counts as 1.
     """
 
     size: int
@@ -52,14 +51,14 @@ class Digit:
 
     @property
     def offsets(self) -> Sequence[int]:
-        """What each value adds to the address."""
+        """The number that each value adds to the address."""
         if self.name:
             raise Unmappable("a symbolic dimension is taken apart")
         return self.values or [i * self.step for i in range(self.size)]
 
     @property
     def repeats(self) -> bool:
-        """Whether all its values stand for the same elements."""
+        """Whether all values address the same elements."""
         return not self.name and not self.step and not any(self.values)
 
     @property
@@ -70,11 +69,11 @@ class Digit:
 
     @property
     def common(self) -> int:
-        """The greatest common divisor of what it adds."""
+        """The greatest common divisor of the numbers that it adds."""
         return gcd(*self.values) if self.values else abs(self.step)
 
     def split(self, inner: int) -> tuple[Digit, Digit]:
-        """Two digits, of which the inner one has so many values."""
+        """This digit as two digits; the inner one has `inner` values."""
         if self.name:
             raise Unmappable("a symbolic dimension is taken apart")
         outer = self.size // inner
@@ -90,7 +89,7 @@ Dims = tuple[tuple[Digit, ...], ...]
 
 
 def _one(values: Sequence[int]) -> Digit:
-    """A digit that adds these numbers, two or more, the first of which is 0."""
+    """A digit that adds these numbers. There are at least two, and the first is 0."""
     step = values[1]
     if all(v == i * step for i, v in enumerate(values)):
         return Digit(len(values), step)
@@ -98,12 +97,12 @@ def _one(values: Sequence[int]) -> Digit:
 
 
 def size_of(digits: Sequence[Digit]) -> int:
-    """How many values digits have together, symbolic ones not counted."""
+    """The product of the digits' sizes; symbolic digits count as 1."""
     return prod(d.size for d in digits)
 
 
 def merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
-    """Digits with neighbours that count on in equal steps made one, and those of size 1 left out."""
+    """The digits, with neighbours of matching steps joined and digits of size 1 left out."""
     out: list[Digit] = []
     for d in digits:
         if d.size == 1 and not d.name:
@@ -121,7 +120,7 @@ def merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def offsets_of(digits: Sequence[Digit]) -> list[int]:
-    """What each value of several digits together adds to the address. Refuses very long lists."""
+    """The numbers that all combinations of the digits' values add to the address. Refuses more than LONGEST."""
     if size_of(digits) > LONGEST:
         raise Unmappable("a dimension is too long")
     out = [0]
@@ -131,7 +130,7 @@ def offsets_of(digits: Sequence[Digit]) -> list[int]:
 
 
 def factored(values: Sequence[int]) -> tuple[Digit, ...]:
-    """Digits that together add these numbers, counted from the first: regular ones as far as possible."""
+    """Digits that together add these numbers, relative to the first one; regular digits as far as possible."""
     out: list[Digit] = []
     while len(values) > 1:
         inner = next(b for b in integers(2) if len(values) % b == 0 and _repeats(values, b))
@@ -141,7 +140,7 @@ def factored(values: Sequence[int]) -> tuple[Digit, ...]:
 
 
 def _repeats(values: Sequence[int], block: int) -> bool:
-    """Whether all blocks of that length are alike but for their first number."""
+    """Whether all blocks of this length are equal, relative to their first numbers."""
     first = values[0]
     return all(
         values[i + k] - values[i] == values[k] - first
@@ -155,13 +154,13 @@ def _is_symbol(digit: Digit, symbol: Digit) -> bool:
 
 
 class _Stock:
-    """Digits in a row, taken from either end."""
+    """A sequence of digits that are taken from either end."""
 
     def __init__(self, digits: Sequence[Digit]) -> None:
         self.digits = list(digits)
 
     def take(self, wanted: int | Sequence[Digit], front: bool) -> tuple[Digit, ...]:
-        """So many elements, or as many as the given digits have: from the front, or from the back."""
+        """Take digits for `wanted` elements, or for as many as the given digits have, from the front or the back."""
         taken: list[Digit] = []
         if isinstance(wanted, int):
             self._elements(wanted, front, taken)
@@ -197,10 +196,10 @@ class _Stock:
 
 @dataclass(frozen=True, slots=True)
 class AccessMap:
-    """Where the elements of a tensor stand in its sources: see the module.
+    """Where the elements of a tensor are in its sources (see the module's docstring).
 
     `dims`: the digits of each dimension, outermost first. `filled`: axes of symbolic dimensions that cannot be 0,
-    because an operator of the chain would have failed.
+    because an operator of the chain would fail.
     """
 
     dims: Dims
@@ -225,7 +224,7 @@ class AccessMap:
 
     @property
     def volume(self) -> int:
-        """How many elements there are, symbolic dimensions counted as 1."""
+        """The number of elements, with symbolic dimensions counted as 1."""
         return prod(size_of(dim) for dim in self.dims)
 
     @property
@@ -240,12 +239,12 @@ class AccessMap:
 
     @property
     def only_source(self) -> int | None:
-        """The number of the source that it reads, if it reads one alone and nothing is put in."""
+        """The number of the only source; None if there are several, or a Pad fills in numbers."""
         low, high = self.reach
         return low // _APART if low // _APART == high // _APART and high < FILL // 2 else None
 
     def within(self, source: int) -> AccessMap:
-        """The same with addresses counted from the beginning of a source."""
+        """The same map with addresses relative to the beginning of a source."""
         return replace(self, offset=self.offset - source * _APART)
 
     def same_as(self, other: AccessMap) -> bool:
@@ -257,7 +256,7 @@ class AccessMap:
         return self.dims[axis]
 
     def _with(self, axis: int, *dims: tuple[Digit, ...], offset: int = 0) -> AccessMap:
-        """Another dimension, or several, or none, in the place of one."""
+        """The map with `dims` (any number) in the place of one dimension."""
         return replace(
             self, dims=(*self.dims[:axis], *dims, *self.dims[axis + 1 :]), offset=self.offset + offset
         )
@@ -265,7 +264,7 @@ class AccessMap:
     # The operators. Axes count from the front.
 
     def reshape(self, shape: Sequence[int]) -> AccessMap:
-        """Reshape, with 0 and -1 as ONNX has them."""
+        """Reshape, with 0 and -1 as in ONNX."""
         wanted: list[int | Sequence[Digit] | None] = []
         copied: set[int] = set()
         for i, n in enumerate(shape):
@@ -288,7 +287,7 @@ class AccessMap:
             if stock.digits:
                 raise Unmappable("the number of elements changes")
             return replace(self, dims=tuple(head))
-        # A dimension cannot be inferred beside one of 0: neither side has a value then.
+        # A Reshape cannot infer a dimension if another one is 0: it would fail.
         return replace(
             self, dims=(*head, tuple(stock.digits), *tail[::-1]), filled=self.filled | frozenset(copied)
         )
@@ -299,7 +298,7 @@ class AccessMap:
         return replace(self, dims=tuple(self.dims[p] for p in perm))
 
     def squeeze(self, axes: Sequence[int] | None) -> AccessMap:
-        """Without dimensions of 1: those given, or all."""
+        """Remove the given dimensions of 1, or all."""
         if axes is None:
             if any(d.name for d in self.digits):
                 raise Unmappable("a symbolic dimension may be 1")
@@ -335,7 +334,7 @@ class AccessMap:
         return self._with(axis, factored(values), offset=values[0])
 
     def gather(self, axis: int, indices: Sequence[int], shape: Sequence[int]) -> AccessMap:
-        """Positions `indices` along an axis, which gets that shape (none: it is dropped)."""
+        """Positions `indices` along an axis. `shape` replaces the axis (empty: it is dropped)."""
         dim = self._at(axis)
         if any(d.name for d in dim):
             raise Unmappable("a symbolic dimension is cut")
@@ -354,7 +353,7 @@ class AccessMap:
         return self._with(axis, *line.dims, offset=values[0])
 
     def expand(self, shape: Sequence[int]) -> AccessMap:
-        """Broadcast against a shape of numbers."""
+        """Broadcast against a shape without symbols."""
         missing = max(len(shape) - len(self.dims), 0)
         dims = [()] * missing + list(self.dims)
         numbers = [1] * (len(dims) - len(shape)) + list(shape)
@@ -375,7 +374,7 @@ class AccessMap:
         return replace(self, dims=tuple(merged([Digit(r), *dim]) for r, dim in zip(repeats, self.dims)))
 
     def pad(self, before: Sequence[int], after: Sequence[int]) -> AccessMap:
-        """Pad with a number; negative pads cut off."""
+        """Pad with a number. Negative pads cut."""
         if not len(before) == len(after) == len(self.dims):
             raise Unmappable("the pads are of another rank")
         out = self
@@ -387,18 +386,18 @@ class AccessMap:
                 out = out.slice(axis, max(-b, 0), size_of(dim) - max(-b, 0) - max(-a, 0), 1)
             front, back = max(b, 0), max(a, 0)
             if front or back:
-                if front + size_of(out.dims[axis]) + back > LONGEST:  # before there is a list of them
+                if front + size_of(out.dims[axis]) + back > LONGEST:  # before a list is made
                     raise Unmappable("a dimension is too long")
                 values = [FILL] * front + offsets_of(out.dims[axis]) + [FILL] * back
                 out = out._gathered(axis, values)
         return out
 
     def _cut(self, axis: int, *sizes: int) -> AccessMap:
-        """One dimension as several."""
+        """Split one dimension into several."""
         return self._with(axis, *AccessMap((self._at(axis),)).reshape(sizes).dims)
 
     def _joined(self, *groups: Sequence[int]) -> AccessMap:
-        """Dimensions brought into another order and put together."""
+        """Reorder dimensions, and join each group into one."""
         return replace(self, dims=tuple(merged([d for i in g for d in self.dims[i]]) for g in groups))
 
     def depth_to_space(self, block: int, column_row_depth: bool) -> AccessMap:
@@ -429,9 +428,9 @@ class AccessMap:
 
 
 def _comparable(dims: Dims, axis: int) -> Dims:
-    """Dimensions but for one, as they are compared between the parts of a Concat.
+    """The dimensions other than `axis`, in the form in which the parts of a Concat are compared.
 
-    They have the same sizes, or the Concat would fail: one symbol may stand for another.
+    Their sizes are equal, or the Concat would fail; so symbols with different names are comparable.
     """
     return tuple(
         tuple(replace(d, name="?") if d.name and sum(bool(e.name) for e in dim) == 1 else d for d in dim)
@@ -445,7 +444,7 @@ def _comparable(dims: Dims, axis: int) -> Dims:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operator of a chain with the numbers that it takes.
+    """An operator of a chain, with its numbers.
 
     Reshape: shape. Transpose: permutation. Slice: starts, ends, axes, and steps unless all are 1. Gather: axis, indices
     (Pick: one index, and the axis is dropped). Squeeze, Unsqueeze: axes. Expand: shape. DepthToSpace: block, 1 for CRD.
@@ -458,7 +457,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a chain costs: elements read and written, operators, and those among them that touch no data."""
+    """The cost of a chain: elements read and written, operators, and views."""
 
     moved: int = 0
     operators: int = 0
@@ -468,9 +467,9 @@ class Price:
         return Price(self.moved + other.moved, self.operators + other.operators, self.views + other.views)
 
     def total(self, scale: int = 1) -> int:
-        """In elements; `scale`: how many elements one counts for, since symbolic dimensions count as 1.
+        """The price in elements. `scale` multiplies the elements, since symbolic dimensions count as 1.
 
-        Calling an operator takes as long as moving some ten thousand numbers.
+        A call of an operator takes as long as moving some ten thousand numbers.
         """
         return scale * self.moved + 12_000 * self.operators + 3_000 * self.views
 
@@ -479,12 +478,12 @@ _VIEW = Price(0, 0, 1)
 
 
 def price(op: str, taken: int, made: int, shuffles: bool = False) -> Price:
-    """What an operator costs that reads and writes so many elements; `shuffles`: neighbours are torn apart."""
+    """The price of an operator that reads `taken` and writes `made` elements; `shuffles`: it separates neighbours."""
     if op in ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"):
         return _VIEW
     if op in ("Slice", "Gather", "Pick", "Split", "Concat"):
         taken = made
-    # A Gather's indices are looked at; Reshape, Transpose, Reshape is as good.
+    # A Gather also reads its indices, so it costs as much as Reshape, Transpose, Reshape.
     return Price((taken + made) * (3 if shuffles else 1), 1, 2 if op == "Gather" else 0)
 
 
@@ -494,7 +493,7 @@ def shuffles(perm: Sequence[int], unit: Callable[[int], bool]) -> bool:
     return bool(moved) and moved[-1] != max(moved)
 
 
-# A dimension: its size without symbols, and those, by their axes in the source, sorted.
+# A dimension: its size without symbols, and the sorted source axes of its symbols.
 Extent = tuple[int, tuple[int, ...]]
 UNIT: Extent = (1, ())
 
@@ -504,7 +503,7 @@ def extent_of(digits: Sequence[Digit]) -> Extent:
 
 
 def scattered(behind: Sequence[Extent]) -> bool:
-    """Whether a Gather copies little for each index: what the dimensions behind its axis hold."""
+    """Whether a Gather copies few elements for each index; `behind` are the dimensions after its axis."""
     return not any(symbols for _, symbols in behind) and prod(n for n, _ in behind) < 32
 
 
@@ -516,12 +515,12 @@ class Plan:
     price: Price
 
 
-# Whether a price is less than what a chain may cost.
+# Whether a price is below the limit for a chain.
 Below = Callable[[Price], bool]
 
 
 class _Chain:
-    """A chain while it is put together, with the shape that it has come to."""
+    """A chain under construction, with its current shape."""
 
     def __init__(self, shape: Sequence[Extent], filled: frozenset[int]) -> None:
         self.shape = tuple(shape)
@@ -553,11 +552,11 @@ class _Chain:
             self._add("Reshape", shape, self._numbers(shape))
         except (
             Unmappable
-        ):  # symbolic dimensions cannot be written down, but dimensions of 1 put in or left out
+        ):  # a Reshape cannot name symbolic dimensions, but dimensions of 1 can be added or removed
             self._change_units(shape)
 
     def _numbers(self, shape: Sequence[Extent]) -> list[int]:
-        """What a Reshape takes to make this shape."""
+        """The numbers of a Reshape to this shape."""
         numbers: list[int] = []
         copied: set[int] = set()
         for i, (size, symbols) in enumerate(shape):
@@ -575,7 +574,7 @@ class _Chain:
         return numbers
 
     def _change_units(self, shape: Sequence[Extent]) -> None:
-        """Squeeze and Unsqueeze to a shape that differs in dimensions of 1 alone."""
+        """Squeeze and Unsqueeze to a shape that differs only in dimensions of 1."""
         old, new = self.shape, tuple(shape)
         dropped: list[int] = []
         added: list[int] = []
@@ -631,9 +630,9 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A dimension of the source as it is read: `unit` addresses from one position to the next.
+    """A dimension in which a chain reads the source, with `unit` addresses from one position to the next.
 
-    A symbolic dimension has a name; its unit is the axis of the source.
+    A symbolic dimension has a name; its unit is its axis in the source.
     """
 
     size: int
@@ -652,7 +651,7 @@ def _own(shape: Sequence[int | str]) -> list[_Axis]:
 
 
 def _fused(axes: Sequence[_Axis]) -> list[_Axis]:
-    """Neighbouring dimensions made one."""
+    """The dimensions with neighbours joined."""
     out: list[_Axis] = []
     for axis in axes:
         if out and not out[-1].name and not axis.name:
@@ -663,7 +662,7 @@ def _fused(axes: Sequence[_Axis]) -> list[_Axis]:
 
 
 def _refined(axes: Sequence[_Axis], cuts: Sequence[int]) -> list[_Axis]:
-    """Dimensions cut in pieces of so many addresses, where they fit into each other."""
+    """The dimensions, divided at units of `cuts` addresses where these divide evenly."""
     out: list[_Axis] = []
     for axis in axes:
         if axis.name:
@@ -680,7 +679,7 @@ def _refined(axes: Sequence[_Axis], cuts: Sequence[int]) -> list[_Axis]:
 
 
 def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
-    """Ways to read the source: by its own dimensions, as one, and either cut where the digits end."""
+    """Ways to read the source: by its own dimensions, or joined; each also divided where the map's digits end."""
     own = _own(shape)
     ends = {c for d in m.digits if not d.name for c in (d.common, d.common * d.size)}
     cuts = sorted(ends)
@@ -693,9 +692,9 @@ def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A map without what a Pad puts in at its ends: that of one source, counted from its beginning.
+    """The map inside a Pad: it has one source, and addresses relative to its beginning.
 
-    `pad`: the Pad that has to follow.
+    `pad`: the Pad that must follow.
     """
 
     source: int
@@ -705,7 +704,7 @@ class Core:
 
 
 def core_of(m: AccessMap) -> Core | None:
-    """What is inside a Pad, if there is one; None if there are several sources, or a Pad in the middle."""
+    """A map as a core and a Pad; None if there are several sources, or padding in the middle."""
     before: list[int] = []
     after: list[int] = []
     axes: list[int] = []
@@ -740,7 +739,7 @@ def plans(
 ) -> Iterator[Plan]:
     """Chains that make a map from a source of this shape. `blocks`: DepthToSpace and SpaceToDepth may be used.
 
-    Chains that begin with operators whose price is not `below` what is looked for are left out.
+    A chain is left out as soon as the price of its first operators is not `below` the limit.
     """
 
     def padded(plan: Plan) -> Plan:
@@ -761,14 +760,14 @@ def _chains(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
 
 
 def best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int = 1, limit: float = inf) -> Plan:
-    """The cheapest chain, below `limit` if there is one. Raises Unmappable if there is none."""
+    """The cheapest chain with a price below `limit`. Raises Unmappable if there is none."""
     found = _best(shape, core, blocks, scale, limit)
     if found is None:
         raise Unmappable("no chain of operators has this map, or not for less")
     return found
 
 
-@lru_cache(maxsize=4096)  # the layers of a network ask the same again and again
+@lru_cache(maxsize=4096)  # the layers of a network ask the same repeatedly
 def _best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int, limit: float) -> Plan | None:
     least = (core.price + cheapest(shape, core.map)).total(scale)
     found: Plan | None = None
@@ -787,10 +786,10 @@ def _best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int, li
 
 
 def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
-    """What every chain costs at least that has this map.
+    """A lower bound on the price of every chain with this map.
 
-    Nothing, if the elements stay in their order; two operators, if a symbolic dimension changes places and elements
-    are left out or repeated; else one.
+    It is 0 if the elements keep their order. It has two operators if a symbolic dimension changes places and elements
+    are left out or repeated, else one.
     """
     source = AccessMap.source(shape)
     if not m.offset and merged(m.digits) == merged(source.digits):
@@ -803,7 +802,7 @@ def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
 
 
 def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
-    """Whether something stands on the other side of a symbolic dimension than in the source."""
+    """Whether a digit is on the other side of a symbolic dimension than in the source."""
     axes = _own(shape)
     latest, latest_symbol = 0, 0
     for d in m.digits:
@@ -814,7 +813,7 @@ def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
                 return True
             latest, latest_symbol = d.step, d.step
             continue
-        # The axis in which its smallest steps are.
+        # The axis that contains its smallest steps.
         axis = next(i for i, a in enumerate(axes) if not a.name and a.unit <= d.common)
         if axis < latest_symbol:
             return True
@@ -840,7 +839,7 @@ def _divided(m: AccessMap, axes: Sequence[_Axis]) -> AccessMap:
 def _attempts(
     shape: Sequence[int | str], axes: Sequence[_Axis], m: AccessMap, below: Below
 ) -> Iterator[_Chain]:
-    """Chains that read the source as `axes`, cut them, then transpose and repeat what is left."""
+    """Chains that read the source as `axes`, cut these, then transpose and repeat the rest."""
     m = _divided(m, axes)
     digits = m.digits
     held: list[list[int]] = [[] for _ in axes]
@@ -906,7 +905,7 @@ def _numbered(m: AccessMap) -> list[list[int]]:
 
 
 def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Chain]:
-    """The end of a chain whose dimensions are moved as a whole: `home` says where each digit is."""
+    """The end of a chain that moves whole dimensions; `home` maps each digit to its dimension."""
     out = [extent_of(dim) for dim in m.dims]
     wanted = [home[k] for ks in _numbered(m) for k in ks]
     units = [j for j in range(len(chain.shape)) if j not in wanted]
@@ -925,7 +924,7 @@ def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Cha
 
 
 def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_Chain]:
-    """The end of a chain whose dimensions are cut into digits first; `order` is that of the source."""
+    """The end of a chain that first splits dimensions into digits; `order` is their order in the source."""
     digits, numbered = m.digits, _numbered(m)
     wanted = [k for ks in numbered for k in ks if not digits[k].repeats]
     repeats = len(wanted) < len(digits)
@@ -964,7 +963,7 @@ def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_C
 
 
 def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
-    """The plan of a chain: a Slice of one position and the Reshape that drops its axis are one Gather."""
+    """The plan of a chain. A Slice of one position and a Reshape that drops its axis become one Gather."""
     if len(chain.steps) == 2 and chain.steps[0].op == "Slice" and chain.steps[1].op in ("Reshape", "Squeeze"):
         starts, _, axes, *_ = chain.steps[0].numbers
         extents = [a.extent for a in _own(shape)]
@@ -975,7 +974,7 @@ def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
 
 
 def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[Plan]:
-    """DepthToSpace, or SpaceToDepth, if that is the map; SpaceToDepth with what orders its channels in another way."""
+    """DepthToSpace or SpaceToDepth, if the map is one; SpaceToDepth also with a new order of its channels."""
     if len(shape) != 4 or len(m.dims) != 4 or not isinstance(shape[1], int):
         return
     channels, others = size_of(m.dims[1]), shape[1]
@@ -1008,9 +1007,9 @@ def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
 
 
 def _after(m: AccessMap, first: AccessMap) -> AccessMap:
-    """The map that gives `m` from what `first` makes: that moves every element once, and leaves symbols in place."""
+    """The map from the result of `first` to that of `m`. `first` moves each element once, and no symbol."""
     digits = first.digits
-    # Each digit of the source: its step there, its size, its step in what `first` makes.
+    # Each digit of the source: its step there, its size, its step in the result of `first`.
     radix = sorted(
         ((d.step, d.size, size_of(digits[i + 1 :])) for i, d in enumerate(digits) if not d.name), reverse=True
     )
@@ -1023,7 +1022,7 @@ def _after(m: AccessMap, first: AccessMap) -> AccessMap:
 
 
 def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
-    """A digit of a source as digits of what holds the source's digits `radix` (step, size, new step) elsewhere."""
+    """A source's digit as digits of a tensor with the source's digits at new steps: `radix` (step, size, new step)."""
     out: list[Digit] = []
     for step, size, new in radix:
         end = step * size
@@ -1031,7 +1030,7 @@ def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
             break
         if d.step * d.size <= step or d.step < 1 or d.values:
             continue
-        # The outer part of d, as far as it is in this digit.
+        # The outer part of d within this digit.
         low = max(d.step, step)
         if low % step or low % d.step or (d.step * d.size) % low:
             raise Unmappable("the digits do not fit into each other")
@@ -1049,9 +1048,9 @@ def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
 
 
 def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]] | None:
-    """A dimension along which the sources stand one behind the other: axis, and start, count, source of each piece.
+    """A dimension along which the sources are concatenated: its axis, and (start, count, source) of each piece.
 
-    None if there is no such dimension, or the pieces are more than `most`.
+    None if there is no such dimension, or there are more than `most` pieces.
     """
     low, high = m.reach
     if high >= FILL // 2:
@@ -1061,7 +1060,7 @@ def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]
             continue
         values = offsets_of(dim)
         least = min(values)
-        spread = (high - low) - (max(values) - least)  # of the addresses that one value of this dimension has
+        spread = (high - low) - (max(values) - least)  # of the addresses for one value of this dimension
         if (low + spread) // _APART != low // _APART:
             continue
         sources = [(low + v - least) // _APART for v in values]
@@ -1073,7 +1072,7 @@ def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Pieces put together along an axis: for each its source and its chain; `steps` follow the Concat."""
+    """A Concat along an axis: each piece has a source and a chain; `steps` follow the Concat."""
 
     axis: int
     parts: tuple[tuple[int, Plan], ...]
@@ -1084,7 +1083,7 @@ class Joined:
 def best_joined(
     shapes: Sequence[tuple[int | str, ...]], m: AccessMap, blocks: bool, scale: int = 1
 ) -> Joined:
-    """The cheapest way to cut a map of several sources into one chain each. Raises Unmappable if there is none."""
+    """The cheapest way to make a map of several sources by one chain for each. Raises Unmappable if there is none."""
     found: list[Joined] = []
     apart = AccessMap(tuple((d,) for d in m.digits), m.offset, m.filled)
     for form in (m, apart):

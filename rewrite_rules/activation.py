@@ -623,7 +623,7 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
 
     @staticmethod
     def _leaves(reader: Reader, value: Value) -> list[Value]:
-        """What a polynomial may be one of: the values that it is made of."""
+        """The values of which `value` may be a polynomial."""
         found: dict[Value, None] = {}
         work = [(value, 0)]
         while work:
@@ -836,7 +836,7 @@ class MergeClips(Rule, family="identity"):
 
 
 def _clip(op: Op, x: Val, low: float, high: float) -> Any:
-    """A Clip without the bounds that it has without saying so."""
+    """A Clip without bounds that are the default anyway."""
     least, most = _bounds(x, None, None)
     return op.Clip(x, None if low == least else low, None if high == most else high)
 

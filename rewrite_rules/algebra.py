@@ -1,7 +1,7 @@
-"""Sums, products and concatenations: associated, distributed, factored.
+"""Rules that associate, distribute and factor sums, products and concatenations.
 
-Such equations hold everywhere and mostly lead nowhere. Those that cost nothing or more are offered where they can lead
-to something: where an operand or a factor then occurs twice, where something constant folds away, where a part of an
+Such equations hold everywhere, and mostly gain nothing. Rules without a gain of their own apply only where another rule
+may gain afterwards: where an operand or a factor then occurs twice, where a constant folds away, or where a part of an
 operator's result is smaller than the whole.
 """
 
@@ -32,7 +32,7 @@ from xrlflow.rewrite import (
     require,
 )
 
-# Operators that a constant factor of their result can be folded into.
+# Operators into which a constant factor of their result can be folded.
 _TAKE_FACTORS = frozenset(("Conv", "ConvTranspose", "MatMul", "Gemm"))
 
 
@@ -54,7 +54,7 @@ class DistributeMulOverSum(RegionRule, family="algebra"):
             add = reader.producer(total)
             if add is None or add.op != "Add" or add.const or not reader.is_const(factor):
                 continue
-            # Constant addends are PushMulThroughConstantAdd's.
+            # PushMulThroughConstantAdd handles constant addends.
             if any(reader.is_const(v) for v in add.inputs) or not read_once(reader, total):
                 continue
             for v in add.inputs:
@@ -71,27 +71,27 @@ class DistributeMulOverSum(RegionRule, family="algebra"):
 
 
 def _is_matrix(reader: Reader, value: Value) -> bool:
-    """Whether a value is a matrix, or several of them."""
+    """Whether a value is a matrix or a batch of matrices."""
     rank = reader.type(value).rank
     return rank is not None and rank > 1
 
 
 def _worthwhile_product(x: Val, y: Val) -> None:
-    """Constants are multiplied out when the model is written."""
+    """Refuse a product of constants that takes too long to compute when the model is written."""
     profitable(
         x.size(-2) * x.size(-1) * y.size(-1) <= AT_EXPORT, "multiplying the constants out would take long"
     )
 
 
 def _meet(reader: Reader, value: Value, other: Value) -> bool:
-    """Whether a reader of one value reads the other as well."""
+    """Whether a node reads both values."""
     return any(other in n.inputs for n in reader.users(value))
 
 
 class AssociateSharedMatMuls(RegionRule, family="algebra"):
     """(x @ y) @ z -> x @ (y @ z), and z @ (x @ y) -> (z @ x) @ y,  where others read x @ y too.
 
-    Where the two meet again (x @ y + (x @ y) @ z), or z is x or y, so that a factor or a product occurs twice.
+    It applies where both products meet again (x @ y + (x @ y) @ z), or z is x or y: a factor or product occurs twice.
     """
 
     anchors = ("MatMul",)
@@ -125,7 +125,7 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
                 continue
             other = node.inputs[1 - place]
             if read_once(reader, value):
-                continue  # the other rules of associativity see to it
+                continue  # the other rules of associativity handle it
             if not all(_is_matrix(reader, v) for v in (*inner.inputs, other)):
                 continue
             if other in inner.inputs or _meet(reader, node.outputs[0], value):
@@ -173,7 +173,7 @@ class DistributeMatMul(RegionRule, family="algebra"):
             for own, rest in (add.inputs, add.inputs[::-1]):
                 maker = reader.producer(own)
                 if maker is not None and maker.op == "MatMul" and not maker.const and rest in maker.inputs:
-                    # Along the axis of the product's sum nothing may be repeated.
+                    # No operand may broadcast along the axis that the product sums over.
                     axis = -1 if place == 0 else -2
                     sizes = [(reader.type(v).shape or ())[axis] for v in add.inputs]
                     require(sizes[0] == sizes[1] is not None, "an addend broadcasts, or a size is not known")
@@ -227,7 +227,7 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 
 def _products(reader: Reader, concat: Node) -> list[Node] | None:
-    """The products that a Concat puts together, if they are of one operator and read by it alone."""
+    """The products that a Concat joins, if they have one operator and no other readers."""
     made = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
     if len(made) != len(concat.inputs) or len(made) < 2 or len({n.op for n in made.values()}) > 1:
         return None
@@ -236,7 +236,7 @@ def _products(reader: Reader, concat: Node) -> list[Node] | None:
 
 
 def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
-    """Shapes are known and agree, but along the axis."""
+    """Refuse shapes that are not known, or differ along other axes than `axis`."""
     shapes = [reader.val(v).shape for v in values]
     first = shapes[0]
     place = axis % len(first)
@@ -245,7 +245,7 @@ def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
 
 
 def _is_rows(reader: Reader, node: Node, rank: int, axis: int) -> bool:
-    """Whether an axis of a product's result is one of its left factor, which the right one does not see."""
+    """Whether an axis of a product's result comes from its left factor alone."""
     if reader.type(node.inputs[0]).rank != rank:
         return False
     if node.op == "MatMul":
@@ -383,7 +383,7 @@ class PullProductOutOfConcatOfColumns(RegionRule, family="algebra"):
 class PushMatMulIntoConcat(RegionRule, family="algebra"):
     """[x; y] @ w -> [x @ w; y @ w], and x @ [v | w] -> [x @ v | x @ w],  where a part is a product itself.
 
-    So that it can be associated. Or where a part and the other factor are constant, and their product is.
+    The new products can be associated. It also applies where a part and the other factor are constant.
     """
 
     anchors = ("MatMul",)
@@ -452,7 +452,7 @@ class SplitMatMulOfConcats(RegionRule, family="algebra"):
         sizes = []
         for maker, value, inner in zip(makers, node.inputs, (1, 2)):
             if maker is None or maker.op != "Concat" or maker.const or len(maker.inputs) < 2:
-                return None  # constant weights are SplitMatMulsOverConcat's
+                return None  # SplitMatMulsOverConcat handles constant weights
             rank = rank_of(reader, value)
             if rank < 2 or axis_of(maker, rank) != rank - inner:
                 return None
@@ -532,7 +532,7 @@ class MergeConvsIntoGroups(RegionRule, family="algebra"):
 
 
 class SplitGroupsOverConcat(RegionRule, family="algebra"):
-    """conv([x|y], w, b; in groups) -> [conv(x, w_x, b_x) | conv(y, w_y, b_y)]  where it has whole groups of each."""
+    """conv([x|y], w, b; in groups) -> [conv(x, w_x, b_x) | conv(y, w_y, b_y)]  when each part has whole groups."""
 
     anchors = ("Conv",)
     reads_from = ("Concat",)
@@ -604,7 +604,7 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
         weight = node.inputs[1]
         if reader.count_users(weight) < 2:
             return None
-        # The least of the group finds it; the others depend on that one alone, or each would on each.
+        # The node with the smallest id finds the group. The others depend only on it, not on each other.
         first = min((n.id for n in reader.graph.users(weight) if _convolves(reader, n, node)), default=None)
         if first is None:
             return None
@@ -616,7 +616,7 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
             return None
         inputs = sorted(group)
         require(common_source(reader, inputs), "an input may depend on a result")
-        # ONNX Runtime does not split what is empty into so many parts without their sizes.
+        # ONNX Runtime splits an empty tensor only if the sizes of the parts are given.
         sizes = sizes_along(reader, inputs, 0)
         require(sizes is not None, "a batch is not a known number")
         nodes = tuple(group[v] for v in inputs)
@@ -631,7 +631,7 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
 
 
 def _convolves(reader: Reader, other: Node, node: Node) -> bool:
-    """Whether a node makes the convolution that `node` makes, of another image of the same size."""
+    """Whether another node computes the same convolution as `node`, on another image of the same size."""
     if other.op != "Conv" or other.const or other.inputs[1:] != node.inputs[1:] or other.attrs != node.attrs:
         return False
     shape, own = (reader.graph.type(n.inputs[0]).shape for n in (other, node))
@@ -691,8 +691,8 @@ class ExchangeConcats(RegionRule, family="algebra"):
 class PushBinaryThroughSplit(RegionRule, family="algebra"):
     """split(f(x, c)) -> f(split(x), split(c)), each part,  for f element by element.
 
-    At most one operand is split at run time: others broadcast along the axis, are constant, or put together of
-    parts of these sizes.
+    At most one operand is split at run time. The others broadcast along the axis, are constant, or are
+    concatenations of parts of these sizes.
     """
 
     anchors = ("Split",)

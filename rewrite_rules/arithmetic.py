@@ -18,12 +18,12 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 
 def _at_hand(v: Val) -> bool:
-    """Whether a value is there before anything runs: an input of the graph, or a constant."""
+    """Whether a value exists before the graph runs: an input of the graph, or a constant."""
     return v.const or v.value not in v.graph.producers
 
 
 def _dim(v: Val, place: int) -> Dim:
-    """A dimension counted from the last, as broadcasting does: 1 where there is none."""
+    """A dimension counted from the last one, as in broadcasting; 1 if there is none."""
     return v.shape[-place] if place <= v.rank else 1
 
 
@@ -46,7 +46,7 @@ class AssociateAdds(Rule, family="algebra"):
     def where(self, a: Val, b: Val, c: Val) -> None:
         values = (a, b, c)
         profitable(sum(v.const for v in values) < 2, "two constants have rules of their own")
-        # What the graph computes is put together as it comes; what is there at the start can be at any time.
+        # Operands that exist at the start may be combined at any time; computed ones only once they are available.
         two = sum(_at_hand(v) for v in values) > 1
         profitable(
             two or b.value == c.value or _smaller(a, b, c), "no operand is smaller, repeated, or at hand"
@@ -90,8 +90,8 @@ class FactorOneOutOfSum(Rule, family="algebra"):
         return op.Mul(x, op.Add(y, 1))
 
 
-# Functions that never fall, wherever they are defined: everywhere.
-# Of infinity too: Softsign is NaN there.
+# Functions that are defined everywhere and never decrease.
+# Infinity counts: Softsign is left out, because it is NaN there.
 MONOTONE: tuple[str, ...] = (
     *("Atan", "Ceil", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round", "Sigmoid"),
     *("Softplus", "Tanh"),
@@ -101,7 +101,7 @@ _RISES = "f(x) <= f(y) wherever x <= y"
 
 
 def _require_rising(node: Node) -> None:
-    """Refuse one of these functions that falls for its attributes."""
+    """Refuse a function whose attributes make it decrease."""
     slope = node.attrs.get("alpha")
     require(not isinstance(slope, float) or slope > 0, "the function falls, or is NaN of infinity")
 

@@ -173,7 +173,7 @@ class FuseAttention(RegionRule, family="attention"):
     def _check(
         reader: Reader, q: Value, k: Value, v: Value, perm: tuple[int, ...], mask: Value | None
     ) -> None:
-        """Refuse shapes and types that Attention does not take, or takes in another way."""
+        """Refuse shapes and types that Attention refuses or interprets differently."""
         shapes = [reader.type(x).shape for x in (q, k, v)]
         require(all(s is not None and len(s) == 4 for s in shapes), "not four dimensions")
         queries, before, values = (s or () for s in shapes)
@@ -196,8 +196,8 @@ class FuseAttention(RegionRule, family="attention"):
         scale, perm = region.data
         keys = k if is_identity(perm) else op.Transpose(k, perm=perm)
         if mask is not None:
-            # ONNX Runtime gives zeros for a row that is masked everywhere, and takes the least float for a mask as
-            # well, of which a softmax makes equal parts. One bit less is the same mask, and keeps -inf and 0.
+            # ONNX Runtime gives zeros for a fully masked row. It also treats the least float as a mask, for which a
+            # softmax gives equal weights. One bit less masks the same, and keeps -inf and 0.
             mask = op.Mul(mask, _NEARLY_ONE)
         if mask is not None and mask.shape[-2] != q.shape[2]:
             mask = op.Expand(mask, [q.size(2), 1])
@@ -236,7 +236,7 @@ def _twice(reader: Reader, value: Value) -> bool:
 class FuseRotaryEmbedding(RegionRule, family="idioms"):
     """x * [c|c] + [-x2|x1] * [s|s] -> rotaryembedding(x, c, s)  for x = [x1|x2] of four dimensions.
 
-    As `rotate_half` has it in transformers.
+    `rotate_half` of the transformers library writes it so.
     """
 
     dtypes = FLOAT

@@ -75,7 +75,7 @@ def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None
 
 
 def known(found: T | None, reason: str) -> T:
-    """What was found; refuses the match if that is nothing."""
+    """The found value. Refuses the match if it is None."""
     if found is None:
         raise Refused(reason)
     return found
@@ -128,7 +128,7 @@ def keeps_axes(node: Node) -> bool:
 
 
 def data_inputs(node: Node) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """The inputs that have the axes of the result, and the others but for those that list axes."""
+    """The inputs that have the axes of the result, and the others except those that list axes."""
     axes = AXES[node.op]
     count = 1 if axes.of == "first" else len(node.inputs)
     return node.inputs[:count], () if axes.own == "axes" else node.inputs[count:]

@@ -1,4 +1,4 @@
-"""Control-flow bodies: loops taken apart and put together, what is inside of a body and outside of it."""
+"""Helpers for control-flow bodies: they take loops apart and build them again, and map values across the border."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from xrlflow.rewrite.propagate import propagated
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a loop carries from step to step: inside it is `before` at the start of a step and `after` at its end."""
+    """A value that a loop carries from step to step: `before` at the start of a step and `after` at its end."""
 
     initial: Val
     before: Value
@@ -42,7 +42,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """A sequence that a Scan goes through, and what a step sees of it."""
+    """A sequence that a Scan iterates over, and the element that a step sees."""
 
     sequence: Val
     element: Value
@@ -52,7 +52,7 @@ class Scanned:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a step gives out; the loop puts them one behind the other."""
+    """An output of each step; the loop concatenates them."""
 
     value: Value
     axis: int
@@ -62,9 +62,9 @@ class Collected:
 
 @dataclass(slots=True)
 class Parts:
-    """What a loop is put together from; `captured` pairs what is outside with its name inside.
+    """The parts of a loop. `captured` pairs a value outside with its name inside.
 
-    `graph` may be the loop's own body or what edits made of it, with the same outputs in the same order.
+    `graph` is the loop's body, or an edited version with the same outputs in the same order.
     """
 
     graph: Graph
@@ -75,14 +75,14 @@ class Parts:
 
     def outputs(self, loop: Loop) -> list[Value]:
         """The outputs of the body."""
-        now = dict(zip(loop.graph.outputs, self.graph.outputs))  # an edit may have found that one is another
+        now = dict(zip(loop.graph.outputs, self.graph.outputs))  # an edit may have merged outputs
         listed = [*loop.condition, *(s.after for s in self.states), *(c.value for c in self.collected)]
         return [now.get(v, v) for v in listed]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A Loop or Scan, seen from its body."""
+    """A Loop or Scan, with views of its body."""
 
     node: Node
     body: Body
@@ -95,7 +95,7 @@ class Loop:
 
     @property
     def lead(self) -> int:
-        """A Loop's first inputs are trip count and condition, its body's iteration and condition."""
+        """The number of leading inputs: a Loop has trip count and condition, its body iteration and condition."""
         return 2 if self.node.op == "Loop" else 0
 
     @property
@@ -104,7 +104,7 @@ class Loop:
 
     @property
     def condition(self) -> tuple[Value, ...]:
-        """What a Loop's body says of going on."""
+        """The output of a Loop's body that decides whether the loop continues."""
         return self.graph.outputs[: self.lead // 2]
 
     @property
@@ -127,7 +127,7 @@ class Loop:
 
     @property
     def scan_axes(self) -> tuple[tuple[int, int], ...]:
-        """Axis and direction of each sequence."""
+        """The axis and direction of each sequence."""
         return self._axes("scan_input", self.scans)
 
     @property
@@ -149,7 +149,7 @@ class Loop:
         return value not in self.graph.inputs and self.graph.type(value).const
 
     def parts(self, given: Sequence[Val | None]) -> Parts:
-        """The parts, for the values that a region's target gets."""
+        """The loop's parts, with the values that a region's target gets."""
         types = self.node.types
         vals = [v for v in given[self.lead :] if v is not None]
         initial, sequences = vals[: self.states], vals[self.states : self.states + self.scans]
@@ -160,7 +160,7 @@ class Loop:
         return Parts(self.graph, states, scans, captured, [Collected(v, *a, t) for v, a, t in listed])
 
     def starts_true(self, reader: Reader) -> bool:
-        """Whether a Loop's condition is true, or left out, in the beginning."""
+        """Whether a Loop's initial condition is true or left out."""
         condition = self.explicit[1]
         if condition == ABSENT:
             return True
@@ -168,12 +168,12 @@ class Loop:
         return const is not None and const.array is not None and bool(const.array.item())
 
     def steps(self, reader: Reader) -> int | None:
-        """A Loop's trip count, if it is known."""
+        """A Loop's trip count; None if it is not known."""
         const = reader.graph.const(self.explicit[0]) if self.explicit[0] != ABSENT else None
         return int(const.array.item()) if const is not None and const.array is not None else None
 
     def has_a_step(self, reader: Reader) -> bool:
-        """Whether a loop runs its body at least once, as far as is known."""
+        """Whether a loop is known to run its body at least once."""
         if self.node.op == "Scan":
             shape = reader.type(self.explicit[self.states]).shape
             dim = None if shape is None else shape[front(self.scan_axes[0][0], len(shape))]
@@ -183,7 +183,7 @@ class Loop:
 
 
 def take_apart(node: Node) -> Loop | None:
-    """A Loop or Scan seen from its body; None if something that it should have is left out."""
+    """A Loop or Scan as a `Loop`; None for other nodes, and if an input or output is missing."""
     body = node.attrs.get("body")
     if not isinstance(body, Body):
         return None
@@ -209,7 +209,7 @@ def taken_apart(region: Region) -> Loop:
 
 
 def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) -> list[Val]:
-    """The loop of these parts: what becomes of its states, and what it collects.
+    """Build the loop of these parts. Returns its final states and collected outputs.
 
     Sequences and captured values that no step reads any more are left out.
     """
@@ -220,7 +220,7 @@ def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) 
         read = {v for n in needed(graph, outputs) for v in n.inputs} | set(outputs)
         scans = [s for s in scans if s.element in read] or scans[
             :1
-        ]  # one at least says how many steps there are
+        ]  # at least one must give the number of steps
     lead = list(given[: loop.lead])
     formals = (
         *loop.graph.inputs[: loop.lead],
@@ -249,7 +249,7 @@ def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) 
 
 
 def with_condition(op: Op, explicit: Sequence[Val | None], captured: Sequence[Val]) -> list[Val | None]:
-    """A node's inputs; a Loop's condition may be left out in their middle, but not at their end."""
+    """A node's inputs. A left-out condition of a Loop may stand between inputs, but not at the end."""
     inputs = list(explicit)
     if inputs and inputs[-1] is None and not captured:
         inputs[-1] = op.Identity(np.array(True))
@@ -257,7 +257,7 @@ def with_condition(op: Op, explicit: Sequence[Val | None], captured: Sequence[Va
 
 
 def needed(graph: Graph, outputs: Sequence[Value]) -> list[Node]:
-    """The nodes that some values of a graph depend on."""
+    """The nodes of a graph on which these values depend."""
     found: dict[Value, Node] = {}
     work = list(outputs)
     while work:
@@ -275,7 +275,7 @@ def with_captured(
     captured: Sequence[tuple[Val, Value]],
     name: str,
 ) -> tuple[Body, list[Val]]:
-    """A body without what nobody needs, and what it captures. Constants are not captured but known inside."""
+    """A body without unused nodes, and the values that it captures. Constants become known inside instead."""
     inputs = (*formals, *(inside for _, inside in captured))
     graph = Graph.make(needed(graph, outputs), inputs, tuple(outputs), graph.leaves)
     for val, inside in captured:
@@ -289,7 +289,7 @@ def with_captured(
 
 
 def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
-    """The body that knows one of its inputs to be a constant of the graph around it."""
+    """The body with one of its inputs bound to a constant of the graph around it."""
     outer = val.graph
     nodes = needed(outer, [val.value])
     for value in (val.value, *(v for n in nodes for v in n.inputs)):
@@ -311,9 +311,9 @@ def _share(source: Graph, target: Graph, value: Value) -> None:
 
 
 class Outside:
-    """What values of a body are in the graph around it; `known` is given, and grows.
+    """Maps values of a body to values of the graph around it. It starts with `known`, and adds to it.
 
-    `sizes_only`: the body's symbols say nothing of what is copied (they stand for another number in each step).
+    `sizes_only`: copied types lose the body's symbols, which may stand for another number in each step.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class Outside:
         self.sizes_only = sizes_only
 
     def __call__(self, value: Value) -> Val:
-        """The value outside; of what is not known, constants only."""
+        """The value outside. Copies the node or constant that makes it, if the value is not known yet."""
         found = self.known.get(value)
         if found is not None:
             return found
@@ -339,7 +339,7 @@ class Outside:
         return self.known[value]
 
     def copy(self, node: Node) -> None:
-        """A node of the body, outside."""
+        """Copy a node of the body to the outside."""
         inputs = [None if v == ABSENT else self(v) for v in node.inputs]
         types = [_sizes(t) for t in node.types] if self.sizes_only else node.types
         made = self.op[node.op](*inputs, attrs=node.attrs, declared=types)
@@ -354,19 +354,19 @@ def _sizes(type: TensorType) -> TensorType:
 
 
 def around(given: Sequence[Val | None]) -> Graph:
-    """The graph that a match is in."""
+    """The graph that contains a match."""
     return next(v.graph for v in given if v is not None)
 
 
 def bodies(node: Node) -> Iterator[tuple[str, Body]]:
-    """A node's bodies, in the order in which the node lists what they capture."""
+    """A node's bodies, in the order in which the node lists their captured values."""
     for name, value in node.attrs.items():
         if isinstance(value, Body):
             yield name, value
 
 
 def repeats(graph: Graph) -> bool:
-    """Whether running a graph twice gives the same twice."""
+    """Whether two runs of a graph give the same result."""
     for node in graph.nodes():
         inner = [body.graph for _, body in bodies(node)]
         if not all(map(repeats, inner)) or not (inner or is_deterministic(node.op)):
@@ -375,14 +375,14 @@ def repeats(graph: Graph) -> bool:
 
 
 def through_identity(graph: Graph, value: Value) -> Value:
-    """What a value is, behind Identity nodes."""
+    """The value that Identity nodes pass on as this value."""
     while (node := graph.producers.get(value)) is not None and node.op == "Identity":
         value = node.inputs[0]
     return value
 
 
 def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
-    """A graph in which what some nodes make is given from outside, by the same names."""
+    """A graph without these nodes; their results come from outside under the same names."""
     gone = {n.id for n in nodes}
     for node in nodes:
         for value, type in zip(node.outputs, node.types):
@@ -393,17 +393,17 @@ def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 def outside_name(value: Value) -> Value:
-    """The name inside of a body of what is made outside in place of a value of it."""
+    """The name, inside a body, of the value that is made outside in place of `value`."""
     return mix(digest("made outside"), value)
 
 
 def made_outside(graph: Graph, value: Value, type: TensorType) -> Val:
-    """What is made outside in place of a value of the body, as the body sees it."""
+    """The value that is made outside in place of `value`, as the body sees it."""
     name = outside_name(value)
     graph.leaves.types[name] = type.as_const(False)
     return Val(graph, name, graph.leaves.types[name])
 
 
 def put_in_place(op: GraphBuilder, value: Value, made: Any) -> Graph:
-    """The builder's graph, in which a value is made otherwise."""
+    """The builder's graph, with `made` in the place of a value."""
     return apply_edit(op.graph, op.edit("hoist", [value], [made]))[0]

@@ -1,4 +1,4 @@
-"""Constant expressions that cut weights and put them together, so that there and back gives the same ones."""
+"""Constant expressions that cut and join weights. Cutting and joining again gives the original constants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewrite_rules.axes import axis_of
 from xrlflow.ir import Node
 from xrlflow.rewrite import Op, Val
 
-# Constants are multiplied out when the model is written: at most so many multiplications for one product.
+# The most multiplications for a product of constants, which is computed when the model is written.
 AT_EXPORT = 1 << 32
 
 
@@ -19,7 +19,7 @@ def _producer(v: Val) -> Node | None:
 
 
 def slice_constant(op: Op, w: Val, axis: int, start: int, stop: int) -> Any:
-    """w[start:stop] along an axis; the very part if w is a Concat that it was put into."""
+    """w[start:stop] along an axis; the original part if w is a Concat of it."""
     node = _producer(w)
     if node is not None and node.op == "Concat" and axis_of(node, w.rank) == axis:
         parts = [Val(w.graph, v, w.graph.type(v)) for v in node.inputs]
@@ -31,7 +31,7 @@ def slice_constant(op: Op, w: Val, axis: int, start: int, stop: int) -> Any:
 
 
 def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
-    """The parts one behind the other; the constant that they were cut out of, if they are all of it."""
+    """The concatenation of the parts; the constant that they were cut out of, if they cover it."""
     first = _producer(parts[0])
     if first is not None and first.op == "Slice":
         whole = Val(parts[0].graph, first.inputs[0], parts[0].graph.type(first.inputs[0]))
@@ -48,9 +48,9 @@ def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
 
 
 def cut_order(parts: Sequence[Val]) -> list[int]:
-    """The order in which parts were cut out of one constant; if they were not, one that depends on them alone.
+    """The order in which parts were cut out of one constant, or else an order that depends only on the parts.
 
-    So that those who put the same parts together, each time step for instance, get the same constant.
+    Callers that join the same parts (for instance in each time step) so get the same constant.
     """
     by_value = sorted(range(len(parts)), key=lambda i: parts[i].value)
     places = []

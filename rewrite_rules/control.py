@@ -1,4 +1,4 @@
-"""Control flow: loops relieved of what is the same in every step or needs no step before, branches that are decided."""
+"""Rules for control flow: they move work out of loops, unroll loops, and inline branches with a known condition."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleEr
 class InlineConstantIf(RegionRule, family="control"):
     """if true then f(x) else g(x) -> f(x), and g(x) for false.
 
-    Exporters leave such branches behind where a shape that they ask for turns out to be known.
+    Exporters leave such branches behind where a condition on a shape turns out to be constant.
     """
 
     canonicalises = True
@@ -76,7 +76,7 @@ class InlineConstantIf(RegionRule, family="control"):
 
 
 def _inlined(op: Op, body: Body, graph: Graph, captured: Sequence[Val]) -> list[Val]:
-    """What a branch computes, without the branch."""
+    """Build the nodes of a branch in the graph around it. Returns the branch's outputs."""
     outside = Outside(op, body.graph, graph, dict(zip(body.captured, captured)))
     for node in body.graph.topological():
         outside.copy(node)
@@ -100,10 +100,10 @@ def _decided(graph: Graph, node: Node) -> bool | None:
 
 
 class DropFailingBranch(RegionRule, family="control"):
-    """if c then f(x) else g(x) -> g(x)  where f(x) can only lead to an error, and so for g(x).
+    """if c then f(x) else g(x) -> g(x)  when f(x) always leads to an error, and f(x) when g(x) does.
 
-    Exporters write a branch for every case that a function of the framework knows: another rank than the one that is
-    squeezed, a sequence that has no batch. Where what follows admits one case only, the condition is no question.
+    Exporters write a branch for every case that a function of the framework knows: a rank without the dimension to
+    squeeze, a sequence without a batch. If the nodes that follow admit one case only, the condition is superfluous.
     """
 
     canonicalises = True
@@ -157,12 +157,12 @@ class DropFailingBranch(RegionRule, family="control"):
         return _inlined(op, region.data, condition.graph, captured)
 
 
-# So many nodes behind an If are looked at, and so many other branches decided, to find out whether one fails.
+# Limits of the check for failing branches: nodes examined after an If, and other branches decided.
 _MOST_BELOW, _MOST_SEEN, _MOST_DECIDED = 256, 512, 16
 
 
 def _below(reader: Reader, node: Node) -> list[Value]:
-    """Ids of the nodes that depend on a node, the next ones first."""
+    """Ids of the nodes that depend on a node, nearest first."""
     found: dict[Value, None] = {}
     work = [node]
     for at in work:
@@ -175,7 +175,7 @@ def _below(reader: Reader, node: Node) -> list[Value]:
 
 
 def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Value]) -> bool:
-    """Whether some node that runs in any case cannot take what it gets if this branch is taken."""
+    """Whether a node that always runs refuses its inputs if this branch is taken."""
     after = _taking(graph, node, taken)
     if after is None:
         return False
@@ -207,8 +207,8 @@ def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Va
 
 
 def _taking(graph: Graph, node: Node, taken: bool) -> Graph | None:
-    """The graph if this branch were always taken, with all that is then known of types; None if the file says otherwise
-    of what it gives."""
+    """The graph with this branch always taken, and its types inferred again; None if the types contradict those that
+    the file declares for the results."""
     body, captured = _branches(node)[taken]
     op = GraphBuilder(graph)
     try:
@@ -219,7 +219,7 @@ def _taking(graph: Graph, node: Node, taken: bool) -> Graph | None:
 
 
 def _is_refused(graph: Graph, node: Node) -> bool:
-    """Whether ONNX says that an operator does not take its inputs."""
+    """Whether shape inference refuses an operator's inputs."""
     if any(True for _ in bodies(node)) or schema(node.op) is None:
         return False
     types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
@@ -243,7 +243,7 @@ def _loop_example(
     condition: str = "",
     consts: str = "",
 ) -> str:
-    """A Loop that carries v to w and collects s; it sees i, x of `kind`, m[3,3], and whatever `before` makes."""
+    """A Loop that carries v to w and collects s. Its body sees i, x of `kind`, m[3,3], and the results of `before`."""
     return (
         f"agraph (int64 n, {kind} x, {kind} z, float[3,3] m) => ({kind} last, float[T,2,3] all)"
         f" <int64 one = {{1}}, int64 three = {{3}}, bool yes = {{1}}, float[3] c = {{1, -2, 3}}{consts}> {{"
@@ -263,7 +263,7 @@ def _scan_example(
     step: str = "float[2,3]",
     consts: str = "",
 ) -> str:
-    """A Scan over x that carries h to k and collects s; it sees e, the step's part of x, and m[3,3]."""
+    """A Scan over x that carries h to k and collects s. Its body sees e, the step's part of x, and m[3,3]."""
     return (
         f"agraph ({sequence} x, {kind} z, float[3,3] m) => ({kind} last, {out} all)"
         f" <float[3] c = {{1, -2, 3}}, float[2,1] d = {{2, -1}}{consts}> {{"
@@ -272,7 +272,7 @@ def _scan_example(
     )
 
 
-# What cannot fail, whatever the numbers: a loop of no steps does not compute it, but may.
+# Operators that fail for no numbers, so that they may be computed even if the loop has no steps.
 _TOTAL = frozenset(
     (
         *UNARY,
@@ -289,7 +289,7 @@ _TOTAL = frozenset(
     + ("Size", "Squeeze", "Unsqueeze", "Flatten", "LayerNormalization", "RMSNormalization", "Conv")
     + tuple(f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"))
 )
-_QUANTISING = frozenset(("QuantizeLinear", "DequantizeLinear"))  # they stay beside what they quantise
+_QUANTISING = frozenset(("QuantizeLinear", "DequantizeLinear"))  # they stay next to what they quantise
 
 
 def _may_divide_by_zero(node: Node) -> bool:
@@ -297,10 +297,10 @@ def _may_divide_by_zero(node: Node) -> bool:
 
 
 class MoveInvariantsOutOfLoop(RegionRule, family="control"):
-    """loop(f(c), x_t) -> y = f(c), loop(y, x_t)  where c is the same in every step.
+    """loop(f(c), x_t) -> y = f(c), loop(y, x_t)  when c is the same in every step.
 
-    Nodes of the body that depend only on captured values and constants are computed once. What may fail is moved only
-    if the loop has a first step.
+    Nodes of the body that depend only on captured values and constants are computed once. Nodes that may fail are moved
+    only if the loop has at least one step.
     """
 
     anchors = ("Loop", "Scan")
@@ -315,7 +315,7 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
         _scan_example("a = MatMul(c, m) k = Add(h, e) s = Mul(k, a)"),
         _scan_example("t = Transpose(m) a = Add(t, c) b = MatMul(h, a) k = Add(b, e) s = Relu(k)",
                       sequence="float[2,4,3]", attributes=", scan_input_axes = [1]", out="float[4,2,3]"),
-        # What fails, if at all, in the first step.
+        # A node that fails in the first step, if at all.
         _loop_example("", "on = Not(going) p, q = Split<axis = 0, num_outputs = 2>(x) t = Concat<axis = 0>(q, p)"
                       " w = Sub(v, t) s = Relu(w)", count="one"),
         *(_scan_example("p, q, r = Split<axis = 1, num_outputs = 3>(z) t = Concat<axis = 1>(r, p, q) k = Add(h, t)"
@@ -323,7 +323,7 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
                         attributes=f", scan_input_axes = [{axis}]", out=f"float[{length},N,3]", step="float[N,3]",
                         consts="")
           for length, axis in ((4, 1), (1, -2))),
-        # A constant is known inside, not captured.
+        # A constant is known inside the body, and not captured.
         _loop_example("q = Neg(c) r = Mul(q, c)", "on = Identity(going) a = MatMul(x, m) t = Add(v, r) w = Add(t, a)"
                       " s = Neg(w)"),
         _loop_example("", "on = Identity(going) a = Div(x, c) w = Mul(v, a) s = Neg(w)"),
@@ -454,7 +454,7 @@ class UnrollLoop(RegionRule, family="control"):
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """How a value inside a loop is one step's part of a tensor: along which axis of it, and of which rank it is.
+    """How a value inside a loop is one step's part of a tensor: the tensor's axis for the steps, and the rank.
 
     Two values belong to one lane only if their tensors have the same positions.
     """
@@ -467,7 +467,7 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A product of a Concat, of whose parts (start, stop of the weight's rows) some lie in a lane."""
+    """A product of a Concat with some parts in a lane. Each part has (start, stop) of the weight's rows."""
 
     node: Node
     lane: _Lane
@@ -477,7 +477,7 @@ class _Cut:
 
 @dataclass(slots=True)
 class _Lanes:
-    """The values of a body that need no step before, and how they are made."""
+    """The values of a body that depend on no earlier step, and how they are made."""
 
     loop: Loop
     of: dict[Value, _Lane]
@@ -501,7 +501,7 @@ class _Lanes:
         return value == ABSENT or value in self.fixed or self.loop.is_constant(value)
 
     def _lane(self, node: Node) -> _Lane | None:
-        """The lane of what a node makes, if it can be made for all steps at once."""
+        """The lane of a node's result, if it can be computed for all steps at once."""
         lanes = {self.of[v] for v in node.inputs if v in self.of}
         if len(lanes) != 1 or not all(v in self.of or self._is_fixed(v) for v in node.inputs):
             return None
@@ -526,7 +526,7 @@ class _Lanes:
         return self.loop.graph.type(node.inputs[1]).rank == 2 and lane.rank != lane.axis
 
     def _cut(self, node: Node) -> _Cut | None:
-        """A product of a Concat of a step's part of the sequence with something else, a state for instance."""
+        """A product of a Concat of a step's part of the sequence and other values (for instance a state)."""
         graph = self.loop.graph
         concat = graph.producers.get(node.inputs[0])
         if concat is None or concat.op != "Concat" or not self.loop.is_constant(node.inputs[1]):
@@ -553,7 +553,7 @@ class _Lanes:
         )
 
     def read_by_the_rest(self, graph: Graph, outputs: Sequence[Value]) -> list[Value]:
-        """Which of the values that are made for all steps at once the rest of the body reads, or gives out."""
+        """The values computed for all steps at once that the rest of the body reads, or that are its outputs."""
         made = {n.outputs[0] for n in self.nodes}
         found: dict[Value, None] = {}
         seen: set[Value] = set()
@@ -571,7 +571,7 @@ class _Lanes:
 
 
 class _Stacked:
-    """The lanes' values for all steps at once, outside of the loop."""
+    """Builds the lanes' values for all steps at once, outside the loop."""
 
     def __init__(self, op: Op, lanes: _Lanes, outside: Outside) -> None:
         self.op = op
@@ -599,7 +599,7 @@ class _Stacked:
         return product if bias is None else op.Add(product, bias)  # type: ignore[no-any-return]
 
     def _operand(self, value: Value, lane: _Lane) -> Val | None:
-        """An operand, with a dimension for the steps if it would otherwise meet another one there."""
+        """An operand outside the loop. It gets a dimension of 1 for the steps if broadcasting would misalign it."""
         if value == ABSENT:
             return None
         found = self.outside(value)
@@ -611,7 +611,7 @@ class _Stacked:
         return self.op.Unsqueeze(found, [found.rank - behind])  # type: ignore[no-any-return]
 
     def of_cut(self, cut: _Cut) -> Val:
-        """What the parts in the lane contribute to a product."""
+        """The contribution of the parts in the lane to a product."""
         op = self.op
         weight = self.outside(cut.node.inputs[1])
         axis = 1 if cut.node.attrs.get("transB") else 0
@@ -624,7 +624,7 @@ class _Stacked:
 
 
 def _rest_of(cut: _Cut, op: GraphBuilder) -> Any:
-    """What the other parts contribute to a product, inside of the loop."""
+    """The contribution of the other parts to a product, inside the loop."""
     graph = op.graph
 
     def val(value: Value) -> Val:
@@ -641,10 +641,10 @@ def _rest_of(cut: _Cut, op: GraphBuilder) -> Any:
 
 
 class HoistOutOfScan(RegionRule, family="control"):
-    """scan(x_t @ w, ...) -> y = x @ w, scan(y_t, ...)  and so for every function of one step's input alone.
+    """scan(x_t @ w, ...) -> y = x @ w, scan(y_t, ...)  and alike for every function of only one step's input.
 
-    Products with a matrix and element-wise operators are computed for all steps at once; a product of [x_t, h] is cut
-    in two. What is given out of the loop as it is needs no loop.
+    Products with a matrix and element-wise operators are computed for all steps at once. A product of [x_t, h] is split
+    in two. An output of the loop that is computed this way leaves the loop.
     """
 
     anchors = ("Scan",)
@@ -668,13 +668,13 @@ class HoistOutOfScan(RegionRule, family="control"):
         "agraph (float[T,3] x, float[T,3] y, float[3] z, float[3,2] m) => (float[3] last, float[T,2] all) {"
         " last, all = Scan (z, x, y) <num_scan_inputs = 2, body = b (float[3] h, float[3] e, float[3] f)"
         " => (float[3] k, float[2] s) { a = Mul(e, f) k = Sub(h, a) s = MatMul(a, m) }> }",
-        # A Concat of one step's parts, before and behind the dimension of the steps.
+        # A Concat of one step's parts, along an axis before and after the dimension of the steps.
         _scan_example("r = Neg(e) a = Concat<axis = 1>(e, r) b = MatMul(a, v) k = Add(h, b) s = Identity(b)",
                       consts=", float[6,3] v = {" + ", ".join(str(i % 5 - 2) for i in range(18)) + "}"),
         *(_scan_example(f"r = Exp(e) a = Concat<axis = {axis}>(e, r) p, q = Split<axis = {axis}, num_outputs = 2>(a)"
                         " b = Mul(p, q) k = Add(h, b) s = Neg(b)", sequence="float[2,T,3]",
                         attributes=", scan_input_axes = [-2]") for axis in (0, 1)),
-        # Two parts that need what was before.
+        # Two parts that depend on an earlier step.
         _scan_example("a = Concat<axis = -1>(h, e, z) b = Gemm(a, v, h) k = Tanh(b) s = Identity(k)",
                       consts=", float[9,3] v = {" + ", ".join(str(i % 7 - 3) for i in range(27)) + "}"),
         _scan_example("a = Clip(e, , one) b = Div(a, c) k = Add(h, b) s = Neg(b)", consts=", float one = {1}"),
@@ -745,7 +745,7 @@ class HoistOutOfScan(RegionRule, family="control"):
 
 
 def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
-    """A Scan's sequences as lanes."""
+    """The lanes of a Scan: its sequences."""
     of: dict[Value, _Lane] = {}
     for value, element, (axis, backwards) in zip(loop.explicit[loop.states :], loop.elements, loop.scan_axes):
         rank = reader.type(value).rank
@@ -755,9 +755,9 @@ def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
 
 
 class HoistOutOfLoop(RegionRule, family="control"):
-    """loop(x[i] @ w, ...) -> y = x @ w, loop(y[i], ...)  where i is the number of the step.
+    """loop(x[i] @ w, ...) -> y = x @ w, loop(y[i], ...)  when i is the number of the step.
 
-    As for a Scan: every function of x[i] alone is computed for all of x at once.
+    Every function of only x[i] is computed for all of x at once, as in HoistOutOfScan.
     """
 
     anchors = ("Loop",)
@@ -781,7 +781,7 @@ class HoistOutOfLoop(RegionRule, family="control"):
         "int64 two = {2}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
         "(int64 i, bool going, float[3] h) => (bool on, float[3] k) { on = Identity(going) e = Gather(x, i) "
         "f = Gather(y, i) a = Mul(e, f) k = Sub(h, a) }> }",
-        # What is made of a constant is known inside.
+        # A result computed from a constant is known inside the body.
         "agraph (int64 n, float[2] z) => (float[2] last) <int64 one = {1}, int64 two = {2}, "
         "float[3,2] x = {1, 2, 3, -1, -2, -3}> { k1 = Add(n, one) t = Min(k1, two) last = Loop (t, , z) <body = b "
         "(int64 i, bool going, float[2] h) => (bool on, float[2] k) { on = Identity(going) e = Gather(x, i) "
@@ -837,7 +837,7 @@ class HoistOutOfLoop(RegionRule, family="control"):
 
 
 def _loop_lanes(loop: Loop) -> _Lanes:
-    """What a Loop takes from tensors by the number of the step."""
+    """The lanes of a Loop: the parts that it takes from tensors by the number of the step."""
     graph = loop.graph
     of: dict[Value, _Lane] = {}
     for value in graph.uses.get(graph.inputs[0], ()):
@@ -854,7 +854,7 @@ def _loop_lanes(loop: Loop) -> _Lanes:
 
 
 def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
-    """A step's part of what is made outside in place of a value of the body."""
+    """A step's part of the tensor that is made outside in place of a value of the body."""
     graph = inner.graph
     index = Val(graph, graph.inputs[0], graph.type(graph.inputs[0]))
     return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)

@@ -1,4 +1,4 @@
-"""Convolutions and pools as other operators, and moved past what is around them."""
+"""Rules that replace convolutions and pools by other operators, and merge them with their neighbours."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _POINTWISE = per_rank("x[i,j{h}] w[m,p{1}] b[m]")
 
 _POOLED = per_rank("x[i,j{h}] w[m,p{1}]:const b[m]:const")
 
-# What a kernel of one tap does not heed.
+# Attributes without effect on a kernel of one tap.
 _UNHEEDED: dict[str, None] = {"auto_pad": None, "dilations": None}
 
 
-# What attributes say
+# Attributes
 
 
 def per_axis(attrs: Attrs, name: str, dims: int, default: int = 1) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def per_axis(attrs: Attrs, name: str, dims: int, default: int = 1) -> tuple[int,
 
 
 def pads_of(attrs: Attrs, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The explicit padding before and after."""
+    """The explicit padding before and after the image, one number for each spatial dimension."""
     pads = per_axis(attrs, "pads", 2 * dims, 0)
     return pads[:dims], pads[dims:]
 
@@ -57,30 +57,30 @@ def _ints(value: Any) -> tuple[int, ...]:
 
 
 def require_no_padding(attrs: Attrs) -> None:
-    """Refuse a convolution or pool that pads, or may."""
+    """Refuse a convolution or pool that pads or may pad."""
     require("pads" not in attrs and "auto_pad" not in attrs, "it pads")
 
 
 def require_pointwise(attrs: Attrs) -> None:
-    """Refuse a convolution of a single tap (1x1) that does more than mix channels. (It has nothing to pad to.)"""
+    """Refuse a convolution of one tap (1x1) that does more than mix channels. (auto_pad adds nothing to one tap.)"""
     require("pads" not in attrs, "it pads")
     require("strides" not in attrs, "it strides")
 
 
 def meets_whole(x: Val, kernel: Sequence[int], attrs: Attrs) -> bool:
-    """Whether an image, as far as its size is known, is at least as large as a window, so that it gives something."""
+    """Whether each known size of an image is at least that of a window, so that the result has elements."""
     dims = x.rank - 2
     sizes = zip(x.shape[2:], *pads_of(attrs, dims), per_axis(attrs, "dilations", dims), kernel)
     return all(not isinstance(n, int) or n + b + a > d * (k - 1) for n, b, a, d, k in sizes)
 
 
 def per_channel(op: Op, b: Val, dims: int) -> Any:
-    """A bias as it broadcasts against [N, C, ...]."""
+    """A bias [C] in the shape in which it broadcasts against [N, C, ...]."""
     return op.Reshape(b, [b.size(0)] + [1] * dims)
 
 
 def worthwhile_data(*values: Val) -> None:
-    """Refuse tensors without elements: nothing is gained, and not all who infer shapes agree on what they give."""
+    """Refuse tensors without elements: nothing is gained, and shape inferences disagree on their results."""
     profitable(not any(0 in v.shape for v in values), "it is empty")
 
 
@@ -89,7 +89,7 @@ def _positive(sizes: Sequence[Dim]) -> bool:
 
 
 class _OneConv(Rule, family="convolution"):
-    """A convolution with a bias or without, and what else it can be."""
+    """A rule whose source is one convolution, with or without a bias."""
 
     optional: ClassVar[tuple[str, ...]] = ("b",)
 
@@ -101,10 +101,10 @@ class _OneConv(Rule, family="convolution"):
 
 
 class ReplacePointwiseConvByMatMul(_OneConv):
-    """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by places."""
+    """conv(x, w, b) -> reshape(w @ reshape(x) + b)  for a 1x1 kernel: the image is a matrix of channels by pixels."""
 
     nonempty = True
-    # TVM's kernels are this product already, and where it has channels last the matrix would need conversions.
+    # TVM's kernels compute this product already. With channels last, the matrix would need layout conversions.
     backend = "onnxruntime"
     dtypes = WIDE
     shapes = per_rank("x[i,c{h}] w[m,c{1}] b[m]")
@@ -149,7 +149,7 @@ def _channels_last(rank: int) -> tuple[int, ...]:
 
 
 class MergeTransposedMatMulIntoConv(Rule, family="convolution"):
-    """transpose(transpose(x) @ w) -> conv(x, w^T)  when the channels go last for the product, and come back."""
+    """transpose(transpose(x) @ w) -> conv(x, w^T)  when the transposes move the channels last and back."""
 
     dtypes = FLOAT
     shapes = per_rank("x[i,c{h}] w[c,n]:const")
@@ -158,7 +158,7 @@ class MergeTransposedMatMulIntoConv(Rule, family="convolution"):
         return op.Transpose(op.MatMul(op.Transpose(x, perm="p"), w), perm="q")
 
     def where(self, m: Captures, x: Val, w: Val) -> None:
-        last = _channels_last(x.rank)  # never the reverse, which is what an absent permutation says
+        last = _channels_last(x.rank)  # an absent permutation reverses: refused
         require(m.p == last, "the channels do not go last")
         require(m.q == inverse(last), "the channels do not come back")
         worthwhile_data(w)
@@ -193,7 +193,7 @@ class ReplaceConvOfTransposeByMatMul(Rule, family="convolution"):
         return op.Conv(op.Transpose(x, perm="p"), w, b, attrs="c")
 
     def where(self, m: Captures, x: Val) -> None:
-        # An absent permutation is the reverse, which has another dimension there.
+        # An absent permutation reverses the dimensions: another dimension would be the channels.
         require(m.p is not None and m.p[1] == x.rank - 1, "the channels were not last")
         require_pointwise(m.c)
 
@@ -224,7 +224,7 @@ class ReplaceConvStrideBySlice(_OneConv):
 class FoldSliceIntoConvStride(Rule, family="convolution"):
     """conv(x[::s], w, b) -> conv(x, w, b; strides s)  for a 1x1 kernel."""
 
-    optional = ("b",)  # without axes, or steps, it does not step over the image
+    optional = ("b",)  # without axes or steps, the Slice takes no strides over the image
     shapes = per_rank("x[i,j{h}] w[m,p{1}] b[m] starts:const ends:const axes:const steps:const", ranks=(1, 2))
     examples = graphs(
         "(float[2,3,5,6] x) => (float[2,1,3,3] y) <float[1,3,1,1] w = {1,2,3}> "
@@ -280,9 +280,9 @@ class ReplaceDepthwisePointwiseConvByMul(_OneConv):
 
 
 class ReplaceFullConvByGemm(_OneConv):
-    """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel meets the whole image at one place.
+    """conv(x, w, b) -> reshape(gemm(reshape(x), reshape(w), b))  when the kernel covers the image in a single place.
 
-    On an image of one pixel too, of which a padded kernel meets one tap.
+    It also applies to an image of one pixel, which meets a single tap of a padded kernel.
     """
 
     dtypes = WIDE
@@ -305,7 +305,7 @@ class ReplaceFullConvByGemm(_OneConv):
         if "dilations" in m.c:
             spaced = zip(kernel, per_axis(m.c, "dilations", dims))
             require(all(k == 1 or d == 1 for k, d in spaced), "it is dilated")
-        for i in range(dims):  # hardly any convolution gets beyond this
+        for i in range(dims):  # hardly any convolution passes this check
             require(before[i] + x.size(2 + i) <= kernel[i], "the kernel does not meet the whole image")
         for i, stride in enumerate(per_axis(m.c, "strides", dims)):
             padded = before[i] + x.size(2 + i) + after[i]
@@ -363,7 +363,7 @@ class ReplacePatchConvByMatMul(_OneConv):
 def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """A Reshape's target shape with its 0s and its -1 filled in; refuses an empty tensor.
 
-    A 0 behind the last dimension stays, and a -1 beside it: that is no Reshape.
+    A 0 beyond the last dimension stays 0, and a -1 next to it stays -1: such a Reshape is invalid.
     """
     require(prod(sizes) > 0, "a tensor is empty")
     out = [sizes[i] if d == 0 and i < len(sizes) else d for i, d in enumerate(numbers)]
@@ -422,9 +422,9 @@ class MergePatchMatMulIntoConv(Rule, family="convolution"):
 
 
 class ReplaceConvTransposeByConv(Rule, family="convolution"):
-    """conv_transpose(x, w, b; strides = kernel) -> depth_to_space(conv(x, w', b'))  with one tap for each place.
+    """conv_transpose(x, w, b; strides = kernel) -> depth_to_space(conv(x, w', b'))  with one tap for each output pixel.
 
-    Where a block is no square, by a reshape and a transpose.
+    For a block that is not square, a reshape and a transpose replace depth_to_space.
     """
 
     optional = ("b",)
@@ -479,7 +479,7 @@ class ReplaceConvTransposeByConv(Rule, family="convolution"):
 
 
 class SplitDilatedConvIntoPhases(_OneConv):
-    """conv(x, w, b; dilations d) -> interleave(conv(phases(x), w, b))  with every d-th row an image of its own."""
+    """conv(x, w, b; dilations d) -> interleave(conv(phases(x), w, b))  with every d-th row in one image."""
 
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
     examples = (
@@ -533,7 +533,7 @@ class SplitDilatedConvIntoPhases(_OneConv):
 class MergeBatchIntoHeight(_OneConv):
     """conv(x, w, b) -> cut(conv(stack(x), w, b))  with the images of a batch below each other, padding between them.
 
-    What a window meets of two images is left out.
+    Results of windows that meet two images are left out.
     """
 
     shapes = per_rank("x[i,j{h}] w[m,p{k}] b[m]")
@@ -549,7 +549,7 @@ class MergeBatchIntoHeight(_OneConv):
 
     @staticmethod
     def _heights(m: Captures, x: Val, w: Val) -> tuple[int, int, int]:
-        """Of a padded image; the same up to a multiple of the stride; of the window."""
+        """The heights of a padded image, of that image rounded up to a multiple of the stride, and of the window."""
         dims = x.rank - 2
         before, after = pads_of(m.c, dims)
         stride = per_axis(m.c, "strides", dims)[0]
@@ -588,7 +588,7 @@ _PER_AXIS = ("strides", "dilations")
 class RaiseConvToTwoDimensions(_OneConv):
     """conv(x, w, b) -> squeeze(conv(unsqueeze(x), unsqueeze(w), b))  from one spatial dimension to two.
 
-    ONNX Runtime's fastest layout is for images.
+    ONNX Runtime has its fastest layout only for images.
     """
 
     unpriced = True
@@ -701,7 +701,7 @@ class MergePointwiseIntoConv(Rule, family="convolution"):
 class MoveScaleIntoConvWeights(Rule, family="convolution"):
     """conv(x * s, w, b) -> conv(x, w * s, b)  for one image, a 1x1 kernel, and s a computed number for each channel.
 
-    What squeeze-and-excite gives: the weights are scaled instead of the image.
+    Squeeze-and-excite computes such numbers. The target scales the weights instead of the image.
     """
 
     unpriced = True
@@ -725,12 +725,12 @@ class MoveScaleIntoConvWeights(Rule, family="convolution"):
 
 
 class _FoldPad(Rule, family="convolution"):
-    """A Pad before what pads by itself."""
+    """A rule that folds a Pad into the padding of the next operator."""
 
     optional: ClassVar[tuple[str, ...]] = ("value", "axes")
 
     def grown(self, attrs: Attrs, x: Val, pads: Val, axes: Val | None) -> list[int]:
-        """The padding of both; refuses what does not pad the image, or cuts it."""
+        """The sum of both paddings. Refuses a Pad of other dimensions, and one that cuts the image."""
         rank = x.rank
         places = fronts(range(rank) if axes is None else axes.ints, rank)
         numbers = pads.ints
@@ -800,15 +800,15 @@ class FoldPadIntoAveragePool(_FoldPad):
 
 
 def meets_image(attrs: Attrs) -> bool:
-    """Whether every window of a pool holds an element of the image, not padding alone.
+    """Whether every window of a pool contains an element of the image, and not only padding.
 
-    No runtime takes a pool whose padding is as large as its window, so that only holes can let it miss the image.
+    Runtimes refuse padding as large as the window, so a window can miss the image only through dilation.
     """
     pads = per_axis(attrs, "pads", 0)
     return "dilations" not in attrs or not (any(pads) or "auto_pad" in attrs)
 
 
-# Operators that give no number below zero.
+# Operators whose results are never negative.
 _NOT_NEGATIVE = frozenset({"Abs", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus"})
 
 
@@ -1034,7 +1034,7 @@ class ReplaceGlobalAveragePoolByMean(Rule, family="convolution"):
 class ReplaceGlobalMaxPoolByMax(ReplaceGlobalAveragePoolByMean):
     """globalmaxpool(x) -> reducemax(x; the spatial axes)."""
 
-    # Whether a kernel drops NaN depends on where it stands.
+    # Whether a kernel drops a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     pool, reduce = "GlobalMaxPool", "ReduceMax"
@@ -1047,7 +1047,7 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
     """reducemean(x; the spatial axes) -> globalaveragepool(x), squeezed where it keeps no dimensions."""
 
     nonempty = True
-    # ONNX Runtime's pools add in order, its ReduceMean in a tree: of more elements pools lose more than two bits.
+    # ONNX Runtime's pools add in order, its ReduceMean in a tree: for more elements, pools lose more than two bits.
     most: ClassVar[int | None] = 512
     pool, reduce = "GlobalAveragePool", "ReduceMean"
     dtypes = FLOAT
@@ -1077,7 +1077,7 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
 class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     """reducemax(x; the spatial axes) -> globalmaxpool(x), squeezed where it keeps no dimensions."""
 
-    # Whether a kernel drops NaN depends on where it stands.
+    # Whether a kernel drops a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     most = None
@@ -1087,14 +1087,14 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     )
 
 
-# ONNX Runtime keeps images in blocks of so many channels with AVX-512, of 8 without: whether it pays is measured.
+# ONNX Runtime's images have blocks of this many channels with AVX-512, of 8 without. Measurements decide the gain.
 _BLOCK = 16
 
 
 class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
     """globalaveragepool(relu(conv(x, w, b))) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b)))), the channels).
 
-    With a multiple of 16 channels: of others ONNX Runtime writes the whole image in another order before it pools.
+    pad makes the channels a multiple of 16. For other numbers ONNX Runtime reorders the whole image before it pools.
     """
 
     unpriced = True
@@ -1221,7 +1221,7 @@ class MergeMaxPools(Rule, family="convolution"):
 
     proof = "numeric"
     relies_on = "max is associative, commutative and idempotent"
-    # Whether a kernel drops NaN depends on where it stands.
+    # Whether a kernel drops a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     shapes = _IMAGE
@@ -1296,7 +1296,7 @@ class _SwapMaxPool(Rule, family="convolution"):
 
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
-    # Whether a kernel drops NaN depends on where it stands.
+    # Whether a kernel drops a NaN depends on the NaN's position.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     dtypes = FLOAT

@@ -17,7 +17,7 @@ def is_unary(node: Node) -> bool:
 
 
 def unary_form(node: Node) -> tuple[str, Attrs, tuple[Value, ...]]:
-    """What an element-wise node of one input does: operator, attributes, inputs but the first."""
+    """A key for an element-wise node of one input: operator, attributes, inputs except the first."""
     return node.op, node.attrs, node.inputs[1:]
 
 
@@ -28,7 +28,7 @@ def made_by(reader: Reader, value: Value, *ops: str) -> Node | None:
 
 
 def read_once(reader: Reader, value: Value) -> bool:
-    """Whether one node alone reads a value, and the graph does not give it out."""
+    """Whether a single node reads a value, and the value is no output of the graph."""
     return not reader.is_output(value) and len(reader.users(value)) == 1
 
 

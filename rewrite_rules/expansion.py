@@ -1,6 +1,6 @@
-"""Operators that TVM lacks, spelt out in operators that it has: recurrent cells step by step, attention, rotation.
+"""Rules that replace operators that TVM lacks by others: recurrent cells step by step, attention, rotation.
 
-What these rules write is no faster anywhere: they are applied on import, and only if the model is for TVM.
+The results are not faster. The rules are applied on import, and only if the model is for TVM.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rewrite_rules.examples import graphs
 from xrlflow.ir import ABSENT, DType, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
 
-# A graph of so many steps takes TVM minutes to compile.
+# The most steps: TVM takes minutes to compile a graph with as many.
 _MOST_STEPS = 256
-# How many parts one Concat puts together: TVM's looks for each number through all parts before the right one.
+# The most parts of one Concat: for each element, TVM's Concat checks the parts in order.
 _PARTS = 16
 
 
 class _Expansion(RegionRule, family="expansion"):
-    """One node, spelt out."""
+    """A rule that replaces one node by several."""
 
     backend = "tvm"
     canonicalises = True
@@ -34,17 +34,17 @@ class _Expansion(RegionRule, family="expansion"):
 
 
 def _read(reader: Reader, node: Node) -> tuple[int, ...]:
-    """Which outputs of a node somebody reads."""
+    """The indices of a node's outputs that have readers or are outputs of the graph."""
     return tuple(i for i, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v))
 
 
 def _given(node: Node, count: int) -> tuple[Value, ...]:
-    """So many inputs, those left out too."""
+    """The first `count` inputs of a node, with ABSENT for those left out."""
     return (*node.inputs, *(ABSENT,) * count)[:count]
 
 
 def _joined(op: Op, parts: Sequence[Any], axis: int) -> Any:
-    """The parts one behind the other, a few at a time."""
+    """The concatenation of the parts, a few at a time."""
     while len(parts) > 1:
         groups = [parts[i : i + _PARTS] for i in range(0, len(parts), _PARTS)]
         parts = [op.Concat(*group, axis=axis) if len(group) > 1 else group[0] for group in groups]
@@ -56,7 +56,7 @@ def _joined(op: Op, parts: Sequence[Any], axis: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """What the target of a recurrent operator needs to know.
+    """The data that the target of a recurrent operator needs.
 
     `backwards`: for each direction whether it runs from the last step to the first; `functions`: its activations.
     `linear`: whether a GRU's reset gate comes after the product with the hidden state. `wanted`: outputs that are read.
@@ -75,14 +75,14 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Of one direction: `hidden` [size, gates * size]; the biases [gates * size] of input and hidden state, or None."""
+    """One direction's weights `hidden` [size, gates * size], and biases [gates * size] of input and state, or None."""
 
     hidden: Any
     of_input: Any
     of_hidden: Any
 
 
-# What a step has of each product or each state; the names of its activations.
+# A step's part of each product or state; the names of its activations.
 _Row = tuple[Any, ...]
 _Names = tuple[str, ...]
 
@@ -92,7 +92,7 @@ _PLAIN = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh"}
 
 
 class _ExpandCells(_Expansion):
-    """What the recurrent operators have in common: one product of all steps' inputs, then step after step."""
+    """The common part of the recurrent operators: one product for the inputs of all steps, then step after step."""
 
     gates = 1
     states = 1
@@ -162,7 +162,7 @@ class _ExpandCells(_Expansion):
         return [self._output(op, cells, i, seen, last) for i in cells.wanted]
 
     def _projected(self, op: Op, cells: _Cells, inputs: Any, w: Any, bias: Any) -> list[tuple[Any, ...]]:
-        """What comes of each step's input: [batch, gates * size] for each of the products."""
+        """The products of each step's input, each [batch, gates * size]."""
         made, start = [], 0
         products = self.products(cells)
         for gates in products:
@@ -172,22 +172,22 @@ class _ExpandCells(_Expansion):
             product = op.MatMul(inputs, op.Transpose(rows, perm=[1, 0]))
             if bias is not None:
                 product = op.Add(product, bias if whole else op.Slice(bias, [start], [end], [0]))
-            # Cut by one operator: TVM then has one kernel for all steps, not one for each.
+            # A single operator cuts it: TVM then has one kernel for all steps, not one for each.
             sizes = [cells.batch] * cells.steps
             made.append(op.Split(product, axis=0, sizes=sizes) if cells.steps > 1 else (product,))
             start = end
         return list(zip(*made))
 
     def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
-        """The states after a step; x is what comes of its input."""
+        """The states after a step; x are the products of its input."""
         raise NotImplementedError
 
     def products(self, cells: _Cells) -> tuple[int, ...]:
-        """How many gates each product of the inputs is for."""
+        """The number of gates in each product of the inputs."""
         return (self.gates,)
 
     def separate(self, cells: _Cells) -> int:
-        """How many gates, the last ones, have a bias of the hidden state that cannot be added beforehand."""
+        """The number of last gates whose hidden-state bias cannot be added beforehand."""
         return 0
 
     def _weights(self, op: Op, cells: _Cells, r: Val, b: Val | None, way: int) -> _Weights:
@@ -224,7 +224,7 @@ class _ExpandCells(_Expansion):
 
 
 def _one(op: Op, value: Val, way: int, ways: int, axis: int = 0) -> Any:
-    """What belongs to one direction."""
+    """The part of a value for one direction."""
     return op.Squeeze(value if ways == 1 else op.Slice(value, [way], [way + 1], [axis]), [axis])
 
 
@@ -237,7 +237,7 @@ def _cell_example(
 ) -> str:
     """ONNX text of an operator over x[2,2,3] with hidden size 2; `more` are inputs after the weights.
 
-    Of two directions with gates the hidden size is 1: the more activations there are, the less a proof is sure of.
+    For two directions with gates the hidden size is 1: more activations make a proof less certain.
     """
     size, batch = 1 if ways > 1 and gates > 1 else 2, 2
     rows, state = gates * size, f"float[{ways},{batch},{size}]"
@@ -257,7 +257,7 @@ _REVERSE = ', direction="reverse"'
 
 
 def _batch_first(name: str, gates: int, attributes: str = "", ways: int = 1) -> str:
-    """The same with the batch first."""
+    """An example with the batch first."""
     size, batch = 1 if ways > 1 and gates > 1 else 2, 2
     return (
         f"agraph (float[{batch},2,3] x, float[{ways},{gates * size},3] w, float[{ways},{gates * size},{size}] r,"
@@ -352,7 +352,7 @@ class ExpandGRU(_ExpandCells):
     near_misses = _near_misses("GRU", 3)
 
     def products(self, cells: _Cells) -> tuple[int, ...]:
-        # What a step adds to a product should not have to be cut out first: TVM could not add it in the same kernel.
+        # A step should add whole products: TVM could not cut one and add it in the same kernel.
         return (3,) if cells.linear else (1, 1, 1)
 
     def separate(self, cells: _Cells) -> int:
@@ -376,7 +376,7 @@ class ExpandGRU(_ExpandCells):
     def _reset_after(
         op: Op, cells: _Cells, x: Any, hidden: Any, weights: _Weights, gate: str
     ) -> tuple[Any, Any]:
-        """The update gate, and what the candidate is made of."""
+        """The update gate, and the argument of the candidate."""
         size = cells.size
         products = op.MatMul(hidden, weights.hidden)
         update, reset = (
@@ -413,7 +413,7 @@ class ExpandRNN(_ExpandCells):
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """What the target of an Attention needs to know. `keys` are those of the node, `past` those from before."""
+    """The data that the target of an Attention needs. `keys` counts the node's keys, `past` those from before."""
 
     batch: int
     heads: int
@@ -434,7 +434,7 @@ class ExpandAttention(_Expansion):
     """attention(q, k, v, mask) -> softmax(q @ transpose(k) * scale + mask) @ v.
 
     Heads of keys and values that several heads of queries share, keys and values from before, a soft cap and the
-    causal mask are spelt out too. What a mask hides is weighed 0, also where it hides all of a row.
+    causal mask are spelt out too. Masked positions have weight 0, even if a mask hides a whole row.
     """
 
     proof = "numeric"
@@ -508,7 +508,7 @@ class ExpandAttention(_Expansion):
             whole = (batch, heads, rows, past + keys[2])
             fits = 2 <= known.rank <= 4 and known.sizes[-1] == whole[-1]
             fits = fits and all(m in (1, d) for m, d in zip(known.sizes[::-1], whole[::-1]))
-            # Later opsets pad a mask that is too short, with what hides.
+            # Later opsets pad a mask that is too short, so that the rest is hidden.
             profitable(fits, "the mask has another shape")
         inputs += [mask, past_key, past_value] if past else [mask, ABSENT, ABSENT]
         scale, cap = node.attrs.get("scale"), node.attrs.get("softcap", 0.0)
@@ -580,7 +580,7 @@ class ExpandAttention(_Expansion):
 
 
 def _split_heads(x: Val, heads: int) -> tuple[int, ...]:
-    """The sizes [batch, heads, rows, width] of what has three dimensions or four."""
+    """The sizes [batch, heads, rows, width] of a tensor with three or four dimensions."""
     sizes = x.sizes
     if len(sizes) == 4:
         return sizes
@@ -591,7 +591,7 @@ def _split_heads(x: Val, heads: int) -> tuple[int, ...]:
 class ExpandRotaryEmbedding(_Expansion):
     """rotary(x, cos, sin) -> concat(a * cos - b * sin, a * sin + b * cos, c)  with a, b, c = x cut in three.
 
-    a and b are the first two halves of what is turned, or its even and odd numbers; c is what is not turned.
+    a and b are the two halves of the rotated part, or its even and odd elements; c is the part that is not rotated.
     """
 
     anchors = ("RotaryEmbedding",)
@@ -658,7 +658,7 @@ class ExpandRotaryEmbedding(_Expansion):
 
 
 class ExpandLoop(UnrollLoop, family="expansion"):
-    """loop(n, s -> f(s)) -> f(f(... f(s)))  for a number n that is known, whatever it costs."""
+    """loop(n, s -> f(s)) -> f(f(... f(s)))  for a known number n, even if the graph becomes slower."""
 
     backend = "tvm"
     canonicalises = True

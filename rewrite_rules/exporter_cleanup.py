@@ -1,4 +1,4 @@
-"""What exporters leave behind: arithmetic on shapes, reductions of nothing, weights in slow formats."""
+"""Rules for leftovers of exporters: arithmetic on shapes, needless reshapes, weights in slow formats."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MOST_STEPS = 24
 
 
 def shape_of(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
-    """The dimensions of a value, with names of their own for those that are not known; None for an unknown rank."""
+    """The dimensions of a value, with new names for those that are not known; None for an unknown rank."""
     known = reader.type(value).shape
     return None if known is None else tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(known))
 
 
 def elements(reader: Reader, value: Value) -> Known | None:
-    """What is known of the elements of a value that is computed from dimensions, by not too many nodes in a row."""
+    """The known elements of a value that a short chain of nodes computes from dimensions; None if there are none."""
     return _elements(reader, value, _MOST_STEPS, {})
 
 
 def _elements(
     reader: Reader, value: Value, steps: int, found: dict[tuple[Value, int], Known | None]
 ) -> Known | None:
-    """`steps`: the most nodes in a row; `found`: what was asked before, since a node may read one value twice."""
+    """See `elements`. `steps`: the longest chain of nodes; `found`: earlier results, which may be asked for again."""
     key = (value, steps)
     if key not in found:
         found[key] = _elements_of(reader, value, steps, found)
@@ -71,7 +71,7 @@ _RANKS = (None, 0, 1, 2)
 
 
 def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
-    """The elements of a list of integers as dimensions: numbers, formulas, None for what is neither."""
+    """The elements of a list of integers as dimensions: numbers, formulas, or None if neither is known."""
     found = elements(reader, value)
     return (
         None if found is None else tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
@@ -110,8 +110,8 @@ def _product(sizes: Sequence[Dim]) -> int | None:
 class FoldComputedShape(RegionRule, family="exports"):
     """reshape(x, s) -> reshape(x, constant)  for an s that is computed from dimensions, or whose result is known.
 
-    Expand alike; one that changes nothing goes. Names of dimensions are followed through what is done to a shape, where
-    ONNX's own inference gives up: casts, negative indices, and the one dimension that a Reshape leaves open.
+    Expand alike; one without effect is removed. Names of dimensions are followed through operators where ONNX's own
+    inference gives up: casts, negative indices, and the -1 of a Reshape.
     """
 
     canonicalises = True
@@ -183,7 +183,7 @@ class FoldComputedShape(RegionRule, family="exports"):
 
 
 def _flattened(leading: str) -> str:
-    """A transpose of the last two dimensions of something, with the leading ones put together meanwhile."""
+    """An example: a transpose of the last two dimensions, with the leading ones merged meanwhile."""
     return (
         f"agraph (float[{leading},M,4] x) => (float[{','.join('ABCDE'[: leading.count(',') + 3])}] y) {{"
         " all = Constant<value_ints = [-1]>() two = Constant<value_ints = [-2]>() low = Constant<value_ints = [0]>()"
@@ -196,7 +196,7 @@ def _flattened(leading: str) -> str:
 class MergeFlattenedTranspose(RegionRule, family="exports"):
     """reshape(transpose(reshape(x, [-1, m, n])), [..., n, m]) -> transpose(x)  of the last dimensions of x.
 
-    The leading dimensions are put together and taken apart again, by shapes that are computed.
+    Computed shapes merge the leading dimensions, and split them again.
     """
 
     canonicalises = True
@@ -307,7 +307,7 @@ def _chain(reader: Reader, value: Value, ranks: tuple[int, ...]) -> _Chain | Non
 
 
 def _end(node: Node, chain: _Chain) -> Value:
-    """What a chain above a node starts from."""
+    """The value from which the chain above a node starts."""
     return chain[-1][0].inputs[chain[-1][1]] if chain else node.inputs[0]
 
 
@@ -330,7 +330,7 @@ def _replayed(op: Op, chain: _Chain, value: Any, others: Sequence[Val | None]) -
 class MoveReshapeIntoConstant(RegionRule, family="exports"):
     """reshape(f(c, s, ...)) -> f(reshape(c), s, ...)  for a constant c, scalars s, and f element by element.
 
-    As where a bias is divided by a scale that is known only when the model runs.
+    For example, c is a bias that is divided by a scale known only at run time.
     """
 
     anchors = ("Reshape", "Unsqueeze", "Squeeze", "Flatten")
@@ -391,7 +391,7 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
     )
     near_misses = (
         examples[0].replace("x) =>", "x, uint8 t0) =>").replace("(q, w, z, v)", "(q, w, t0, v)"),
-        # The rows are cut already.
+        # The rows are separate already.
         examples[0].replace("float[3,2,4] x", "float[6,4] r").replace("r = Reshape(x, k)", ""),
         examples[0].replace("3,2,4", "6,4").replace("Reshape(x, k)", "Neg(x)"),
     )

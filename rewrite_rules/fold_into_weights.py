@@ -81,7 +81,7 @@ _MIXED = STATISTICS.replace("float[2] m", "double[2] m").replace("float[2] v", "
 
 
 class _Convolution(Rule, family="linear"):
-    """What follows or precedes a convolution. Conv has w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
+    """A rule for the neighbours of a convolution. Conv has w[M, C/g, ...], ConvTranspose w[C, M/g, ...]."""
 
     convolution = "Conv"
     optional = ("b",)
@@ -374,12 +374,12 @@ class FoldBatchNormIntoMatMul(Rule, family="linear"):
 # Gemm's weights, as they are or transposed.
 _WEIGHT = ("w[k,n]:const", "w[n,k]:const")
 
-# Its bias, but one with a number per row.
+# Its bias, except one with a number per row.
 _BIAS = ("b[]:const", "b[1]:const", "b[n]:const", "b[1,n]:const")
 
 
 class _Gemm(Rule, family="linear"):
-    """What follows or precedes a Gemm with constant weights."""
+    """A rule for the neighbours of a Gemm with constant weights."""
 
     dtypes = FLOATS
     optional = ("b",)

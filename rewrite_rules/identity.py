@@ -1,4 +1,4 @@
-"""What does nothing, or is done twice."""
+"""Rules that remove operators without effect, and computations that occur twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM = "no two evaluations of what is random can be compared"
 
 
 class _Unchanged(Rule, family="identity"):
-    """What does nothing to x."""
+    """A rule that replaces an operator without effect by its input x."""
 
     def target(self, op: Op, x: Val) -> Any:
         return x
@@ -81,8 +81,8 @@ _WIDER: dict[DType, frozenset[DType]] = {
 class MergeCasts(Rule, family="identity"):
     """cast_b(cast_a(x)) -> cast_b(x)  when type a holds every number of x's type.
 
-    Of two integer types, or two float types: a float that is cast to an integer may overflow, and how that
-    comes out depends on the kernel of the pair.
+    Both types must be integer types, or both float types: a float that is cast to an integer may overflow, and the
+    result then depends on the kernel for the pair of types.
     """
 
     proof = "numeric"
@@ -110,7 +110,7 @@ class MergeCasts(Rule, family="identity"):
 
 
 class _Neutral(_Unchanged):
-    """One operand is constant, the same number everywhere, and leaves the other as it is."""
+    """A rule for a constant operand, the same number everywhere, that leaves the other operand as it is."""
 
     shapes = "x[...] c[...]:const"
     operator, number = "Add", 0.0
@@ -291,7 +291,7 @@ class RemoveEmptyParts(RegionRule, family="identity"):
         return xs[0] if len(xs) == 1 else op.Concat(*xs, attrs=region.data)
 
 
-# What graphs compute twice, or out of constants: the deterministic operators without bodies.
+# The deterministic operators without bodies, which graphs may compute twice, or from constants.
 _NAMES = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
 BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Celu CenterCropPad Clip Col2Im

@@ -187,7 +187,7 @@ class FoldComparisonOfBool(Rule, family="idioms"):
 
     @staticmethod
     def _truth(m: Captures, c: Val, n: Val) -> tuple[bool, bool]:
-        """What is said of False and of True."""
+        """The results of the comparison for False and for True."""
         number, compare = number_beside(n, c), _FUNCTIONS[m.compare]
         of_false, of_true = (bool(compare(number, b) if m.turned else compare(b, number)) for b in (0.0, 1.0))
         return of_false, of_true

@@ -117,7 +117,7 @@ class MergeManyMatMuls(RegionRule, family="merge"):
         if len(users) < 4:  # there are too few, whatever they are
             reader.count_users(x)
             return None
-        # The least of them finds them all; the others depend on that one alone, or each would on each.
+        # The node with the smallest id finds them all. The others depend only on it, not on each other.
         first = min((n.id for n in users if _multiplies(reader, n, x)), default=node.id)
         if first != node.id:
             reader.producer(first)
@@ -194,7 +194,7 @@ class _SplitMerged(RegionRule, family="merge"):
 
 
 def _column_axis(op: str, attrs: Attrs, rank: int) -> int:
-    """Where the weights of a product or convolution have its output columns or channels."""
+    """The axis of the output columns or channels in the weights of a product or convolution."""
     if op == "Conv":
         return 0
     if op == "Gemm":
@@ -260,8 +260,8 @@ class SplitMergedConv(_SplitMerged):
 class EnlargeConv(RegionRule, family="merge"):
     """conv(x, w) -> conv(x, pad(w))  to the kernel of another convolution of x, so that the two can be merged.
 
-    The new rim of the kernel is zero, and meets neighbours that it did not meet before: where x is infinite or
-    NaN, more of the result is NaN.
+    The new taps are zero, and are multiplied with elements that the old kernel did not read: where x is infinite
+    or NaN, more of the result is NaN.
     """
 
     may_add_nonfinite = True
@@ -330,8 +330,8 @@ def _pads(node: Node, dims: int) -> tuple[int, ...]:
 class MergeGroupConv(Rule, family="merge"):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/2).
 
-    The zeros between the blocks meet channels that a group did not read before: where x is infinite or NaN, more
-    of the result is NaN.
+    The zeros between the blocks are multiplied with channels that a group did not read before: where x is infinite
+    or NaN, more of the result is NaN.
     """
 
     may_add_nonfinite = True
@@ -339,7 +339,7 @@ class MergeGroupConv(Rule, family="merge"):
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]")
 
     def factor(self, m: Captures, w: Val) -> int:
-        """How many groups become one; refuses where that cannot be."""
+        """The number of groups that become one. Refuses a convolution whose groups cannot be merged."""
         require(group_of(m.c) % 2 == 0, "the number of groups is odd")
         return 2
 
@@ -362,14 +362,14 @@ class MergeGroupConv(Rule, family="merge"):
         return op.Conv(x, blocks, b, attrs=m.c, group=groups // n)
 
 
-# Up to so many input channels a group, ONNX Runtime's convolution is as fast with zeros in between.
+# With up to this many input channels per group, ONNX Runtime's convolution is as fast with zeros between blocks.
 _BLOCK = 16
 
 
 class MergeGroupConvToBlocks(MergeGroupConv):
     """conv(x, w; groups g) -> conv(x, blockdiagonal(w); groups g/n)  with the most channels a group up to 16.
 
-    As merging by two, again and again, in one step; not for depthwise convolutions, which have kernels of their own.
+    It merges groups by two repeatedly, in one step. Depthwise convolutions are left out: they have their own kernels.
     """
 
     composite_of = ("MergeGroupConv",)
@@ -404,7 +404,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
     dtypes = NUMBERS
     shapes = "x[...,a,b] y[...,b,c] z[...,c,d]"
 
-    # At the limit of what is multiplied out, and beyond it.
+    # At the limit for products of constants, and beyond it.
     examples = graphs(
         "(float[3,2] x) => (float[3,2048] y) { u = Expand(1.0, [2, 1048576]) v = Expand(1.0, [1048576, 2048]) "
         "p = MatMul(x, u) y = MatMul(p, v) }",
@@ -422,7 +422,7 @@ class AssociateMatMulsRight(Rule, family="merge"):
         return op.MatMul(op.MatMul(x, y), z)
 
     def where(self, y: Val, z: Val) -> None:
-        # Sums of nothing would hide what is not finite.
+        # Sums over no elements would hide numbers that are not finite.
         require(0 not in (y.shape[-2], y.shape[-1]), "an inner dimension is 0")
         if y.const and z.const:
             work = y.size(-2) * y.size(-1) * z.size(-1)
@@ -602,7 +602,7 @@ class _SplitOverConcat(RegionRule, family="merge"):
 
 
 def _row_axis(op: str, attrs: Attrs, rank: int) -> int:
-    """Where the weights of a product or convolution have its input columns or channels."""
+    """The axis of the input columns or channels in the weights of a product or convolution."""
     if op == "Conv":
         return 1
     if op == "Gemm":

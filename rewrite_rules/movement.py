@@ -1,4 +1,4 @@
-"""Chains of operators that only move data, rebuilt from where they take each element (see `access`)."""
+"""Rules that replace chains of operators that only move data by cheaper chains with the same map (see `access`)."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import Lit, Op, Reader, Refused, Region, RegionRule, Val, profitable
 
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
-# One data input, one output.
+# Operators with one data input and one output.
 _PLAIN = (
     *("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose", "Slice", "Gather", "Expand", "Tile", "Pad"),
     *("DepthToSpace", "SpaceToDepth"),
 )
 MOVES = (*_PLAIN, "Identity", "Split", "Concat")
 _PLAIN_SET, _MOVES_SET = frozenset(_PLAIN), frozenset(MOVES)
-# So many operators are looked at, and so far up for a first impression.
+# The longest chain in operators; how far up the quick check looks.
 _MOST_NODES, _FAR = 32, 8
-# So many chains are remembered.
+# The number of chains that are remembered.
 _MOST_LINES = 4096
-# What a symbolic dimension counts for, unless it is the first.
+# The assumed size of a symbolic dimension, unless it is the first.
 _SYMBOL = 32
 # Element types for which ONNX Runtime has DepthToSpace and SpaceToDepth.
 _BLOCKS = frozenset((DType.FLOAT, DType.DOUBLE))
 
 
 class _Trace:
-    """Where values take their elements from, back to the first values that data movement does not make."""
+    """The maps of values, traced back to the first values that are not made by data movement."""
 
     def __init__(self, reader: Reader, most: int = _MOST_NODES, stop: frozenset[Value] = frozenset()) -> None:
         self.reader = reader
@@ -94,7 +94,7 @@ class _Trace:
         return known(ints_input(self.reader, node, index), "an input is left out")
 
     def _moved(self, node: Node, value: Value) -> AccessMap:
-        """The map of a node's output. Numbers are read first: where they are not known, nothing else is looked at."""
+        """The map of a node's output. Numbers are read first: if they are not known, nothing else is read."""
         op = node.op
         if op == "Concat":
             parts = [self.map(v) for v in node.inputs]
@@ -137,7 +137,7 @@ class _Trace:
         return x  # Identity
 
     def _size(self, x: AccessMap, axis: int) -> int | None:
-        """How long a dimension is; None if it is symbolic."""
+        """The size of a dimension; None if it is symbolic."""
         return None if any(d.name for d in x.dims[axis]) else prod(d.size for d in x.dims[axis])
 
     def _sliced(self, node: Node) -> AccessMap:
@@ -147,11 +147,11 @@ class _Trace:
         for axis, start, end, step in cuts:
             size = self._size(x, axis)
             if size is None:
-                # No dimension is longer than what fits 31 bits: exporters write "to the end" in that way.
+                # Dimensions fit into 31 bits: exporters write "to the end" as 2^31 - 1 or more.
                 if start != 0 or step != 1 or end < LARGEST:
                     raise Unmappable("a symbolic dimension is cut")
                 continue
-            taken = range(size)[start:end:step]  # Python counts and cuts off as ONNX does
+            taken = range(size)[start:end:step]  # Python counts and clamps as ONNX does
             x = x.slice(axis, taken.start, len(taken), step)
         return x
 
@@ -179,10 +179,10 @@ class _Trace:
         self.fill = fill
         return found
 
-    # What the chain costs
+    # The chain's cost
 
     def nodes(self, end: Node) -> list[Node]:
-        """The nodes between the sources and the end of the chain, each before those that it reads."""
+        """The nodes between the sources and the end of the chain, each before the nodes that it reads."""
         out: dict[Value, Node] = {}
         seen: set[Value] = set()
 
@@ -200,7 +200,7 @@ class _Trace:
         return list(out.values())[::-1]
 
     def removed(self, nodes: Sequence[Node]) -> set[Value]:
-        """Which of the nodes nobody reads any more once the first is replaced."""
+        """The nodes without a reader once the first one is replaced, and the first one."""
         gone = {nodes[0].id}
         for node in nodes[1:]:
             if all(
@@ -223,7 +223,7 @@ class _Trace:
         return price(node.op, taken, made, torn)
 
     def scale(self) -> int:
-        """How many elements one counts for, since symbolic dimensions count as 1."""
+        """The factor for numbers of elements in which symbolic dimensions count as 1."""
         return max(prod(_SYMBOL for d in shape[1:] if isinstance(d, str)) for shape in self.shapes)
 
     def may_use_blocks(self) -> bool:
@@ -235,7 +235,7 @@ def _total(prices: Iterable[Price], scale: int) -> int:
 
 
 def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any:
-    """A chain's operators."""
+    """Build a chain's operators on x. `fill` is the value of its Pads."""
     for step in steps:
         numbers = step.numbers
         if step.op == "Transpose":
@@ -257,12 +257,12 @@ def _emit(op: Op, x: Any, steps: Sequence[Step], fill: Val | None = None) -> Any
 
 
 def _moved(node: Node) -> tuple[Value, ...]:
-    """The inputs that a node moves: the others say how, or with what to fill."""
+    """The data inputs of a node. The others hold indices, shapes or a fill value."""
     return node.inputs if node.op == "Concat" else (node.inputs[0],)
 
 
 def _above(reader: Reader, node: Node) -> Iterator[Node]:
-    """The operators from a node upwards, by first inputs, as long as they move data."""
+    """The operators from a node upwards along first inputs, as long as they move data."""
     for _ in range(_FAR):
         yield node
         maker = reader.producer(node.inputs[0])
@@ -272,7 +272,7 @@ def _above(reader: Reader, node: Node) -> Iterator[Node]:
 
 
 def _goes_on(reader: Reader, node: Node) -> bool:
-    """Whether the one reader of a node moves the data on, in a known way: then the chain is longer."""
+    """Whether the only reader of a node moves its data in a known way, so that the chain continues."""
     (value,) = node.outputs
     if reader.count_users(value) != 1 or reader.is_output(value):
         return False
@@ -283,7 +283,7 @@ def _goes_on(reader: Reader, node: Node) -> bool:
 
 
 def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
-    """Whether it is plain that nothing is gained: a view and a Transpose, both of which are needed."""
+    """Whether a quick check shows no gain: a view and a Transpose, both of which are needed."""
     ops = {n.op for n in nodes}
     if ops.issubset(_VIEWS) or ops == {"Transpose"}:  # the rules for two operators are enough
         return True
@@ -304,7 +304,7 @@ _Line = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Shortcut:
-    """How a line of operators can be had cheaper: so many of them, counted from its end, by this plan."""
+    """A cheaper plan for the last `nodes` operators of a line; `fill` are the values of its Pads."""
 
     nodes: int
     fill: tuple[Value, ...]
@@ -312,10 +312,10 @@ class _Shortcut:
 
 
 def _line(reader: Reader, end: Node) -> _Line | None:
-    """All that decides whether, and how, a chain can be had cheaper; None if it is no line of operators, or too long.
+    """A key for everything that decides on a cheaper chain; None if the chain branches or is too long.
 
-    For each operator itself, its numbers, which of its outputs is moved on, their types, and whether nobody reads it
-    once the end is replaced; and the type of what the first one reads. Layers of a network are alike in it.
+    It holds for each operator its name, attributes and numbers, the output that is moved on, the output types, and
+    whether it loses its readers once the end is replaced; and the type of the chain's input. Equal layers share a key.
     """
     links: list[object] = []
     gone: set[Value] = set()
@@ -330,7 +330,7 @@ def _line(reader: Reader, end: Node) -> _Line | None:
             )
         ):
             gone.add(node.id)
-        # A constant is named by its content. What a node makes is no number that could be read, but may fill a Pad.
+        # The name of a constant identifies its content. A computed value is not a known number, but may fill a Pad.
         numbers = tuple([(v, reader.producer(v) is None) for v in node.inputs[1:]])
         place = node.outputs.index(value)
         links.append((node.op, node.attrs.digest, numbers, place, node.types, node.id in gone))
@@ -363,20 +363,20 @@ _TO_THE_END = (
 class MergeMovement(RegionRule, family="movement"):
     """move_k(... move_1(x)) -> the cheapest chain that takes the same elements of x to the same places.
 
-    Reshape, Transpose, Slice, Split, Concat, Gather of constants, Expand, Tile, Pad and their like in any order: what
-    they do together is composed as one map of positions, and operators are made from that map. It applies where fewer
-    elements are moved, or by fewer operators. Symbolic dimensions are carried along.
+    Reshape, Transpose, Slice, Split, Concat, Gather by constants, Expand, Tile, Pad and their like in any order:
+    their effects are composed into one map of positions, and operators are made from that map. The rule applies where
+    this moves fewer elements, or takes fewer operators. Symbolic dimensions are carried along.
     """
 
     anchors = (*_PLAIN, "Concat")
     reads_from = MOVES
     examples = graphs(
-        # Reshape, Transpose, Reshape that are a Transpose; that are nothing.
+        # Reshape, Transpose, Reshape that equal a Transpose; that change nothing.
         "(float[N,6,4] x) => (float[N,4,6] y) "
         "{ a = Reshape(x, [0, 2, 3, 4]) b = Transpose<perm=[0,3,1,2]>(a) y = Reshape(b, [0, 4, 6]) }",
         "(float[2,3,4,5] x) => (float[2,3,4,5] y) { a = Transpose<perm=[0,3,1,2]>(x) "
         "b = Reshape(a, [2, 5, 12]) c = Reshape(b, [2, 5, 3, 4]) y = Transpose<perm=[0,2,3,1]>(c) }",
-        # A shuffle of channels and one back.
+        # A shuffle of channels and its inverse.
         "(float[N,6,5] x) => (float[N,6,5] y) "
         "{ a = Reshape(x, [0, 2, 3, 5]) b = Transpose<perm=[0,2,1,3]>(a) c = Reshape(b, [0, 6, 5]) "
         "d = Reshape(c, [0, 3, 2, 5]) e = Transpose<perm=[0,2,1,3]>(d) f = Reshape(e, [0, 6, 5]) y = Neg(f) }",
@@ -403,7 +403,7 @@ class MergeMovement(RegionRule, family="movement"):
         # Repeated, then cut.
         "(float[N,1,4] x) => (float[N,2,4] y) { a = Expand(x, [1, 5, 4]) y = Slice(a, [1], [3], [1]) }",
         "(float[2,3] x) => (float[2,3] y) { a = Tile(x, [1, 3]) y = Slice(a, [3], [6], [1]) }",
-        # Padded twice; padded, and what was put in cut off again.
+        # Padded twice; padded, then the padding cut off again.
         "(float[N,3,4] x) => (float[N,6,6] y) { a = Pad(x, [0, 1, 0, 0, 2, 0]) y = Pad(a, [0, 0, 1, 0, 0, 1]) }",
         "(float[N,3] x) => (float[N,3] y) { a = Pad(x, [0, 1, 0, 2]) b = Slice(a, [1], [4], [1]) y = Neg(b) }",
         # A permutation of Gathers.
@@ -434,10 +434,10 @@ class MergeMovement(RegionRule, family="movement"):
         "Transpose<perm=[0,3,4,1,5,2]>(a) d = Reshape(b, [1, 2, 6, 4]) e = Transpose<perm=[0,2,3,1]>(d) y = Relu(e) }",
         "(float[1,12,3,2] x) => (float[1,24,3] y) "
         "{ a = DepthToSpace<blocksize=2>(x) b = Reshape(a, [1, 3, 24]) d = Transpose<perm=[0,2,1]>(b) y = Relu(d) }",
-        # What follows is moved by numbers that are not known.
+        # The next operator moves data by numbers that are not known.
         "(float[N,6] x, float[N,2] z) => (float[A,B] y) "
         "{ s = Shape(z) a = Slice(x, [1], [5], [1]) b = Slice(a, [1], [3], [1]) y = Reshape(b, s) }",
-        # The first is read elsewhere, and better left.
+        # The first is read elsewhere, and should stay.
         "(float[2,3,4] x) => (float[2,2,3] y, float[2,4,3] z) "
         "{ a = Transpose<perm=[0,2,1]>(x) b = Slice(a, [0], [3], [1]) y = Slice(b, [0], [2], [1]) z = Relu(a) }",
         *(
@@ -445,13 +445,13 @@ class MergeMovement(RegionRule, family="movement"):
             f"b = Flatten{axis}(a) c = Reshape(b, s) d = Transpose<perm=[0,2,1]>(c) y = Relu(d) }}"
             for axis in ("", "<axis=3>", "<axis=-1>")
         ),
-        # To the end of what is not known.
+        # To the end of a dimension of unknown size.
         _TO_THE_END.format(start=0, step=1),
     )
     near_misses = (_TO_THE_END.format(start=1, step=1), _TO_THE_END.format(start=0, step=2))
 
     def __init__(self) -> None:
-        # What comes of a line of operators, for those that were looked at; where nothing does, why (empty: no reason).
+        # For each line that was examined: its shortcut, or the reason why there is none (may be empty).
         self._known: dict[_Line | None, _Shortcut | str] = {}
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -471,7 +471,7 @@ class MergeMovement(RegionRule, family="movement"):
         if known is not None:
             profitable(not known, known)
             return None
-        # What decides has been read: a match depends on the same values whether the line was known or not.
+        # `_line` has read all that decides, so a match depends on the same values whether the line was known or not.
         apart = reader if line is None else Reader(reader.graph, node.id)
         try:
             found = None if _hopeless(apart, list(_above(apart, node))) else self._cheaper(apart, node)
@@ -489,7 +489,7 @@ class MergeMovement(RegionRule, family="movement"):
             self._known[line] = known
 
     def _cheaper(self, reader: Reader, node: Node) -> Region | None:
-        """The region; refused if the chain cannot be had cheaper."""
+        """The region of a chain. Refuses if there is no cheaper one."""
         found, shared = self._found(reader, node, frozenset())
         if found is None and shared:
             found, _ = self._found(reader, node, shared)
@@ -499,7 +499,7 @@ class MergeMovement(RegionRule, family="movement"):
     def _found(
         self, reader: Reader, node: Node, stop: frozenset[Value]
     ) -> tuple[Region | None, frozenset[Value]]:
-        """The region, if the chain can be had cheaper; and the values in it that are read elsewhere."""
+        """The region, if there is a cheaper chain; and the values in it that are read elsewhere."""
         (output,) = node.outputs
         trace = _Trace(reader, stop=stop)
         m = trace.map(output)
@@ -527,8 +527,8 @@ class MergeMovement(RegionRule, family="movement"):
 class PushMovementIntoConcat(RegionRule, family="movement"):
     """move(concat(x, y, ...)) -> concat(move_x(x), move_y(y), ...)  where that moves less.
 
-    `move` is any chain that only moves data, and what the Concat reads may have been moved before. The Concat may
-    come out along another dimension.
+    `move` is any chain that only moves data. The Concat's inputs may have been moved, too. The new Concat may have
+    another axis.
     """
 
     anchors = _PLAIN
@@ -549,7 +549,7 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
         concat = next((n for n in _above(reader, node) if n.op == "Concat"), None)
         if concat is None or _goes_on(reader, node):
             return None
-        # What the Concat reads may have been moved too, in ways that fit together or not.
+        # The Concat's inputs may have been moved too, in ways that may or may not combine.
         found = self._found(reader, node, frozenset()) or self._found(reader, node, frozenset(concat.inputs))
         profitable(found is not None, "nothing is gained")
         return found
@@ -560,7 +560,7 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
         try:
             m = trace.map(output)
             nodes = trace.nodes(node) if output in trace.makers else []
-            if core_of(m) is not None:  # of one source
+            if core_of(m) is not None:  # a single source
                 return None
             scale = trace.scale()
             joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
@@ -580,9 +580,9 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
 
 
 class ReplaceMovement(RegionRule, family="movement"):
-    """gather(x, consecutive constants) -> slice(x);  what moves no data -> reshape(x).
+    """gather(x, consecutive constants) -> slice(x);  move(x) -> reshape(x)  when no data moves.
 
-    The latter for Gather, Expand, DepthToSpace and SpaceToDepth, along dimensions of 1.
+    `move` is Gather, Expand, DepthToSpace or SpaceToDepth, along dimensions of 1.
     """
 
     anchors = ("Gather", "Expand", "DepthToSpace", "SpaceToDepth")
@@ -611,7 +611,7 @@ class ReplaceMovement(RegionRule, family="movement"):
 
     @staticmethod
     def _promises(reader: Reader, node: Node) -> bool:
-        """A look at the numbers alone: most are refused here."""
+        """Whether the numbers alone allow a gain; most nodes are refused here."""
         before, after = reader.type(node.inputs[0]).shape, node.types[0].shape
         if before is None or after is None:
             return False
@@ -631,5 +631,5 @@ class ReplaceMovement(RegionRule, family="movement"):
 
 
 def _elements(shape: Sequence[Dim]) -> int:
-    """How many elements a tensor has, symbolic dimensions counted as 1."""
+    """The number of elements of a tensor, with symbolic dimensions counted as 1."""
     return prod(d for d in shape if isinstance(d, int))

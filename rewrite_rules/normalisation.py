@@ -1,4 +1,4 @@
-"""Softmax, LayerNormalization, BatchNormalization and their like: spelt out, and with constants around them."""
+"""Rules that recognise Softmax, LayerNormalization and their like, and fold constants into normalisations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 _STASHED = frozenset({DType.FLOAT, DType.FLOAT16})
 
 
-# What the regions are made of
+# Parts of regions
 
 
 def _last_axes(reader: Reader, node: Node) -> int | None:
-    """The axis from which on a ReduceMean (that keeps dimensions) takes all dimensions; None for other nodes."""
+    """The first axis of a ReduceMean that keeps dimensions and reduces all axes from there on; None for other nodes."""
     if node.op != "ReduceMean" or node.attrs.get("keepdims", 1) != 1:
         return None
     axes = ints_input(reader, node, 1)
@@ -76,7 +76,7 @@ def _normal_sizes(reader: Reader, x: Value, axis: int) -> tuple[int, ...]:
 
 @dataclass
 class _Walk:
-    """A region while it is being read: its nodes, and where it has got to."""
+    """A region while it is read: its nodes so far, and the current value."""
 
     reader: Reader
     nodes: list[Node]
@@ -87,7 +87,7 @@ class _Walk:
             self.nodes.append(node)
 
     def step(self, op: str) -> tuple[Node, Value] | None:
-        """Go on to the only reader of where we are, if it is `op`: the node, and its other input."""
+        """Go on to the current value's only reader if it is `op`. Returns that node and its other input."""
         node = only_reader(self.reader, self.at)
         if node is None or node.op != op or len(node.inputs) != 2:
             return None
@@ -97,11 +97,11 @@ class _Walk:
         return node, (b if a == self.at else a)
 
     def scale(self, sizes: tuple[int, ...]) -> Value | None:
-        """Take a multiplication by a parameter of the normalised dimensions."""
+        """Take a multiplication by a parameter over the normalised dimensions."""
         return self._parameter("Mul", sizes)
 
     def bias(self, sizes: tuple[int, ...]) -> Value | None:
-        """Take the addition of a parameter of the normalised dimensions."""
+        """Take the addition of a parameter over the normalised dimensions."""
         return self._parameter("Add", sizes)
 
     def _parameter(self, op: str, sizes: tuple[int, ...]) -> Value | None:
@@ -147,7 +147,7 @@ class _Deviation:
 
 
 def _deviation(reader: Reader, node: Node) -> _Deviation | None:
-    """What a Sqrt is the deviation of."""
+    """The deviation that a Sqrt computes; None if it computes something else."""
     for mean, c in operands(made_by(reader, node.inputs[0], "Add")):
         epsilon, variance = number_of(reader, c, mean), reader.producer(mean)
         axis = None if variance is None or epsilon is None else _last_axes(reader, variance)
@@ -160,7 +160,7 @@ def _deviation(reader: Reader, node: Node) -> _Deviation | None:
 
 
 def _centred(reader: Reader, value: Value) -> tuple[Value, int, list[Node]] | None:
-    """A value as x - mean(x) over the last axes: x, the first of them, the nodes."""
+    """A value as x - mean(x) over the last axes: (x, the first of these axes, the nodes)."""
     node = reader.producer(value)
     if node is None or node.op != "Sub":
         return None
@@ -178,7 +178,7 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
     x - mean(x) may be computed twice. float16 is computed in float32 afterwards.
     """
 
-    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
 
     proof = "numeric"
     relies_on = "a variance is the mean of squared deviations; float32 moments as the operator computes them"
@@ -243,10 +243,10 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
 class FuseMomentsLayerNormalization(Rule, family="normalisation"):
     """x * g + (bias - mean * g), g = scale / sqrt(var + eps) -> layernormalization(x, scale, bias).
 
-    As TensorFlow writes it (a batch normalisation by moments of the row itself).
+    TensorFlow writes it so (a batch normalisation by the moments of each row).
     """
 
-    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
 
     may_add_nonfinite = True
     proof = "numeric"
@@ -295,7 +295,7 @@ class FuseMomentsLayerNormalization(Rule, family="normalisation"):
 class FuseRMSNormalization(RegionRule, family="normalisation"):
     """x / sqrt(mean(x^2) + eps) * scale -> rmsnormalization(x, scale)."""
 
-    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
 
     proof = "numeric"
     relies_on = "the square root of the mean square, then its reciprocal or the quotient"
@@ -347,8 +347,8 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
 class ReplaceAddBySum(RegionRule, family="normalisation"):
     """layernormalization(a + b) -> layernormalization(sum(a, b)).
 
-    ONNX Runtime fuses an addition before a LayerNormalization with it to a SkipLayerNormalization that is
-    slower than the two on several threads; it does not know Sum.
+    ONNX Runtime fuses an Add before a LayerNormalization into a SkipLayerNormalization, which is slower than
+    the two on several threads. It does not fuse a Sum.
     """
 
     unpriced = True
@@ -364,7 +364,7 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
         add = reader.producer(node.inputs[0])
         if add is None or add.op != "Add":
             return None
-        # With other readers the runtime fuses nothing either.
+        # If the sum has other readers, the runtime does not fuse it.
         profitable(read_once(reader, add.outputs[0]), "the sum is read elsewhere")
         return Region(add.outputs, add.inputs, (node, add))
 
@@ -373,14 +373,14 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
 
 
 def _unseen(reader: Reader, value: Value) -> Value:
-    """What a value is a view of."""
+    """The value of which this value is a view."""
     while (node := made_by(reader, value, *SEEN)) is not None:
         value = node.inputs[0]
     return value
 
 
 def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
-    """The axes of a reduction, from the front, in order; None where they are not known."""
+    """The sorted axes of a reduction, counted from the front; None if they are not known."""
     rank = reader.type(node.inputs[0]).rank
     axes = ints_input(reader, node, 1)
     if rank is None or (not axes and node.attrs.get("noop_with_empty_axes")):
@@ -391,14 +391,14 @@ def _axes(reader: Reader, node: Node) -> tuple[int, ...] | None:
 def _keeps_axes(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -> bool:
     """Whether a value, a view of x reduced over the axes, has x's dimensions with 1 in their place.
 
-    Then an Expand on the way repeats nothing: there are no more elements than before it.
+    Then an Expand between them repeats nothing: it adds no elements.
     """
     shape = reader.type(x).shape or ()
     return same_dims(reader.type(value).shape, [1 if i in axes else d for i, d in enumerate(shape)])
 
 
 def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
-    """The axes, if a value is x reduced over them, and has 1 in their place."""
+    """The axes over which `op` reduces x to a value that has 1 in their place; None if it does not."""
     node = made_by(reader, _unseen(reader, value), op)
     axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
     return axes if axes is not None and _keeps_axes(reader, value, x, axes) else None
@@ -408,7 +408,7 @@ def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...]
 
 
 def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """x and the axes, if a value is x - max(x) over them."""
+    """(x, axes) if a value is x - max(x) over these axes."""
     node = made_by(reader, value, "Sub")
     if node is None:
         return None
@@ -467,7 +467,7 @@ class FuseSoftmax(RegionRule, family="idioms"):
         return None
 
     def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
-        """What the softmax is of, if this is what is exponentiated."""
+        """The argument of the softmax, if `value` is the argument of the exponential."""
         found = _less_its_greatest(reader, value)
         return None if found is None or found[1] != axes else found[0]
 
@@ -554,7 +554,7 @@ class FuseLogOfSoftmax(Rule, family="idioms"):
 
 
 def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """x and the axes, if a value is the mean of x over them (whether it keeps them or not)."""
+    """(x, axes) if a value is the mean of x over these axes (with or without keepdims)."""
     node = made_by(reader, value, "ReduceMean", "GlobalAveragePool", "Div", "Mul")
     if node is None:
         return None
@@ -567,7 +567,7 @@ def _mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
 
 
 def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, ...]] | None:
-    """x and the axes, if a value is what a reduction makes of x over them, divided by the number of elements."""
+    """(x, axes) if a value is the reduction `op` of x over these axes, divided by the number of elements."""
     node = made_by(reader, value, "Div", "Mul")
     for total, c in operands(node):
         summed = made_by(reader, total, op)
@@ -586,7 +586,7 @@ def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, 
 
 
 def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """x and the axes, if a value is the mean of x^2 over them."""
+    """(x, axes) if a value is the mean of x^2 over these axes."""
     found = _averaged(reader, value, "ReduceSumSquare")
     mean = None if found is not None else _mean(reader, value)
     base = None if mean is None else square_of(reader, mean[0])
@@ -597,7 +597,7 @@ def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] 
 
 
 def _less_its_mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """x and the axes, if a value is x less its mean over them."""
+    """(x, axes) if a value is x minus its mean over these axes."""
     node = made_by(reader, value, "Sub")
     if node is None:
         return None
@@ -609,7 +609,7 @@ def _less_its_mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]
 
 
 def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-    """x and the axes, if a value is the variance of x over them: E[(x - m)^2] or E[x^2] - m^2, at least 0."""
+    """(x, axes) if a value is the variance of x over these axes: E[(x - m)^2] or E[x^2] - m^2, at least 0."""
     node = made_by(reader, value, "Max", "Relu", "Clip", "Sub")
     if node is not None and node.op != "Sub":
         inner = node.inputs[0]
@@ -630,7 +630,7 @@ def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | N
 
 @dataclass(frozen=True, slots=True)
 class _Normal:
-    """What a region normalises: a tensor, over which axes, with which epsilon, scale and shift (ABSENT: none)."""
+    """The normalisation that a region computes: its tensor, axes, epsilon, scale and shift (ABSENT: none)."""
 
     x: Value
     axes: tuple[int, ...]
@@ -661,7 +661,7 @@ def _normal(reader: Reader, node: Node) -> _Normal | None:
 def _applied(
     reader: Reader, at: Value, inverted: bool, x: Value, axes: tuple[int, ...], epsilon: float
 ) -> _Normal | None:
-    """How the deviation is used: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift."""
+    """The use of the deviation d: (x - m) / d, (x - m) * (1 / d) or (x - m) * ((1 / d) * scale), and a shift."""
     scale = shift = ABSENT
     step = only_reader(reader, at)
     if (
@@ -708,7 +708,7 @@ def _applied(
 class _FuseNormalization(RegionRule, family="idioms"):
     """A normalisation by mean and variance, in the spellings of JAX, TensorFlow and Keras."""
 
-    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the left side do
+    may_remove_nonfinite = True  # the operator's sums do not overflow where those of the source do
 
     proof = "numeric"
     relies_on = "E[(x - m)^2] = E[x^2] - m^2"
@@ -716,7 +716,7 @@ class _FuseNormalization(RegionRule, family="idioms"):
     anchors = ("Sqrt", "Pow")
     reads_from = ("Add",)
 
-    # Which axes it is for, and over which axes its scale and shift vary.
+    # The axes that it normalises, and the axes over which its scale and shift vary.
     varying: Callable[[Reader, _Normal], tuple[int, ...] | None]
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -738,7 +738,7 @@ class _FuseNormalization(RegionRule, family="idioms"):
 
 
 def _spread(op: Op, v: Val, varying: Sequence[int], rank: int, sizes: Sequence[int]) -> Any:
-    """A parameter with the axes over which it varies, of these sizes, and no others."""
+    """A parameter with only the axes over which it varies, in these sizes."""
     aligned = (1,) * (rank - v.rank) + v.sizes
     kept = [aligned[a] for a in varying]
     flat = op.Reshape(v, kept)
@@ -752,8 +752,8 @@ def _filled(op: Op, number: float, sizes: Sequence[int]) -> Any:
 class FuseLayerNormalizationByMoments(_FuseNormalization):
     """(x - m) * (scale / sqrt(E[x^2] - m^2 + eps)) + bias -> layernormalization(x, scale, bias)  over any axes.
 
-    Axes that are not the last are moved there. The mean may be a sum times 1/n, the variance at least 0,
-    and both seen in x's rank by Reshape and Expand.
+    Axes that are not last are moved there. The mean may be a sum times 1/n, the variance may be clamped at 0,
+    and Reshape and Expand may bring both to x's rank.
     """
 
     examples = graphs(
@@ -843,7 +843,7 @@ class _Affine:
 class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
     """layernorm(x, s, b) @ w -> layernorm(x, 1) @ (s^T * w) + b @ w  for all readers, MatMul or Gemm.
 
-    RMSNormalization alike. The normalisations of one tensor become one, and the shift meets the reader's bias.
+    RMSNormalization alike. The normalisations of one tensor become one. The shift joins the reader's bias.
     """
 
     anchors = ("LayerNormalization", "RMSNormalization")
@@ -964,7 +964,7 @@ class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
 
 
 def _require_deviation(var: Val, epsilon: float) -> None:
-    """Refuse variances that cannot be divided by, where they can be read. (Of a negative one both sides are NaN.)"""
+    """Refuse known variances whose deviation is 0. (For a negative variance both sides are NaN.)"""
     numbers = var.array_or_none
     require(numbers is None or bool(np.all(numbers + epsilon != 0)), "a variance cannot be divided by")
 

@@ -18,7 +18,7 @@ def only_reader(reader: Reader, value: Value) -> Node | None:
 
 
 def number_of(reader: Reader, value: Value, beside: Value) -> float | None:
-    """The number that a small constant holds everywhere, if it leaves the shape of what stands beside it."""
+    """The number that a small constant holds everywhere, if the constant keeps the other operand's shape."""
     if not reader.is_const(value):
         return None
     number = reader.val(value).uniform
@@ -33,7 +33,7 @@ def is_number(reader: Reader, value: Value, number: float, beside: Value) -> boo
 
 
 def operands(node: Node | None) -> list[tuple[Value, Value]]:
-    """The two inputs of a node, in both orders but for Sub and Div; of no node none."""
+    """The two inputs of a node, in both orders except for Sub and Div; nothing for None."""
     if node is None or len(node.inputs) != 2:
         return []
     a, b = node.inputs
@@ -41,7 +41,7 @@ def operands(node: Node | None) -> list[tuple[Value, Value]]:
 
 
 def square_of(reader: Reader, value: Value) -> Value | None:
-    """What a value is the square of."""
+    """The value of which this value is the square; None if it is no square."""
     node = made_by(reader, value, "Mul", "Pow")
     if node is None:
         return None
@@ -66,7 +66,7 @@ SEEN = (*VIEWS, "Expand")
 def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
     """The nodes that make `out` from `inputs` and constants; an inner value may not be read elsewhere.
 
-    How the shape of a Reshape or Expand is computed is no part of it.
+    The computation of a Reshape's or Expand's shape is not included.
     """
     nodes: dict[Value, Node] = {}
     work = [out]

@@ -1,4 +1,4 @@
-"""Unrolled recurrent cells: to ONNX's own LSTM, GRU and RNN, or with what every step does done once."""
+"""Rules that turn unrolled recurrent cells into ONNX's LSTM, GRU and RNN, or do the common work of all steps once."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
 class SwapSplits(RegionRule, family="recurrent"):
     """split_b(p) for each part p of split_a(x) -> split_a(q) for each part q of split_b(x).
 
-    Pays where x has many parts along a (time steps), each split into a few along b (gates).
+    It pays if x has many parts along a (time steps), and each is split into a few along b (gates).
     """
 
     anchors = ("Split",)
@@ -184,7 +184,7 @@ def _size(reader: Reader, value: Value, axis: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """Part of a constant matrix: `rows` of what it multiplies, `columns` of what comes out, as (start, length)."""
+    """Part of a constant matrix: its `rows` (inputs) and `columns` (results), each as (start, length)."""
 
     value: Value
     transposed: bool
@@ -193,7 +193,7 @@ class _Weight:
 
     @property
     def matrix(self) -> tuple[Value, bool, tuple[int, int]]:
-        """What the weights of one source have in common."""
+        """The key that the weights of one source have in common."""
         return self.value, self.transposed, self.rows
 
 
@@ -212,19 +212,19 @@ class _Linear:
 
     @property
     def form(self) -> tuple[frozenset[_Weight], frozenset[tuple[Value, int, int]]]:
-        """What all steps must have in common."""
+        """The key that all steps must have in common."""
         return frozenset(w for _, w in self.terms), frozenset(self.biases)
 
 
 def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | None:
-    """Columns [start, start + length) of a matrix as a sum of products; None if they are none."""
+    """Columns [start, start + length) of a matrix as a sum of products; None if they are no such sum."""
     type = reader.type(value)
-    # What has fewer columns broadcasts: a gate of one column is no gate of all.
+    # A value with fewer columns broadcasts: a gate of one column is not a gate of all columns.
     if not type.shape or not isinstance(type.shape[-1], int) or type.shape[-1] < start + length:
         return None
     node = reader.producer(value)
     if node is not None and len(type.shape) == 2:
-        # Constants too: the first step's product of a constant state is one of the others' kind.
+        # Constants too: with a constant state, the first step's product is like those of the other steps.
         found = _computed(reader, node, value, start, length)
         if found is not None:
             return found
@@ -235,7 +235,7 @@ def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | 
 
 
 def _computed(reader: Reader, node: Node, value: Value, start: int, length: int) -> _Linear | None:
-    """The same, of what a node makes."""
+    """The same for a value that `node` makes."""
     if node.op == "Split":
         if axis_of(node, 2) != 1:
             return None
@@ -288,7 +288,7 @@ def _products(
 
 
 def _both(node: Node | None, op: str) -> Iterator[tuple[Value, Value]]:
-    """The inputs of a commutative node, both ways round."""
+    """The inputs of a commutative node, in both orders."""
     if node is not None and node.op == op and len(node.inputs) == 2:
         a, b = node.inputs
         yield a, b
@@ -296,7 +296,7 @@ def _both(node: Node | None, op: str) -> Iterator[tuple[Value, Value]]:
 
 
 def _argument(reader: Reader, value: Value, op: str) -> Value | None:
-    """x if the value is op(x)."""
+    """x if the value is op(x), else None."""
     node = reader.producer(value)
     return node.inputs[0] if node is not None and node.op == op else None
 
@@ -305,7 +305,7 @@ def _argument(reader: Reader, value: Value, op: str) -> Value | None:
 class _Step:
     """One step: its gates in ONNX's order, as linear forms, and the states before it.
 
-    `kind` is whatever else steps must have in common. `previous` are candidates for the hidden state before.
+    `kind` is all else that steps must have in common. `previous` are candidates for the hidden state before.
     """
 
     gates: tuple[_Linear, ...]
@@ -328,14 +328,14 @@ def _width(reader: Reader, value: Value) -> int | None:
 
 
 def _gate(reader: Reader, value: Value, op: str, size: int) -> _Linear | None:
-    """The linear form of what a gate is computed from."""
+    """The linear form of a gate's argument."""
     inner = _argument(reader, value, op)
     return None if inner is None else _linear(reader, inner, 0, size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Native:
-    """What the target needs to know."""
+    """The data that the target needs."""
 
     steps: int
     size: int
@@ -348,22 +348,22 @@ class _Native:
 
 
 class _Unrolled(RegionRule, family="native_recurrent"):
-    """What the cells have in common: walking back from the last step, and putting the weights together."""
+    """The common part of the cells' rules: walk back from the last step, and build the weights."""
 
     nonempty = True
     dtypes = FLOAT
-    # ONNX Runtime's cells clamp what goes into their functions: of NaN and infinity they make numbers.
+    # ONNX Runtime's cells clamp the arguments of their functions: they turn NaN and infinity into finite numbers.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     native = ""
     states = 1
 
     def step(self, reader: Reader, hidden: Value) -> _Step | None:
-        """The step that makes a hidden state."""
+        """The step that makes a hidden state; None if it is not such a state."""
         raise NotImplementedError
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        """Whether no step follows, as far as can be seen cheaply."""
+        """Whether a cheap check finds no step that follows."""
         raise NotImplementedError
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -427,11 +427,11 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return list(dict.fromkeys(v for g in step.gates for v, _ in g.terms))
 
     def follows(self, earlier: _Step, later: _Step) -> bool:
-        """Whether the other states fit together."""
+        """Whether the states other than the hidden one connect two steps."""
         return earlier.values[1:] == later.states[1:]
 
     def hidden_before(self, steps: Sequence[_Step], reader: Reader) -> Value | None:
-        """The hidden state before the first step: what stands where the second step has the first one's."""
+        """The hidden state before the first step: the operand in the place where the second step has the first's."""
         second, hidden = steps[1], steps[0].values[0]
         own = {w.matrix for g in second.gates for v, w in g.terms if v == hidden}
         values = {v for g in steps[0].gates for v, w in g.terms if w.matrix in own}
@@ -454,7 +454,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return inputs, tuple(gates)
 
     def outside(self, reader: Reader, steps: Sequence[_Step], ends: Collection[Value]) -> set[Value]:
-        """States that are read by other than the steps, which lie between these values and the last states."""
+        """The states that nodes other than the steps read. The steps lie between `ends` and the last states."""
         inner: set[Value] = set()
         work = list(steps[-1].values)
         while work:
@@ -468,7 +468,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
     # The target
 
     def weights(self, op: Op, native: _Native, vals: dict[Value, Val], which: int) -> Any:
-        """[1, gates * size, width]: of the input (0) or the hidden state (1)."""
+        """The weights [1, gates * size, width] of the input (`which` 0) or the hidden state (1)."""
         rows = []
         for pair in native.gates:
             w = pair[which]
@@ -490,7 +490,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return op.Expand(np.zeros(1, np.float32), [size]) if total is None else total
 
     def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:
-        """[1, 2 * gates * size], or nothing."""
+        """The biases [1, 2 * gates * size]; None if there are none."""
         if not any(native.biases):
             return None
         own = [self.bias(op, b, vals, native.size) for b in native.biases]
@@ -541,7 +541,7 @@ def _unrolled(
 ) -> str:
     """ONNX text of a cell over x[2,steps,3] with hidden size 2; `cell` is one step, with {t} and {p}, the step before.
 
-    It has z{t}, the projections of x and h: their sum, or (not `joined`) a{t} and b{t}, one of each.
+    It can read z{t}, the sum of the projections of x and h, or (not `joined`) these two as a{t} and b{t}.
     """
     n = 2 * gates
     lines = []
@@ -592,7 +592,7 @@ _GRU_RESET_FIRST = (
 
 
 def _fed_back(example: str) -> str:
-    """A cell of which the second step's input depends on the first state."""
+    """A cell in which the second step's input depends on the first state."""
     return example.replace(
         "x1 = Gather<axis=1>(x, i1)", "y1 = Gather<axis=1>(x, i1) y2 = ReduceMean(h1, one) x1 = Add(y1, y2)"
     )
@@ -604,7 +604,7 @@ def _short(example: str, state: str, shape: str) -> str:
 
 
 def _other_input(example: str) -> str:
-    """A cell of which the second step has an input that broadcasts."""
+    """A cell whose second step has an input that broadcasts."""
     return example.replace("agraph (", "agraph (float[1,3] v, ").replace(
         "x1 = Gather<axis=1>(x, i1)", "x1 = Identity(v)"
     )
@@ -633,8 +633,8 @@ def _with(example: str, constants: str) -> str:
 class FuseUnrolledLSTM(_Unrolled):
     """c' = sigmoid(f) * c + sigmoid(i) * tanh(g), h' = sigmoid(o) * tanh(c'), step by step -> lstm(x, h, c).
 
-    i, f, g, o are any linear functions of x_t and h, the same in every step: cut out of one product or out of
-    several, of x_t and h side by side or of each, with biases or without, in any order. Peepholes are none.
+    i, f, g, o are linear functions of x_t and h, the same in every step. They may be cut out of one product or
+    several, of concat(x_t, h) or of each, with or without biases, in any order. There are no peepholes.
     """
 
     anchors = ("Mul",)
@@ -659,7 +659,7 @@ class FuseUnrolledLSTM(_Unrolled):
         )
         .replace(", bw)", ")")
         .replace(", br)", ")"),
-        # The second step has the first cell state again.
+        # The second step uses the first cell state again.
         _unrolled(f"z{{t}} = Add(a{{t}}, b{{t}}) {_LSTM_CELL}", 4, states=_LSTM_STATES).replace(
             "k1 = Mul(f1s, c1)", "k1 = Mul(f1s, c0)"
         ),
@@ -724,14 +724,14 @@ class FuseUnrolledLSTM(_Unrolled):
         return None
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # In a next step the cell is multiplied by a gate.
+        # A next step would multiply the cell by a gate.
         return not _users(reader, step.values[1], "Mul")
 
 
 class FuseUnrolledGRU(_Unrolled):
     """h' = (1 - z) * tanh(n) + z * h, or n + z * (h - n), step by step -> gru(x, h)  with gates z, r, n.
 
-    n = W x + r * (R h + b), or W x + R (r * h): the reset gate after the product or before it.
+    n = W x + r * (R h + b), or W x + R (r * h): the reset gate acts after the product or before it.
     """
 
     anchors = ("Add",)
@@ -788,7 +788,7 @@ class FuseUnrolledGRU(_Unrolled):
 
     @staticmethod
     def _blends(reader: Reader, node: Node) -> Iterator[tuple[Value, Value, Value]]:
-        """Readings of a sum as a blend: update gate, candidate, state before."""
+        """The ways to read a sum as a blend: (update gate, candidate, state before)."""
         for a, b in _both(node, "Add"):
             # n + z * (h - n)
             for update, difference in _both(reader.producer(a), "Mul"):
@@ -838,7 +838,7 @@ class FuseUnrolledGRU(_Unrolled):
         return steps[0].states[0]
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # In a next step the state is blended with a candidate, and multiplied by a matrix.
+        # A next step would blend the state with a candidate, and multiply it by a matrix.
         hidden = step.values[0]
         return not (_users(reader, hidden, "Mul") or _users(reader, hidden, "Sub"))
 
@@ -859,7 +859,7 @@ class FuseUnrolledGRU(_Unrolled):
         return {"linear_before_reset": 1} if native.kind[0] else {}
 
 
-# Why the two halves of a bias may change places.
+# Why it is no mistake to exchange the two halves of a bias.
 _SUM = "an RNN adds up its two biases"
 
 
@@ -890,7 +890,7 @@ class FuseUnrolledRNN(_Unrolled):
         return _Step((gate,), (node.op,), (hidden,), (hidden,))
 
     def last(self, reader: Reader, step: _Step) -> bool:
-        # In a next step the state is multiplied by a square matrix, as it may be by a layer behind.
+        # A next step would multiply the state by a square matrix; so may a layer that follows.
         kinds: set[str] = set()
         for user in reader.users(step.values[0]):
             if user.op in ("MatMul", "Gemm", "Concat"):

@@ -1,4 +1,4 @@
-"""Reductions spelt out, of dimensions of 1, and of what a constant is added to or multiplied with."""
+"""Rules for reductions: spelt out ones, those over dimensions of 1, and those of a sum or product with a constant."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class FuseReduceL2(Rule, family="idioms"):
         return op.ReduceL2(x, axes, keepdims=m.keep)
 
 
-# Integers that ONNX Runtime's reductions take for doubles, and that do not fit there.
+# Integers that ONNX Runtime's reductions convert to doubles, which cannot hold all of them.
 _ROUNDED = frozenset({DType.INT64, DType.UINT64})
 
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")

@@ -1,4 +1,4 @@
-"""Products with one weight: steps of an unrolled recurrence, towers that share it."""
+"""Rules for products with one weight: steps of an unrolled recurrence, towers that share weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, common
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """How the products are made together.
+    """How several products become one.
 
-    `op` and `attrs` are the products'. Their inputs lie one behind the other along `axis`, each with its `sizes`
-    entry of positions (None: all alike, of a number that is not known). `source_axis` is None if they are put
-    together by Concat; else they are positions `indices` of one tensor along that axis, which they `kept` or dropped.
+    The products have operator `op` and `attrs`. Their inputs are joined along `axis`; `sizes` are their sizes along it
+    (None: all have the same unknown size). `source_axis` is None if a Concat joins them. Otherwise they are positions
+    `indices` of one tensor along that axis, which they `kept` or dropped.
     """
 
     op: str
@@ -32,7 +32,7 @@ class _Stack:
     kept: bool = True
 
 
-# So many parts of one tensor are followed, each with so many readers.
+# The most parts of one tensor that are followed, and the most readers of each.
 _FEW_PARTS, _FEW_READERS = 8, 16
 
 
@@ -97,7 +97,7 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
             return None
         own = _origin(reader, node.inputs[0])
         candidates = _products(reader, node, own)
-        # The least of the group finds it; the others depend on that one alone, or each would on each.
+        # The node with the smallest id finds the group. The others depend only on it, not on each other.
         unrecorded = Reader(reader.graph)
         for other in reader.graph.users(weight) if candidates is None else candidates:
             if other.id >= node.id:
@@ -131,14 +131,14 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
         product = op[stack.op](rows, weight, *given[:biases], attrs=stack.attrs)
         if stack.sizes is not None:
             return op.Split(product, axis=stack.axis, sizes=stack.sizes)
-        # The parts' sizes are given, not their number: ONNX Runtime splits nothing, an empty batch, into no parts.
+        # The parts' sizes are given, not their number: by number, ONNX Runtime cannot split an empty batch.
         at = stack.axis if stack.source_axis is None or stack.axis < stack.source_axis else stack.axis + 1
         sizes = op.Expand(op.Shape(given[biases], start=at, end=at + 1), [stack.count])
         return op.Split(product, sizes, axis=stack.axis, outputs=stack.count)
 
 
 def _multiplies(reader: Reader, node: Node) -> bool:
-    """Whether a node is a product of something that changes with a constant matrix."""
+    """Whether a node multiplies a value that is not constant with a constant matrix."""
     weight = node.inputs[1]
     if node.attrs.get("transA") or node.const or not reader.is_const(weight):
         return False
@@ -148,7 +148,7 @@ def _multiplies(reader: Reader, node: Node) -> bool:
 def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
     """The readers of a node's weight that may have an input of this origin, in the order of their ids.
 
-    None if that cannot be told from the few values that are parts of the origin, because they are not few.
+    None if the origin has too many parts to tell.
     """
     if origin == ABSENT:
         return None
@@ -172,13 +172,13 @@ def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
 
 
 def _alike(reader: Reader, other: Node, node: Node) -> bool:
-    """Whether a node makes the product that `node` makes, of another input."""
+    """Whether another node computes the same product as `node`, of another input."""
     same = other.op == node.op and other.inputs[1:] == node.inputs[1:] and other.attrs == node.attrs
     return same and other.inputs[0] != node.inputs[1] and _multiplies(reader, other)
 
 
 def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack, tuple[Value, ...]]:
-    """The products in the order in which their inputs are put together, how, and of what."""
+    """The products in the order of their joined inputs, how these are joined, and the values they are taken from."""
     pieces = [piece(reader, n.inputs[0]) for n in group]
     found = [p for p in pieces if p is not None]
     if len(found) == len(group) and len({(p.source, p.axis, p.kept) for p in found}) == 1:
@@ -187,7 +187,7 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
         stack = (_kept if parts[0].kept else _dropped)(reader, ordered, parts)
         if stack is not None:
             return ordered, stack, (parts[0].source,)
-    # By input, so that the products with another weight put together the very same rows.
+    # Sorted by input, so that the products with another weight join the same rows.
     ordered = sorted(group, key=lambda n: n.inputs[0])
     shapes = [reader.val(n.inputs[0]).shape for n in ordered]
     rank = len(shapes[0])
@@ -201,7 +201,7 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
 
 
 def _sizes(shapes: Sequence[tuple[Dim, ...]], axis: int) -> tuple[int, ...] | None:
-    """The shapes' sizes along an axis; None where all have one of the same symbol. Refuses other unknown ones."""
+    """The shapes' sizes along an axis; None if all are the same symbol. Refuses other unknown sizes."""
     dims = [s[axis] for s in shapes]
     numbers = tuple(d for d in dims if isinstance(d, int))
     if len(numbers) == len(dims):
@@ -211,7 +211,7 @@ def _sizes(shapes: Sequence[tuple[Dim, ...]], axis: int) -> tuple[int, ...] | No
 
 
 def _kept(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
-    """Inputs x[..., a:b, ...], x[..., b:c, ...]: they lie in x as they are wanted, if nothing is between them."""
+    """Inputs x[..., a:b, ...], x[..., b:c, ...], which are adjacent in x if there are no gaps."""
     axis, rank = parts[0].axis, reader.val(parts[0].source).rank
     if axis > rank - 2 or any(p.start + p.length != q.start for p, q in pairwise(parts)):
         return None
@@ -221,7 +221,7 @@ def _kept(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Sta
 
 
 def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
-    """Inputs x[:, t, ...] without their axis, which becomes part of the first."""
+    """Inputs x[:, t, ...] without the axis of t, which is merged into the first axis."""
     source = reader.type(parts[0].source).shape
     axis = parts[0].axis
     shapes = [reader.val(n.inputs[0]).shape for n in group]
@@ -236,7 +236,7 @@ def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _
 
 
 def _rows(op: Op, stack: _Stack, given: Sequence[Val]) -> Any:
-    """All inputs, one behind the other."""
+    """All inputs, joined."""
     if stack.source_axis is None:
         return op.Concat(*given, axis=stack.axis)
     (source,) = given
@@ -259,7 +259,7 @@ _STEPS = frozenset(("Slice", "Gather", "Split", "Squeeze", "Unsqueeze", "Reshape
 
 
 def _origin(reader: Reader, value: Value) -> Value:
-    """The tensor that a value is a part of; 0 for parts of a graph's inputs, which depend on nothing."""
+    """The tensor of which a value is a part; 0 for parts of a graph's inputs, which depend on no node."""
     for _ in range(6):
         node = reader.producer(value)
         if node is None or node.op not in _STEPS:

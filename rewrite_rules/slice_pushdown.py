@@ -1,7 +1,7 @@
-"""What is not read is not computed: Slice and Gather moved up through operators, towards the inputs.
+"""Rules that move Slice and Gather up through operators, towards the inputs, so that less is computed.
 
-A classifier reads one row of the last layer, a decoder the last time step, a crop the middle of an image. A cut that
-stands before an operator instead of after it makes the operator smaller, and everything above it in turn.
+A classifier reads one row of the last layer, a decoder the last time step, a crop the middle of an image. A cut before
+an operator, instead of after it, makes the operator smaller, and then the operators above it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from xrlflow.ir import ABSENT, FLOATS, Attrs, Dim, Node, Value
 from xrlflow.ops.axes import AXES, BROADCAST, REDUCTIONS, SOFTMAX, UNARY
 from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profitable, require
 
-# Beyond any dimension.
+# Larger than any dimension.
 _END = 2**63 - 1
-# A dimension that a cut leaves, where its size is not known.
+# Stands for the size of a cut dimension if that size is not known.
 _LEFT = "what is left"
 
 
-# What is read of a value
+# Cuts
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions along an axis: those from start to stop by step, as Slice counts, or those that are `listed`."""
+    """Positions along an axis: from start to stop by step, as in Slice, or the `listed` ones."""
 
     start: int = 0
     stop: int = 0
@@ -56,11 +56,11 @@ class Span:
 
     @property
     def is_run(self) -> bool:
-        """Whether these are neighbours, counted from the front."""
+        """Whether the positions are consecutive, and counted from the front."""
         return self.listed is None and self.step == 1 and 0 <= self.start < self.stop
 
     def length(self, size: Dim) -> int | None:
-        """How many positions of an axis of some size these are, if that is known."""
+        """The number of these positions in an axis of this size; None if it is not known."""
         if self.listed is not None:
             return len(self.listed)
         if not isinstance(size, int):
@@ -68,7 +68,7 @@ class Span:
         return len(range(*slice(self.start, self.stop, self.step).indices(size)))
 
     def is_all(self, size: Dim) -> bool:
-        """Whether these are all positions, in order."""
+        """Whether these are all positions of an axis of this size, in order."""
         if self.listed is not None or (self.start, self.step) != (0, 1):
             return False
         return self.stop == _END or (isinstance(size, int) and self.stop >= size)
@@ -80,10 +80,10 @@ Taken = tuple[int, Span]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A Slice, Gather or Split by constants, and what it takes of its input.
+    """A Slice, Gather or Split by constants, and the positions that it takes from its input.
 
-    `dropped` is the axis that a Gather of one number leaves out. `sizes` are those of a Split's parts from the first
-    to the last one that is read, `outputs` those that are read.
+    `dropped` is the axis that a Gather of one number removes. `sizes` are the sizes of a Split's parts from the first
+    to the last part that is read; `outputs` are the parts that are read.
     """
 
     node: Node
@@ -98,7 +98,7 @@ _CUTS = ("Slice", "Gather", "Split")
 
 
 def find_cut(reader: Reader, node: Node) -> Cut | None:
-    """What a Slice, Gather or Split takes; None if that is all or nothing. Refuses what is not constant."""
+    """A Slice, Gather or Split as a Cut; None if it takes everything or nothing. Refuses numbers that are not known."""
     shape = reader.type(node.inputs[0]).shape
     if not shape:
         return None
@@ -121,16 +121,16 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
             stop = max(start, stop)
         span = Span(start, stop, step)
         if span.length(size) == 0:
-            return None  # for nothing at all, many operators have no kernel
+            return None  # many operators have no kernel for empty tensors
         if not span.is_all(size):
             taken.append((axis, span))
     return Cut(node, tuple(taken), node.outputs) if taken else None
 
 
 def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
-    """The positions that a Gather takes; None if they are all, or out of range.
+    """The positions that a Gather takes; None if they are all positions, or out of range.
 
-    Of an axis of unknown size they stay listed: that there are so many is known only of a Gather.
+    They stay listed for an axis of unknown size: a Slice could yield fewer positions, a Gather cannot.
     """
     if isinstance(size, int):
         numbers = [i + size if i < 0 else i for i in numbers]
@@ -143,7 +143,7 @@ def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
 
 
 def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
-    """What is read of a Split's outputs: a run of parts."""
+    """A Split as a cut: the run of parts from the first to the last one that is read."""
     read = [k for k, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v)]
     if not read or (read[0] == 0 and read[-1] == len(node.outputs) - 1):
         return None
@@ -157,7 +157,7 @@ def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
 
 
 def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
-    """All readers of a node's input, if they are cuts, and the node is the first of them."""
+    """The cuts that read a node's input, if all its readers are cuts and the node is the first of them."""
     value = node.inputs[0]
     own = find_cut(reader, node)
     if own is None:
@@ -174,7 +174,7 @@ def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
 
 
 def _together(cuts: Sequence[Cut], shape: Sequence[Dim]) -> tuple[Taken, ...]:
-    """The smallest run along each axis that holds what all cuts take, of axes that none of them takes whole."""
+    """The smallest run that contains the positions of all cuts, along each axis that every cut shortens."""
     out = []
     for axis in sorted(set.intersection(*({a for a, _ in c.taken} for c in cuts))):
         spans = [dict(c.taken)[axis] for c in cuts]
@@ -189,7 +189,7 @@ def _together(cuts: Sequence[Cut], shape: Sequence[Dim]) -> tuple[Taken, ...]:
 
 
 def _within(span: Span, hull: Span) -> Span | None:
-    """Positions counted from the start of a run that holds them; None if they are the run."""
+    """Positions relative to the start of a run that contains them; None if they are the whole run."""
     if span == hull:
         return None
     if span.listed is not None:
@@ -198,7 +198,7 @@ def _within(span: Span, hull: Span) -> Span | None:
 
 
 def take(op: Op, x: Val, taken: Sequence[Taken]) -> Any:
-    """The positions of x, by one Slice, and a Gather where they are listed."""
+    """Take positions of x: by a Gather for each axis with listed positions, and one Slice for all others."""
     for axis, span in taken:
         if span.listed is not None:
             x = op.Gather(x, list(span.listed), axis=axis)
@@ -217,7 +217,7 @@ def take(op: Op, x: Val, taken: Sequence[Taken]) -> Any:
 
 
 def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
-    """A product of dimensions: its numbers and its symbols; None if one is not known."""
+    """A product of dimensions as a number and counted symbols; None if a dimension is not known."""
     number, names = 1, Counter[str]()
     for dim in dims:
         if dim is None:
@@ -230,7 +230,7 @@ def _size_before(dims: Sequence[Dim]) -> tuple[int, Counter[str]] | None:
 
 
 def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int:
-    """The axis before a reshape that is `axis` after it; refuses where no dimension stays whole in its place."""
+    """The axis before a reshape that becomes `axis` after it. Refuses if no dimension becomes that axis whole."""
     own = _size_before(after[:axis])
     profitable(own is not None and after[axis] is not None, "a dimension is not known")
     profitable(after[axis] != 1, "there is only one position")
@@ -242,7 +242,7 @@ def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Finish:
-    """What remains to be done of one cut: positions within the run of all, an axis to drop, parts to split into."""
+    """The rest of one cut after the common run: positions within the run, an axis to drop, parts to split into."""
 
     taken: tuple[Taken, ...]
     dropped: int | None
@@ -271,7 +271,7 @@ class _Finish:
 
 
 def _cut_dims(shape: Sequence[Dim], taken: Sequence[Taken]) -> tuple[Dim, ...]:
-    """A shape after a cut; where its size is not known, _LEFT (of which there may be one)."""
+    """A shape after a cut, with _LEFT for a size that is not known (at most one)."""
     out = list(shape)
     for axis, span in taken:
         length = span.length(shape[axis])
@@ -282,13 +282,13 @@ def _cut_dims(shape: Sequence[Dim], taken: Sequence[Taken]) -> tuple[Dim, ...]:
 
 # The rules
 
-# Why it is not found out that ONNX Runtime has no kernel for nothing.
+# Why no test finds that ONNX Runtime lacks kernels for empty tensors.
 _NOTHING = "the runtime is not asked to compute empty tensors: some of its kernels crash"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a cut passes an operator: what to take of its first inputs (None: all of one), and what else changes."""
+    """How a cut passes an operator: what to take of each of its first inputs (None: all), and what else changes."""
 
     inputs: tuple[Taken | None, ...]
     extra: Any = None
@@ -305,21 +305,21 @@ class _Plan:
 
 
 class _PushSlice(RegionRule, family="demand"):
-    """A cut after an operator, moved before it.
+    """A rule that moves a cut from after an operator to before it.
 
-    Slices, Gathers of constants and Splits with parts that nobody reads are alike. Between them and the operator data
-    may be reshaped, as long as the dimension that is cut stays whole. If several cuts read the operator's result, and
-    nothing else does, the run that holds what they take is taken at once. Axes along which a cut does not pass are cut
-    afterwards.
+    A cut is a Slice, a Gather by constants, or a Split with parts that nobody reads. A reshape may stand between cut
+    and operator, as long as the cut dimension stays whole. If only cuts read the operator's result, one cut before the
+    operator takes the run that contains the positions of all. Axes along which a cut does not pass are cut after the
+    operator.
     """
 
     anchors = _CUTS
     operators: ClassVar[frozenset[str]] = frozenset()
-    # Operators of which ONNX Runtime refuses to compute nothing.
+    # Operators that ONNX Runtime refuses to compute on empty tensors.
     needs_some: ClassVar[frozenset[str]] = frozenset()
 
     def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        """How a cut of a node's result passes it, by default as its axes are. Refuses by `require`."""
+        """How a cut of a node's result passes the node; the default follows the node's axes. Refuses by `require`."""
         return _same(span, *_axes_read(reader, node, axis))
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
@@ -344,7 +344,7 @@ class _PushSlice(RegionRule, family="demand"):
         profitable(len(inner.outputs) == 1, "it has another output")
         before = reader.val(top).shape
         after = reader.val(value).shape
-        # Along which axes the cut passes, and which axes of the operator's result these are.
+        # The axes along which the cut passes, and the corresponding axes of the operator's result.
         ways: dict[int, tuple[int, Span, Way]] = {}
         refused: Refused | None = None
         for axis, span in _together(cuts, after):
@@ -393,7 +393,7 @@ class _PushSlice(RegionRule, family="demand"):
 
 
 def _above(*operators: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """What a rule looks for above a cut: its operators, or a reshape behind which they may be."""
+    """The operators that a rule looks for above a cut: its own, or a reshape of their results."""
     return frozenset(operators), tuple(dict.fromkeys((*operators, *VIEWS)))
 
 
@@ -403,7 +403,7 @@ def _same(span: Span, *axes: int | None) -> Way:
 
 
 def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> list[int | None]:
-    """The axis of each operand that is `axis` of their common shape, as broadcasting has it; None: it is repeated."""
+    """The axis of each operand that broadcasting aligns with `axis` of the common shape; None: it is repeated."""
     axes: list[int | None] = []
     dims: list[Dim] = []
     for v in values:
@@ -419,7 +419,7 @@ def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> l
 
 
 def _repeated(reader: Reader, operand: Value, axis: int, rank: int, size: Dim) -> int | None:
-    """The axis of an operand that is one of so many dimensions; None where it is the same for all `size` positions."""
+    """The axis of an operand that aligns with `axis` of `rank`; None if all `size` positions share its values."""
     shape = () if operand == ABSENT else reader.val(operand).shape
     at = axis - (rank - len(shape))
     if at < 0 or shape[at] == 1:
@@ -430,7 +430,7 @@ def _repeated(reader: Reader, operand: Value, axis: int, rank: int, size: Dim) -
 
 
 def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
-    """The axis of each input that is one of a node's result (None: none); refuses one whose positions go together."""
+    """The axis of each input that becomes `axis` of a node's result (None: none). Refuses if its positions interact."""
     axes, own = AXES[node.op], own_axes(reader, node)
     if keeps_axes(node):
         together = axis >= own[0] if axes.onwards else axis in own
@@ -489,7 +489,7 @@ class PushSliceThroughUnary(_PushSlice):
 
 
 class PushSliceThroughBroadcast(_PushSlice):
-    """slice(f(x, y)) -> f(slice(x), slice(y))  for f element by element;  what broadcasts along the axis stays."""
+    """slice(f(x, y)) -> f(slice(x), slice(y))  for f element by element;  operands repeated along the axis stay."""
 
     operators, reads_from = _above(*BROADCAST)
     examples = graphs(
@@ -503,8 +503,8 @@ class PushSliceThroughBroadcast(_PushSlice):
 class PushSliceThroughNormalization(_PushSlice):
     """slice(normalization(x)) -> normalization(slice(x))  along a dimension that is not normalised.
 
-    LayerNormalization, RMSNormalization, LpNormalization; BatchNormalization and InstanceNormalization, of channels
-    with those of the statistics.
+    LayerNormalization, RMSNormalization, LpNormalization, BatchNormalization and InstanceNormalization. A cut along
+    the channels cuts the statistics, too.
     """
 
     operators, reads_from = _above(
@@ -594,7 +594,7 @@ class PushSliceIntoGemm(_PushSlice):
 class PushSliceIntoAttention(_PushSlice):
     """slice(attention(q, k, v, mask)) -> attention(slice(q), k, v, slice(mask))  for rows that are not causal.
 
-    Along batch and heads all inputs are cut, along the features of the result the values.
+    Along batch and heads all inputs are cut; along the features of the result only the values.
     """
 
     operators, reads_from = _above("Attention")
@@ -730,7 +730,7 @@ class _IntoGather(_PushSlice):
 
 
 class _ThroughExpand(_PushSlice):
-    """slice(expand(x, s)) -> expand(slice(x), s'),  or  expand(x, s')  along a dimension that is made."""
+    """slice(expand(x, s)) -> expand(slice(x), s'),  or  expand(x, s')  along a dimension that Expand makes."""
 
     operators, reads_from = _above("Expand")
 
@@ -756,7 +756,7 @@ class _ThroughExpand(_PushSlice):
 class PushSliceThroughMovement(_PushSliceThroughParts):
     """slice(concat(x, y)) -> concat(slice(x), slice(y)),  slice(gather(x, i)) -> gather(x, slice(i)).
 
-    Along dimensions that the indices do not make a Gather's data are cut. An Expand makes fewer positions.
+    Along dimensions that do not come from the indices, the data of a Gather are cut. An Expand makes fewer positions.
     """
 
     parts = (_ThroughConcat(), _IntoGather(), _ThroughExpand())
@@ -776,7 +776,7 @@ class PushSliceThroughMovement(_PushSliceThroughParts):
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """What a convolution or pool does along its spatial axes; pads as pairs."""
+    """The windows of a convolution or pool along its spatial axes; `pads` are pairs (before, after)."""
 
     sizes: tuple[Dim, ...]
     kernel: tuple[int, ...]
@@ -806,7 +806,7 @@ class _Windows:
         return _Windows(sizes, tuple(kernel), strides, dilations, tuple(pads))
 
     def reads(self, i: int, span: Span) -> tuple[Span, tuple[int, int]]:
-        """What some positions of the result read of the input along spatial axis i, and the padding beside that."""
+        """The input positions that some positions of the result read along spatial axis i, and their padding."""
         size = self.sizes[i]
         require(span.is_run and isinstance(size, int), "where the windows lie is not known")
         size = int(size or 0)
@@ -819,7 +819,7 @@ class _Windows:
 
 
 class _PushCrop(_PushSlice):
-    """What convolutions and pools share."""
+    """The common part of the rules for convolutions and pools."""
 
     def crop(self, windows: _Windows, axis: int, span: Span) -> Way:
         """The way of a cut along a spatial axis."""
@@ -829,7 +829,7 @@ class _PushCrop(_PushSlice):
 
     @staticmethod
     def pads(plan: _Plan) -> list[int] | None:
-        """All pads, with those of the axes that were cut; None if no spatial axis was."""
+        """All pads, with new ones for the axes that were cut; None if no spatial axis was cut."""
         found = [(at - 2, extra) for at, extra in plan.extra if at >= 2]
         if not found:
             return None
@@ -840,9 +840,9 @@ class _PushCrop(_PushSlice):
 
 
 class _ThroughConv(_PushCrop):
-    """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the rim that its windows reach, and less padding.
+    """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the margin that its windows read, and less padding.
 
-    Along the result's channels the weights are cut, and with groups the groups of x.
+    Along the result's channels, the weights are cut, and for a grouped convolution the groups of x.
     """
 
     operators, reads_from = _above("Conv")
@@ -879,7 +879,7 @@ class _ThroughConv(_PushCrop):
 
 
 class _ThroughPool(_PushCrop):
-    """slice(pool(x)) -> pool(slice(x))  with the rim that its windows reach, and less padding."""
+    """slice(pool(x)) -> pool(slice(x))  with the margin that its windows read, and less padding."""
 
     operators, reads_from = _above(
         *("MaxPool", "AveragePool", "LpPool", "GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool")
@@ -902,7 +902,7 @@ class _ThroughPool(_PushCrop):
 
 
 class _ThroughPad(_PushSlice):
-    """slice(pad(x)) -> pad(slice(x))  with less padding;  of a dimension that is not padded in any mode."""
+    """slice(pad(x)) -> pad(slice(x))  with less padding;  in any mode along a dimension that is not padded."""
 
     operators, reads_from = _above("Pad")
 
@@ -931,10 +931,10 @@ class _ThroughPad(_PushSlice):
 
 
 class PushSliceThroughWindows(_PushSliceThroughParts):
-    """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the rim that the windows reach, and less padding.
+    """slice(conv(x, w, b)) -> conv(slice(x), w, b)  with the margin that the windows read, and less padding.
 
-    Pools alike, and Pad itself. Along the channels of a convolution's result its weights are cut, and with groups the
-    groups of x.
+    Pools and Pad alike. Along the channels of a convolution's result, its weights are cut, and for a grouped
+    convolution the groups of x.
     """
 
     parts = (_ThroughConv(), _ThroughPool(), _ThroughPad())
@@ -1078,7 +1078,7 @@ class ReplaceLastStepByFinalState(RegionRule, family="demand"):
         backwards = inner.attrs.get("direction") == "reverse"
         if isinstance(steps, int):
             wanted = Span(0, 1) if backwards else Span(steps - 1, steps)
-        else:  # of a sequence without steps a Slice is empty, and a Gather fails
+        else:  # for a sequence without steps, a Slice is empty and a Gather fails
             wanted = Span(listed=(0 if backwards else -1,))
         require(span == wanted, "it is not the step that the final state is of")
         profitable(read_once(reader, node.inputs[0]), "other steps are read")
@@ -1108,7 +1108,7 @@ class _Projection:
 
 
 def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Projection | None:
-    """A value as a linear layer of which nothing else is read, cut into heads and transposed by `perm`."""
+    """A value as a linear layer, cut into heads and transposed by `perm`, whose inner values have no other readers."""
     nodes: list[Node] = []
 
     def producer(v: Value, *operators: str) -> Node | None:
@@ -1150,11 +1150,11 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
 
 
 def _few(reader: Reader, queries: Value, found: _Projection) -> int:
-    """The number of queries, if so few that their detour is shorter."""
+    """The number of queries. Refuses so many that the detour by way of x costs more."""
     dims = reader.val(queries)
     require(dims.rank == 4, "there are no heads")
     rows = dims.size(2)
-    if rows != 1:  # they are put into one matrix, which cannot broadcast
+    if rows != 1:  # all queries form one matrix, which cannot broadcast
         require(dims.shape[1] == found.heads, "the heads are other ones")
         require(same_dims(dims.shape[:1], reader.val(found.x).shape[:1]), "the batches differ")
     profitable(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
@@ -1163,9 +1163,9 @@ def _few(reader: Reader, queries: Value, found: _Projection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Detour:
-    """The sizes of a product by way of x, and its reshapes: all queries in one matrix, and apart again.
+    """The sizes of a product by way of x, and its reshapes: `flat` puts all queries in one matrix, `apart` undoes it.
 
-    A single query needs no numbers for them, so batch and length may be unknown.
+    A single query needs no reshapes (None), so batch and length may be unknown.
     """
 
     heads: int
@@ -1176,7 +1176,7 @@ class _Detour:
 
     @staticmethod
     def of(found: _Projection, rows: int, before: Sequence[Dim], after: Sequence[Dim]) -> _Detour:
-        """`before` and `after`: the dimensions [n,h,r,...] of what is made one matrix, and of what is made of it."""
+        """`before` and `after`: the dimensions [n,h,r,...] of the operand that becomes a matrix, and of the result."""
         flat = apart = None
         if rows != 1:
             wide = found.heads * rows
@@ -1192,7 +1192,7 @@ class _Detour:
 
 
 def _key_detour(reader: Reader, q: Value, found: _Projection) -> _Detour:
-    """How scores of queries q[n,h,r,d] are made; refuses where the detour is none."""
+    """The detour that computes the scores of queries q[n,h,r,d]. Refuses if it does not pay."""
     rows = _few(reader, q, found)
     batch, length = reader.val(found.x).shape[:2]
     lead = (batch, found.heads, rows)
@@ -1210,7 +1210,7 @@ def _scores(op: Op, way: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
 
 
 def _value_detour(batch: Dim, rows: int, length: Dim, found: _Projection) -> _Detour:
-    """How values are weighted by p[n,h,r,s]."""
+    """The detour that weights the values by p[n,h,r,s]."""
     lead = (batch, found.heads, rows)
     return _Detour.of(found, rows, (*lead, length), (*lead, found.channels))
 
@@ -1307,8 +1307,8 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
 
     proof = "numeric"
     relies_on = "a softmax is that of its input and any number; the scale of Attention, rounded to float32"
-    # Attention gives zeros for a row that is masked by -inf altogether. Where a number of x is infinite, it depends on
-    # the order of the sums whether a score is NaN or -inf, which the softmax masks.
+    # Attention gives zeros for a row that -inf masks completely. If a number of x is infinite, the order of the sums
+    # decides whether a score is NaN, or -inf, which the softmax masks.
     may_add_nonfinite = True
     may_remove_nonfinite = True
     dtypes = FLOATS
@@ -1369,7 +1369,7 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
     def target(self, op: Op, region: Region, *inputs: Any) -> Any:
         scale, first, second = region.data
         q, x, v, _, z, w, b, mask = inputs
-        # A softmax does not see what all keys share.
+        # A term that all keys share does not change a softmax.
         scores = _scores(op, first, op.Mul(q, scale), x, v, None)
         if mask is not None:
             scores = op.Add(scores, mask)

@@ -1,4 +1,4 @@
-"""Concat, Split, Slice and Gather: what is cut and put together again, and operators moved across the cuts."""
+"""Rules for Concat, Split, Slice and Gather: they cancel cuts against joins, and move operators across both."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profit
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A value as `length` positions of `source` from `start` on along `axis`.
+    """A value that consists of `length` positions of `source` along `axis`, from `start` on.
 
-    `kept`: the value has the source's dimensions otherwise. If not, `length` is 1, and the value is what is left
-    in any shape (the axis dropped, other dimensions of 1 put in). `nodes` cut it out.
+    `kept`: the value has the other dimensions of the source. If not, `length` is 1, and the value may have any shape
+    (without the axis, with other dimensions of 1). `nodes` are the nodes that cut it out.
     """
 
     source: Value
@@ -36,13 +36,13 @@ class Piece:
 
 
 def _size(shape: Sequence[Dim] | None, axis: int) -> int | None:
-    """A dimension, if it is a known number."""
+    """The size of a dimension; None if it is not a known number."""
     dim = None if shape is None else shape[axis]
     return dim if isinstance(dim, int) else None
 
 
 def sizes_along(reader: Reader, values: Sequence[Value], axis: int) -> list[int] | None:
-    """The sizes of values along an axis, if all are known numbers."""
+    """The sizes of values along an axis; None if one is not a known number."""
     out = [_size(reader.type(v).shape, axis) for v in values]
     known = [s for s in out if s is not None]
     return known if len(known) == len(out) else None
@@ -52,7 +52,7 @@ _CUTS = frozenset((*VIEWS, "Split", "Slice", "Gather"))
 
 
 def piece(reader: Reader, value: Value) -> Piece | None:
-    """How a value is cut out of one tensor, or None if it is not, or not by known numbers."""
+    """How a value is cut out of one tensor; None if it is not, or if the numbers of the cut are not known."""
     node = maker(reader, value, _CUTS)
     if node is None:
         return None
@@ -102,12 +102,12 @@ def _cut(op: Op, x: Val, axis: int, start: int, length: int) -> Any:
 
 
 def _nodes(*groups: Sequence[Node]) -> tuple[Node, ...]:
-    """Nodes without repetition."""
+    """The nodes of all groups, each once."""
     return tuple({n.outputs[0]: n for group in groups for n in group}.values())
 
 
 def _follows(first: Piece | None, second: Piece | None, axis: int) -> bool:
-    """Whether a piece begins where another one ends, along an axis."""
+    """Whether the second piece begins where the first one ends, along an axis."""
     if first is None or second is None or not (first.kept and second.kept):
         return False
     end = (first.source, first.axis, first.start + first.length)
@@ -118,7 +118,7 @@ def _follows(first: Piece | None, second: Piece | None, axis: int) -> bool:
 
 
 class MergeConcatOfPieces(RegionRule, family="slices"):
-    """concat(x[a:b], x[b:c], ...) -> x[a:c], or x  when it is all of it.
+    """concat(x[a:b], x[b:c], ...) -> x[a:c], or x  when the pieces cover x.
 
     The pieces may be outputs of a Split, Slices, or Gathers of consecutive constants, in one run or several.
     """
@@ -164,8 +164,8 @@ class MergeConcatOfPieces(RegionRule, family="slices"):
 class MergeStackOfPieces(RegionRule, family="slices"):
     """concat(x[t0], x[t1], ...) -> reshape(transpose(x))  when each part is one position of x along one axis.
 
-    As unrolled recurrent networks take their steps out of the input and put them together again: the dimensions
-    left of each position may be reshaped, as long as the Concat's axis falls between two of them.
+    Unrolled recurrent networks take their steps out of the input and put them together again. The other dimensions of
+    a position may be reshaped, as long as the Concat's axis falls between two of them.
     """
 
     anchors = ("Concat",)
@@ -229,7 +229,7 @@ class MergeStackOfPieces(RegionRule, family="slices"):
 
 
 class MergeSlices(RegionRule, family="slices"):
-    """x[a:b][c:d] -> x[a+c:a+d]  along one axis; also of a Split's output, and Gather for the second."""
+    """x[a:b][c:d] -> x[a+c:a+d]  along one axis. The first may be a Split, the second a Gather."""
 
     anchors = ("Slice", "Gather")
     examples = graphs(
@@ -314,7 +314,7 @@ class MergeConcats(RegionRule, family="slices"):
 
 
 def _cover(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """The parts that hold [start, stop) of their concatenation: index, start in the part, length."""
+    """The parts that hold [start, stop) of their concatenation: (index of the part, start in it, length)."""
     out = []
     at = 0
     for k, size in enumerate(sizes):
@@ -343,7 +343,7 @@ def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[i
 
 
 class CancelSplitOfConcat(RegionRule, family="slices"):
-    """split(concat(a, b, c)) -> a, concat(b, c)  when it cuts between parts only."""
+    """split(concat(a, b, c)) -> a, concat(b, c)  when it cuts only between parts."""
 
     anchors = ("Split",)
     reads_from = ("Concat",)
@@ -373,7 +373,7 @@ class CancelSplitOfConcat(RegionRule, family="slices"):
 
 
 class PushSliceIntoConcat(RegionRule, family="slices"):
-    """slice(concat(a, b, c)) -> slice(b), or the concat of the parts that it touches;  Gather of a constant alike."""
+    """slice(concat(a, b, c)) -> slice(b), or a concat of the parts that it touches;  Gather by a constant alike."""
 
     anchors = ("Slice", "Gather")
     reads_from = ("Concat",)
@@ -446,9 +446,9 @@ class ReplaceSplitBySlice(RegionRule, family="slices"):
 
 
 class MergePiecesIntoSplit(RegionRule, family="slices"):
-    """x[a], x[b:c], ... -> split(x)  when the Slices and Gathers of x along an axis take all of it once.
+    """x[a], x[b:c], ... -> split(x)  when Slices and Gathers of x along one axis take each position once.
 
-    One of them, the first by id, speaks for all.
+    The rule matches at the piece with the smallest id.
     """
 
     anchors = ("Slice", "Gather")
@@ -472,7 +472,7 @@ class MergePiecesIntoSplit(RegionRule, family="slices"):
             if cut is None or cut.axis != own.axis:
                 continue
             if not found and other is not node:
-                return None  # the first one speaks
+                return None  # the rule matches at the first piece
             found.append((cut, other))
         require(len(found) > 1, "it is the only piece")
         whole = known(_size(reader.type(source).shape, own.axis), "the size is not known")
@@ -501,12 +501,12 @@ class MergePiecesIntoSplit(RegionRule, family="slices"):
 
 
 class _PushIntoConcat(RegionRule, family="slices"):
-    """f(concat(x, y)) -> concat(f(x), f(y))  for f of one input, besides its bounds."""
+    """f(concat(x, y)) -> concat(f(x), f(y))  for f of one input; bounds do not count."""
 
     reads_from = ("Concat",)
 
     def check(self, reader: Reader, node: Node, concat: Node) -> None:
-        """Refuse what does not treat the parts by themselves."""
+        """Refuse an operator that does not treat each part on its own."""
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = maker(reader, node.inputs[0], ("Concat",))
@@ -523,12 +523,12 @@ class _PushIntoConcat(RegionRule, family="slices"):
 
 
 class _PullOutOfConcat(RegionRule, family="slices"):
-    """concat(f(x), f(y)) -> f(concat(x, y))  for f of one input, besides its bounds."""
+    """concat(f(x), f(y)) -> f(concat(x, y))  for f of one input; bounds do not count."""
 
     anchors = ("Concat",)
 
     def check(self, reader: Reader, node: Node, inner: Sequence[Node]) -> None:
-        """Refuse functions that do not treat the parts by themselves."""
+        """Refuse operators that do not treat each part on its own."""
         raise NotImplementedError
 
     def find(self, reader: Reader, node: Node) -> Region | None:
@@ -682,7 +682,7 @@ class PullUnaryOutOfSplit(RegionRule, family="slices"):
 
 
 def readers_of_parts(reader: Reader, node: Node) -> list[Node]:
-    """The one reader of each of a Split's outputs, if all are of one operator; nothing otherwise."""
+    """The readers of a Split's outputs, if each output has one reader and all are of one operator; [] otherwise."""
     outer: list[Node] = []
     for v in node.outputs:
         users = reader.users(v)
@@ -697,9 +697,9 @@ def readers_of_parts(reader: Reader, node: Node) -> list[Node]:
 def _classify(
     reader: Reader, values: Sequence[Value], outs: Sequence[Sequence[Dim]], axis: int
 ) -> tuple[Value, ...] | None:
-    """An operand of the functions of all parts: one value each, along the axis, or one value for all.
+    """The values of one operand of all parts' operators: one for each part, or a single value that all share.
 
-    None if it cannot be put together. `outs` are the shapes of the functions' results.
+    None if they cannot be concatenated along the axis. `outs` are the shapes of the operators' results.
     """
     rank = len(outs[0])
     if len(set(values)) == 1:
@@ -727,7 +727,7 @@ def _same_function(nodes: Sequence[Node]) -> bool:
 class PullBinaryOutOfConcat(RegionRule, family="slices"):
     """concat(f(x, a), f(y, b)) -> f(concat(x, y), concat(a, b))  for f element by element.
 
-    An operand that all have in common and that broadcasts along the axis stays one.
+    An operand that all parts share, and that broadcasts along the axis, stays as it is.
     """
 
     anchors = ("Concat",)
@@ -766,7 +766,7 @@ class PullBinaryOutOfConcat(RegionRule, family="slices"):
 def _columns(
     reader: Reader, inner: Sequence[Node], outs: Sequence[Sequence[Dim]], axis: int
 ) -> list[tuple[Value, ...]]:
-    """The operands of the functions of all parts, place by place; refuses what cannot be put together."""
+    """The operands of all parts' operators, position by position. Refuses operands that cannot be concatenated."""
     found = []
     for k in range(len(inner[0].inputs)):
         values = [n.inputs[k] for n in inner]
@@ -778,7 +778,7 @@ def _columns(
 
 
 def _together(op: Op, inputs: Sequence[Val], rank: int, axis: int, counts: Sequence[int]) -> list[Any]:
-    """Operands put together: `counts` says how many of the inputs make each; one alone broadcasts."""
+    """Concatenate operands: `counts` says how many inputs make each operand. A single input broadcasts."""
     out = []
     at = 0
     for count in counts:

@@ -39,7 +39,7 @@ class _TwoTransposes(Rule, family="transpose"):
         return op.Transpose(op.Transpose(x, perm="p"), perm="q")
 
     def both(self, m: Captures, x: Val) -> tuple[int, ...]:
-        """What the permutations are together."""
+        """The composition of both permutations."""
         return compose(permutation(m.p, x.rank), permutation(m.q, x.rank))
 
 
@@ -132,7 +132,7 @@ def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
 
 
 def _own(reader: Reader, node: Node, perm: Sequence[int]) -> tuple[int, ...]:
-    """Where a permutation has a node's own axes."""
+    """A node's own axes on the other side of a Transpose: perm[a] for each axis a, sorted."""
     if AXES[node.op].own == "axes":
         profitable(ints_input(reader, node, 1), "it reduces everything, or nothing")
     return tuple(sorted(perm[a] for a in own_axes(reader, node)))
@@ -194,7 +194,7 @@ class _PushUp(_PushTranspose):
     anchors = ("Transpose",)
 
     def gains(self, reader: Reader, data: Sequence[Value]) -> bool:
-        """Whether it can be of use to transpose what the operator reads."""
+        """Whether transposing the operator's inputs may gain."""
         return True
 
     def find(self, reader: Reader, node: Node) -> Region | None:

@@ -1,7 +1,7 @@
-"""Weights multiplied out when the model is written: tables, two linear layers in a row, factors moved to constants.
+"""Rules that multiply weights when the model is written: tables, two linear layers in a row, constant factors.
 
-Where a product of weights replaces a product at run time, the rounding differs as in any change of order. A factor that
-is moved may make intermediate numbers larger or smaller by that factor; only finite constants are moved.
+If a product of weights replaces a product at run time, the rounding changes as with any change of order. Moving a
+factor may make intermediate numbers larger or smaller by that factor. Only finite constants are moved.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
-# What is computed once, when the model is written: at most so many multiplications, and so many bytes of a result.
+# Limits for constants computed when the model is written: multiplications, and bytes of the result.
 _WORK = 1 << 32
 
 _BYTES = 1 << 26
 
 
 def _factor(reader: Reader, value: Value, beside: Value) -> bool:
-    """Whether a value is a constant of one element that leaves the shape of what stands beside it."""
+    """Whether a value is a constant of one element that does not change the shape of the other operand `beside`."""
     type = reader.type(value)
     single = type.const and type.shape is not None and all(d == 1 for d in type.shape)
     return single and keeps_shape(reader.type(beside).shape, type.shape)
 
 
 def _require_number(s: Val, x: Val) -> None:
-    """Refuse a scale of x that is more than one number, or to which x would broadcast."""
+    """Refuse a scale with several elements, and one of higher rank than x."""
     single = s.type.shape is not None and all(d == 1 for d in s.type.shape)
     require(single and keeps_shape(x.type.shape, s.type.shape), "the scale is not one number")
 
@@ -45,7 +45,7 @@ def _require_number(s: Val, x: Val) -> None:
 
 
 class PushGatherThroughMatMul(Rule, family="weights_algebra"):
-    """table[i] @ w -> (table @ w)[i]  for a constant table and matrix, when the product is no large table."""
+    """table[i] @ w -> (table @ w)[i]  for a constant table and matrix, when the product is not too large."""
 
     dtypes = WIDE
     shapes = "t[v,d]:const i[...]:int w[d,n]:const"
@@ -62,7 +62,7 @@ class PushGatherThroughMatMul(Rule, family="weights_algebra"):
         return op.Gather(op.MatMul(t, w), i)
 
 
-# A table that is cast is as well cast after the look-up, when it is small.
+# Cast is left out: the result of a small look-up can be cast as well.
 _FUNCTIONS = tuple(op for op in UNARY if op != "Cast")
 
 _ALONG_ROWS = ("Softmax", "LayerNormalization", "RMSNormalization")
@@ -143,7 +143,7 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
 class ReplaceOneHotByGather(Rule, family="weights_algebra"):
     """cast(i = [0, 1, ..., n-1]) @ w -> [w; 0][i]  for integers i and a constant matrix w of n rows.
 
-    An i out of range gives zeros: it is sent to a row of zeros behind the last.
+    An i out of range gives zeros: the target maps it to a row of zeros after the last row.
     """
 
     dtypes = WIDE
@@ -173,7 +173,7 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
         require(w.rank == 2, "the weight is no matrix")
         require(i.dtype in (DType.INT32, DType.INT64), "the index is no integer")
         require(i.rank >= 2 and i.shape[-1] == 1 and r.rank <= i.rank, "the index is not one number")
-        # There are as many in the last dimension as w has rows, or the product would be none.
+        # The last dimension has as many elements as w has rows, or the product would be invalid.
         require(r.ints == tuple(range(w.size(0))), "the numbers are not those of the rows, from 0")
 
     def target(self, op: Op, i: Val, w: Val) -> Any:
@@ -225,7 +225,7 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
 class MoveScaleIntoMatMul(Rule, family="weights_algebra"):
     """(x @ y) * s -> (x * s) @ y  with s a constant number, and neither x nor y constant.
 
-    As the scale of attention's scores into the query, from where it goes into the query's weights.
+    It moves the scale of attention scores to the query, and other rules fold it into the query's weights.
     """
 
     dtypes = WIDE
@@ -274,7 +274,7 @@ class MoveScaleOutOfMatMul(Rule, family="weights_algebra"):
 class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
     """split(x @ w + b)[i] * s -> split(x @ (w * f) + b * f)[i]  with f = [1, ..., s, ..., 1]  and constant s, w, b.
 
-    As the scale of the queries, when queries, keys and values come from one product. Gemm alike.
+    It folds the scale of the queries if one product makes queries, keys and values. Gemm alike.
     """
 
     anchors = ("Mul",)
@@ -343,7 +343,7 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Which part of a Split is scaled; the sizes and attributes of the Split; the product that is split."""
+    """The scaled part of a Split, the sizes and attributes of the Split, and the product that is split."""
 
     part: int
     sizes: tuple[int, ...]

@@ -525,8 +525,8 @@ def _schedule_contraction(
 class _Laid:
     """A contraction whose operands and result are laid out for tiles.
 
-    Of its blocks: those `before` it, the `final` one, which takes tiles away (None: there is none yet), and the one
-    that leaves out what padding added (`cropped`). `extents`: its iterations.
+    Blocks `before` the contraction run first. The `final` block takes the tiles out of the registers (None: not made
+    yet). The block `cropped` removes the padding. `extents`: the contraction's loop extents.
     """
 
     found: _Contraction
@@ -537,7 +537,7 @@ class _Laid:
 
 
 def _lay_out(sch: Any, block: Any, found: _Contraction, form: _Form, tile: Tile) -> _Laid:
-    """Pad what tiles do not divide, pack constant weights, and make the rows one dimension."""
+    """Pad the dimensions that tiles do not divide, pack constant weights, and make the rows one dimension."""
     row, final, before = form.row, form.final, form.before
     extents = _extents(sch, block)
     cropped = None
@@ -548,7 +548,7 @@ def _lay_out(sch: Any, block: Any, found: _Contraction, form: _Form, tile: Tile)
         final = None
     elif form.cropped:
         cropped, final = final, None
-    # What is cropped leaves whole first: where a condition guards their way out accumulators do not become registers.
+    # Tiles leave uncropped: LLVM keeps accumulators in registers only if no condition guards the copy out of them.
     if found.weights is not None and _is_constant(sch, block, found.weights):
         _pack(sch, block, found.weights, tile.columns)
     if form.flat and math.prod(extents[p] for p in found.rows) > extents[row]:
@@ -561,9 +561,9 @@ def _lay_out(sch: Any, block: Any, found: _Contraction, form: _Form, tile: Tile)
 
 @dataclass(frozen=True, slots=True)
 class _Nest:
-    """The loops of a contraction in tiles: `outer`, over tiles; `walk`, over tiles of one thread (none, or one loop).
+    """The tiled loops of a contraction: `outer` runs over tiles, `walk` over the tiles of one thread (at most a loop).
 
-    Inside are the reductions, and rows and columns of a tile. `partial`: the block that sums a chunk of a reduction.
+    The reductions, and the rows and columns of a tile, are inside. `partial`: the block that sums one chunk.
     """
 
     outer: Any
@@ -580,7 +580,7 @@ class _Nest:
 
     @property
     def outside(self) -> int:
-        """How many loops are around the reductions."""
+        """The number of loops around the reductions."""
         return 1 + len(self.walk)
 
 
@@ -595,7 +595,7 @@ def _tile(sch: Any, block: Any, found: _Contraction, row: int, chosen: Choice) -
     outer_row, inner_row = sch.split(rows[-1], [None, chosen.tile.rows])
     outer_column, inner_column = sch.split(loops[found.column], [None, chosen.tile.columns])
     channelwise = found.weights is None
-    walk = [outer_row] if channelwise else []  # what stays a loop of its own, within one thread
+    walk = [outer_row] if channelwise else []  # a loop of its own within one thread
     across = [*rows[:-1]] if channelwise else [*rows[:-1], outer_row]
     tiles = [outer_column, *across] if chosen.columns_first else [*across, outer_column]
     sch.reorder(*batch, *tiles, *walk, *reductions, inner_row, inner_column)
@@ -607,11 +607,11 @@ def _tile(sch: Any, block: Any, found: _Contraction, row: int, chosen: Choice) -
 
 
 def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
-    """Split a long reduction into chunks, each summed by itself; returns the block that sums a chunk, and leaves the
-    one that adds chunks up. None for a short reduction, which stays as it is.
+    """Split a long reduction into chunks. Returns the block that sums a chunk; `block` then adds the chunks up.
+    Returns None for a short reduction, which stays as it is.
 
-    An accumulator that takes thousands of terms, one after the other, is off by so much more than one that takes some
-    hundred, that a network of many layers differs from what other runtimes compute by more than rounding.
+    The rounding error of an accumulator grows with the number of its terms. With thousands of terms, a network of many
+    layers would differ noticeably from the result of other runtimes.
     """
     found = chunk([int(sch.get(loop).extent) for loop in reductions])
     if found is None:
@@ -622,9 +622,9 @@ def _sum_chunks(sch: Any, block: Any, reductions: Sequence[Any]) -> Any | None:
 
 
 def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
-    """Where loops of these extents are split for chunks of about `_CHUNK` terms: (the loop, how much of it is inside).
+    """Where to split loops of these extents into chunks of about `_CHUNK` terms: (index of the loop, inner extent).
 
-    None for a short reduction, and for one that nothing divides into such parts.
+    None for a short reduction, and for one that no factor divides into such chunks.
     """
     terms = math.prod(extents)
     if terms <= _CHUNK * 3 // 2:
@@ -643,7 +643,7 @@ def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _accumulate(sch: Any, partial: Any, chunks: Any, column: int, tile: Tile) -> Any:
-    """The sums of a chunk in registers, a tile under the loop over chunks; returns the loop over a chunk's terms."""
+    """Keep the sums of a chunk in registers, as a tile in the loop over chunks. Returns the loop over its terms."""
     sch.set_scope(partial, 0, _LOCAL)
     sch.compute_at(partial, chunks, preserve_unit_loops=True)
     kinds = [int(v.iter_type) for v in sch.get(partial).iter_vars]
@@ -660,14 +660,14 @@ def _accumulate(sch: Any, partial: Any, chunks: Any, column: int, tile: Tile) ->
 
 
 def _start_at_zero(sch: Any, block: Any, reduction: Any, outside: int) -> None:
-    """A tile's accumulators set to zero before its reduction; `outside` loops are around that."""
+    """Set a tile's accumulators to zero before its reduction, inside the `outside` outermost loops."""
     start = sch.decompose_reduction(block, reduction)
     for loop in sch.get_loops(start)[outside:-1]:
         sch.unroll(loop)
 
 
 def _flatten(sch: Any, block: Any, final: Any, found: _Contraction) -> _Contraction:
-    """Make the rows one dimension, of the anchor, of its result and of the block that takes the result away."""
+    """Make the rows one dimension in the anchor, in its result, and in the block that reads the result."""
     extents = _extents(sch, block)
     sizes = [extents[p] for p in found.rows]
     others = [i for i in range(len(extents)) if i not in (*found.rows, found.column, *found.reductions)]
@@ -718,7 +718,7 @@ def _pad(sch: Any, block: Any, found: _Contraction, row: int, tile: Tile) -> lis
 
 
 def _inline_copies(sch: Any, block: Any) -> None:
-    """Inline what only copies (padding by nothing) into the anchor."""
+    """Inline blocks that only copy (pads of 0) into the anchor."""
     from tvm import tirx
     from tvm.ir.expr import TensorLoad
 
@@ -729,12 +729,12 @@ def _inline_copies(sch: Any, block: Any) -> None:
 
 
 def _inline_epilogue(sch: Any, block: Any) -> tuple[Any | None, list[Any]]:
-    """What stands behind the anchor, in as few blocks as can be: (what leaves with a tile or None, what comes later).
+    """Inline the blocks after the anchor. Returns the block that runs on each tile (or None), and the later blocks.
 
-    Blocks with an element for each of the anchor's are inlined into the last of them. What spreads the result over
-    more elements (the gate of a squeeze-and-excitation block) would compute it many times over: it runs afterwards.
-    What the last one reads that has nothing to do with the anchor (a mask, a slice of another tensor) is inlined, too:
-    TVM moves a block under the anchor's loops only with everything that it reads.
+    Blocks with as many elements as the anchor are inlined into the last of them. A block that broadcasts the result to
+    more elements (the gate of a squeeze-and-excitation block) would repeat the work, so it runs afterwards. Operands of
+    the last block that do not depend on the anchor (a mask, a slice of another tensor) are inlined, too: TVM moves
+    a block under the anchor's loops only with everything that it reads.
     """
     anchor = _name(sch, block)
     outputs = _outputs(sch)
@@ -766,7 +766,7 @@ def _elements(sch: Any, block: Any) -> int:
 
 
 def _kept(sch: Any, block: Any) -> int:
-    """How many of its results are used: fewer than there are if all that reads them is a block that crops them."""
+    """How many elements of a block's result are used: fewer than all if its only reader is a block that crops it."""
     from tvm.ir.expr import TensorLoad
 
     consumers = list(sch.get_consumers(block))
@@ -803,7 +803,7 @@ def _behind(sch: Any, anchor: str, block: Any) -> bool:
 
 
 def _flat_rows(sch: Any, block: Any, found: _Contraction) -> bool:
-    """Whether the broadcast operand is read at the rows themselves, so that they are one dimension."""
+    """Whether the row iterators themselves index the broadcast operand, so that they can become one dimension."""
     from tvm.ir.expr import TensorLoad
 
     node = sch.get(block)
@@ -820,12 +820,12 @@ def _flat_rows(sch: Any, block: Any, found: _Contraction) -> bool:
 
 
 def _keeps_rows(sch: Any, final: Any, extents: Sequence[int], found: _Contraction) -> bool:
-    """Whether what leaves has all rows: only columns are cropped."""
+    """Whether the final block has all rows: at most columns are cropped."""
     return _extents(sch, final)[: len(found.rows)] == [extents[p] for p in found.rows]
 
 
 def _is_product(sch: Any, block: Any) -> bool:
-    """Whether both operands are read at iterators alone, as a matrix product does."""
+    """Whether plain iterators index both operands, as in a matrix product."""
     product = sch.get(block).body.value.b
     variables = [v.var for v in sch.get(block).iter_vars]
     return all(any(i.same_as(v) for v in variables) for f in (product.a, product.b) for i in f.indices)
@@ -851,7 +851,7 @@ def _is_constant(sch: Any, block: Any, position: int) -> bool:
 
 
 def _pack(sch: Any, block: Any, position: int, width: int) -> None:
-    """Weights [.., k, n] in panels [n / width, .., k, width], packed when the model is compiled."""
+    """Pack weights [.., k, n] into panels [n / width, .., k, width] when the model is compiled."""
     packed = sch.cache_read(block, position, "global")
 
     def panels(*indices: Any) -> list[Any]:
@@ -863,7 +863,7 @@ def _pack(sch: Any, block: Any, position: int, width: int) -> None:
 
 
 def _unroll(sch: Any, reductions: Sequence[Any]) -> None:
-    """Unroll a few steps of reduction; of more, as large kernels have, the innermost ones."""
+    """Unroll the reductions if they have few steps; otherwise (large kernels) only the innermost loops."""
     steps = 1
     for loop in reversed(reductions):
         steps *= int(sch.get(loop).extent)
@@ -873,7 +873,7 @@ def _unroll(sch: Any, reductions: Sequence[Any]) -> None:
 
 
 def _vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
-    """The tile's way out: its loops below the `outside` ones over tiles unrolled, the last one in vectors."""
+    """Copy a tile out: unroll the loops inside the `outside` outermost ones, and vectorise the last loop."""
     inside = sch.get_loops(final)[outside:]
     vectors, lane = sch.split(inside[-1], [None, tile.lanes])
     sch.vectorize(lane)
@@ -885,7 +885,7 @@ def _vectorize_tile(sch: Any, final: Any, tile: Tile, outside: int) -> None:
 
 
 def _is_plane(sch: Any, block: Any) -> bool:
-    """C[.., y, x] += A[.., y + ky, x + kx] * W[.., ky, kx]: each plane of the result is made of one plane of A."""
+    """Whether C[.., y, x] += A[.., y + ky, x + kx] * W[.., ky, kx]: one plane of A makes one plane of the result."""
     from tvm import tirx
     from tvm.ir.expr import TensorLoad
 
@@ -913,9 +913,9 @@ def _is_plane(sch: Any, block: Any) -> bool:
 
 
 def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
-    """A plane after the other, in parallel: padded where it stays in the cache, its weights in registers.
+    """Compute the planes in parallel. A plane is padded in the cache; its weights stay in registers.
 
-    A tile of a few rows shares the vectors that it loads.
+    The rows of a tile share the vectors that they load.
     """
     _inline_copies(sch, block)
     padding = list(sch.get_producers(block))
@@ -955,7 +955,7 @@ def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
 
 
 def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
-    """An injective block: its innermost dimension in vectors, the others in parallel."""
+    """Schedule an injective block: vectorise its innermost dimension, and run the others in parallel."""
     loops = sch.get_loops(block)
     extents = [int(sch.get(loop).extent) for loop in loops]
     elements = math.prod(extents)
@@ -969,10 +969,10 @@ def _parallel_vectors(sch: Any, block: Any, machine: Machine) -> None:
         last, lane = sch.split(loops[-1], [None, lanes])
         sch.vectorize(lane)
         outer = [*loops[:-1], last]
-        if turned is not None:  # neighbours in memory one after the other: a line is read once
+        if turned is not None:  # visit neighbours in memory in succession: each cache line is read once
             along = outer.pop(turned)
             sch.reorder(*outer, along, lane)
-    else:  # LLVM makes vectors of what it can: the innermost loops stay as they are
+    else:  # LLVM vectorises what it can: the innermost loops stay as they are
         inside = next(
             (n for n in range(1, len(loops)) if math.prod(extents[-n:]) >= machine.lanes), len(loops) - 1
         )
@@ -1017,7 +1017,7 @@ def _schedule_injective(sch: Any, machine: Machine) -> None:
 
 
 def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
-    """Several reductions, or one that is no contraction (softmax, normalisation, pooling): each block by itself."""
+    """Schedule each block on its own: several reductions, or one that is no contraction (softmax, pooling)."""
     names = {_name(sch, a) for a in anchors}
     outputs = _outputs(sch)
     for block in _blocks(sch):
@@ -1033,11 +1033,11 @@ def _schedule_rows(sch: Any, anchors: Sequence[Any], machine: Machine) -> None:
 
 
 def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
-    """Everything about a row while it is in the cache: softmax, normalisations, and means that are read along rows;
-    False where rows are not alike, or are too few for all threads.
+    """Run all blocks on a row while it is in the cache: softmax, normalisations, and means that are read along rows.
+    Returns False if rows are not alike, or too few for all threads.
 
-    All reductions run along the dimensions behind the same first ones, and the last block has an element for each of
-    theirs.
+    All reductions must have the same first dimensions (the rows) and reduce all others. The last block must have these
+    first dimensions, and at least one more.
     """
     outputs = _outputs(sch)
     if len(outputs) != 1 or outputs & reductions:
@@ -1081,7 +1081,7 @@ def _schedule_by_row(sch: Any, reductions: set[str], machine: Machine) -> bool:
 
 
 def _read_along_rows(sch: Any, rows: int) -> bool:
-    """Whether each block reads what others make of a row at its own row: at its own first `rows` iterators."""
+    """Whether each block reads the results of other blocks only at its own row, its first `rows` iterators."""
     made = {region.source.name for block in _blocks(sch) for region in sch.get(block).writes}
 
     def own(block: Any, region: Any) -> bool:
@@ -1099,7 +1099,7 @@ def _read_along_rows(sch: Any, rows: int) -> bool:
 
 
 def _vectorize_last(sch: Any, block: Any, machine: Machine) -> None:
-    """The innermost loop in vectors, where they divide it."""
+    """Vectorise the innermost loop if vectors divide it."""
     loop = sch.get_loops(block)[-1]
     if lanes := _dividing(int(sch.get(loop).extent), machine):
         _, lane = sch.split(loop, [None, lanes])
@@ -1107,28 +1107,28 @@ def _vectorize_last(sch: Any, block: Any, machine: Machine) -> None:
 
 
 def _is_dear(sch: Any, block: Any, reductions: set[str]) -> bool:
-    """Whether inlining would compute a block again and again: several blocks read it, or a reduction does."""
+    """Whether inlining would repeat a block's work: several blocks read it, or a reduction does."""
     consumers = sch.get_consumers(block)
     return len(consumers) > 1 or any(_name(sch, c) in reductions for c in consumers)
 
 
 def _dividing(extent: int, machine: Machine) -> int:
-    """The longest vectors that divide it, not shorter than a quarter of a register; 0 if there are none."""
+    """The lanes of the longest vectors that divide `extent`, at least a quarter of a register; 0 if there are none."""
     lengths = (machine.lanes, machine.lanes // 2, machine.lanes // 4)
     return next((n for n in lengths if n > 1 and extent % n == 0), 0)
 
 
 def partial_lanes(along: int, lanes: int) -> int:
-    """How many partial results a reduction along a row is made in, a vector of them; 0 where it is made in one.
+    """The number of partial results of a reduction along a row, as one vector; 0 if there is a single result.
 
-    Half vectors are for short rows: a long one is better made in two parts (see `legalize`).
+    Half vectors serve short rows. A long row is better reduced in two parts (see `legalize`).
     """
     lengths = (lanes, lanes // 2) if along < 8 * lanes else (lanes,)
     return next((n for n in lengths if n > 1 and along % n == 0 and along >= 2 * n), 0)
 
 
 def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
-    """Rows in parallel; along contiguous memory a vector of partial results, across it a few vectors of results."""
+    """Reduce rows in parallel: a vector of partial results along contiguous memory, a few vectors of results across."""
     variables = list(sch.get(block).iter_vars)
     extents, loops = _extents(sch, block), sch.get_loops(block)
     spatial = [i for i, v in enumerate(variables) if int(v.iter_type) == 0]
@@ -1147,8 +1147,8 @@ def _vectorize_reduction(sch: Any, block: Any, machine: Machine) -> None:
             sch.parallel(sch.fuse(*rest[: len(spatial)]))
             sch.parallel(sch.fuse(*sch.get_loops(block)[: len(spatial)]))
     elif not along and spatial and (lanes := _dividing(extents[spatial[-1]], machine)):
-        # Several vectors side by side: whole lines are read, and what is found for a row of the window serves them all.
-        # But each core is to have something to do.
+        # Several adjacent vectors read whole cache lines, and share the index computations of a row of the window.
+        # But each core must have work.
         others = math.prod(extents[i] for i in spatial[:-1])
         wanted = machine.cores if parallel else 1
         pieces = extents[spatial[-1]] // lanes
