@@ -104,10 +104,9 @@ class GraphBuilder(Op):
     ) -> Any:
         """Add a node of operator `name` and return its output, or a tuple of its outputs.
 
-        `inputs` are Vals, None, numbers or lists. A number takes the element type of the first Val. `type` is the
-        output's type if ONNX does not define the operator. `declared` gives the types of all outputs; for an operator
-        without bodies, inferred types refine them. The last inputs of an operator with bodies are the values that the
-        bodies capture. Raises RuleError if the inputs do not fit the operator.
+        `inputs` are Vals, None, numbers (of the first Val's element type) or lists. `type`: the output's type if ONNX
+        does not define the operator. `declared`: the types of all outputs; without bodies, inferred types refine them.
+        With bodies, the last inputs are the values that they capture. Raises RuleError if the inputs do not fit.
         """
         if sizes is not None:
             inputs = (*inputs, list(sizes))
