@@ -1,4 +1,4 @@
-"""Cases of a rule: a small graph, where the rule applies, and what comes of it; and the tests that a case must pass."""
+"""Cases of a rule, and the tests that a case must pass. A case is a small graph, a match in it, and the result."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ from xrlflow.rewrite.state import build_edit, fingerprint_shift, match_all
 
 Array = npt.NDArray[Any]
 Feeds = dict[Value, Array]
-# Draws the floats of a shape and of an element type, as elements.
+# Draws floats for a shape and an element type, as elements of the field.
 DrawFloats = Callable[[tuple[int, ...], DType], Array]
 
 # A false rule passes with less than this probability.
 WANTED = 1e-12
 _MOST_TRIALS = 40
-# What float64 loses by computing in another order, relative to the largest number of an output.
+# Tolerance for another order of float64 operations, relative to the largest number of an output.
 _REORDERED = 1e-9
-# For rules whose sides hold constants that were rounded to float32.
+# The same for rules whose sides hold constants that were rounded to float32.
 _ROUNDED = 2.0**-20
-# Smaller outputs are judged like ones of this size: they come of numbers around 1.
+# Smaller outputs are judged as if they were of this size: they result from numbers around 1.
 _LEAST_SCALE = 1e-9
-# ONNX Runtime's float32: what a side may be off, relative to the largest number, beyond what the other side is.
+# The unit of float32 errors in ONNX Runtime, relative to the largest number of an output.
 _UNIT = 2.0**-24
 
 
-# What float64 computes of float32 numbers without rounding, if they are not too far apart.
+# Operators that float64 computes exactly for float32 numbers, if these do not differ too much in size.
 _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum", "Sum"})
 
 
 class ProofBuilder(GraphBuilder):
-    """Traces a target, and leaves to the proof what folding would round."""
+    """Traces a target without folding constants that folding would round; the proof evaluates them instead."""
 
     def constant(self, data: Any, dtype: DType | None = None) -> Val:
-        """Numbers that a target writes in half keep their digits: that they are rounded is no more than all rounding
-        of half is, unless nothing, or an infinity, is left of them."""
+        """Make a constant. A Python number of type half or bfloat16 keeps its float32 digits.
+
+        Its rounding is ignored like all rounding of half. It is rounded only if it would become 0 or infinite.
+        """
         made = super().constant(data, dtype)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or not isinstance(data, (int, float)):
             return made
@@ -64,7 +66,7 @@ class ProofBuilder(GraphBuilder):
         return Val(self.graph, value, self.graph.leaves.types[value])
 
     def _propagate(self, edit: Edit) -> Edit:
-        return edit  # what follows would be computed in real numbers
+        return edit  # propagation would compute in real numbers
 
     def _fold(
         self, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
@@ -74,7 +76,7 @@ class ProofBuilder(GraphBuilder):
         moves = spec is not None and spec.proof in ("movement", "integer")
         if not floats or moves:
             return super()._fold(op, attrs, inputs, types)
-        # Of doubles nobody knows what was rounded: there is nothing finer to compare with.
+        # For doubles rounding cannot be detected: no wider type is at hand.
         known = op in _EXACT_OPERATORS and all(t.dtype != DType.DOUBLE for t in types)
         folded = super()._fold(op, attrs, inputs, types) if known else None
         if folded is None:
@@ -92,7 +94,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A rule applied once: `before` and `after` compute the same if the rule is right."""
+    """One application of a rule: `before` and `after` compute the same if the rule is right."""
 
     problem: Problem
     match: Match
@@ -113,9 +115,9 @@ class Case:
 
 
 def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Refused]]:
-    """Every way in which a rule (the library has only this one) applies, and every near miss.
+    """All cases of the library's only rule in a graph, and all near misses.
 
-    Raises RuleError, or whatever else a wrong rule raises.
+    Raises RuleError, and any exception that a wrong rule raises.
     """
     library.refusals = refusals = []
     cases = []
@@ -132,7 +134,7 @@ def find_cases(library: Library, problem: Problem) -> tuple[list[Case], list[Ref
 
 
 def applied(problem: Problem, match: Match, builder: GraphBuilder | None = None) -> Case | None:
-    """The case of one match; None if nothing changes. Raises what `build_edit` raises."""
+    """The case of one match; None if the edit changes nothing. Raises what `build_edit` raises."""
     edit = build_edit(problem.graph, match, builder or ProofBuilder(problem.graph))
     if not fingerprint_shift(problem.graph, edit):
         return None
@@ -148,16 +150,16 @@ def symbols(problem: Problem) -> list[str]:
 
 
 def bindings(problem: Problem, rng: np.random.Generator) -> dict[str, int]:
-    """Numbers for the symbolic dimensions: 0 to 4."""
+    """Random sizes, 0 to 4, for the symbolic dimensions."""
     return {name: int(rng.choice(5, p=[0.1, 0.25, 0.3, 0.2, 0.15])) for name in symbols(problem)}
 
 
 def tried_bindings(
     problem: Problem, rng: np.random.Generator, nonempty: bool = False
 ) -> Iterator[dict[str, int]]:
-    """Numbers to try one after the other, until the left side has a value: as drawn, all alike, and as drawn again.
+    """Sizes for the symbolic dimensions, to be tried in order until the left side has a value.
 
-    `nonempty`: from 1 up.
+    First random sizes, then all dimensions alike, then random ones again. With `nonempty` all sizes are at least 1.
     """
     least = 1 if nonempty else 0
 
@@ -175,16 +177,16 @@ def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else numbers.get(d or "", 2) for d in type.shape or ())
 
 
-# Larger tensors are not computed: their types alone are compared.
+# Graphs with a larger tensor are not evaluated.
 _MOST_ELEMENTS = 1 << 19
-# Normal numbers of this size are in the range of a type.
+# Normally distributed numbers of this scale are in the range of the type.
 _TYPICALLY_MOST = {DType.FLOAT16: 1e4, DType.BFLOAT16: 1e37, DType.FLOAT: 1e37}
 _LARGE = 1 << 11
 
 
 @lru_cache(maxsize=1024)
 def says_where(op: str, place: int) -> bool:
-    """Whether integers at this input of an operator say where or how much: they are sizes, indices, counts."""
+    """Whether integers at this input of an operator are sizes, indices or counts, not data."""
     defined = schema(op)
     if defined is None or op in ("If", "Loop", "Scan", "Range") or (op, place) == ("OneHot", 1):
         return True
@@ -200,7 +202,7 @@ def says_where(op: str, place: int) -> bool:
 
 @lru_cache(maxsize=256)
 def placing(problem: Problem) -> frozenset[Value]:
-    """The values on which depends where something is, or how large: these are no data."""
+    """The values on which sizes, indices or counts depend. These are not data."""
     graph = problem.graph
     found = set[Value]()
     for node in reversed(graph.topological()):
@@ -216,10 +218,10 @@ def draw_feeds(
     floats: DrawFloats,
     wide: bool = False,
 ) -> Feeds:
-    """Values of the graph's inputs and of the opaque constants; `floats` draws those of a float type.
+    """Random values of the graph's inputs and opaque constants. `floats` draws those of float types.
 
-    Integers are small, with `wide` of their types' whole range where they do not say where something is. Raises
-    Unusable for a tensor that is too large to be computed.
+    Integers are small. With `wide` integers that are data are of the whole range of their types. Raises Unusable if a
+    tensor is too large to be evaluated.
     """
     graph = problem.graph
     if too_large(problem):
@@ -235,25 +237,25 @@ def draw_feeds(
         elif wide and value not in kept and numpy_dtype(type.dtype).kind in "iu":
             feeds[value] = integers(rng, shape, numpy_dtype(type.dtype))
         else:
-            # Now and then an index counts from the back, or leads nowhere.
+            # Sometimes an index counts from the back, or is out of range.
             low, high = (-4, 8) if rng.random() < 0.25 else (0, 4)
             feeds[value] = rng.integers(low, high, shape).astype(numpy_dtype(type.dtype))
     return feeds
 
 
 def too_large(problem: Problem) -> bool:
-    """Whether a tensor has more elements than are computed with."""
+    """Whether a tensor has too many elements to be evaluated."""
     return _elements(problem) > _MOST_ELEMENTS
 
 
 def large(problem: Problem) -> bool:
-    """Whether a tensor has so many elements that few such graphs are tested."""
+    """Whether a tensor is so large that only a few such graphs are tested."""
     return _elements(problem) > _LARGE
 
 
 @lru_cache(maxsize=256)
 def _elements(problem: Problem) -> int:
-    """How many elements the largest tensor has, symbols taken for 2; also one that a window is padded to."""
+    """The number of elements of the largest tensor, padded inputs of windows included. Symbols count as 2."""
     graph = problem.graph
     padded = [1]
     for node in graph.nodes():
@@ -271,14 +273,17 @@ class Unusable(Exception):
 
 
 def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], list[Array]]:
-    """The outputs of both sides. Raises Unusable, NotEvaluable, ZeroDenominator, and Wrong if only the right fails."""
+    """The outputs of both sides.
+
+    Raises NotEvaluable, ZeroDenominator, Unusable if the left side fails, and Wrong if only the right side fails.
+    """
     try:
         left = evaluate_graph(with_known_casts(case.before), feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
-    except Exception as error:  # whatever NumPy says of inputs that do not fit
+    except Exception as error:  # NumPy may raise anything for inputs that do not fit
         raise Unusable(f"{type(error).__name__}: {error}") from error
-    if any(a.size > _MOST_ELEMENTS for a in left):  # of a size that only the inputs' numbers say
+    if any(a.size > _MOST_ELEMENTS for a in left):  # its size depends on the numbers of the inputs
         raise Unusable("it is too large")
     try:
         return left, evaluate_graph(with_known_casts(case.after), feeds, field)
@@ -289,14 +294,14 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
 
 
 def usable(problem: Problem, rng: np.random.Generator) -> bool:
-    """Whether the graph computes anything: ONNX's inference lets through what no operator takes."""
+    """Whether the graph can be evaluated. ONNX's inference admits some inputs that operators refuse."""
     for numbers in tried_bindings(problem, rng):
         try:
             feeds = draw_feeds(problem, numbers, rng, _floats(rng, "positive", 1.0))
             evaluate_graph(problem.graph, feeds, MACHINE)
         except NotEvaluable:
-            return True  # not for us to say
-        except Exception:  # whatever NumPy says of inputs that do not fit
+            return True  # we cannot tell
+        except Exception:  # NumPy may raise anything for inputs that do not fit
             continue
         return True
     return False
@@ -315,16 +320,16 @@ def _same_form(left: list[Array], right: list[Array]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FieldResult:
-    """What the field leg showed: how many trials agreed, and how likely a false rule would have passed them."""
+    """The result of the test over fields: how many trials agreed, and a bound of a false rule's chance to pass."""
 
     trials: int
     bound: float
 
 
 def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) -> FieldResult | None:
-    """Evaluate both sides over prime fields until a false rule would pass with less than `wanted`.
+    """Evaluate both sides over prime fields until a false rule would pass with a probability below `wanted`.
 
-    None if an operator means nothing over a field, or if the left side has no value. Raises Wrong.
+    None if an operator is not defined over a field or the left side has no value. Raises Wrong if the sides differ.
     """
     degrees = Degrees()
     found = _degrees(case, rng, degrees)
@@ -364,7 +369,7 @@ def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) ->
 def _degrees(
     case: Case, rng: np.random.Generator, degrees: Degrees
 ) -> tuple[dict[str, int], list[Array], list[Array]] | None:
-    """Numbers for the dimensions, and both sides as rational functions; None if the left side has no value."""
+    """Sizes for the symbolic dimensions, and both sides over `degrees`; None if the left side has no value."""
     for numbers in tried_bindings(
         case.problem, rng
     ):  # integers and booleans may decide, too, whether it has one
@@ -386,8 +391,11 @@ def _degrees(
 
 
 def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
-    """What inputs are drawn: standard normal, positive, what a cast to a narrow type makes infinite, and for numeric
-    rules very small and very large ones."""
+    """The kinds and scales of inputs to draw.
+
+    They are standard normal and positive numbers, numbers that overflow in a cast of the graph to a narrow type, and
+    for numeric rules very small and very large numbers.
+    """
     yield "normal", 1.0
     yield "positive", 1.0
     narrow = {n.types[0].dtype for n in case.before.nodes() if n.op in ("Cast", "CastLike")}
@@ -402,8 +410,8 @@ def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
 def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     """Evaluate both sides over float64, with ordinary numbers and with NaN, infinities and negative zeros.
 
-    The rule says what may differ where something is not finite (`may_add_nonfinite`, `may_remove_nonfinite`). Gives the
-    number of draws that the left side took. Raises Wrong, NotEvaluable.
+    `may_add_nonfinite` and `may_remove_nonfinite` of the rule say what may differ where a number is not finite.
+    Returns the number of draws for which the left side has a value. Raises Wrong, NotEvaluable.
     """
     done = 0
     numeric = rule.proof == "numeric"
@@ -415,7 +423,7 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
         _compare_case(case, *found, tolerance, rule)
         done += 1
     for turn, special in enumerate((np.nan, np.inf, -np.inf, -0.0)):
-        # Of nothing a product is 0 in one order, and of what is not finite NaN in another.
+        # An empty sum is 0, but in another order of operations 0 times infinity is NaN: hence `nonempty`.
         normal = _floats(rng, "normal", 1.0)
         found = _evaluated(case, rng, normal, special, wide=turn % 2 == 0, nonempty=rule.nonempty)
         if found is None:
@@ -436,7 +444,7 @@ def _evaluated(
     wide: bool = False,
     nonempty: bool = False,
 ) -> tuple[Feeds, list[Array], list[Array]] | None:
-    """Inputs, each with a `special` number in it if there is one, and both sides; None if the left has no value."""
+    """Inputs (each holds the number `special` if that is given) and both sides; None if the left has no value."""
     for numbers in tried_bindings(case.problem, rng, nonempty):
         try:
             feeds = draw_feeds(case.problem, numbers, rng, floats, wide)
@@ -453,14 +461,14 @@ def _floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
         numbers = rng.standard_normal(shape)
         if kind == "positive":
             numbers = np.abs(numbers) + 0.05
-        # As the type rounds them, which is what the runtime will get, and finite.
+        # Finite, and rounded to the type, as the runtime will get them.
         return round_to(numbers * min(size, _TYPICALLY_MOST.get(dtype, size)), dtype)
 
     return drawn
 
 
 def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -> None:
-    """Put a special number into each input of floats (not into constants)."""
+    """Put a special number at a random place of each float input (not of constants)."""
     for value in case.before.inputs:
         array = feeds[value]
         if array.dtype.kind == "f" and array.size:
@@ -470,7 +478,10 @@ def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -
 def _compare_case(
     case: Case, feeds: Feeds, left: list[Array], right: list[Array], tolerance: float, rule: AnyRule
 ) -> None:
-    """Compare all outputs; where what is not finite may differ, those that the rule replaces (exp(-inf) is 0)."""
+    """Compare all outputs; or, where the rule may change non-finite numbers and some occur, only the replaced outputs.
+
+    The other outputs may differ then in finite numbers: exp(-inf) is 0.
+    """
     loose = (rule.may_add_nonfinite or rule.may_remove_nonfinite) and not _finite(left)
     if not loose:
         try:
@@ -490,7 +501,7 @@ def _finite(arrays: Iterable[Array]) -> bool:
 
 
 def _replaced(case: Case, feeds: Feeds) -> list[Array]:
-    """What the left side has for the values that the right side replaces, whatever its outputs make of them."""
+    """The left side's numbers for the values that the right side replaces."""
     graph = case.before
     inner = Graph.make(graph.topological(), graph.inputs, tuple(case.replaced), graph.leaves)
     return evaluate_graph(with_known_casts(inner), feeds, MACHINE)
@@ -501,9 +512,9 @@ def compare(
 ) -> None:
     """Raises Wrong unless the right side equals the left one.
 
-    With `may_add_nonfinite` what is not finite on the left only has to be not finite on the right (infinity or NaN),
-    and the right may be NaN anywhere. With `may_remove_nonfinite` the right may be anything where the left is not
-    finite.
+    `tolerance` is relative to the largest number of an output. With `spreads` (`may_add_nonfinite`) infinity and NaN
+    count as equal, and the right side may be NaN anywhere. With `mends` (`may_remove_nonfinite`) the right side may be
+    anything where the left side is not finite.
     """
     _same_form(left, right)
     for i, (a, b) in enumerate(zip(left, right)):
@@ -535,35 +546,35 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class RuntimeResult:
-    """Of each output of floats the greatest errors of the left and of the right side, in units of float32."""
+    """For each float output the greatest errors of the left and the right side, in units of rounding (`_UNIT`)."""
 
     errors: tuple[tuple[float, float], ...]
 
     @property
     def bits(self) -> float:
-        """How many bits of accuracy the right side loses (negative: gains); -inf without outputs of floats."""
+        """The bits of accuracy that the right side loses (negative: gains); -inf without float outputs."""
         return max((math.log2(max(new, 1.0) / max(own, 1.0)) for own, new in self.errors), default=-math.inf)
 
     def joined(self, other: RuntimeResult) -> RuntimeResult:
-        """The greatest errors of two runs of one case: with a few numbers the left side may be right by luck."""
+        """The greatest errors of two runs of one case. In a single run the left side may be exact by luck."""
         pairs = zip(self.errors, other.errors, strict=True)
         return RuntimeResult(tuple((max(a, c), max(b, d)) for (a, b), (c, d) in pairs))
 
 
 def whole_types(case: Case) -> frozenset[DType]:
-    """The types of the inputs that hold integers as data, not sizes or indices."""
+    """The element types of the inputs that hold integers as data, not as sizes or indices."""
     graph, kept = case.before, placing(case.problem)
     return frozenset(t for v in graph.inputs if v not in kept and (t := graph.type(v).dtype) in INTEGERS)
 
 
 def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> RuntimeResult | None:
-    """Run both sides in ONNX Runtime without its optimisations, in float32, against our float64.
+    """Run both sides in ONNX Runtime without its optimisations and compare them with our float64 results.
 
-    With `wide` integers are of their whole range. None if the runtime does not take the left side, or where a tensor is
-    empty: several of its kernels refuse those, and some (ConvTranspose) crash. Raises Wrong.
+    With `wide` integers that are data are of their whole range. None if the runtime does not run the left side, or if
+    a tensor is empty: several kernels refuse empty tensors, and some (ConvTranspose) crash. Raises Wrong.
     """
     if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):
-        return None  # NumPy arrays of it are not taken
+        return None  # the runtime takes no NumPy arrays of this type
     try:
         found = _evaluated(case, rng, _floats(rng, "positive", 1.0), wide=wide)
     except NotEvaluable:
@@ -589,9 +600,7 @@ def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> R
     except BackendError as error:
         raise Wrong(f"ONNX Runtime refuses the right side: {error}") from error
     if any(y.shape != a.shape for y, a in zip(exact, before)):
-        return (
-            None  # it takes the left side for something else (ConvTranspose: SAME, a stride above the kernel)
-        )
+        return None  # it computes the left side differently (ConvTranspose: SAME, a stride above the kernel)
     errors: list[tuple[float, float]] = []
     for i, (y, a, b) in enumerate(zip(exact, before, after, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -617,7 +626,7 @@ def _has_empty(graph: Graph) -> bool:
 
 
 def run_graph(graph: Graph, feeds: Feeds) -> list[Array]:
-    """The outputs of a graph in ONNX Runtime, its own optimisations off. Raises BackendError, NotStandalone."""
+    """The outputs of a graph in ONNX Runtime without its optimisations. Raises BackendError, NotStandalone."""
     nodes = graph.topological()
     made = {v for n in nodes for v in n.outputs}
     read = {v for n in nodes for v in n.inputs if v}

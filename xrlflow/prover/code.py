@@ -1,7 +1,7 @@
-"""Mutants of a rule's code: one comparison, number or operator of a function is another.
+"""Mutants of a rule's code: in one function one comparison, number or operator is changed.
 
 The functions are those of the rule's class, and those of the rule's package that they call. A mutant is compiled from
-the function's syntax tree and put into the function itself, wherever that is called from.
+the changed syntax tree. Its code replaces the code of the function, so that every caller runs the mutant.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 _QUANTIFIERS = {"all": "any", "any": "all"}
 # The classes around a function, and the function.
 Chain = tuple[ast.ClassDef | ast.FunctionDef, ...]
-# What says why, and what only tells the type checker something.
+# Not mutated: assertions, which inform the type checker, and messages.
 _IDLE = (ast.Assert, ast.Raise, ast.JoinedStr)
 _REASONED = ("require", "profitable", "accurate")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CodeMutant:
-    """One change: `kind` is comparison, constant, boundary, boolean or arithmetic; `change` says what became what.
+    """One change. `kind` is comparison, constant, boundary, boolean or arithmetic; `change` is "old -> new".
 
-    `number` tells changes of one function apart that read the same.
+    `number` distinguishes changes of one function with the same text.
     """
 
     module: str
@@ -67,7 +67,7 @@ class CodeMutant:
 
 
 def functions_of(rule: AnyRule) -> dict[str, FunctionType]:
-    """The functions that a rule consists of, its own and those that they call, by module and name."""
+    """The functions of a rule's class and the functions of its package that they call, by "module:name"."""
     found: dict[str, FunctionType] = {}
     home = type(rule).__module__.partition(".")[0]
     for kind in type(rule).__mro__:
@@ -88,7 +88,7 @@ def _add(function: FunctionType, home: str, found: dict[str, FunctionType]) -> N
     if key in found or function.__module__.partition(".")[0] != home:
         return
     if not function.__code__.co_filename.endswith(".py"):
-        return  # what a dataclass generates
+        return  # generated, for example by a dataclass
     found[key] = function
     for code in codes(function.__code__):
         for name in code.co_names:
@@ -101,7 +101,7 @@ def _add(function: FunctionType, home: str, found: dict[str, FunctionType]) -> N
 
 
 def _is_of(value: Any, home: str) -> TypeGuard[type]:
-    """Whether something is a class of this package, other than a rule."""
+    """Whether a value is a class of package `home` other than a rule."""
     is_class = isinstance(value, type) and not issubclass(value, (Rule, RegionRule))
     return is_class and value.__module__.partition(".")[0] == home
 
@@ -113,7 +113,7 @@ def _tree(module: str) -> ast.Module:
 
 @lru_cache(maxsize=1024)
 def _chain(module: str, first: int, name: str) -> Chain | None:
-    """The classes (and functions) around a function, and the function itself."""
+    """The classes around a function, and the function itself; None if its source is no `def`."""
 
     def search(body: list[ast.stmt], above: Chain) -> Chain | None:
         for node in body:
@@ -132,8 +132,10 @@ def _chain(module: str, first: int, name: str) -> Chain | None:
 
 
 def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
-    """The nodes that can be changed, each with whether it stands in a subscript ("boundary") or not (""), and with the
-    outermost expression around it: whoever comes to the node comes to one of the lines of that."""
+    """The nodes that can be changed: node, "boundary" if it stands in a subscript (else ""), outermost expression.
+
+    Code that evaluates the node runs one of the lines of that expression.
+    """
 
     def walk(node: ast.AST, inside: str, span: ast.expr | None) -> Iterator[tuple[ast.AST, str, ast.expr]]:
         if isinstance(node, _IDLE):
@@ -165,7 +167,7 @@ def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
 
 
 def _changes(node: ast.AST, inside: str) -> Iterator[tuple[str, str, Any]]:
-    """The kinds of changes of one node: kind, field (and place in it), new value."""
+    """The possible changes of one node: kind, field (and index in it), new value."""
     if isinstance(node, ast.Compare):
         for i, operator in enumerate(node.ops):
             yield "comparison", f"ops.{i}", _COMPARISONS[type(operator)]()
@@ -191,7 +193,7 @@ def _changes(node: ast.AST, inside: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _set(node: ast.AST, field: str, value: Any) -> Any:
-    """Put a value into a node's field; gives what was there."""
+    """Put a value into a field of a node. Returns the old value."""
     name, _, place = field.partition(".")
     if place:
         old = getattr(node, name)[int(place)]
@@ -203,7 +205,7 @@ def _set(node: ast.AST, field: str, value: Any) -> Any:
 
 
 def places_of(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
-    """The lines of each place where a function can be changed."""
+    """For each place where a function can be changed, its lines."""
     code = function.__code__
     chain = _chain(function.__module__, code.co_firstlineno, code.co_name)
     found = _places(chain[-1]) if chain is not None else ()
@@ -218,7 +220,7 @@ def _lines(function: FunctionType, span: ast.expr) -> frozenset[tuple[str, int]]
 
 
 def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
-    """The whole numbers in an expression, written or by the names that a module has for them."""
+    """The integers in an expression, literal or by the name of a module constant."""
     values = [n.value for n in ast.walk(span) if isinstance(n, ast.Constant)]
     values += [function.__globals__.get(n.id) for n in ast.walk(span) if isinstance(n, ast.Name)]
     return frozenset(v for v in values if type(v) is int)
@@ -226,8 +228,7 @@ def _numbers(function: FunctionType, span: ast.expr) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A mutant and its code; who comes to what is changed comes to one of these lines, in an expression with these
-    numbers."""
+    """A mutant and its code. `lines` and `numbers` are those of the outermost expression around the change."""
 
     mutant: CodeMutant
     code: CodeType
@@ -236,7 +237,7 @@ class Compiled:
 
 
 def mutants_of(function: FunctionType) -> Iterator[Compiled]:
-    """Every mutant of a function, one after the other; none of one whose source is not a `def`."""
+    """All mutants of a function; none if its source is not a `def`."""
     module = function.__module__
     code = function.__code__
     chain = _chain(module, code.co_firstlineno, code.co_name)
@@ -268,7 +269,7 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
 
 
 def _text(node: ast.AST, tree: ast.AST) -> str:
-    """A node as it is written; a number with what is around it."""
+    """The source text of a node; for a constant the text of the expression around it."""
     if isinstance(node, ast.Constant):
         for above in ast.walk(tree):
             if node in ast.iter_child_nodes(above) and isinstance(above, ast.expr):
@@ -277,7 +278,7 @@ def _text(node: ast.AST, tree: ast.AST) -> str:
 
 
 def _alone(chain: Chain) -> ast.Module:
-    """A module of one function, within the classes around it, at the lines where it stands."""
+    """A module with only this function, inside its classes, at its original lines."""
     body: ast.stmt = copy.deepcopy(chain[-1])
     for around in reversed(chain[:-1]):
         shell = ast.ClassDef(around.name, [], [], [body], [])
@@ -291,7 +292,7 @@ def _alone(chain: Chain) -> ast.Module:
 
 @contextmanager
 def put(function: FunctionType, code: CodeType) -> Iterator[None]:
-    """A function with other code; what was remembered of any function of its package is forgotten, before and after."""
+    """Give a function other code while the context lasts. Clear the caches of its package before and after."""
     home = function.__module__.partition(".")[0]
     original = function.__code__
     function.__code__ = code
@@ -304,7 +305,7 @@ def put(function: FunctionType, code: CodeType) -> Iterator[None]:
 
 
 def forget(home: str) -> None:
-    """What functions of a package remember is forgotten."""
+    """Clear the caches of all functions of a package."""
     for clear in _caches(home):
         clear()
 

@@ -1,12 +1,16 @@
-"""The hunt for mutants of a rule's code: which of them are found out, and how.
+"""Judges mutants of a rule's code: whether each is rejected, and how.
 
-The graphs that the rule's proof tries are kept, and others that are given, with what the rule makes of each and with
-the lines of its code that are run for that. A mutant is asked about those that come to what is changed. It is
-*wrong* if something that it does in one of them does not compute the same; it *raises*; it *loops*; it *loses* a
-graph in which the rule applies; it applies where the rule finds no use in it (*useless*: `profitable` refuses); what
-it makes has more operators or elements than what the rule makes (*costlier*); or a test of the rule fails (*tested*,
-by `bench/mutants.py`). Where it does the same in all of them, further graphs are drawn near them. What does none of
-that survives: it does the same in all graphs, or other things that are right.
+The graphs that the rule's proof tries, and given graphs, are kept with the rule's results and the lines of its code
+that ran. A mutant is run on the graphs that reach the changed lines. The verdicts:
+
+- wrong: a result does not compute the same; raises: it raises; loops: it takes too long;
+- loses: it does not apply to a graph to which the rule applies;
+- useless: it applies where the rule refuses by `profitable`;
+- costlier: its results have more operators or elements than the rule's;
+- tested: a test of the rule fails (found by `bench/mutants.py`).
+
+If none holds, the mutant is run on further graphs, drawn near these. Then it survives: its results are the *same* as
+the rule's in all graphs, or differ and are *right*.
 """
 
 from __future__ import annotations
@@ -50,28 +54,31 @@ from xrlflow.rewrite.state import match_all
 Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "costlier", "tested", "same", "right"]
 KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "costlier", "tested")
 
-# Graphs near those in which a survivor does something else, and how many of these are looked at closely.
+# The number of graphs near those in which a survivor differs, and of those graphs whose results are compared.
 _NEAR, _CLOSELY = 60, 12
-# Graphs that are drawn near those that come to some lines, how many are wanted, and near how many they are drawn.
+# For graphs that reach some lines: the number drawn, the number wanted, and the number of graphs to draw near.
 _DRAWN, _WANTED, _GIVEN = 400, 150, 24
-# In ONNX Runtime, too, so many of the cases are run in which a mutant does something else.
+# So many of the cases in which a mutant differs are also run in ONNX Runtime.
 _RUN = 3
-# Graphs that are drawn to come to what none has come to; of those that come to the same lines how many are drawn from.
+# The number of graphs drawn to reach unreached places; the number of graphs with the same lines to draw near.
 _EXPLORED, _ALIKE = 900, 4
-# Of all draws every so many-th is near each graph that came to something new.
+# One in so many draws is near a given graph that reached new lines.
 _OFTEN = 20
-# A mutant is put into its place for so many graphs that are drawn.
+# A mutant is put in place for so many drawn graphs at a time.
 _AT_ONCE = 40
-# Of a rule so many cases are tested before its code is mutated.
+# So many cases of a rule are tested before its code is mutated.
 _TESTED = 8
-# A mutant that takes longer, in seconds, for one graph loops.
+# A mutant that takes longer than this for one graph, in seconds, counts as looping.
 _LONGEST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of a mutant of code: `cases` in which it does something else, and is right; `rule`: by which it was
-    found out, or the last that was asked."""
+    """The verdict on a mutant of code.
+
+    `cases`: the number of graphs in which it differs and is right. `rule`: the rule that rejected it, or the last one
+    that was tried.
+    """
 
     mutant: CodeMutant
     verdict: Verdict
@@ -92,13 +99,13 @@ class Found:
         }
 
 
-class TooLong(BaseException):  # no handler of what a rule raises may take it
+class TooLong(BaseException):  # not an Exception, so that no handler for a rule's exceptions catches it
     pass
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises TooLong after so many seconds (in the main thread of a process, where there are signals)."""
+    """Raise TooLong after so many seconds. This uses a signal and works only in the main thread."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TooLong
@@ -114,13 +121,13 @@ def limited(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How many operators run, and how many elements they write (symbols taken for 7)."""
+    """The number of operators that run, and of elements that they write. Symbols count as 7."""
 
     operators: int
     elements: int
 
     def exceeds(self, other: Cost) -> bool:
-        """Whether there is more of one, and no less of the other."""
+        """Whether one number is greater and the other is not less."""
         no_less = self.operators >= other.operators and self.elements >= other.elements
         return no_less and self != other
 
@@ -138,9 +145,11 @@ def _cost_of_all(cases: Sequence[Case]) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A graph, and what the rule makes of it: the results, the matches where nothing says why it does not apply, and
-    whether it was refused as useless, or by a condition. `cost`: of all results together. `lines`: those of its code
-    that were run."""
+    """A graph and what the rule does with it.
+
+    `outcome`: fingerprints of the results. `plain`: keys of the matches that a search finds. `useless`: whether it has
+    refusals, none of them by `require`. `cost`: of all results together. `lines`: the lines of its code that ran.
+    """
 
     problem: Problem
     outcome: tuple[int, ...]
@@ -155,7 +164,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Pool:
-    """Graphs that come to some lines, as they are drawn, in chunks."""
+    """Graphs that reach some lines, in chunks. They are drawn on demand and kept."""
 
     source: Iterator[Sequence[_Known]]
     known: list[Sequence[_Known]] = field(default_factory=list)
@@ -175,15 +184,17 @@ class _Pool:
 
 @dataclass(slots=True)
 class _Gathered(Proof):
-    """The graphs of a proof, of which the first few cases are tested."""
+    """A proof that only gathers graphs and tests the first few cases."""
 
     def check(self, case: Case) -> bool:
         return len(self.cases) >= _TESTED or Proof.check(self, case)
 
 
 class CodeHunt:
-    """A rule with the graphs that its proof tries, and `given` ones. Raises ValueError for a rule that is found to be
-    wrong by itself (which is looked for in the first cases only)."""
+    """Judges mutants of a rule's code on the graphs that its proof tries and on `given` graphs.
+
+    Raises ValueError if the rule itself fails a test. Only its first cases are tested.
+    """
 
     def __init__(self, rule: AnyRule, seed: int = 0, given: Iterable[Graph] = ()) -> None:
         self.rule, self.seed = rule, seed
@@ -207,7 +218,7 @@ class CodeHunt:
         self.pools: dict[frozenset[Line], _Pool] = {}
 
     def _explored(self) -> Iterator[_Known]:
-        """Graphs that come to places to which none of those that are known comes, found from step to step."""
+        """Draw graphs that reach places which no known graph reaches, near graphs found before."""
         places = {p for f in functions_of(self.rule).values() for p in places_of(f)}
         open_ = {
             p for p in places if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)
@@ -216,7 +227,7 @@ class CodeHunt:
         own = {line for p in places for line in p}
         draw = Draw(digest(self.rule.name) ^ self.seed)
         self.proof.draw.rng = draw.rng
-        # Of those that come to the same lines the first few.
+        # Of the graphs that reach the same lines keep the first few.
         count = Counter[frozenset[Line]]()
         seeds = []
         for each in self.corpus:
@@ -237,7 +248,7 @@ class CodeHunt:
             yield known
 
     def _known(self, problem: Problem) -> _Known | None:
-        """What the rule makes of a graph; None if it raises, as it may where the graph means nothing."""
+        """Run the rule on a graph; None if it raises, which it may do if the graph is meaningless."""
         forget(self.home)
         try:
             library = self._library()
@@ -252,7 +263,7 @@ class CodeHunt:
         return _Known(problem, _outcome(cases), plain, useless, _cost_of_all(cases), frozenset(lines))
 
     def _library(self) -> Library:
-        """A library of one's own, of a rule of one's own: both remember what conditions say."""
+        """A fresh library with a fresh rule. Both cache verdicts of conditions, so they cannot be reused."""
         return library_of(anew(self.rule))
 
     @property
@@ -260,14 +271,14 @@ class CodeHunt:
         return functions_of(self.rule)
 
     def reaching(self, compiled: Compiled) -> Sequence[_Known]:
-        """The graphs that come to what a mutant changes."""
+        """The known graphs that reach the change of a mutant."""
         lines = compiled.lines
         if not self.at_first.isdisjoint(lines):
             return self.corpus
         return [k for k in self.corpus if k.reaches(lines)]
 
     def judge(self, function: FunctionType, compiled: Compiled, further: bool = True) -> Found:
-        """What becomes of one mutant; `further`: whether graphs are drawn besides those that are known."""
+        """The verdict on one mutant. `further`: whether to draw graphs in addition to the known ones."""
         reaching = self.reaching(compiled)
         others: list[Problem] = []
         verdict = self._asked_all(function, compiled, [reaching], others)
@@ -287,15 +298,15 @@ class CodeHunt:
         chunks: Iterable[Sequence[_Known]],
         others: list[Problem],
     ) -> Verdict | None:
-        """What can be said against a mutant by some graphs, which are drawn while it is not in its place.
+        """The verdict against a mutant on some graphs, or None. A chunk is drawn while the mutant is not in place.
 
-        Those in which it does other things are added to `others`; the results in the first of them are compared.
+        Graphs in which its results differ are added to `others`. Only the first of these are tested for wrong results.
         """
         for chunk in chunks:
             with put(function, compiled.code):
                 try:
                     library = self._library()
-                except Exception:  # its source is no pattern any more
+                except Exception:  # its source is no longer a valid pattern
                     return "raises"
                 for each in chunk:
                     verdict = self._asked(library, each, others)
@@ -304,7 +315,7 @@ class CodeHunt:
         return None
 
     def _pool(self, compiled: Compiled, reaching: Sequence[_Known]) -> Iterable[Sequence[_Known]]:
-        """Graphs near those that come to what is changed, the same whoever asks and when."""
+        """Graphs near those that reach the change. They are the same for every mutant of these lines."""
         lines = compiled.lines
         if lines not in self.pools:
             self.pools[lines] = _Pool(_chunks(self._drawn(lines, compiled.numbers, reaching)))
@@ -314,7 +325,7 @@ class CodeHunt:
         self, lines: frozenset[Line], numbers: Iterable[int], reaching: Sequence[_Known]
     ) -> Iterator[_Known]:
         draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)
-        self.proof.draw.rng = draw.rng  # whatever was drawn before
+        self.proof.draw.rng = draw.rng  # makes the draws independent of earlier ones
         step = max(1, len(reaching) // _GIVEN)
         given = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
         limits = chain.from_iterable(
@@ -330,7 +341,7 @@ class CodeHunt:
         return islice((k for k in drawn if k is not None and (everywhere or k.reaches(lines))), _WANTED)
 
     def _asked(self, library: Library, known: _Known, others: list[Problem]) -> Verdict | None:
-        """What a mutant does with a graph; None if nothing can be said against it."""
+        """The verdict against a mutant on one graph; None if there is none."""
         problem = known.problem
         try:
             with limited(_LONGEST):
@@ -377,7 +388,7 @@ class CodeHunt:
 
 
 def anew(rule: AnyRule) -> AnyRule:
-    """A rule that remembers nothing; the rule itself if it is not made without arguments."""
+    """A new instance of a rule, with empty caches; the rule itself if its class has arguments or no `__init__`."""
     kind = type(rule)
     if kind.__init__ is object.__init__ or inspect.signature(kind).parameters:
         return rule
@@ -391,7 +402,7 @@ def _chunks(known: Iterable[_Known]) -> Iterator[Sequence[_Known]]:
 
 
 def _is_static(case: Case) -> bool:
-    """Whether all sizes are known, and none is 0: there some of ONNX Runtime's kernels end the process."""
+    """Whether all sizes are known and none is 0. With a size of 0 some kernels of ONNX Runtime end the process."""
     types = [t for g in (case.before, case.after) for n in g.nodes() for t in n.types]
     types += [case.problem.type(v) for v in case.before.inputs]
     return all(t.is_static and 0 not in (t.shape or ()) for t in types)
@@ -402,7 +413,7 @@ def _outcome(cases: Sequence[Case]) -> tuple[int, ...]:
 
 
 def _plain(library: Library, problem: Problem) -> tuple[Any, ...]:
-    """The matches as a search finds them: what seems hopeless is not looked at."""
+    """The keys of the matches that a search finds, which skips plans that seem hopeless."""
     return tuple(sorted(m.key for m in match_all(problem.graph, library)))
 
 

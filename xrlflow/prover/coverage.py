@@ -1,10 +1,10 @@
-"""What a proof has tried, and what it has to have tried.
+"""Coverage: the kinds that a proof must try, and the results so far.
 
-The *demands* of a rule are the kinds of everything that its declaration (or its examples) leaves open: each attribute
-that it captures, each index input, each dimension, the ranks, the element types. Sketches are drawn for each until it
-is settled: a case of the kind was admitted and tested, or the rule refused it (or did not take the graph for its left
-side) as often as it was drawn, or no graph of the kind could be built. A kind that the rule admits but no test could
-evaluate, or that was drawn too seldom, makes the proof fail.
+The *demands* of a rule are the kinds of all that its declaration or its examples leave open: attributes that it
+captures, index inputs, dimensions, ranks, element types. Sketches are drawn for each kind until it is settled: a case
+of the kind was admitted and tested, or enough graphs of the kind were refused or did not match, or no graph of the kind
+could be built. A proof fails if no test could evaluate an admitted kind, or if a pattern rule's kind (other than
+a rank or type) could not be built.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from xrlflow.prover.variations import forget, replace_dims, resize_to
 from xrlflow.rewrite import AnyRule
 from xrlflow.rewrite.rule import Site, VarSpec
 
-# A kind is given up after so many graphs of it that were not admitted, or after so many attempts to build one.
+# A kind is given up after so many graphs that were not admitted, or after so many attempts to build one.
 ENOUGH, MOST_ATTEMPTS = 16, 120
-# The same of an element type, and how many cases of it are wanted: there are many, and most operators take few.
+# The same for an element type, and the wanted number of cases. There are many types, and most operators take few.
 _TRIED_TYPES, _MOST_TYPES, _CASES_OF_TYPE = 14, 20, 3
 
-# What comes of a graph: a case that passed, a match that was refused, no match, a case that no test could evaluate.
+# The outcome for a graph: a tested case, a refused match, no match, a case that no test could evaluate.
 Outcome = Literal["admitted", "refused", "beside", "untested"]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the graphs of one kind.
+    """The outcomes for the graphs of one kind.
 
-    `attempts` were made to build one for its sake; for so many of them there was no value of the kind (`meaningless`).
+    `attempts` counts the attempts to build a graph of the kind; for `meaningless` of them the kind had no value.
     """
 
     admitted: int = 0
@@ -94,7 +94,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Coverage:
-    """The demands on a proof, and how far they are met."""
+    """The demands on a proof, and the tally of each."""
 
     tallies: dict[Kind, Tally]
     subjects: frozenset[str] = field(init=False)
@@ -108,7 +108,7 @@ class Coverage:
         return cls({k: replace(of_type) if k.subject == "type" else Tally() for k in kinds})
 
     def shown_by(self, problem: Problem) -> set[Kind]:
-        """The demanded kinds that a problem is of."""
+        """The demanded kinds that a problem shows."""
         found = {*shown(problem.graph, self.subjects), *problem.sketch.drawn}
         return found & self.tallies.keys()
 
@@ -118,7 +118,7 @@ class Coverage:
             setattr(tally, outcome, getattr(tally, outcome) + 1)
 
     def new(self, kinds: Iterable[Kind]) -> bool:
-        """Whether nothing of one of these kinds has been admitted yet."""
+        """Whether one of these kinds still has too few admitted cases."""
         return any(t.admitted < t.wanted for t in map(self.tallies.__getitem__, kinds))
 
     @property
@@ -143,7 +143,7 @@ _SIZES = ("0", "1", "a name", "not known")
 
 
 def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
-    """What variations of examples have to show: the kinds of all attributes and index inputs of their operators."""
+    """The kinds that variations of examples must show: of all attributes and index inputs, sizes, ranks and types."""
     found: dict[Kind, None] = {}
     for sketch in examples:
         for node in sketch.nodes:
@@ -162,8 +162,8 @@ def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
 
 
 def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
-    """A sketch changed so that it shows a kind; `problem` is what it builds. Raises Unlucky."""
-    sketch = replace(sketch, drawn=frozenset())  # it need not be true any more
+    """Change a sketch so that it shows the kind `wish`. `problem` is what the sketch builds. Raises Unlucky."""
+    sketch = replace(sketch, drawn=frozenset())  # the change may make them untrue
     if wish.subject == "size":
         return _with_size(sketch, wish, draw)
     if (dim := dimension_of(wish)) is not None:
@@ -198,7 +198,7 @@ def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _places(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
-    """Where a kind of an attribute or index input can be put: node, attribute or input, and how to draw it."""
+    """The places for a kind of an attribute or index input: node, attribute name (or ""), input, and how to draw it."""
     found = []
     for at, node in enumerate(sketch.nodes):
         for name in attribute_names(node.op):
@@ -235,7 +235,7 @@ def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
-    """One input, or all, with a dimension more or fewer."""
+    """One input, or all, with one dimension more or less."""
     count = len(sketch.inputs)
     chosen = range(count) if draw.chance(0.5) else [draw.integer(0, max(count - 1, 0))]
     inputs = list(sketch.inputs)
@@ -254,7 +254,7 @@ def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
-    """All floats of another type; without any, whatever has the type of the first input."""
+    """Change the type of all floats; if there are none, of all that has the type of the first input."""
     given = {t.dtype for t in sketch.inputs} | {c.dtype for c in sketch.consts}
     old = FLOATS if given & FLOATS else frozenset(t.dtype for t in sketch.inputs[:1])
     inputs = [TensorType(dtype, t.shape, t.const) if t.dtype in old else t for t in sketch.inputs]
@@ -271,7 +271,7 @@ def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
 def _grouped(
     sketch: Sketch, at: int, shapes: Sequence[tuple[int, ...] | None], wish: Kind, draw: Draw
 ) -> Sketch:
-    """A convolution in groups: its weight gets fewer input channels."""
+    """Make a convolution grouped: its weight gets fewer input channels. Raises Unlucky, Meaningless."""
     node = sketch.nodes[at]
     if node.op != "Conv" or shapes[0] is None or shapes[1] is None or len(shapes[0]) < 2:
         raise Unlucky("its groups follow from more than the weight")
@@ -301,7 +301,7 @@ def _grouped(
 
 
 def matched(case: Case) -> tuple[set[Kind], dict[str, int]]:
-    """What a match of a pattern says of its declaration: its kinds, and the sizes of the dimensions that have names."""
+    """The kinds of its rule's declaration that a match shows, and the sizes of the declared dimensions by name."""
     match = case.match
     pattern = match.pattern
     if pattern is None:
@@ -331,7 +331,7 @@ def matched(case: Case) -> tuple[set[Kind], dict[str, int]]:
 
 
 def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]) -> dict[str, int] | None:
-    """The sizes of an alternative's dimensions, as far as they are numbers; None if it does not have these types."""
+    """The sizes of an alternative's dimensions that are numbers; None if the alternative does not admit these types."""
     sizes: dict[str, int] = {}
     for name, type in types.items():
         spec = alternative.get(name)
@@ -353,9 +353,9 @@ def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]
 
 
 def own_conditions(rule: AnyRule) -> Mapping[Site, str]:
-    """The calls of `require` that stand in a rule's class itself, each with its reason as it is written.
+    """The calls of `require` in the source of a rule's class, each with its reason as written.
 
-    None of a class that was made, not written.
+    Empty if the class has no source file.
     """
     kind = type(rule)
     try:

@@ -1,8 +1,8 @@
-"""Degrees: the evaluator's other field, in which an element is how complicated the element of the proof is.
+"""Degrees: a field whose elements are the degrees of rational functions.
 
-Evaluating both sides over `Degrees` gives what the bound of a proof needs: every output as a quotient of polynomials in
-the inputs and in the results of keyed functions, with the degrees of both, and how many results of keyed functions
-an element depends on. All are upper bounds.
+The bound of a proof needs the degrees of both sides. Every output is a quotient of polynomials in the inputs and in
+the results of keyed functions. Evaluation over `Degrees` gives upper bounds for the degrees of numerator and
+denominator, and for the number of results of keyed functions that an element depends on.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ def unpack(a: Any) -> Counts:
 
 
 class Degrees(Field):
-    """Counts instead of numbers. `applications` counts the elements to which keyed functions were applied,
-    `steepest` is the greatest degree that was seen."""
+    """A field of packed counts.
+
+    `applications` counts the elements to which keyed functions were applied. `steepest` is the greatest degree so far.
+    `saturated`: a count exceeded its bits.
+    """
 
     real = False
 
@@ -44,7 +47,7 @@ class Degrees(Field):
         self.saturated = False
 
     def variable(self, shape: tuple[int, ...]) -> Array:
-        """Elements that are drawn: degree 1."""
+        """Drawn elements: degree 1."""
         return np.ones(shape)
 
     def _made(self, n: Any, d: Any, a: Any) -> Array:
@@ -70,7 +73,7 @@ class Degrees(Field):
 
     @staticmethod
     def _counts(a: Any) -> Counts:
-        """An operand's counts; integers and booleans are constants."""
+        """The counts of an operand; integers and booleans are constants."""
         array = np.asarray(a)
         return unpack(np.zeros(array.shape) if array.dtype.kind in "iub" else array)
 
@@ -132,7 +135,7 @@ class Degrees(Field):
             return np.cumsum(a, axis=axis, dtype=a.dtype)
         return np.broadcast_to(self._sum_along(self._counts(a), (axis,), True), a.shape).copy()
 
-    # Keyed functions: a result is a variable of its own
+    # Keyed functions: each result is a new variable
 
     def _applied(self, *operands: Any) -> Array:
         counts = [self._counts(o) for o in operands]
@@ -204,13 +207,13 @@ class Degrees(Field):
 
 
 def chance(left: list[Array], right: list[Array], degrees: Degrees, prime: int) -> float:
-    """The probability, at most, that a trial cannot tell two sides apart that differ.
+    """An upper bound of the probability that one trial does not tell two different sides apart.
 
-    `left` and `right` are the outputs over `degrees`. Somewhere an output differs, and there: either two different
-    arguments of a keyed function (or two of its results) are equal by chance, one of the pairs on which the element
-    depends, each with the probability degree / prime; or the two are different rational functions, equal where a
-    polynomial of the degree of their difference is zero. Twice that, since inputs with a zero denominator are drawn
-    again.
+    `left` and `right` are the outputs over `degrees`. Suppose that an element differs, but is equal in a trial. Either
+    two different arguments of a keyed function, or two results, are equal by chance: for each pair on which the
+    element depends the probability is degree / prime. Or the two elements are different rational functions, and the
+    numerator of their difference, a polynomial, is zero. The sum is doubled, because inputs with a zero denominator
+    are drawn again. See J. T. Schwartz (`prover.prime`).
     """
     if degrees.saturated:
         return 1.0

@@ -1,4 +1,4 @@
-"""What sketches are made of: sizes, permutations, attributes and index inputs of operators, drawn at random."""
+"""Random sizes, permutations, attributes and index inputs of operators, for sketches."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Draw:
         return int(self.rng.choice([1, 2, 3, 4, 5, 6, 0], p=[0.22, 0.26, 0.22, 0.16, 0.05, 0.06, 0.03]))
 
     def normals(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Floats of ordinary size."""
+        """Standard normal float32 numbers."""
         return self.rng.standard_normal(tuple(shape)).astype(np.float32)
 
     def eighths(self, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Multiples of 1/8 other than 0: what is computed with a few of them is exact in float32."""
+        """Float32 multiples of 1/8, from 1/8 to 4 in size. Computations with a few of them are exact in float32."""
         size = self.rng.integers(1, 33, tuple(shape)) / 8.0
         signed: np.ndarray[Any, Any] = (size * self.rng.choice([-1.0, 1.0], tuple(shape))).astype(np.float32)
         return signed
@@ -56,7 +56,7 @@ class Draw:
         return self.integer(-rank, rank - 1) if rank else 0
 
 
-# Attributes by operator. A function gives the value, or None to leave it out, from the shapes of the inputs.
+# Attributes by operator. A function draws the value from the shapes of the inputs; None leaves the attribute out.
 Shapes = Sequence[tuple[int, ...] | None]
 DrawAttr = Callable[[Draw, Shapes], Attr | None]
 
@@ -74,7 +74,7 @@ def _spatial(shapes: Shapes) -> int:
 
 
 def _each(low: int, high: int, twice: bool = False, often: float = 0.4) -> DrawAttr:
-    """A list of numbers for the spatial dimensions."""
+    """Draws a number for each spatial dimension (`twice`: two), with probability `often`."""
 
     def drawn(draw: Draw, shapes: Shapes) -> Attr | None:
         if not draw.chance(often):
@@ -108,7 +108,7 @@ def _mode(*options: str) -> DrawAttr:
 
 
 def _group(draw: Draw, shapes: Shapes) -> Attr | None:
-    """What makes x[N,C,...] and w[M,C/g,...] fit."""
+    """The number of groups g for which x[N,C,...] and w[M,C/g,...] fit."""
     x, w = shapes[0], shapes[1]
     if x is None or w is None or len(x) < 2 or len(w) < 2 or not w[1]:
         return None
@@ -116,7 +116,7 @@ def _group(draw: Draw, shapes: Shapes) -> Attr | None:
 
 
 def _transposed_group(draw: Draw, shapes: Shapes) -> Attr | None:
-    """A divisor of the channels of x[N,C,...] and w[C,M/g,...]."""
+    """A divisor of the channels C of x[N,C,...] and w[C,M/g,...], as the number of groups."""
     channels = (shapes[0] or (1, 1))[1]
     return draw.choice([g for g in (1, 2, 3, 4) if channels % g == 0])
 
@@ -179,7 +179,7 @@ def attribute(draw: Draw, op: str, name: str, shapes: Shapes) -> Attr | None:
 
 
 def attributes(draw: Draw, op: str, shapes: Shapes) -> dict[str, Attr]:
-    """Values for all attributes that the operator has."""
+    """Values for the attributes of an operator; some are left out."""
     defined = schema(op)
     names = [*ATTRIBUTES.get(op, {})] or ([] if defined is None else [*defined.attributes])
     out: dict[str, Attr] = {}
@@ -196,11 +196,11 @@ def attributes(draw: Draw, op: str, shapes: Shapes) -> dict[str, Attr]:
     return out
 
 
-# Inputs that say where, not what.
+# Index inputs: sizes, axes and indices, not data.
 
 
 def factors(draw: Draw, size: int, parts: int) -> list[int]:
-    """A size as a product of so many numbers."""
+    """`size` as a product of `parts` numbers."""
     out = []
     for _ in range(parts - 1):
         options = [d for d in range(1, size + 1) if size % d == 0] if size > 0 else [1]
@@ -210,7 +210,7 @@ def factors(draw: Draw, size: int, parts: int) -> list[int]:
 
 
 def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
-    """What a tensor can be reshaped to: dimensions merged, cut, flattened, or as they are; with a -1 or 0s."""
+    """A target of Reshape: dimensions merged, split, flattened or unchanged; sometimes with a -1 or with 0s."""
     if 0 in shape:
         return list(shape)
     kind = draw.integer(0, 3)
@@ -232,8 +232,8 @@ def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
     return out
 
 
-# index(draw, shape, given): the numbers of an index input, from the shape of the first input and the numbers of the
-# operator's earlier index inputs; None if it is data.
+# index(draw, shape, given): draws the numbers of an index input. `shape` is the shape of the first input, `given` the
+# numbers of the operator's earlier index inputs, by place. None: the input is data.
 DrawIndex = Callable[[Draw, tuple[int, ...], Mapping[int, Any]], Any | None]
 
 
@@ -309,7 +309,7 @@ def _one_of(*options: float) -> DrawIndex:
     return lambda draw, shape, given: np.float32(draw.choice(options))
 
 
-# By operator and place of the input.
+# By operator and index of the input.
 _INDICES: dict[tuple[str, int], DrawIndex] = {
     ("Reshape", 1): lambda draw, shape, given: np.array(target_shape(draw, shape), np.int64),
     ("Expand", 1): _expanded,
@@ -333,9 +333,9 @@ _INDICES: dict[tuple[str, int], DrawIndex] = {
 
 
 def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: Mapping[int, Any]) -> Any | None:
-    """The numbers of an index input of an operator; None if this input is data.
+    """Draw the numbers of an index input of an operator; None if this input is data.
 
-    `given` has the numbers of the operator's earlier index inputs.
+    `given` holds the numbers of the operator's earlier index inputs, by place.
     """
     drawn = _reduced_axes if op.startswith("Reduce") and place == 1 else _INDICES.get((op, place))
     return None if drawn is None else drawn(draw, shapes[0] or (), given)

@@ -1,8 +1,8 @@
-"""Which values of an attribute or of an index input are told apart: a proof has to have tried one of each kind.
+"""Kinds of values of attributes and index inputs. A proof must try one value of each kind.
 
-A *subject* is something that can have several values: "Conv.strides", "Slice input 4", the dimension "n" of a rule's
-declaration, "rank", "size", "type". Its values are sorted into *kinds* (a stride of 1, a larger one, unequal ones); a
-value can be of several kinds. For each kind there is a way to tell it and a way to draw it.
+A *subject* can have several values: "Conv.strides", "Slice input 4", the dimension "n" of a rule's declaration,
+"rank", "size", "type". Its values are sorted into *kinds* (a stride of 1, a larger one, unequal ones). A value can be
+of several kinds. Each kind has a function that recognises its values and one that draws them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xrlflow.prover.draw import ATTRIBUTES, Draw, Shapes
 
 
 class Unlucky(Exception):
-    """This draw comes to nothing: its parts do not fit together."""
+    """A draw failed: its parts do not fit together."""
 
 
 class Meaningless(Unlucky):
@@ -29,7 +29,7 @@ class Meaningless(Unlucky):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kind:
-    """Values that are alike, of one subject."""
+    """A kind: similar values of one subject."""
 
     subject: str
     name: str
@@ -40,9 +40,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """One kind of an attribute's values: `holds` tells it, `make` draws one (None leaves the attribute out).
+    """One kind of values: `holds` recognises them, `make` draws one (None leaves the attribute out).
 
-    Both see the shapes of the operator's inputs, None where there is none or it is not known.
+    Both take the shapes of the operator's inputs; a shape is None if it is unknown or the input is absent.
     """
 
     name: str
@@ -67,7 +67,7 @@ def _spatial(shapes: Shapes) -> int:
 
 
 def _unequal(draw: Draw, count: int, low: int) -> tuple[int, ...]:
-    """Numbers of which at least two differ."""
+    """`count` numbers from `low` on, of which at least two differ. Raises Meaningless for fewer than two."""
     if count < 2:
         raise Meaningless("one number equals itself")
     numbers = [draw.integer(low, low + 2) for _ in range(count)]
@@ -230,7 +230,7 @@ _BY_OPERATOR: Mapping[tuple[str, str], Family] = {
     ("GRU", "direction"): _options("forward", "reverse", "bidirectional"),
     ("RNN", "direction"): _options("forward", "reverse", "bidirectional"),
 }
-# Attributes that do not change what is computed, or repeat what shapes say.
+# Attributes that do not change what is computed, or that repeat what shapes say.
 _SILENT = frozenset(
     {"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "storage_order"}
 )
@@ -245,7 +245,7 @@ def _number(default: float, step: float) -> Family:
 
 @cache
 def family(op: str, name: str) -> Family:
-    """The kinds of an attribute's values; none if they are not told apart."""
+    """The kinds of an attribute's values; empty if they are not distinguished."""
     special = _BY_OPERATOR.get((op, name))
     if special is not None:
         return special
@@ -315,7 +315,7 @@ def _new_axes(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
 
 
 def _shaped(make: Callable[[Draw, list[int]], None]) -> Callable[[Draw, Shapes], Any]:
-    """A Reshape's target that is the shape itself but for one thing."""
+    """A target of Reshape: the shape itself with one change, made by `make`."""
 
     def made(draw: Draw, shapes: Shapes) -> Any:
         shape = [*(shapes[0] or ())] if shapes else []
@@ -335,7 +335,7 @@ def _replace_one(number: int) -> Callable[[Draw, list[int]], None]:
 
 
 def _copies(value: Any, shapes: Shapes) -> bool:
-    """Whether a Reshape's target has a 0 that stands for another number."""
+    """Whether a target of Reshape has a 0 that copies a size other than 0."""
     shape = shapes[0] if shapes else None
     zeros = np.flatnonzero(value == 0).tolist()
     return any(shape is None or (i < len(shape) and shape[i] != 0) for i in zeros)
@@ -420,17 +420,17 @@ def _like(shapes: Shapes, number: int) -> Any:
 
 @cache
 def index_family(op: str, place: int) -> Family:
-    """The kinds of an index input's numbers; none if it is data, or they are not told apart."""
+    """The kinds of an index input's numbers; empty if the input is data or they are not distinguished."""
     if place == 1 and op in {f"Reduce{name}" for name in _REDUCTIONS}:
         return _AXES
     return _INDICES.get((op, place), ())
 
 
-# What a graph shows
+# Kinds that a graph shows
 
 
 def shown(graph: Graph, wanted: Container[str]) -> Iterator[Kind]:
-    """The kinds that the attributes, index inputs, sizes and element types of a graph are of, for some subjects."""
+    """The kinds that a graph shows: of attributes and index inputs among the subjects `wanted`, of sizes and types."""
     for node in graph.nodes():
         yield from _shown_by(graph, node, wanted)
     for value in graph.inputs:
@@ -483,6 +483,6 @@ def _subjects(op: str, inputs: int) -> tuple[tuple[str, str, int], ...]:
 
 
 def _sizes(graph: Graph, value: Value) -> tuple[int, ...] | None:
-    """A shape, with -1 for what is not a number."""
+    """The shape of a value, with -1 for dimensions that are not numbers; None if it is unknown."""
     shape = None if value == ABSENT else graph.type(value).shape
     return None if shape is None else tuple(d if isinstance(d, int) else -1 for d in shape)

@@ -1,7 +1,7 @@
-"""Larger graphs: operators behind an output of a known one, or before an input.
+"""Larger graphs: a known graph with operators added behind an output or before an input.
 
-What rules say of movements of data (chains of Reshape, Transpose, Slice, Split, Concat and so on) depends on many
-numbers at once, more than there are examples of.
+Rules about data movement (chains of Reshape, Transpose, Slice, Split, Concat and so on) depend on many numbers at once.
+The examples alone do not cover them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNARY = ("Relu", "Neg", "Tanh", "Identity", "Exp", "Softmax")
 
 @dataclass(slots=True)
 class _Growing:
-    """A sketch that gets more nodes at its end."""
+    """A sketch to which nodes are added."""
 
     inputs: list[TensorType]
     consts: list[SketchConst]
@@ -40,12 +40,12 @@ class _Growing:
 
 
 Shape = tuple[int, ...]
-# Puts an operator behind a value of a shape.
+# Adds an operator that reads a value of a given shape.
 Step = Callable[[_Growing, Place, Shape, Draw], Place]
 
 
 def grown(problems: Sequence[Problem], draw: Draw) -> Iterator[Problem]:
-    """Graphs that are one of these with one to three operators more, without end if there are any."""
+    """Graphs made from one of `problems` by adding one to three operators, practically without end."""
     misses = 0
     while problems and misses < 1000:
         problem = draw.choice(problems)
@@ -83,7 +83,7 @@ def _behind(problem: Problem, draw: Draw) -> Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input of a sketch, of these sizes, that is to be computed; its axis that an operator works along."""
+    """An input of a sketch that a new operator is to compute. `sizes`: its shape; `axis`: the operator's axis."""
 
     growing: _Growing
     place: Place
@@ -97,7 +97,7 @@ class _Input:
         return self.sizes[self.axis]
 
     def becomes(self, *dims: int) -> None:
-        """Give the input another shape, from which an operator makes the old one."""
+        """Give the input another shape, from which an operator makes the old shape."""
         self.growing.inputs[self.place.index] = TensorType(self.dtype, dims)
 
     def with_axis(self, *size: int) -> Shape:
@@ -110,7 +110,7 @@ class _Input:
         return self.growing.node(op, self.place, *consts, outputs=outputs, **attrs)
 
 
-# Puts an operator behind an input that makes what the input was.
+# Adds an operator behind a changed input. Its output has the old shape of the input.
 Maker = Callable[[_Input, Draw], Place]
 
 
@@ -170,7 +170,7 @@ _MAKERS: tuple[Maker, ...] = (
 
 
 def _before(problem: Problem, draw: Draw) -> Sketch:
-    """An input is computed by an operator, of an input of such a shape that it gets the old one."""
+    """Add an operator before an input. The input gets a shape from which the operator makes the old shape."""
     sketch = problem.sketch
     at = draw.integer(0, len(sketch.inputs) - 1)
     type = sketch.inputs[at]
@@ -203,7 +203,7 @@ def _before(problem: Problem, draw: Draw) -> Sketch:
 
 
 def _sizes(type: TensorType) -> Shape:
-    """A shape, symbols taken for 2. Raises Unbuildable if the rank is not known, or for a large one."""
+    """The shape, with 2 for symbols. Raises Unbuildable for an unknown rank, a large tensor, or no floats."""
     if type.shape is None or type.dtype not in FLOATS:
         raise Unbuildable("nothing is known of it")
     sizes = tuple(d if isinstance(d, int) else 2 for d in type.shape)
@@ -213,7 +213,7 @@ def _sizes(type: TensorType) -> Shape:
 
 
 def _reshaped(sizes: Shape, draw: Draw) -> Shape:
-    """Another shape with as many elements."""
+    """Another shape with the same number of elements."""
     kind = draw.integer(0, 3)
     at = draw.integer(0, len(sizes) - 1)
     if kind == 0 and len(sizes) > 1:

@@ -1,7 +1,7 @@
-"""The machine's numbers: integers of so many bits, and casts that round, as ONNX Runtime has them.
+"""Machine arithmetic: integers of fixed width, and casts that round as in ONNX Runtime.
 
-`Reals`, in which whole models are verified, lets a Cast to half keep all digits. A proof must not: what a narrow type
-cannot hold is lost, and a rule that forgets it is wrong. Arithmetic between floats stays that of real numbers.
+In `Reals`, which verification uses, a Cast to half keeps all digits. A proof must round: a rule that ignores what a
+narrow type loses is wrong. Arithmetic between floats stays that of real numbers.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from xrlflow.ir import FLOATS, NO_ATTRS, DType, Graph, Node
 from xrlflow.ops.field import Array, Reals
 from xrlflow.ops.schema import canonical_attrs
 
-# NumPy's own half, and the format that it does not have; doubles are what is computed with.
+# The types to which casts round. NumPy has no bfloat16. DOUBLE is not here: floats are computed in float64.
 _ROUNDED = {
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     DType.FLOAT: np.dtype(np.float32),
 }
-# A float becomes an integer of fewer bits by way of one of 32 (of 64, if that is the unsigned one), whose upper bits
-# go; one that does not fit there becomes the least number. That is what x86 does and what ONNX leaves open.
+# By item size in bytes: the integer type to which a float is cast first. A number that does not fit it becomes its
+# least number. Then the upper bits are dropped. This is what x86 does; ONNX leaves it open.
 _BY_WAY_OF = {1: "int32", 2: "int32", 4: "int64", 8: "int64"}
 
 
 class Undefined(ArithmeticError):
-    """A division that ends the process: by zero, or of the least integer by -1."""
+    """An integer division that would end the process: by zero, or of the least integer by -1."""
 
 
 class Machine(Reals):
-    """Floats are real numbers but for casts, which round; integers wrap around.
+    """Floats are computed as real numbers, except that casts round. Integers wrap around.
 
-    Raises Undefined for divisions of integers that processors refuse.
+    Raises Undefined for integer divisions that processors refuse.
     """
 
     def narrow(self, a: Array, to: DType) -> Array:
@@ -62,7 +62,7 @@ MACHINE = Machine()
 
 
 def round_to(a: Array, to: DType) -> Array:
-    """Floats (float64) as a type rounds them, infinity beyond its range; anything else as it is."""
+    """Round floats (float64) to a type; beyond its range they become infinite. Other arrays are returned unchanged."""
     narrow = _ROUNDED.get(to)
     if narrow is None or a.dtype.kind != "f":
         return a
@@ -82,7 +82,7 @@ def _refuse_division(a: Any, b: Any) -> None:
         raise Undefined("the least integer divided by -1")
 
 
-# What holds every number of a float type, besides the type itself.
+# For each float type the wider types that hold all of its numbers.
 _HELD = {
     DType.FLOAT16: (DType.FLOAT, DType.DOUBLE),
     DType.BFLOAT16: (DType.FLOAT, DType.DOUBLE),
@@ -92,9 +92,9 @@ _HELD = {
 
 @lru_cache(maxsize=64)  # each side of a case is evaluated a dozen times
 def with_known_casts(graph: Graph) -> Graph:
-    """Each CastLike as the Cast that it is, and casts that round nothing as Identity.
+    """The graph with each CastLike replaced by a Cast, and each Cast between floats that rounds nothing by Identity.
 
-    An array of float64 does not say of which type it stands for.
+    This needs the types of the graph, because all floats are evaluated as float64 arrays.
     """
     if not any(n.op in ("Cast", "CastLike") for n in graph.nodes()):
         return graph
@@ -114,7 +114,7 @@ def _known(graph: Graph, node: Node) -> Node:
 
 
 def integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Integers of a type's whole range: evenly drawn, the ends of the range and what is near them, and small ones."""
+    """Random integers of a type. Half are uniform over its range, half are at or near its ends or small."""
     info = np.iinfo(dtype)
     even = rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
     ends = [info.min, info.min + 1, info.max // 2, info.max // 2 + 1, info.max - 1, info.max]

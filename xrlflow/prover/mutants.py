@@ -1,7 +1,7 @@
-"""Wrong rules, made of right ones: a proof that accepts them proves nothing.
+"""Mutants of a rule's target. A proof that accepts them proves nothing.
 
-A rule's target is traced with a builder that does one thing otherwise: inputs swapped, an attribute or a number
-perturbed, an operator left out, results exchanged. (Dropping a `require` is `xrlflow.rewrite.without`.)
+The target is traced with a builder that makes one change: it swaps inputs, changes an attribute or a number, leaves
+out an operator, or exchanges results. (`xrlflow.rewrite.without` drops a `require`.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xrlflow.prover.cases import ProofBuilder
 from xrlflow.rewrite import Lit, Val
 
 _MOST_SWAPS, _MOST_ELEMENTS = 3, 6
-# Attributes that do not change what is computed in float64, or say what is known otherwise.
+# Attributes that do not change what is computed in float64, or that repeat what is known from elsewhere.
 _IDLE = frozenset(
     {
         *("stash_type", "momentum", "saturate", "seed", "num_outputs"),
@@ -28,7 +28,7 @@ _IDLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """What to do otherwise: at which call of an operator (in the order of the target), and how."""
+    """One change of a target: at which call of an operator, in the order of the target, and how."""
 
     call: int
     op: str
@@ -48,7 +48,7 @@ class Mutation:
 
 
 class RecordingBuilder(ProofBuilder):
-    """Notes what can be done otherwise in a target."""
+    """Traces a target and records the mutations that are possible."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
@@ -88,7 +88,7 @@ class RecordingBuilder(ProofBuilder):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator that a target calls for."""
+    """A call of an operator in a target."""
 
     op: str
     inputs: tuple[Any, ...]
@@ -96,9 +96,10 @@ class Call:
 
 
 class MutatingBuilder(ProofBuilder):
-    """Traces a target with one thing otherwise.
+    """Traces a target with one mutation.
 
-    `reached` says whether the target came to it; `right` is what it called for there, `wrong` what it got.
+    `reached`: whether the target reached the mutated call. `right`: the call in the target. `wrong`: the call, or the
+    value, that replaced it.
     """
 
     def __init__(self, graph: Graph, mutation: Mutation) -> None:
@@ -152,10 +153,10 @@ def _perturbed_input(op: str, place: int, value: Any, element: int) -> Any:
 
 
 def _next_number(op: str, place: int, number: float) -> float:
-    """Another number, which means something else."""
-    if (op, place) == ("Slice", 2):  # it may end beyond the end: one more changes nothing, nor does one less
+    """Another number, with a different meaning."""
+    if (op, place) == ("Slice", 2):  # an end beyond the dimension: one more or one less changes nothing
         return number - 1 if abs(number) < 2**31 - 1 else 1
-    if op == "Reshape" and number in (0, -1):  # what is copied can be what is left
+    if op == "Reshape" and number in (0, -1):  # 0 and -1 can stand for the same size
         return 2
     return number + 1
 

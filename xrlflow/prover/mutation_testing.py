@@ -1,4 +1,4 @@
-"""The hunt for mutants: wrong rules, made of a right one, have to be found out; those that are not are explained."""
+"""Mutation testing: the tests of a proof must reject mutants of a rule. Each mutant that survives needs a reason."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from xrlflow.prover.sketch import Problem
 from xrlflow.rewrite import AnyRule, Library, Val, without
 from xrlflow.rewrite.rule import Site
 
-# Cases on which each mutant is tried first, and on which a survivor is tried by all means.
+# The number of cases on which each mutant is tried first, and on which a survivor is tested thoroughly.
 _FIRST, _THOROUGH = 10, 40
-# Draws that must agree if an operator is to compute the same with a change.
+# So many draws must agree if two operators are to count as equivalent.
 _DRAWS = 4
 
 _SAME = "equivalent: on other inputs of these types, too, the operator computes the same so"
@@ -42,8 +42,11 @@ _BROADCASTS = "equivalent: only the shape differs, and what reads it broadcasts"
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A mutant that passed: what was done otherwise, in how many cases it makes a difference to the graph but not to
-    what it computes, and why that is right (empty: nobody knows)."""
+    """A mutant that passed.
+
+    `mutant`: its description. `cases`: in how many cases it changes the graph but not what the graph computes. `why`:
+    why it is right (empty: not explained).
+    """
 
     mutant: str
     cases: int
@@ -53,7 +56,7 @@ class Survivor:
 
 @dataclass(frozen=True, slots=True)
 class Hunted:
-    """How many mutants of each kind were made, those that passed, and conditions without which another one refuses."""
+    """The numbers of mutants by kind, the survivors, and the conditions that can be dropped as another one refuses."""
 
     made: Mapping[str, int]
     survivors: tuple[Survivor, ...]
@@ -65,13 +68,13 @@ class Hunted:
 
     @property
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Of each kind how many mutants were rejected, and how many made."""
+        """For each kind the numbers of mutants rejected and made."""
         passed = Counter(s.kind for s in self.survivors)
         return {kind: (count - passed[kind], count) for kind, count in sorted(self.made.items())}
 
 
 class Further(Protocol):
-    """Where there are more cases, and more that a condition refuses, to try survivors on."""
+    """A source of more cases and more refused graphs, on which survivors are tried."""
 
     def further_cases(self) -> Sequence[Case]: ...
 
@@ -84,7 +87,7 @@ class Further(Protocol):
 
 @dataclass(slots=True)
 class Hunt:
-    """`cases` of the right rule, and the problems that each condition refused."""
+    """Mutation testing of one rule. `cases` are the rule's; `refused`: the problems that each `require` refused."""
 
     rule: AnyRule
     library: Library
@@ -103,15 +106,15 @@ class Hunt:
 
     @property
     def further(self) -> Sequence[Case]:
-        """More cases: drawn if there is a survivor."""
+        """More cases, drawn on first use, that is, for the first survivor."""
         if self._cases is None:
             self._cases = self.more.further_cases()
         return self._cases
 
     def _rejects(self, case: Case, thorough: bool = False) -> bool | None:
-        """Whether a wrong rule's case is found out; None if the graph has no value anyway.
+        """Whether a test rejects a mutant's case; None if the graph has no value anyway.
 
-        One trial will do, a survivor is tried in every way.
+        With `thorough`, for survivors, all tests are run. Otherwise one trial is enough.
         """
         said = False
         try:
@@ -132,7 +135,7 @@ class Hunt:
     # Targets
 
     def _targets(self) -> tuple[Counter[str], list[Survivor]]:
-        """Mutants of the target: how many of each kind, and which survive."""
+        """Test the mutants of the target. Returns the number of each kind, and the survivors."""
         found: dict[Mutation, None] = {}
         chosen = self.cases[:: max(1, len(self.cases) // _FIRST)]
         for case in chosen:
@@ -151,11 +154,11 @@ class Hunt:
         return +made, survivors
 
     def _survivor(self, mutation: Mutation, cases: Sequence[Case]) -> Survivor | None:
-        """What is known of a mutant that makes a difference in these cases, and passed; None if it is found out."""
+        """Test a mutant that passed, and changes the graph in these cases, thoroughly. None if it is rejected now."""
         if self._finds_out(mutation, (*cases, *self.further), tried := _Tried(), thorough=True):
             return None
         survivor = self._explained(mutation, tried)
-        # The more cases where it makes a difference, the more likely is one that shows which: they are looked for.
+        # Cases near those where it makes a difference are the most likely to show that it is wrong.
         if not survivor.why and self._finds_out(mutation, self.more.cases_near(cases), tried, thorough=True):
             return None
         return self._explained(mutation, tried)
@@ -163,7 +166,7 @@ class Hunt:
     def _finds_out(
         self, mutation: Mutation, cases: Iterable[Case], tried: _Tried, thorough: bool = False
     ) -> bool:
-        """Whether one of these cases shows that a mutant is wrong."""
+        """Whether one of these cases shows that a mutant is wrong. Records the cases in `tried`."""
         for case in cases:
             builder = MutatingBuilder(case.before, mutation)
             try:
@@ -202,7 +205,7 @@ class Hunt:
     # Conditions
 
     def _conditions(self) -> tuple[int, list[Survivor], list[str]]:
-        """Mutants without one `require`: how many, which survive, and which make no difference."""
+        """Test the mutants without one `require`. Returns their number, the survivors, and the redundant conditions."""
         count, survivors, redundant = 0, [], []
         for site, kept in self.refused.items():
             mutant = f"drop: {self.reasons[site]}"
@@ -227,12 +230,12 @@ class Hunt:
     def _drop(
         self, site: Site, problems: Iterable[Problem], passed: list[Problem], thorough: bool = False
     ) -> bool:
-        """Whether a case that there is without a condition is found out; those that are not are added to `passed`."""
+        """Whether a test rejects a case that exists only without the condition. Cases that pass add to `passed`."""
         for problem in problems:
             try:
-                with without(site):  # not while the problems are looked for
+                with without(site):  # only here: the problems are drawn with the condition
                     cases, _ = find_cases(self.library, problem)
-            except Exception:  # it needs what the condition says, if the graph means anything
+            except Exception:  # the rule needs the condition, unless the graph is meaningless
                 if not usable(problem, self.rng):
                     continue
                 return True
@@ -247,7 +250,7 @@ class Hunt:
 
 @dataclass(slots=True)
 class _Tried:
-    """In how many cases a mutant makes a difference, and how alike the two operators are by themselves."""
+    """The cases in which a mutant makes a difference, and how its operators compare (`_likeness`)."""
 
     effective: int = 0
     cases: list[Case] = field(default_factory=list)
@@ -255,9 +258,10 @@ class _Tried:
 
 
 def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str | None:
-    """How a wrong operator by itself compares with the right one, on random inputs of the same types.
+    """Compare a mutant's operator alone with the right one, on random inputs of the same types.
 
-    Empty if it differs; None if the right one takes none of the inputs that were drawn, which says nothing.
+    Returns an explanation if they are equivalent, "" if they differ, and None if the right operator takes none of the
+    drawn inputs.
     """
     if builder.right is None or builder.wrong is None:
         return ""
@@ -267,7 +271,7 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
         sizes: dict[str, int] = {}
         try:
             right = _alone(case, builder.right, known, sizes, rng)
-        except Exception:  # inputs of one's own that the operator does not take
+        except Exception:  # the operator does not take the drawn inputs
             continue
         try:
             wrong = _alone(case, builder.wrong, known, sizes, rng)
@@ -291,7 +295,7 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
 def _alone(
     case: Case, call: Call | Val, known: dict[Value, Array], sizes: dict[str, int], rng: np.random.Generator
 ) -> tuple[Array, ...]:
-    """What an operator computes of random inputs; those in `known` are given, the others are added to it."""
+    """The outputs of an operator for random inputs. Inputs in `known` are used; drawn ones are added to it."""
     graph = case.before
     if isinstance(call, Val):
         return (_number(case, graph, call.value, call.type, known, sizes, rng),)

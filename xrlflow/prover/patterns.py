@@ -1,4 +1,4 @@
-"""Sketches of a pattern rule's left side, drawn from its own `shapes` and from what its operators take."""
+"""Draws sketches of a pattern rule's left side from its `shapes` and the schemas of its operators."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from xrlflow.rewrite import Rule
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PNode, Var
 from xrlflow.rewrite.rule import VarSpec
 
-# The element types that a rule is tried with, whether it takes them or not.
+# The element types with which a rule is tried, whether it admits them or not.
 TYPES = (DType.FLOAT, DType.DOUBLE, DType.FLOAT16, DType.BFLOAT16, DType.BOOL, *sorted(INTEGERS))
 _OTHER_TYPES = (DType.INT64, DType.INT32, *TYPES[1:])
 _RANKS = range(6)
-# What the subject of a dimension's kinds begins with.
+# The prefix of a dimension's subject.
 _DIMENSION = "dimension "
 
 
 def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
-    """What draws of a rule's left sides have to show: the kinds of whatever its declaration leaves open."""
+    """The kinds that sketches of a rule must show: those of all that its declaration leaves open."""
     found: dict[Kind, None] = {}
 
     def note(subject: str, names: Iterable[str]) -> None:
@@ -81,7 +81,7 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
 
 
 def operator_subject(node: PNode) -> str:
-    """Of which of several operators a pattern's node is."""
+    """The subject for the operator of a pattern's node that may have several."""
     return f"operator {node.chosen or node.index}"
 
 
@@ -90,7 +90,7 @@ def dimension_subject(name: str) -> str:
 
 
 def dimension_of(kind: Kind) -> str | None:
-    """The name of the dimension that a kind is one of."""
+    """The name of the dimension that is the subject of a kind; None if the subject is no dimension."""
     name = kind.subject.removeprefix(_DIMENSION)
     return name if name != kind.subject else None
 
@@ -112,10 +112,10 @@ def _undescribed(spec: VarSpec | None) -> bool:
 
 
 class _Sample:
-    """One draw of a pattern. With a `wish` it shows this kind of something, if that is in its power.
+    """One random sketch of a pattern. With a `wish` it shows this kind if it can.
 
-    Sizes may depend on each other: if one is wished for, the draw number `turn` gives it to one dimension more, each
-    in its turn, and in every second turn all others are alike.
+    A rule may compare sizes. If a size is wished for, `turn` selects another dimension that gets the same size, or
+    none. In every second turn all other sizes are alike.
     """
 
     def __init__(self, rule: Rule, pattern: Pattern, draw: Draw, wish: Kind | None, turn: int) -> None:
@@ -127,13 +127,13 @@ class _Sample:
         self.even = draw.integer(1, 3) if dimension_of(self.wish) is not None and turn % 2 == 0 else 0
         self.specs = draw.choice(self._alternatives())
         self.dims: dict[int | str, int] = {}
-        # What open dimensions, and variables without dimensions, broadcast to.
+        # The shape to which open dimensions, and variables without dimensions, broadcast.
         self.base = tuple(draw.dim() for _ in range(draw.integer(0, 5 if draw.chance(0.2) else 3)))
         self.used_base = False
         self.absent = {n for n in pattern.optional if draw.chance(0.4)}
         self.dtype = self._element_type()
         self._heed()
-        # What constants hold: numbers that rules cannot read, that they can, or one number everywhere.
+        # The numbers of constants: "opaque" (rules cannot read them), "read" (they can), or "uniform" (all alike).
         self.constants = draw.choice(["opaque", "opaque", "opaque", "read", "uniform", "uniform"])
         self.captured: dict[str, Attr | None] = {}
         self.rests: dict[str, dict[str, Attr]] = {}  # all attributes of the last node of an operator
@@ -147,7 +147,7 @@ class _Sample:
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
     def _dimension_alike(self, turn: int) -> int | str | None:
-        """The dimension that gets the size that is wished for, too: none, or another one of the same alternative."""
+        """Another dimension of the same alternative that gets the wished size too; None for no other."""
         dim = dimension_of(self.wish)
         named = [{d for s in a.values() for d in s.dims or ()} for a in self.pattern.shapes]
         others = (
@@ -159,7 +159,7 @@ class _Sample:
         return options[turn % len(options)]
 
     def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
-        """The declared shapes, those only that have the dimensions that are wished for."""
+        """The declared alternatives that have the wished dimensions. Raises Unlucky if there are none."""
         wanted = {d for d in (dimension_of(self.wish), self.alike) if d is not None}
         found = [a for a in self.pattern.shapes if wanted <= {d for s in a.values() for d in s.dims or ()}]
         if not found:
@@ -174,7 +174,7 @@ class _Sample:
         return self.draw.choice(options or [DType.FLOAT])
 
     def _heed(self) -> None:
-        """Draw those sizes and types anew that are wished for."""
+        """Set the sizes, types and absences that are wished for. Raises Unlucky for another arity or form."""
         draw, subject, name = self.draw, self.wish.subject, self.wish.name
         if subject == "arity" and name != str(self.pattern.arity):
             raise Unlucky("another arity is wished for")
@@ -195,7 +195,7 @@ class _Sample:
                 self.dims[self.alike] = int(name)
 
     def _operators(self) -> list[str]:
-        """An operator for each node; one for those of one name."""
+        """An operator for each node. Nodes with one name get the same operator."""
         drawn = dict[str, str]()
         for node in self.pattern.nodes:
             subject = operator_subject(node)
@@ -230,7 +230,7 @@ class _Sample:
         return Sketch(tuple(self.inputs), tuple(self.consts), tuple(nodes), outputs, drawn=drawn, dims=dims)
 
     def _drawn(self) -> Iterator[Kind]:
-        """The kinds that the graph will not show by itself."""
+        """The kinds of this sketch that cannot be read from its graph."""
         if self.pattern.arity is not None:
             yield Kind("arity", str(self.pattern.arity))
         if self.pattern.form is not None:
@@ -265,7 +265,7 @@ class _Sample:
         return (*self._variant(), *sizes) if spec.open else tuple(sizes)
 
     def _variant(self) -> tuple[int, ...]:
-        """Something that broadcasts against the base."""
+        """A shape that broadcasts to the base."""
         draw = self.draw
         if draw.chance(0.5):
             return self.base
@@ -380,7 +380,7 @@ class _Sample:
         shapes: list[tuple[int, ...] | None],
         types: list[TensorType | None],
     ) -> Place:
-        """A constant of this number: a scalar, or of some of the dimensions of the input beside it."""
+        """A constant of this number: a scalar, or a tensor that broadcasts to the other input."""
         like = next((t.dtype for t in types if t is not None), self.dtype)
         beside = shapes[0] if place else None
         if not place and len(node.inputs) > 1 and isinstance(other := node.inputs[-1], Out):
@@ -418,10 +418,10 @@ class _Sample:
         return out
 
     def _insist(self, op: str, attrs: dict[str, Attr], names: Sequence[str], shapes: Shapes) -> None:
-        """Put in the attribute that is wished for."""
+        """Set the attribute that is wished for, if it is among `names`."""
         for name in names:
             make = self._wished(attribute_subject(op, name), family(op, name))
-            if make is not None and name != "group":  # which follows from the shapes
+            if make is not None and name != "group":  # the group follows from the shapes
                 give(attrs, name, make(self.draw, shapes))
 
     def _type(self, place: Place | None) -> TensorType | None:
@@ -450,7 +450,7 @@ class _Sample:
 
 
 def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
-    """Set an attribute, or leave it out, and leave out what contradicts it."""
+    """Set an attribute, or remove it if `value` is None, and remove attributes that contradict it."""
     attrs.pop(name, None)
     if value is None:
         return
@@ -463,5 +463,5 @@ def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
 def draw_pattern(
     rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None, turn: int = 0
 ) -> Sketch:
-    """One sketch of the rule's left side; `turn`: how many were drawn for this wish before. Raises Unlucky."""
+    """Draw one sketch of the rule's left side. `turn`: how many were drawn for this wish before. Raises Unlucky."""
     return _Sample(rule, draw.choice(patterns), draw, wish, turn).sketch()

@@ -1,4 +1,4 @@
-"""A prime field for proofs: equal polynomials agree everywhere, different ones almost nowhere (Schwartz, Zippel).
+"""A prime field for proofs. Equal polynomials agree everywhere, different ones almost nowhere (Schwartz, Zippel).
 
 J. T. Schwartz, "Fast probabilistic algorithms for verification of polynomial identities", J. ACM 27 (1980).
 """
@@ -18,20 +18,20 @@ PRIMES = (4194301, 4194287)
 _EXACT = 1 << 53
 _MASK = (1 << 64) - 1
 
-# What rational powers are: these exponents are computed, others are keyed functions.
+# Powers with integer exponents in this range are computed; others are keyed functions (except the square root).
 _LEAST_POWER, _MOST_POWER = -2, 4
 
 
 class ZeroDenominator(ArithmeticError):
-    """A denominator came out as zero: draw the inputs again."""
+    """A denominator is zero. The inputs must be drawn again."""
 
 
 class PrimeField(Field):
     """The integers modulo `prime`, as float64 arrays of 0 ... prime - 1.
 
-    exp, Relu, max and the like are keyed functions: hashes of their name, parameters and arguments, of which nothing
-    is known but that equal arguments give equal results (and that max and min are commutative). `key` draws them.
-    `lowest` (what max pooling pads with) is `prime` itself, a symbol outside of the field.
+    exp, Relu, max and others are keyed functions: hashes of their name, parameters and arguments. All that holds of
+    them is that equal arguments give equal results, and that max and min are commutative. `key` seeds the hashes.
+    `lowest`, with which max pooling pads, is `prime` itself, a symbol outside of the field.
     """
 
     real = False
@@ -44,7 +44,7 @@ class PrimeField(Field):
     # Elements
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Elements drawn evenly."""
+        """Uniformly distributed elements."""
         drawn: Array = rng.integers(0, self.prime, shape).astype(np.float64)
         return drawn
 
@@ -81,7 +81,7 @@ class PrimeField(Field):
         return all(np.asarray(o).dtype.kind in "iub" for o in operands)
 
     def _element(self, a: Any) -> Any:
-        """An operand as elements: an integer that meets an element may be negative."""
+        """An operand as elements of the field. Integers, which may be negative, are reduced modulo `prime`."""
         array = np.asarray(a)
         return np.remainder(array, self.prime).astype(np.float64) if array.dtype.kind in "iu" else a
 
@@ -109,7 +109,7 @@ class PrimeField(Field):
         return np.fmod(self.prime - np.asarray(a), self.prime)  # type: ignore[no-any-return]
 
     def inverse(self, a: Any) -> Array:
-        """1 / a, by Fermat. Raises ZeroDenominator."""
+        """1 / a, by Fermat's little theorem. Raises ZeroDenominator if an element is 0."""
         base = np.asarray(a, np.float64)
         if (np.fmod(base, self.prime) == 0).any():
             raise ZeroDenominator("a denominator")
@@ -154,7 +154,7 @@ class PrimeField(Field):
     def _fold(
         self, a: Array, axes: tuple[int, ...] | None, keepdims: bool, merge: Any, empty: float
     ) -> Array:
-        """A reduction, one element after the other."""
+        """Reduce along axes, one element after the other."""
         reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
         kept = [i for i in range(a.ndim) if i not in reduced]
         shape = [a.shape[i] for i in kept]
@@ -171,7 +171,7 @@ class PrimeField(Field):
     # Keyed functions
 
     def _hash(self, name: str, *parts: Any) -> Array:
-        """A number below the prime from a name and elements, which broadcast."""
+        """Hash a name and elements, which broadcast, to elements of the field."""
         seed = self.key
         for byte in name.encode():
             seed = (seed * 0x100000001B3 ^ byte) & _MASK
@@ -204,7 +204,7 @@ class PrimeField(Field):
         return out
 
     def _extreme(self, name: str, a: Any, b: Any) -> Array:
-        """max or min: commutative, idempotent, with `lowest` neutral; nothing else is known."""
+        """max or min as a keyed function that is commutative and idempotent, with `lowest` as neutral element."""
         a, b = np.asarray(a), np.asarray(b)
         if self._whole(a, b):
             return (np.maximum if name == "max" else np.minimum)(a, b)  # type: ignore[no-any-return]
@@ -219,7 +219,7 @@ class PrimeField(Field):
         return self._extreme("min", a, b)
 
     def _extreme_of(self, name: str, a: Array, axes: tuple[int, ...] | None, keepdims: bool) -> Array:
-        """The extreme of many: a function of the set of its arguments."""
+        """The extreme along axes: a keyed function of the sorted arguments."""
         if self._whole(a):
             function = np.max if name == "max" else np.min
             return np.asarray(function(a, axis=axes, keepdims=keepdims))

@@ -1,12 +1,16 @@
-"""Proofs of rules, and what they rest on.
+"""Proofs of rules.
 
-For each rule sketches of its left side are drawn (from its declared `shapes` or its `examples`, and around them), those
-that its conditions admit become cases, and every case has to pass three tests: both sides agree over prime fields, so
-often that a false rule would pass with less than 1e-12 (rules with `proof = "field"`); they agree over float64, NaN and
-infinities included, and numeric rules at extreme magnitudes; and they agree in ONNX Runtime in float32 with its
-optimisations off. Sketches are drawn until every kind of attribute, index, size, rank and type that the declaration
-leaves open has been tried (`coverage`), and every `require` of the rule has refused. Then mutants of the rule are made,
-and the same tests have to reject them (`hunt`).
+For each rule sketches of its left side are drawn from its `shapes` or `examples`, and near them. Sketches that its
+conditions admit become cases. Every case must pass three tests:
+
+1. Both sides agree over prime fields, in so many trials that a false rule would pass with a probability below 1e-12
+   (rules with `proof = "field"`).
+2. Both sides agree over float64, also with NaN and infinities, and for numeric rules at extreme magnitudes.
+3. Both sides agree in ONNX Runtime in float32 without its optimisations.
+
+Sketches are drawn until every kind of attribute, index, size, rank and type that the declaration leaves open has been
+tried (`coverage`) and every `require` of the rule has refused. Then the same tests must reject mutants of the rule
+(`mutation_testing`).
 """
 
 from __future__ import annotations
@@ -64,40 +68,39 @@ from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
 
-# How many sketches are drawn at most, how many cases are wanted, and how few are enough.
+# The greatest number of sketches, the wanted number of cases, and the least number of cases of a proof.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
-# So many cases more of each type of integers are run, with integers of its whole range.
+# For each integer type so many cases more are run in ONNX Runtime, with integers of its whole range.
 _RUNTIME_OF_TYPE = 4
-# Refused problems that are kept for each `require`; sketches that are drawn so that each refuses, and for mutants that
-# survive the cases.
+# Numbers: of refused problems kept for each `require`; of sketches drawn so that each `require` refuses; of sketches
+# drawn for mutants that survive the cases.
 _KEPT, _MISSES, _FURTHER = 24, 600, 300
-# Cases, or graphs that are refused, that are looked for near those where a mutant that survives makes a difference.
+# The most cases or refused graphs to find near those where a surviving mutant makes a difference.
 _MOST_NEAR = 300
-# Of how many graphs, refused by each condition or admitted, the numbers and sizes are tried around limits.
+# For each condition, and for admitted graphs: in so many graphs numbers and sizes around limits are tried.
 _AT_LIMITS = 3
-# How many of the graphs with large tensors among these are tested.
+# So many of these graphs with large tensors are tested.
 _LARGE = 8
-# How many of these graphs are looked at, half of them for the rule's numbers, half for those of its cases.
+# So many of these graphs are tried: half for numbers of the rule, half for numbers of its cases.
 _AROUND_LIMITS = 600
-# These numbers are tried in any case: a limit that is nowhere written, but computed, admits one of them if any.
+# These numbers are always tried, for limits that are computed and written nowhere.
 _WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
-# More bits of float32 than this may not be lost; what seems to is run so often again.
+# A case may lose at most so many bits of float32. A case that seems to lose more is run again so many times.
 MOST_BITS, _RUNS = 2.0, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What is known of a rule.
+    """The certificate of a rule: the prover's report.
 
-    `admitted` cases out of `sketches`; `refused`: near misses by reason; `unreached`: conditions of the rule that have
-    refused nothing. `trials`: evaluations over a prime field, and `bound`: the greatest probability over the cases with
-    which a false rule would have passed them (1 for rules that are tested numerically). `bits`: the most bits of
-    float32 accuracy that a case lost (None: not run). `mutants_by_kind`: how many were rejected, and made.
-    `survivors`: mutants that passed, and why that is right.
-    `redundant`: conditions without which another one refuses. `covered`: for each attribute, index, dimension, rank and
-    type what became of each kind of it: admitted; refused by a condition; beside the rule's left side; meaningless
-    for its shapes; unbuilt, since no operator took it.
+    `admitted`: number of cases, out of `sketches`. `refused`: near misses by reason. `unreached`: conditions of the
+    rule that refused nothing. `trials`: evaluations over a prime field. `bound`: the greatest probability, over the
+    cases, that a false rule passes (1 for numeric rules). `bits`: the most bits of float32 accuracy that a case lost
+    (None: not run). `mutants_by_kind`: numbers of mutants rejected and made. `survivors`: mutants that passed, and why
+    they are right. `redundant`: conditions that can be dropped because another one refuses. `covered`: for each
+    attribute, index, dimension, rank and type the verdict on each kind: admitted; refused by a condition; beside (the
+    left side did not match); untested; meaningless for the shapes; unbuilt (no operator took it).
     """
 
     name: str
@@ -127,7 +130,7 @@ class Certificate:
 
     @property
     def unexplained(self) -> tuple[Survivor, ...]:
-        """Mutants that passed, nobody knows why."""
+        """Mutants that passed without an explanation."""
         return tuple(s for s in self.survivors if not s.why)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +139,7 @@ class Certificate:
 
 @dataclass(slots=True)
 class Proof:
-    """A proof while it runs."""
+    """The state of a running proof."""
 
     rule: AnyRule
     seed: int
@@ -174,7 +177,7 @@ class Proof:
         self.conditions = own_conditions(self.rule)
 
     def gather(self) -> None:
-        """Find cases, and test each: first as they come, then for the kinds that have not come."""
+        """Find cases and test them: first random ones, then for open kinds, unreached conditions and limits."""
         for problem in self.source.problems():
             self.take(problem)
             if self.failures or len(self.cases) >= CASES or self.sketches >= MOST_SKETCHES:
@@ -202,7 +205,7 @@ class Proof:
             self.take(problem, always=len(self.cases) < tested + CASES)
 
     def at_limits(self) -> Iterator[Problem]:
-        """Graphs with numbers and sizes around those that the rule compares with, and around those that it admits."""
+        """Graphs with numbers and sizes around those that the rule compares with and those of admitted cases."""
         near = [p for kept in self.sites.values() for p in kept[:_AT_LIMITS] if p.sketch.varied]
         known = [s for s, _ in (*self.source.examples, *self.bases[:_AT_LIMITS])]
         with watch() as notes:
@@ -214,7 +217,7 @@ class Proof:
         found += [at_limit(s, n, self.draw) for s in known for n in numbers]
         yield from islice(filter(None, map(self.source.built, in_turn(*found))), _AROUND_LIMITS // 2)
         seen = set[int]()
-        for case in reversed(self.cases):  # those at the rule's own numbers first
+        for case in reversed(self.cases):  # cases at the rule's own numbers come first
             sketch = case.problem.sketch
             for number in limits(numbers_of(sketch)) if sketch.varied else ():
                 if number not in seen:
@@ -222,7 +225,7 @@ class Proof:
                 seen.add(number)
 
     def directed(self, count: int) -> Iterator[Problem]:
-        """So many graphs near the left side, if draws are lucky; every second is meant to show a kind, in its turn."""
+        """At most `count` graphs near the left side. Every second draw is meant to show a kind, each kind in turn."""
         kinds = list(self.coverage.tallies)
         for i in range(count):
             turn, number = divmod(i // 2, len(kinds) or 1)
@@ -235,13 +238,13 @@ class Proof:
                 yield problem
 
     def neighbours(self, sketches: Iterable[Sketch]) -> Iterator[Problem]:
-        """The graphs that differ from these in one number, near each of them in its turn."""
+        """The graphs that differ from a sketch in one place (`variations.neighbours`), for each sketch in turn."""
         return filter(None, map(self.source.built, in_turn(*map(neighbours, sketches))))
 
     def around(self, problems: Sequence[Problem]) -> Iterator[Problem]:
-        """Graphs that are one of these, or of the examples, but for a few things.
+        """Graphs that differ a little from one of `problems` or of the examples.
 
-        They differ in one number, in a kind of something, or in whatever is drawn. `problems` may grow meanwhile.
+        They differ in one number, in one kind, or at random. `problems` may grow during the iteration.
         """
         known = [s for s, _ in self.source.examples or self.bases[:_KEPT]]
         given = [p.sketch for p in problems[:_KEPT] if p.sketch.varied]
@@ -256,12 +259,12 @@ class Proof:
                 yield problem
 
     def of_kinds(self, problems: Sequence[Problem]) -> Iterator[Problem]:
-        """Each kind in its turn, of one of these problems and of what is drawn."""
+        """Graphs of each kind in turn, made from one of `problems` or from a drawn graph."""
         kinds = list(self.coverage.tallies)
         for i in range(_MISSES if kinds and problems else 0):
             turn, number = divmod(i, len(kinds))
             base = self.draw.choice(problems)
-            # (What is read from a file has no types of arguments: it is among the examples, too.)
+            # A problem read from a file has no types of arguments. The examples contain it as a sketch.
             own = turn % 2 == 0 and bool(base.arguments) and base.sketch.varied and not base.sketch.hidden
             try:
                 problem = self.source.problem(
@@ -273,13 +276,13 @@ class Proof:
                 yield problem
 
     def take(self, problem: Problem, always: bool = False) -> None:
-        """Look for cases in a graph, and test them if there are too few yet, or if they show something new."""
+        """Find the cases in a graph. Test them if cases are too few, if they show a new kind, or if `always`."""
         self.sketches += 1
         self.tried.append(problem)
         kinds = self.coverage.shown_by(problem)
         try:
             cases, refusals = find_cases(self.library, problem)
-        except Exception as error:  # a rule may raise anything, and must raise nothing
+        except Exception as error:  # a rule must not raise anything here
             broken = isinstance(error, Contradiction) and too_large(problem)
             if broken or usable(problem, self.rng):
                 self.fail(f"it raises {type(error).__name__}: {error}", problem.graph)
@@ -291,9 +294,9 @@ class Proof:
                 self.reasons[refused.site] = str(refused)
                 if len(kept) < _KEPT:
                     kept.append(problem)
-                elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # a sample of them all
+                elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # keep a random sample
                     at = self.draw.integer(0, _KEPT - 1)
-                    if kept[at] not in self.source.fixed:  # the near misses that a rule names stay
+                    if kept[at] not in self.source.fixed:  # keep the near misses that the rule names
                         kept[at] = problem
         if not cases:
             self.coverage.count(kinds, "refused" if refusals else "beside")
@@ -316,7 +319,7 @@ class Proof:
                 self.coverage.count(kinds, "untested")
 
     def test(self, case: Case) -> bool:
-        """Whether a case could be tested; notes if it failed."""
+        """Test a case and record a failure. Returns whether it could be tested."""
         try:
             if not self.check(case):
                 return False
@@ -326,7 +329,7 @@ class Proof:
         return True
 
     def check(self, case: Case) -> bool:
-        """All three legs; whether at least one of them said something. Raises Wrong."""
+        """Run all three tests. Returns whether at least one gave a result. Raises Wrong, RuleError."""
         said = False
         if self.rule.proof == "field":
             found = check_field(case, self.rng)
@@ -334,7 +337,7 @@ class Proof:
                 said = True
                 self.trials += found.trials
                 self.field_cases += 1
-                if not self.at_their_limits:  # of so many terms the degrees are beyond counting
+                if not self.at_their_limits:  # large sizes give degrees that are too great for a bound
                     self.bound = max(self.bound, found.bound)
         try:
             draws = check_floats(case, self.rng, self.rule)
@@ -364,7 +367,7 @@ class Proof:
         return tuple(reason for site, reason in self.conditions.items() if site not in self.sites)
 
     def judge(self) -> None:
-        """What a proof needs besides cases that pass."""
+        """Check what a proof needs besides cases that pass, and record failures."""
         if self.failures:
             return
         if len(self.cases) < LEAST_CASES:
@@ -392,7 +395,7 @@ class Proof:
             )
 
     def further_cases(self) -> list[Case]:
-        """More cases, to try those mutants of the target on that survive the first."""
+        """More cases, for mutants of the target that survive the first ones."""
         cases: list[Case] = []
         for problem in self.directed(_FURTHER):
             cases += self.found(problem)[0][:1]
@@ -401,21 +404,21 @@ class Proof:
         return cases
 
     def cases_near(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """More cases, that are some of these but for a few things."""
+        """More cases, which differ a little from one of `cases`."""
         problems = different(self.around([c.problem for c in cases]))
         found = (self.found(p)[0][:1] for p in problems)
         return islice(chain.from_iterable(found), _MOST_NEAR)
 
     def further_refused(self, site: Site) -> Iterator[Problem]:
-        """More graphs that a condition refuses: near each of those that are known in its turn, and others."""
+        """More graphs that a condition refuses: near each known one in turn, and others."""
         known = [p.sketch for p in self.sites[site] if p.sketch.varied]
         near = filter(None, map(self.source.near, islice(cycle(known), _FURTHER)))
         return islice(self.refused_by(site, chain(near, self.directed(_FURTHER))), CASES)
 
     def refused_near(self, site: Site, problems: Sequence[Problem]) -> Iterator[Problem]:
-        """More graphs that a condition refuses, that are some of these but for a few things.
+        """More graphs that a condition refuses, which differ a little from one of `problems`.
 
-        `problems` may grow meanwhile: the search goes on from what it has found.
+        `problems` may grow during the iteration; then the search continues near the new ones too.
         """
         return islice(self.refused_by(site, different(self.around(problems))), _MOST_NEAR)
 
@@ -428,7 +431,7 @@ class Proof:
                 match_all(problem.graph, self.library)
                 return [], []
             return find_cases(self.library, problem)
-        except Exception:  # what the rule raises where the graph means nothing
+        except Exception:  # the rule may raise if the graph is meaningless
             return [], []
 
     def certificate(self) -> Certificate:
@@ -468,13 +471,13 @@ def prove(rule: AnyRule, seed: int = 0) -> Certificate:
 
 
 def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
-    """Certificates of rules, one after the other."""
+    """The certificates of rules, in order."""
     for rule in rules:
         yield prove(rule, seed)
 
 
 def prove_in_processes(rules: Sequence[AnyRule], seed: int, jobs: int) -> Iterator[Certificate]:
-    """Certificates of rules, as they are found, by several processes."""
+    """The certificates of rules, from `jobs` processes, in the order in which they finish."""
     context = multiprocessing.get_context("spawn")  # a fork would copy the runtime's threads
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         waiting = [pool.submit(prove, rule, seed) for rule in rules]
@@ -483,20 +486,20 @@ def prove_in_processes(rules: Sequence[AnyRule], seed: int, jobs: int) -> Iterat
 
 
 def library_of(rule: AnyRule) -> Library:
-    """A library of one rule, whatever it assumes and writes."""
+    """A library of one rule, with its assumption and its contrib operators allowed."""
     assuming = () if rule.assumes is None else (rule.assumes,)
     return Library([rule], backend=rule.backend, assuming=assuming, contrib=True)
 
 
-# A sketch, and what it builds.
+# A sketch and the problem that it builds.
 Base = tuple[Sketch, Problem]
 
 
 @dataclass(slots=True)
 class Source:
-    """Where the graphs around a rule's left side come from: its patterns, and its examples, built and as sketches.
+    """Draws graphs near a rule's left side, from its patterns and its examples (sketches and what they build).
 
-    `fixed`: examples as they are read from a file; those with bodies cannot be varied.
+    `fixed`: the examples as read from text. Those with bodies cannot be varied.
     """
 
     rule: AnyRule
@@ -520,11 +523,11 @@ class Source:
 
     @property
     def kinds(self) -> list[Kind]:
-        """What has to be tried."""
+        """The kinds that a proof must try."""
         return pattern_kinds(self.patterns) if self.patterns else example_kinds([s for s, _ in self.examples])
 
     def problems(self) -> Iterator[Problem]:
-        """The examples, and then graphs without end (but for a rule that has nothing that could be varied)."""
+        """The examples, then drawn graphs, practically without end. Without patterns and examples none are drawn."""
         yield from self.fixed
         yield from (problem for _, problem in self.examples)
         misses = 0
@@ -535,10 +538,10 @@ class Source:
                 yield problem
 
     def problem(self, wish: Kind | None = None, bases: Sequence[Base] = (), turn: int = 0) -> Problem | None:
-        """A graph near the left side, if the draw is lucky.
+        """Draw a graph near the left side; None if the draw fails.
 
-        It is meant to show the kind that is wished for, and in every second `turn` it is one of `bases` but for that.
-        Raises Meaningless if there is no such thing.
+        It is meant to show the kind `wish`. In every second `turn` it is one of `bases`, changed to show that kind.
+        Raises Meaningless if the shapes have no value of the kind.
         """
         try:
             if wish is not None and (dim := dimension_of(wish)) is not None:
@@ -554,11 +557,11 @@ class Source:
             return None
 
     def near(self, sketch: Sketch) -> Problem | None:
-        """A graph near a known one, if the draw is lucky."""
+        """Draw a graph near a known one; None if the draw fails."""
         return self.built((resize if self.draw.chance(0.5) else vary)(sketch, self.draw))
 
     def built(self, sketch: Sketch) -> Problem | None:
-        """What a sketch builds; None if it builds nothing."""
+        """The problem that a sketch builds; None if it cannot be built."""
         try:
             return build(sketch)
         except Unbuildable:
@@ -595,7 +598,7 @@ class Source:
 
 
 def key_of(problem: Problem) -> object:
-    """Equal for problems that are the same."""
+    """A key that is equal for equal problems."""
     graph = problem.graph
     return (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
 
@@ -610,7 +613,7 @@ def different(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def in_turn(*sources: Iterator[T]) -> Iterator[T]:
-    """The first of each, the second of each, and so on until all are at their ends."""
+    """The first item of each source, then the second of each, and so on until all have ended."""
     left = list(sources)
     while left:
         for source in tuple(left):

@@ -1,4 +1,4 @@
-"""Which lines of a rule's code are run for a graph: only one that comes to a line can show what is changed there."""
+"""Records which lines of a rule's code run for a graph. Only a graph that reaches a line can show a change there."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# A file and a line of it.
+# A file and a line number.
 Line = tuple[str, int]
 _LINES: dict[Line, Line] = {}
 
 
 @contextmanager
 def lines_run(home: str) -> Iterator[set[Line]]:
-    """The lines of a package's modules that are run meanwhile, by this thread."""
+    """Collect the lines of package `home` that this thread runs while the context lasts."""
     found: set[Line] = set()
     files: dict[str, bool] = {}
 

@@ -1,7 +1,7 @@
-"""Small graphs to try a rule on: written down, varied, and built.
+"""Sketches: small graphs to try a rule on.
 
-A `Sketch` is a graph whose types are not known yet; `build` infers them, which may fail. Large numbers of sketches are
-drawn around a rule; those that build and that the rule admits are its cases.
+A `Sketch` is a graph without inferred types; `build` infers them, which may fail. Many sketches are drawn for a rule.
+Those that can be built and that the rule admits become its cases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value comes from: an input, a constant, or an output of a node, by their numbers."""
+    """Where a value comes from: an input, a constant, or an output of a node, by index."""
 
     kind: str  # "input", "const", "node"
     index: int
@@ -51,7 +51,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SketchConst:
-    """A constant. Rules cannot read an `opaque` one: the proof draws its numbers."""
+    """A constant. Rules cannot read the numbers of an `opaque` one, which the proof draws."""
 
     array: Array
     dtype: DType
@@ -68,10 +68,10 @@ class SketchNode:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A graph without types. `nodes` are in an order in which they can be computed.
+    """A graph without inferred types. `nodes` are in topological order.
 
-    `hidden`: what inputs really are of which the graph is told less, by their numbers. `drawn`: kinds of which it is
-    known that the sketch shows them; `dims` are the sizes of the dimensions that a rule's declaration names.
+    `hidden`: the full types of inputs whose types in the graph say less, by index. `drawn`: kinds that the sketch is
+    known to show. `dims`: the sizes of the dimensions that a rule's declaration names.
     """
 
     inputs: tuple[TensorType, ...]
@@ -84,14 +84,17 @@ class Sketch:
 
     @property
     def varied(self) -> bool:
-        """Whether it can be varied: control-flow bodies cannot."""
+        """Whether the sketch can be varied. Nodes with bodies cannot."""
         return not any(isinstance(v, Body) for n in self.nodes for v in n.attrs.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A built sketch. `opaque`: the constants that the proof draws, with their types; `actual`: the types of inputs
-    of which the graph is told less; `arguments`: the types of each sketched node's inputs."""
+    """A built sketch.
+
+    `opaque`: the constants that the proof draws, with their types. `actual`: the full types of inputs whose types in
+    the graph say less. `arguments`: the types of the inputs of each sketched node.
+    """
 
     graph: Graph
     opaque: dict[Value, TensorType]
@@ -100,16 +103,16 @@ class Problem:
     arguments: tuple[tuple[TensorType | None, ...], ...] = ()
 
     def type(self, value: Value) -> TensorType:
-        """What an input really is."""
+        """The full type of an input."""
         return self.actual.get(value) or self.graph.type(value)
 
 
 class Unbuildable(Exception):
-    """The sketch is no graph: an operator does not take its inputs."""
+    """The sketch is not a valid graph: an operator does not take its inputs."""
 
 
 def build(sketch: Sketch) -> Problem:
-    """Infer all types. Raises Unbuildable."""
+    """Infer all types and make the graph. Raises Unbuildable."""
     leaves = Leaves()
     inputs = []
     for i, type in enumerate(sketch.inputs):
@@ -162,7 +165,7 @@ def _node(
     made: dict[Value, TensorType],
     taken: set[Value],
 ) -> tuple[tuple[Value, ...], Node | None]:
-    """A node's outputs, and the node unless it was evaluated as the importer would."""
+    """The outputs of a node, and the node. The node is None if it was folded, as the importer would do."""
     while values and values[-1] == ABSENT:
         values = values[:-1]
     types = [None if v == ABSENT else made.get(v) or leaves.types[v] for v in values]
@@ -172,14 +175,14 @@ def _node(
         _check_types(sketched.op, types)
         data = [leaves.consts.get(v) for v in values]
         found = infer(sketched.op, attrs, types, data, sketched.outputs)
-    except (InferenceError, IndexError, ValueError, ArithmeticError) as error:  # no size has so many digits
+    except (InferenceError, IndexError, ValueError, ArithmeticError) as error:  # a size may be too large
         raise Unbuildable(str(error)) from error
     if any(t is UNKNOWN for t in found):
         raise Unbuildable(f"{sketched.op} is not known")
     if found[0].const and all(v == ABSENT or v in leaves.consts for v in values):
         try:
             arrays = evaluate_small(sketched.op, attrs, data, found)
-        except (ArithmeticError, IndexError, ValueError) as error:  # as with types, for sizes
+        except (ArithmeticError, IndexError, ValueError) as error:  # a size may be too large
             raise Unbuildable(str(error)) from error
         if arrays is not None:
             return tuple(leaves.intern(a, t.dtype) for a, t in zip(arrays, found)), None
@@ -190,7 +193,7 @@ def _node(
 
 
 def _check_types(op: str, types: Sequence[TensorType | None]) -> None:
-    """ONNX's inference does not look at every element type."""
+    """Raises Unbuildable for element types that the schema does not admit. ONNX's inference does not check them all."""
     defined = schema(op)
     if defined is None:
         return
@@ -210,13 +213,13 @@ def _check_types(op: str, types: Sequence[TensorType | None]) -> None:
             raise Unbuildable(f"{op}: the element types differ")
 
 
-# Attributes with a number for each dimension of the first input, or for each of its spatial dimensions.
+# Attributes with one number for each dimension of the first input, and for each of its spatial dimensions.
 _PER_DIMENSION = ("perm",)
 _PER_SPATIAL = ("strides", "dilations", "kernel_shape", "output_padding")
 
 
 def _check_ranks(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> None:
-    """ONNX's inference does not count every list of numbers."""
+    """Raises Unbuildable for attributes of a wrong length or too much padding. ONNX's inference does not check them."""
     rank = types[0].rank if types and types[0] is not None else None
     if rank is None:
         return
@@ -249,7 +252,7 @@ def _needed(nodes: list[Node], outputs: tuple[Value, ...]) -> list[Node]:
 
 
 def sketch_of(graph: Graph) -> Sketch:
-    """A graph that was read from a file, as a sketch."""
+    """The sketch of a graph."""
     places: dict[Value, Place] = {v: Place("input", i) for i, v in enumerate(graph.inputs)}
     consts: list[SketchConst] = []
     nodes: list[SketchNode] = []

@@ -1,9 +1,9 @@
-"""The numbers that a rule's conditions and code compare with: around each of them a proof has to look.
+"""Finds the numbers that a rule's conditions and code compare with. A proof tries sizes and numbers around each.
 
-A Slice that ends at 1,000 keeps everything that is smaller, and no size that is drawn shows that it does not keep
-1,001. The numbers come from two sides: from what is written (the constants of a rule's functions, of those that they
-call, of closures, tables and attributes of the class), and from what is compared while the rule is asked, whichever way
-that is computed (`watch`).
+For example, a Slice that ends at 1,000 keeps the whole of a smaller dimension. Drawn sizes are small, and none shows
+that it does not keep 1,001. The numbers come from two sources: the rule's code (constants of its functions, of those
+that they call, of closures, tables and class attributes; `written`), and the comparisons made while the conditions are
+evaluated (`watch`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from xrlflow.ir import DType
 from xrlflow.ir.dims import LARGEST
 from xrlflow.rewrite import AnyRule, RegionRule, Rule, watched
 
-# Numbers up to this are drawn anyway.
+# Numbers up to this occur among drawn sizes.
 DRAWN = 6
-# A rule's own numbers, the smaller first, if there are more.
+# So many limits of a rule are tried at most, the smallest first.
 _MOST = 24
-# Comparisons that are noted of one number: a search through a range would go on for ever.
+# So many comparisons are noted at most. Otherwise a search through a range might never end.
 _MOST_COMPARISONS = 2000
 _MOST_DIGITS = 19
 _WIDEST = 1 << 63
 
 
 class TooMany(Exception):
-    """A number is compared again and again."""
+    """There were more than `_MOST_COMPARISONS` comparisons."""
 
 
 class Watched(int):
-    """A number that notes what it is compared with, itself or after sums, differences, products and quotients.
+    """An integer that notes what it, or a sum, difference, product or quotient made from it, is compared with.
 
-    `back` leads from a number that the result is compared with to the number itself.
+    `back` maps a number that such a result is compared with to the corresponding original number. `notes` counts
+    the comparisons by that number.
     """
 
     notes: dict[int, int]
@@ -118,7 +119,7 @@ class Watched(int):
 
 
 def show(value: Any, notes: dict[int, int]) -> Any:
-    """What a rule sees, with numbers that note what they are compared with."""
+    """The value with its integers (also in tuples, and floats that are whole) replaced by `Watched` ones."""
     if type(value) is int:
         return Watched.of(value, notes)
     if type(value) is float and value.is_integer() and abs(value) < _WIDEST:
@@ -128,16 +129,16 @@ def show(value: Any, notes: dict[int, int]) -> Any:
 
 @contextmanager
 def watch() -> Iterator[dict[int, int]]:
-    """The numbers that conditions compare with meanwhile, and how often."""
+    """Count the numbers that conditions compare with while the context lasts."""
     notes: dict[int, int] = {}
     with watched(lambda value: show(value, notes)):
         yield notes
 
 
 def written(rule: AnyRule, types: bool = True) -> set[int]:
-    """The whole numbers in a rule's code, in what that calls of its own, and in the tables that it reads.
+    """The integers in a rule's code, in the functions of its package that it calls, and in the tables that it reads.
 
-    `types`: those that stand for element types, too.
+    `types`: whether integers that stand for element types count too.
     """
     written = _Written(type(rule).__module__.partition(".")[0], types)
     for kind in type(rule).__mro__:
@@ -151,16 +152,16 @@ def written(rule: AnyRule, types: bool = True) -> set[int]:
 
 @dataclass(slots=True)
 class _Written:
-    """Numbers that are found in values, and in the functions of one package (`home`) that these lead to."""
+    """Collects the integers in values, and in the functions of package `home` that these refer to."""
 
     home: str
     types: bool
     found: set[int] = field(default_factory=set)
     seen: dict[int, Any] = field(default_factory=dict)
-    """By identity; it keeps what it has alive for that."""
+    """Visited values by `id`. The reference keeps the value alive, so that its `id` stays unique."""
 
     def collect(self, value: Any) -> None:
-        """The numbers in a value: a number, a table, a function with what it refers to."""
+        """Add the integers in a value: a number, a table, or a function and what it refers to."""
         if isinstance(value, (bool, bytes)) or value is None or (isinstance(value, DType) and not self.types):
             return
         if isinstance(value, (int, float, np.integer, np.floating)):
@@ -200,14 +201,14 @@ class _Written:
 
 
 def function_of(value: Any) -> FunctionType | None:
-    """The function behind a method, a property, or a cache."""
+    """The function behind a method, a property or a cache; None if there is none."""
     for name in ("__func__", "fget", "func", "__wrapped__"):
         value = getattr(value, name, value) if not isinstance(value, FunctionType) else value
     return value if isinstance(value, FunctionType) else None
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of those within it."""
+    """The code of a function and of all functions nested in it."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -215,7 +216,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def limits(numbers: set[int]) -> list[int]:
-    """Those that no draw comes near by itself, the smaller first."""
+    """The sizes of the numbers that random draws do not come near, in ascending order, at most `_MOST`."""
     return sorted({abs(n) for n in numbers if DRAWN <= abs(n) <= LARGEST + 1})[:_MOST]
 
 

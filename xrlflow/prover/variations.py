@@ -1,8 +1,8 @@
-"""Sketches near a known one: one or a few things changed at random.
+"""Variations: sketches that differ from a known one in one or a few random changes.
 
-A region rule's left side has no declared form, only examples. What its conditions must refuse lies close to them:
-another axis, another permutation, another operator, a value that is read twice. Variations are also how attributes and
-sizes are covered that an example does not have.
+A region rule's left side has no declared form, only examples. The graphs that its conditions must refuse are close to
+them: another axis, permutation or operator, or a value that is read twice. Variations also cover attributes and sizes
+that no example has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xrlflow.prover.draw import ATTRIBUTES, Draw, attribute
 from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
 from xrlflow.prover.thresholds import around
 
-# Operators that can stand for each other.
+# Groups of operators that can replace each other.
 CLASSES: tuple[tuple[str, ...], ...] = (
     ("Relu", "Tanh", "Sigmoid", "Abs", "Neg", "Sqrt", "Exp", "Floor", "Softplus", "Erf", "Identity"),
     ("Add", "Mul", "Sub", "Div", "Max", "Min", "Pow", "Sum"),
@@ -42,15 +42,15 @@ _POSITIVE = (
     "q_num_heads",
     "kv_num_heads",
 )
-# No factor above it is moved from one number of a shape to another.
+# The greatest factor that is moved from one number of a shape to another.
 _GREATEST_FACTOR = 12
-# Ranks above it are no operator's.
+# The greatest rank that is tried.
 _MOST_RANK = 8
-# In longer constants the numbers are not changed one by one.
+# Numbers of longer constants are not changed one by one.
 _MOST_NUMBERS = 8
-# No constant is made larger.
+# No constant is made larger than this, in elements.
 _MOST_ELEMENTS = 1 << 16
-# What each dimension is tried with.
+# The sizes with which each dimension is tried.
 _SIZES: tuple[Dim, ...] = (0, 1, "N", None)
 # Constants of these types are data, not shapes or axes.
 _DATA = FLOATS | {DType.INT8, DType.UINT8}
@@ -58,17 +58,17 @@ _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in gr
 
 
 def vary(sketch: Sketch, draw: Draw) -> Sketch:
-    """One to three changes; some of them come to nothing."""
-    sketch = replace(sketch, drawn=frozenset(), dims={})  # they need not be true any more
+    """Make one to three random changes. Some changes may have no effect."""
+    sketch = replace(sketch, drawn=frozenset(), dims={})  # the changes may make them untrue
     for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
         sketch = draw.choice(_CHANGES)(sketch, draw)
     return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the others look at the shapes
 
 
 def neighbours(sketch: Sketch) -> Iterator[Sketch]:
-    """All sketches that differ in one operator, or in one number of an input's shape or of a constant of integers.
+    """All sketches that differ in one operator, one number of an integer constant, or an input's dimension or rank.
 
-    A dimension gets another size or a name, or is not known (what it really is stays), and a rank is not known.
+    A dimension gets another size or a name. Or the graph does not know it, or the rank; the input keeps its full type.
     """
     sketch = replace(sketch, drawn=frozenset(), dims={})
     for at, node in enumerate(sketch.nodes):
@@ -95,7 +95,7 @@ def neighbours(sketch: Sketch) -> Iterator[Sketch]:
 
 
 def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[Sketch]:
-    """All sketches with this number in one place of a constant of integers, or of an attribute that is no flag."""
+    """All sketches with `number` in one place of an integer constant, or of an attribute that is no flag."""
     sketch = replace(sketch, drawn=frozenset(), dims={})
     for at, const in enumerate(sketch.consts):
         if const.dtype not in (DType.INT64, DType.INT32) or const.array.size > _MOST_NUMBERS:
@@ -117,7 +117,7 @@ def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[
 
 
 def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
-    """Numbers, sizes and ranks at this number and beside it; and sizes where a number is just this."""
+    """Sketches with numbers, sizes and ranks at `limit` and next to it; also such numbers and sizes together."""
     for number in around(limit):
         yield from at_number(sketch, number)
     yield from of_sizes(sketch, limit, draw)
@@ -130,7 +130,7 @@ def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
 
 
 def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
-    """All inputs with new dimensions in front, up to a rank."""
+    """Add dimensions in front of all inputs, up to `rank`."""
     inputs = []
     for at, type in enumerate(sketch.inputs):
         shape = type.shape
@@ -141,7 +141,7 @@ def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
 
 
 def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
-    """All sketches with a dimension, alone or with all that are alike, of this size or beside it."""
+    """All sketches in which one dimension, or all of one size, has the size `limit` or one next to it."""
     sketch = replace(sketch, drawn=frozenset(), dims={})
     for size in (n for n in around(limit) if n <= LARGEST):
         for old in _all_sizes(sketch):
@@ -154,7 +154,7 @@ def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
 
 
 def numbers_of(sketch: Sketch) -> set[int]:
-    """The whole numbers in a sketch's constants of integers and in its attributes."""
+    """The integers in a sketch's short integer constants and in its attributes."""
     found = set[int]()
     for const in sketch.consts:
         if const.dtype in (DType.INT64, DType.INT32) and const.array.size <= _MOST_NUMBERS:
@@ -167,7 +167,7 @@ def numbers_of(sketch: Sketch) -> set[int]:
 
 
 def _told(sketch: Sketch, at: int, told: TensorType) -> Sketch:
-    """The graph is told less of an input."""
+    """Give an input the type `told`, which says less, and keep its full type in `hidden`."""
     hidden = {**sketch.hidden, at: sketch.inputs[at]}
     return replace(_with_input(sketch, at, told), hidden=hidden)
 
@@ -177,7 +177,7 @@ def replace_dims(type: TensorType, dims: tuple[Dim, ...]) -> TensorType:
 
 
 def forget(sketch: Sketch, draw: Draw) -> Sketch:
-    """The graph is not told a dimension, or the rank, of an input."""
+    """Make a dimension or the rank of one input unknown to the graph."""
     ranked = [i for i, t in enumerate(sketch.inputs) if t.shape is not None and i not in sketch.hidden]
     if not ranked:
         return sketch
@@ -193,20 +193,20 @@ def forget(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def resize(sketch: Sketch, draw: Draw) -> Sketch:
-    """Another size wherever a size stands, in constant shapes too. The structure stays."""
+    """Replace one size by another everywhere, in constant shapes too. The structure stays the same."""
     numbers = _all_sizes(sketch)
     return resize_to(sketch, draw.choice(numbers), draw.integer(1, 5), draw) if numbers else sketch
 
 
 def _all_sizes(sketch: Sketch) -> list[int]:
-    """The sizes above 1 of inputs and of constants of floats."""
+    """The sizes above 1 of inputs and of float constants."""
     of_inputs = (d for t in sketch.inputs for d in t.shape or () if isinstance(d, int))
     of_consts = (d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape)
     return sorted({d for d in (*of_inputs, *of_consts) if d > 1})
 
 
 def square(sketch: Sketch, draw: Draw) -> Sketch:
-    """All sizes the same, so that axes and operands can be exchanged."""
+    """Make all sizes above 1 equal, so that axes and operands can be exchanged."""
     size = draw.integer(2, 4)
     for old in _all_sizes(sketch):
         sketch = resize_to(sketch, old, size, draw)
@@ -214,7 +214,7 @@ def square(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
-    """`new` wherever the size `old` stands, in constant shapes too (mostly)."""
+    """Replace the size `old` by `new` everywhere; in each integer constant with probability 0.8."""
 
     def changed(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
         return tuple(new if d == old else d for d in dims)
@@ -226,7 +226,7 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
     for const in sketch.consts:
         if const.dtype in _DATA and old in const.array.shape:
             shape = tuple(new if d == old else d for d in const.array.shape)
-            fits = prod(shape) <= _MOST_ELEMENTS  # a larger constant stays what it is
+            fits = prod(shape) <= _MOST_ELEMENTS  # otherwise the constant stays as it is
             consts.append(replace(const, array=np.resize(const.array, shape)) if fits else const)
         elif (
             const.dtype == DType.INT64
@@ -241,7 +241,7 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
 
 
 def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
-    """One dimension of one input."""
+    """Change one dimension of one input."""
     ranked = [i for i, t in enumerate(sketch.inputs) if t.shape]
     if not ranked:
         return sketch
@@ -252,7 +252,7 @@ def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _change_rank(sketch: Sketch, draw: Draw) -> Sketch:
-    """A dimension more or fewer of one input, or of all."""
+    """Add or remove one dimension of one input, or of all."""
     chosen = (
         range(len(sketch.inputs)) if draw.chance(0.4) else [draw.integer(0, max(len(sketch.inputs) - 1, 0))]
     )
@@ -270,7 +270,7 @@ def _change_rank(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _name_dimension(sketch: Sketch, draw: Draw) -> Sketch:
-    """A number becomes a symbol wherever it stands in the inputs, or a symbol a number."""
+    """Replace a size by a symbol, or a symbol by a size, in all inputs."""
     dims = sorted({d for t in sketch.inputs for d in t.shape or () if d is not None}, key=str)
     if not dims:
         return sketch
@@ -330,7 +330,7 @@ def _near(value: Attr, draw: Draw) -> Attr | None:
 
 
 def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
-    """One number of a constant."""
+    """Change one number of a constant, or permute its integers."""
     if not sketch.consts:
         return sketch
     at = draw.integer(0, len(sketch.consts) - 1)
@@ -354,7 +354,7 @@ def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _move_factor(sketch: Sketch, draw: Draw) -> Sketch:
-    """A factor goes from one number of a constant vector to another: the same elements in another shape."""
+    """Move a factor from one number of a constant vector to another. As a shape it has the same number of elements."""
     lists = [i for i, c in enumerate(sketch.consts) if c.dtype == DType.INT64 and c.array.ndim == 1]
     lists = [i for i in lists if sketch.consts[i].array.size > 1]
     if not lists:
@@ -375,7 +375,7 @@ def _move_factor(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _change_length(sketch: Sketch, draw: Draw) -> Sketch:
-    """A constant vector of integers gets an element more or fewer."""
+    """Add or remove the last element of a constant integer vector."""
     lists = [
         i
         for i, c in enumerate(sketch.consts)
@@ -409,7 +409,7 @@ def _swap_inputs(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
-    """An input of a node comes from elsewhere."""
+    """Let an input of a node read another value."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     node = sketch.nodes[at]
     if not node.inputs:
@@ -423,14 +423,14 @@ def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _give_out(sketch: Sketch, draw: Draw) -> Sketch:
-    """An inner value becomes an output of the graph too."""
+    """Make an inner value an output of the graph too."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     place = Place("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
     return sketch if place in sketch.outputs else replace(sketch, outputs=(*sketch.outputs, place))
 
 
 def _read_again(sketch: Sketch, draw: Draw) -> Sketch:
-    """An inner value is read by one more operator."""
+    """Add an operator that reads an inner value."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     place = Place("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
     extra = SketchNode("Neg", (place,))
@@ -439,7 +439,7 @@ def _read_again(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _insert(sketch: Sketch, draw: Draw) -> Sketch:
-    """An operator between a value and one of its readers."""
+    """Insert an operator between a value and one of its readers."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     node = sketch.nodes[at]
     places = [i for i, p in enumerate(node.inputs) if p is not None]
@@ -464,7 +464,7 @@ def _insert(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
-    """An input becomes a constant (the place of the input stays, unread)."""
+    """Replace a float input by a constant. The input stays, but nothing reads it."""
     static = [
         i
         for i, t in enumerate(sketch.inputs)
@@ -481,7 +481,7 @@ def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
-    """A constant becomes an input."""
+    """Replace a constant by an input."""
     if not sketch.consts:
         return sketch
     at = draw.integer(0, len(sketch.consts) - 1)
@@ -491,7 +491,7 @@ def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _hide(sketch: Sketch, draw: Draw) -> Sketch:
-    """Constants that rules cannot read."""
+    """Make float constants opaque, each with probability 0.7, so that rules cannot read them."""
     consts = tuple(replace(c, opaque=c.dtype in FLOATS and draw.chance(0.7)) for c in sketch.consts)
     return replace(sketch, consts=consts)
 

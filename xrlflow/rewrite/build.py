@@ -1,4 +1,4 @@
-"""Building a match's target: nodes with inferred types, small constants evaluated, and from them an edit."""
+"""Builds the target of a match: infers types, evaluates small constants, and makes an edit of the new nodes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Draft:
 
 
 class GraphBuilder(Op):
-    """What a target is traced with. Values that it makes have negative numbers until `edit` names them."""
+    """The `op` that a rule's `target` is called with. Its new values have negative ids until `edit` names them."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -74,7 +74,11 @@ class GraphBuilder(Op):
         return None if value == ABSENT else Val(self.graph, value, self.graph.type(value))
 
     def constant(self, data: Any, dtype: DType | None = None) -> Val:
-        """A constant from Python numbers or an array; integers become int64, floats float32 unless said."""
+        """Make a constant from Python numbers or an array.
+
+        Without `dtype` Python integers become int64 and Python floats float32; an array keeps its type. Raises
+        RuleError for more than `SMALL` elements.
+        """
         array = np.asarray(data)
         if dtype is None:
             if array.dtype == np.float64 and not isinstance(data, np.ndarray):
@@ -98,11 +102,11 @@ class GraphBuilder(Op):
         declared: Sequence[TensorType] | None = None,
         **named: Any,
     ) -> Any:
-        """A node `name`; `inputs` are Vals, None, or numbers (which take the element type of the first Val).
+        """Add a node of operator `name` and return its output, or a tuple of its outputs.
 
-        `type` gives the output's type of an operator that ONNX does not define. `declared`: what is known of all
-        outputs, besides what ONNX infers of an operator without bodies; the last inputs of one with bodies are what
-        they capture. Raises RuleError if the inputs do not fit the operator.
+        `inputs` are Vals, None, numbers (of the first Val's element type) or lists. `type`: the output's type if ONNX
+        does not define the operator. `declared`: the types of all outputs; without bodies, inferred types refine them.
+        With bodies, the last inputs are the values that they capture. Raises RuleError if the inputs do not fit.
         """
         if sizes is not None:
             inputs = (*inputs, list(sizes))
@@ -176,13 +180,13 @@ class GraphBuilder(Op):
     def _fold(
         self, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
     ) -> tuple[Value, ...] | None:
-        """The outputs as small constants, if the inputs are and so are they; None otherwise."""
+        """The outputs as small constants; None unless all inputs and outputs are small constants."""
         return fold_small(self.graph.leaves, op, attrs, inputs, types)
 
     def edit(self, rule: str, replaced: Sequence[Value], results: Sequence[Val]) -> Edit:
-        """The edit that puts `results` in the place of `replaced`.
+        """The edit that replaces the values `replaced` by `results`.
 
-        Raises RuleError if a result's type contradicts that of what it replaces.
+        Raises RuleError if the type of a result contradicts the type of the value it replaces.
         """
         graph = self.graph
         adopted: dict[Value, Value] = {}  # temporary -> the value whose name it takes
@@ -206,7 +210,7 @@ class GraphBuilder(Op):
                         break
                     same = known is not None and known.key == key and known.outputs == outs
                     if same and taken.isdisjoint(outs):
-                        reuse = known  # literally the same node: share it, unless another producer takes its place
+                        reuse = known  # the same node exists: share it, unless this edit replaces its outputs
                         break
                     salt += 1
             else:
@@ -230,7 +234,7 @@ class GraphBuilder(Op):
             if target != old:
                 _adopt(rule, graph.type(old), new.type)
                 aliases[old] = target
-        for old in aliases:  # a value may stand for one that is itself replaced by another
+        for old in aliases:  # the value that replaces `old` may itself be replaced
             seen = {old}
             while aliases[old] in aliases:
                 aliases[old] = aliases[aliases[old]]
@@ -240,7 +244,7 @@ class GraphBuilder(Op):
         return self._propagate(plan_edit(graph, rule, nodes, aliases))
 
     def _propagate(self, edit: Edit) -> Edit:
-        """The edit with what follows from it."""
+        """The edit, extended by constants and types that follow from it (`propagate.propagated`)."""
         return propagated(self.graph, edit)
 
     def _unused(self, key: int, index: int) -> Value:
@@ -274,7 +278,7 @@ def _with_declared(
     data: Sequence[Const | None],
     declared: Sequence[TensorType],
 ) -> tuple[TensorType, ...]:
-    """What is inferred of a node's outputs and what is declared of them; the first is believed in a conflict."""
+    """The types of a node's outputs: declared and inferred types merged. In a conflict the inferred type is taken."""
     if schema(op) is None or any(isinstance(a, Body) for a in attrs.values()):
         return tuple(declared)
     try:

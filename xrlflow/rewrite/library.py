@@ -1,4 +1,4 @@
-"""A rule library made ready for matching: plans by operator, and statistics of their use."""
+"""A rule library prepared for matching: plans by operator, and statistics of their use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrlflow.rewrite.rule import AnyRule, Refused, RegionRule, Rule, RuleError, 
 
 @dataclass(slots=True)
 class RuleStats:
-    """How a rule has fared: matches of its pattern, those admitted, refusals by reason, seconds spent."""
+    """Counts for one rule: matches of its pattern, admitted and applied ones, refusals by reason, seconds spent."""
 
     matched: int = 0
     admitted: int = 0
@@ -26,7 +26,7 @@ class RuleStats:
 
 @dataclass(eq=False)
 class Plan:
-    """A pattern's plan from one of its nodes. It is compiled when it is first run: most are not, in most models."""
+    """The plan of a pattern from one of its nodes. It is compiled on first use, since most plans are never run."""
 
     pattern: Pattern
     start: int
@@ -36,12 +36,12 @@ class Plan:
         return compile_plan(self.pattern, self.start)
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that is most of what one takes
+@dataclass(slots=True, eq=False)  # not frozen: freezing would take most of the time to make one
 class MatchSignature:
-    """What can be told of a node without looking further: many nodes of a graph are alike in it.
+    """What matching sees of a node and its inputs alone. Many nodes of a graph share a signature.
 
-    `types` are those of the inputs, `above` the operators that make them (None: no operator does). `key` holds
-    them, operator, attributes, the number of outputs and which inputs are one value.
+    `types` are the types of the inputs, `above` the operators that make the inputs (None: no operator does). `key`
+    holds both, the operator, the attributes, the output types, and which inputs are the same value.
     """
 
     types: tuple[TensorType | None, ...]
@@ -60,9 +60,9 @@ class MatchSignature:
 
 
 class Plans:
-    """Plans by the operator of the node that they start from; and which of them can lead anywhere from a given node.
+    """Plans by the operator of the node that they start from. `of` selects those that may find a match from a node.
 
-    Graphs repeat themselves: what a node's signature rules out is remembered by it.
+    The selection is remembered for each signature, because many nodes of a graph are alike.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Plans:
         return iter(self.by_op)
 
     def of(self, node: Node, around: MatchSignature) -> list[Plan]:
-        """The plans that can lead anywhere from a node. Plans that cannot after all may be taken out."""
+        """The plans that may find a match from a node. The caller may remove from the list plans that cannot."""
         found = self._fitting.get(around.key)
         if found is None:
             found = [
@@ -90,15 +90,15 @@ class Plans:
 
 
 class Regions:
-    """Region rules by the operator of their anchor, and which of them can lead anywhere from a given node."""
+    """Region rules by the operator of their anchor. `of` selects those that may find a region from a node."""
 
     def __init__(self) -> None:
         self.by_op: dict[str, list[RegionRule]] = {}
-        # Those that demand an operator above their anchor, by both.
+        # Rules that demand an operator above their anchor, by (anchor's operator, operator above).
         self.below: dict[tuple[str, str], list[RegionRule]] = {}
-        # What each demands above its anchor, by name.
+        # The operators that each rule demands above its anchor, by the rule's name.
         self.wanted: dict[str, frozenset[str]] = {}
-        # Those that look for partners of their anchor.
+        # Rules that have partners of their anchor (`RegionRule.partners`), by the anchor's operator.
         self.paired: dict[str, list[RegionRule]] = {}
         self._fitting: dict[Hashable, list[RegionRule]] = {}
 
@@ -117,7 +117,7 @@ class Regions:
         return iter(self.by_op)
 
     def demanded(self, node: Node, around: MatchSignature) -> list[RegionRule]:
-        """The rules for a node's operator that find the operators above it that they demand."""
+        """The rules for a node's operator whose demand (`reads_from`) the operators above the node meet."""
         return [
             rule
             for rule in self.by_op.get(node.op, ())
@@ -125,7 +125,7 @@ class Regions:
         ]
 
     def of(self, node: Node, around: MatchSignature) -> list[RegionRule]:
-        """The rules that can lead anywhere from a node. Rules that cannot after all may be taken out."""
+        """The rules that may find a region from a node. The caller may remove from the list rules that cannot."""
         found = self._fitting.get(around.key)
         if found is None:
             found = self._fitting[around.key] = self.demanded(node, around)
@@ -133,12 +133,12 @@ class Regions:
 
 
 class Library:
-    """Rules made ready for matching. Rules of another backend, and those that assume something, stay out; those that
-    write operators of the backend alone too, unless `contrib`.
+    """Rules prepared for matching.
 
-    `stats` counts matches and refusals with their reasons (with `thorough` all of them, else not those that are known
-    from a node of the same signature), and, with `timed`, the seconds per rule. `refusals` keeps the refusals
-    themselves, if it is a list.
+    It leaves out rules of another backend, rules whose assumption is not in `assuming`, and, without `contrib`, rules
+    that write operators which only the backend has. `stats` counts matches and refusals by reason, and with `timed`
+    the seconds of each rule. Without `thorough` it does not count a refusal that is known from a node of the same
+    signature. If `refusals` is a list, refusals are appended to it.
     """
 
     refusals: list[Refused] | None = None
@@ -154,7 +154,7 @@ class Library:
         thorough: bool = False,
         runs: Callable[[str], bool] | None = None,
     ) -> None:
-        """`runs` says whether the backend has an operator; substitutions do not write those that it lacks."""
+        """`runs` says whether the backend has an operator; matches whose edit adds an operator it lacks are refused."""
         offered = [
             r
             for r in rules
@@ -168,7 +168,8 @@ class Library:
         self.rules: dict[str, AnyRule] = {r.name: r for r in offered}
         self.timed, self._thorough = timed, thorough
         self.stats: dict[str, RuleStats] = {r.name: RuleStats() for r in offered}
-        # Plans from the first root alone find every match of a whole graph; those from every node what is new.
+        # `root_plans` start at the first root and find every match of a whole graph. `plans` start at every node of a
+        # pattern and find the matches that are new after an edit.
         self.root_plans, self.plans = Plans(), Plans()
         self.regions = Regions()
         for rule in offered:
@@ -191,11 +192,11 @@ class Library:
 
     @property
     def thorough(self) -> bool:
-        """Whether every refusal is counted, also where one of the same kind is known."""
+        """Whether every refusal is counted, even if it is known from a node of the same signature."""
         return self._thorough or self.refusals is not None
 
     def refuse(self, rule: AnyRule, reason: Refused) -> None:
-        """Note a near miss."""
+        """Count a near miss of a rule."""
         self.stats[rule.name].refused[str(reason)] += 1
         if self.refusals is not None:
             self.refusals.append(reason.bare())
@@ -206,7 +207,7 @@ class Library:
         return self._part(r for r in self.rules.values() if r.name in wanted)
 
     def canonicalising(self) -> Library:
-        """The library with only the rules that need no price."""
+        """The library with only the canonicalising rules."""
         return self._part(r for r in self.rules.values() if r.canonicalises)
 
     def _part(self, rules: Iterable[AnyRule]) -> Library:

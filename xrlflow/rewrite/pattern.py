@@ -1,4 +1,4 @@
-"""Patterns: a rule's source, traced once for each arity and each choice that it leaves."""
+"""Patterns: the source of a rule, traced once for each arity and each choice of `either` and `any_of`."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ class Out:
 
 @dataclass(frozen=True)
 class Number:
-    """A small constant that is this number everywhere."""
+    """A small constant all of whose elements are this number."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The value of an attribute, kept under a name."""
+    """The value of an attribute, captured under a name."""
 
     name: str
 
 
 PInput = Var | Out | Number | None
-# A source of more forms than that, of one arity, takes more time than a function of its own; and so many choices can be
-# tried to find them.
+# The most forms of one source and arity (beyond that a `RegionRule` is faster), and the most combinations of choices.
 _MOST_FORMS, _MOST_CHOICES = 64, 4096
 
 
 @dataclass(eq=False)
 class PNode:
-    """A node of a pattern. `attrs` must match, all others must be default unless `rest` captures them.
+    """A node of a pattern. `attrs` must match; all other attributes must be default unless `rest` captures them.
 
-    `ops` are the operators that it may have, all matched in one way; `chosen` is the name under which `any_of` captures
-    which of them it has.
+    `ops` are the operators that the node may have; all are matched in the same way. `chosen` is the name under which
+    `any_of` captures the operator.
     """
 
     index: int
@@ -65,12 +64,12 @@ class PNode:
 
     @property
     def op(self) -> str:
-        """The operator, or one of those that are matched in the same way."""
+        """The operator, or the first of those that are matched in the same way."""
         return self.ops[0]
 
     @property
     def matched_as(self) -> object:
-        """Operators that differ in none of this are matched in one way."""
+        """A key: operators with equal keys are matched in the same way."""
         found = schema(self.op)
         single = found is not None and found.max_output == 1
         return self.op in COMMUTATIVE, single, *(repr(default_of(self.op, name)) for name in self.attrs)
@@ -88,12 +87,12 @@ class Pattern:
     optional: frozenset[str]
     shapes: Sequence[Mapping[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
-    # By the names of `either`: the place of the alternative that this is.
+    # By the name of an `either`: the index of the alternative that this pattern has.
     chosen: Mapping[str, int] = field(default_factory=dict)
-    # Which of the patterns of its arity it is, if there are several.
+    # Its number among the patterns of its arity, if there are several.
     form: int | None = None
-    # What the types of the variables and the captured attributes alone say: a refusal, or None if the types are
-    # what `shapes` declares.
+    # What follows from the types of the variables and the captured attributes alone: a refusal, or None if `shapes`
+    # admits the types.
     verdicts: dict[tuple[tuple[TensorType | None, ...], tuple[Any, ...]], Refused | None] = field(
         default_factory=dict
     )
@@ -105,20 +104,20 @@ class Pattern:
 
     @cached_property
     def unconditional(self) -> bool:
-        """Whether a match is admitted wherever the variables are of declared types."""
+        """Whether every match is admitted whose variables have declared types."""
         return not self.rule.has_where and self.rule.dtypes is None
 
     @cached_property
     def asked_at_start(self) -> bool:
-        """Whether a plan that may start (`plan.may_start`) finds variables of declared types alone."""
+        """Whether `plan.may_start` already checks that the variables of a match have declared types."""
         (first, *others) = self.nodes
         return not others and not (first.op in COMMUTATIVE and len(first.inputs) == 2)
 
 
 class _Tracer(Op):
-    """Traces one source, with one of the choices at each `either` and `any_of`: those that are given, then the first.
+    """Traces one source and makes one choice at each `either` and `any_of`: `choices` in order, then always the first.
 
-    `counts` has how many there are at each; `named` what was chosen under a name, with the node that it leads to.
+    `counts` holds the number of options at each. `named` holds each named choice: name, index, node.
     """
 
     def __init__(self, choices: Sequence[int] = ()) -> None:
@@ -171,7 +170,7 @@ class _Tracer(Op):
                 else:
                     raise RuleError(f"{name}: attribute {key}={value!r} cannot be matched")
             parts = tuple(
-                Number(float(i)) if isinstance(i, (int, float)) else i  # a plain number: a constant
+                Number(float(i)) if isinstance(i, (int, float)) else i  # a plain number stands for a constant
                 for i in inputs
             )
             node = PNode(len(self.nodes), (name,), parts, outputs, wanted, attrs)
@@ -183,7 +182,7 @@ class _Tracer(Op):
 
 
 def trace_patterns(rule: Rule) -> list[Pattern]:
-    """The patterns of a rule, one for each arity. Raises RuleError if the rule is badly declared."""
+    """The patterns of a rule, for each arity and form. Raises RuleError if the rule is badly declared."""
     starred = any(star for _, star in rule.variables)
     low, high = rule.arity
     if starred != (high > 0):
@@ -194,7 +193,7 @@ def trace_patterns(rule: Rule) -> list[Pattern]:
 
 
 def _forms(rule: Rule, arity: int | None) -> list[Pattern]:
-    """A pattern for each combination of choices that the source leaves, those that come to the same once."""
+    """The different patterns that the combinations of choices give. Raises RuleError if there are too many."""
     found: dict[object, Pattern] = {}
     choices: list[int] | None = []
     while choices is not None:
@@ -213,7 +212,7 @@ def _forms(rule: Rule, arity: int | None) -> list[Pattern]:
 
 
 def _together(patterns: list[Pattern]) -> list[Pattern]:
-    """The same with those as one that differ only in an operator of one node, if these are matched in one way."""
+    """Merge patterns that differ only in the operator of one node, if those operators are matched in the same way."""
     for index in range(max(len(p.nodes) for p in patterns)):
         alike: dict[object, list[Pattern]] = {}
         for pattern in patterns:
@@ -234,7 +233,7 @@ def _together(patterns: list[Pattern]) -> list[Pattern]:
 
 
 def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
-    """The choices after these, the last one first; None after the last."""
+    """The next combination of choices; the last choice changes fastest. None after the last combination."""
     for place in reversed(range(len(choices))):
         if choices[place] + 1 < counts[place]:
             return [*choices[:place], choices[place] + 1]
@@ -242,7 +241,7 @@ def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
 
 
 def _form(pattern: Pattern) -> object:
-    """What a pattern matches; two of the same match the same."""
+    """A key: patterns with equal keys match the same."""
     nodes = [
         (
             n.ops,
@@ -295,7 +294,7 @@ def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
 
 
 def _read(nodes: Sequence[PNode], outputs: Sequence[Out]) -> list[PNode]:
-    """The nodes that outputs come from, numbered anew: those of what was not chosen fall away."""
+    """The nodes that the outputs depend on, numbered anew. Nodes of alternatives not chosen are left out."""
     wanted, pending = set[int](), [out.node for out in outputs]
     while pending:
         node = pending.pop()
@@ -309,7 +308,10 @@ def _read(nodes: Sequence[PNode], outputs: Sequence[Out]) -> list[PNode]:
 
 
 def _check_roots(pattern: Pattern) -> None:
-    """With several roots, what one reads and another does not must be constant, or an edit could close a cycle."""
+    """Raises RuleError if a variable is unused, or if it is not constant and some root does not depend on it.
+
+    Otherwise an edit with several roots could close a cycle.
+    """
     reads = {id(out.node): _ancestors(out.node) for out in pattern.outputs}
     every = set.union(*reads.values())
     for name in every:

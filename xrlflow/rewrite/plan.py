@@ -1,8 +1,8 @@
-"""Plans: a pattern compiled, for each of its nodes as a start, to a Python function that finds its matches.
+"""Plans: Python functions that find the matches of a pattern. Each node of a pattern is compiled to a plan.
 
-A plan walks from the start along inputs to producers and along uses to consumers, in straight-line code with
-one loop for each branching point (order of commutative inputs, readers of a value). Generated code rather than
-an interpreter, because it runs for every dirty node of every step of every search: it is about ten times faster.
+A plan starts at that node and walks along inputs to producers and along uses to consumers. Its code has one loop for
+each branching point (order of commutative inputs, readers of a value). Plans run for every dirty node of every step
+of every search; generated code is about ten times faster than an interpreter.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ PlanFunction = Callable[[Node, Any, Any, frozenset[Value], Graph, Callable[..., 
 def may_start(
     pattern: Pattern, start: int, node: Node, types: Sequence[TensorType | None], above: Sequence[str | None]
 ) -> bool:
-    """Whether the plan from pattern node `start` can lead anywhere from `node`, as far as the node itself tells.
+    """Whether the plan from pattern node `start` may find a match from `node`.
 
-    `types` are those of the node's inputs, `above` the operators that make them (None: no operator does). What is
-    said depends on these, the node's operator, attributes and number of inputs alone: it can be remembered by them.
+    `types` are the types of the node's inputs, `above` the operators that make them (None: no operator does). The
+    node's operator is taken to fit. The answer depends only on `types`, `above`, the node's operator and attributes,
+    and on which inputs are absent or equal. `MatchSignature.key` holds all of these.
     """
     wanted = pattern.nodes[start]
     if not _attributes_fit(wanted, node):
@@ -79,7 +80,10 @@ def _inputs_fit(
 
 
 def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | None]) -> str:
-    """Why these are not types that a declaration allows (a rule is proven for those only); empty if they are."""
+    """The reason why a declaration does not admit these types; empty if it admits them.
+
+    A rule is proven only for the types that it declares.
+    """
     sizes: dict[str, Dim] = {}
     for name, type in types.items():
         spec = declared.get(name)
@@ -108,12 +112,12 @@ def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | N
     return ""
 
 
-# How far a float32 constant may be from the number that is meant, as a part of it: as exporters round.
+# The greatest relative difference between a float32 constant and the number that is meant. Exporters round this way.
 _CLOSE = 1e-6
 
 
 def _is(found: float, number: float, dtype: DType) -> bool:
-    """Whether a constant is a number, as its type rounds it."""
+    """Whether the constant `found` is `number` rounded to `dtype`."""
     if found == number:
         return True
     if dtype == DType.FLOAT:
@@ -122,9 +126,9 @@ def _is(found: float, number: float, dtype: DType) -> bool:
 
 
 def is_number(graph: Graph, value: Value, number: float, beside: Value) -> bool:
-    """Whether a value is a small constant that holds `number` everywhere, as its type rounds it.
+    """Whether a value is a small constant all of whose elements are `number`, rounded to its type.
 
-    It may have dimensions, but none that the value `beside` it would get by broadcasting.
+    It may have dimensions, as long as broadcasting with it does not change the shape of the value `beside`.
     """
     const = graph.leaves.consts.get(value)
     if const is None or const.type.dtype == DType.BOOL:
@@ -146,7 +150,7 @@ def is_const(graph: Graph, value: Value) -> bool:
 
 
 def compile_plan(pattern: Pattern, start: int) -> PlanFunction:
-    """The plan that starts at pattern node `start`."""
+    """Compile the plan that starts at pattern node `start`."""
     source, constants = plan_source(pattern, start)
     namespace: dict[str, Any] = {"is_number": is_number, "is_const": is_const, **constants}
     exec(compile(source, f"<plan {pattern.name} from {start}>", "exec"), namespace)
@@ -155,7 +159,7 @@ def compile_plan(pattern: Pattern, start: int) -> PlanFunction:
 
 
 def plan_source(pattern: Pattern, start: int) -> tuple[str, Mapping[str, object]]:
-    """The plan's Python code, and the constants that it names."""
+    """The Python code of a plan, and the constants that the code names."""
     writer = _Writer(pattern)
     writer.bind(pattern.nodes[start])
     writer.finish()
@@ -191,7 +195,7 @@ class _Writer:
         return name
 
     def bind(self, start: PNode) -> None:
-        """Everything that is connected with the start."""
+        """Write the checks of all nodes of the pattern, from `start` on."""
         self.emit(f"n{start.index} = START")
         self.node(start)
         while rest := [n for n in self.pattern.nodes if n not in self.bound]:
@@ -203,13 +207,13 @@ class _Writer:
             self.node(node, ordered=True)
 
     def another(self, n: str, p: PNode) -> str:
-        """The condition that the operator of a node is none of a pattern node's."""
+        """The condition that node `n` has none of the operators of pattern node `p`."""
         return (
             f"{n}.op != {p.op!r}" if len(p.ops) == 1 else f"{n}.op not in {self.constant(frozenset(p.ops))}"
         )
 
     def in_order(self, p: PNode, id: str) -> None:
-        """Of the permutations of a symmetric rule's results only the one in which their ids ascend."""
+        """If the rule is symmetric, admit only the permutation of its results in which their ids ascend."""
         results = [out.node for out in self.pattern.outputs] if self.pattern.rule.symmetric else []
         if p not in results:
             return
@@ -219,7 +223,7 @@ class _Writer:
                 self.unless(f"{id} {sign} n{other.index}.outputs[0]")
 
     def anchor(self, node: PNode) -> tuple[PNode, str] | None:
-        """A value that is known already and that `node` reads."""
+        """`node` and the code of a bound value that it reads; None if it reads none."""
         shared: str | None = None
         for i in node.inputs:
             if isinstance(i, Out) and i.node in self.bound:
@@ -229,9 +233,9 @@ class _Writer:
         return None if shared is None else (node, shared)
 
     def node(self, p: PNode, ordered: bool = False) -> None:
-        """Checks of a node whose operator is known to fit, then of its inputs, then of their producers.
+        """Write the checks of a node whose operator fits, then of its inputs, then of their producers.
 
-        `ordered`: its place among the results was checked.
+        `ordered`: `in_order` was already called for the node.
         """
         n = f"n{p.index}"
         for other in self.bound:
@@ -345,7 +349,7 @@ class _Writer:
 
 
 def _comparable(wanted: Attr, default: Attr | None) -> Attr:
-    """A wanted float as ONNX stores it: rounded to float32."""
+    """The wanted value as ONNX stores it: a float attribute is rounded to float32."""
     if isinstance(wanted, (int, float)) and isinstance(default if default is not None else wanted, float):
         return float(np.float32(wanted))
     return wanted

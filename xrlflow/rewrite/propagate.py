@@ -1,4 +1,4 @@
-"""What follows from an edit: if an input became constant, or its type more precise, so may what is made of it."""
+"""Propagates an edit: if an input of a node became constant or its type more precise, so may the node's outputs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from xrlflow.ops.tensors import numpy_dtype
 
 Array = npt.NDArray[Any]
 
-# What evaluating one small constant may take: seconds, and bytes besides its inputs.
+# Limits for the evaluation of one small constant: seconds, and bytes besides its inputs.
 _SECONDS, _ROOM = 0.1, 1 << 24
 
-# How many nodes one edit may change on top of its own: beyond them types stay as they were, which is never wrong.
+# How many nodes propagation changes at most for one edit. Beyond them types stay as they were, which is never wrong.
 _MOST = 256
 
 
 def evaluate_small(
     op: str, attrs: Attrs, data: Sequence[Const | None], types: Sequence[TensorType]
 ) -> list[Array] | None:
-    """The outputs of a constant node, if inputs and outputs are small; None if not, or not evaluable.
+    """The outputs of a node whose inputs are constants; None if one is not small or the node cannot be evaluated.
 
     Floats are computed in float64 and rounded once.
     """
@@ -68,16 +68,16 @@ def evaluate_small(
         outputs = evaluate_node(op, attrs, inputs, len(types))
     except NotEvaluable:
         return None
-    with np.errstate(over="ignore"):  # what is too large for the type is infinite, as it is for the runtime
+    with np.errstate(over="ignore"):  # a number too large for the type becomes infinite, as in the runtime
         return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]
 
 
 def fold_small(
     leaves: Leaves, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
 ) -> tuple[Value, ...] | None:
-    """The small constants that an operator makes of constants, remembered with the leaves.
+    """The outputs of an operator on constants, as small constants. The result is remembered in `leaves.folded`.
 
-    None if an input is no constant, if inputs or outputs are not small, or if it cannot be evaluated.
+    None if an input is not constant, if an input or output is not small, or if the operator cannot be evaluated.
     """
     key = (op, attrs.digest, inputs, types)
     if key in leaves.folded:
@@ -94,10 +94,10 @@ def fold_small(
 
 
 def propagated(graph: Graph, edit: Edit) -> Edit:
-    """The edit, with what follows from it.
+    """The edit, extended by the constants and types that follow from it.
 
-    A node that reads a value which became constant, or whose type became more precise, is inferred again: it may be
-    constant now, and if it is small it is evaluated; or its own outputs' types become more precise, and so on.
+    If a value became constant or its type more precise, the types of its readers are inferred again. A reader whose
+    outputs are small constants is evaluated. If its output types become more precise, its readers follow in turn.
     """
     looked = _readers_of_news(graph, edit)
     if not looked:
@@ -120,7 +120,7 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
                 folded.update(zip(node.outputs, constants))
             elif found is not None and found != node.types:
                 refined.append(Node(node.op, node.inputs, node.outputs, found, node.attrs, node.captured))
-        if folded:  # before types: what is refined may read what is folded
+        if folded:  # before types: a refined node may read a folded value
             more = plan_edit(after, edit.rule, (), folded)
             looked = {v for v in looked if v not in folded} | {n.outputs[0] for _, n in more.rewired}
         elif refined:
@@ -141,7 +141,7 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
 
 
 def _readers_of_news(graph: Graph, edit: Edit) -> set[Value]:
-    """Nodes that read, after the edit, something of which more is known than of what they read before."""
+    """First outputs of nodes that after the edit read a value of another type than before."""
     made = {v: t for n in edit.added for v, t in zip(n.outputs, n.types)}
     looked: set[Value] = set()
     for value, type in made.items():
@@ -155,7 +155,7 @@ def _readers_of_news(graph: Graph, edit: Edit) -> set[Value]:
 
 
 def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
-    """The types of a node's outputs as its inputs are now; None if nothing can be said."""
+    """The types of a node's outputs, inferred from its present inputs; None if they cannot be inferred."""
     if schema(node.op) is None or any(isinstance(a, Body) for a in node.attrs.values()):
         return None
     types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
@@ -168,7 +168,7 @@ def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
 
 
 def more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
-    """What two types of one value say; what is inferred is believed where they contradict each other."""
+    """Two types of one value merged; the inferred type if they contradict each other."""
     try:
         return merge_types(declared, inferred)
     except TypeConflict:
@@ -176,7 +176,7 @@ def more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
 
 
 def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> tuple[Value, ...] | None:
-    """The small constants that a node's outputs are."""
+    """The outputs of a node as small constants; None if they are not."""
     if node.op == "Shape":
         dims = graph.type(node.inputs[0]).shape
         if dims is None:
@@ -195,7 +195,7 @@ def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> tuple
 
 
 def _both(first: Edit, second: Edit) -> Edit:
-    """One edit for two, the second of what the first gives."""
+    """One edit that does what `first` and then `second` do. `second` applies to the graph that `first` gives."""
     gone = {id(n): n for n in _leaving(first)}
     come = {id(n): n for n in _coming(first)}
     for node in _leaving(second):

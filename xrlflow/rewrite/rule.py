@@ -1,4 +1,4 @@
-"""Rules: what a substitution is, declared once for the matcher, the applier and the prover."""
+"""Rules. A rule is declared once; the matcher, the applier and the prover all read this declaration."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Site = tuple[str, int]
 
 
 class Refused(Exception):
-    """A rule's pattern is there, but its condition does not hold; the message says why (a near miss).
+    """A near miss: the pattern of a rule matches, but a condition refuses. The message says why.
 
-    `site` is where `require` was called, None for the refusals of a `Val`.
+    `site` is the line that called `require`; None if `profitable`, `accurate` or a `Val` refused.
     """
 
     site: Site | None = None
 
     def bare(self) -> Refused:
-        """Without its traceback, which keeps alive whatever was on the stack: for one that is remembered."""
+        """This refusal without its traceback, which would keep the objects on the stack alive while it is stored."""
         self.__cause__ = self.__context__ = self.__traceback__ = None
         return self
 
 
 class RuleError(Exception):
-    """A rule is wrong: it cannot be compiled, or its target does not fit what it replaces."""
+    """A rule is wrong: it cannot be compiled, or its target does not fit the values that it replaces."""
 
 
 class Contradiction(RuleError):
-    """The type of what a target gives is not that of what it replaces."""
+    """The type of a target's result contradicts the type of the value that it replaces."""
 
 
 _dropped: set[Site] = set()
@@ -53,7 +53,7 @@ _dropped: set[Site] = set()
 
 @contextmanager
 def without(site: Site) -> Iterator[None]:
-    """The rules with one `require` dropped: mutants, which a proof has to reject."""
+    """Drop one `require` while the context lasts. This makes mutants, which a proof must reject."""
     _dropped.add(site)
     try:
         yield
@@ -61,13 +61,16 @@ def without(site: Site) -> Iterator[None]:
         _dropped.discard(site)
 
 
-# What rules see of numbers, if somebody watches what they compare them with.
+# Set by `watched`: maps the numbers that rules read.
 _shown: Callable[[Any], Any] | None = None
 
 
 @contextmanager
 def watched(show: Callable[[Any], Any]) -> Iterator[None]:
-    """Rules see sizes, numbers of constants and attributes as `show` gives them: for conditions only, not targets."""
+    """While the context lasts, rules read `show(x)` for each size, constant's number and attribute `x`.
+
+    This is for conditions only, not for targets.
+    """
     global _shown
     before, _shown = _shown, show
     try:
@@ -77,7 +80,7 @@ def watched(show: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def require(condition: object, reason: str) -> None:
-    """Refuse the match unless the condition holds. Without it the rule would be wrong: see `profitable`."""
+    """Refuse the match unless the condition holds. This is for legality; for profitability see `profitable`."""
     if not condition:
         frame = sys._getframe(1)
         site = (frame.f_code.co_filename, frame.f_lineno)
@@ -88,15 +91,15 @@ def require(condition: object, reason: str) -> None:
 
 
 def profitable(condition: object, reason: str) -> None:
-    """Refuse a match on which the rule would be right, but to no avail."""
+    """Refuse the match unless the condition holds. The rule would be right here, but not make the graph faster."""
     if not condition:
         raise Refused(reason)
 
 
 def accurate(condition: object, reason: str) -> None:
-    """Refuse a match on which the rule would lose more than two bits of float32.
+    """Refuse the match unless the condition holds. Otherwise the rule would lose more than two bits of float32.
 
-    That is for sums in a runtime's kernels, which the small graphs of a proof do not show.
+    This is for errors of sums in a runtime's kernels, which the small graphs of a proof do not show.
     """
     if not condition:
         raise Refused(reason)
@@ -104,7 +107,7 @@ def accurate(condition: object, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Lit:
-    """A string attribute that must be just this (a plain string in a source names a capture)."""
+    """A string as the value of an attribute. (A plain string in a source names a capture.)"""
 
     text: str
 
@@ -171,7 +174,7 @@ class Val:
 
     @property
     def uniform(self) -> float | None:
-        """The number that a small constant holds everywhere; None if there is no such number."""
+        """The number that all elements of a small constant are; None if there is no such number."""
         found = self.graph.leaves.uniform(self.value)
         return found if _shown is None else _shown(found)
 
@@ -195,7 +198,7 @@ class Val:
 
 
 class WatchedVal(Val):
-    """A value that notes when more of it is looked at than its type."""
+    """A value that sets `watch[0]` when anything other than its type is read."""
 
     __slots__ = ("_graph", "_value", "watch")
 
@@ -217,10 +220,10 @@ class WatchedVal(Val):
 
 
 class Op:
-    """What `source` and `target` call operators on: `op.MatMul(x, w)`, `op["com.microsoft::Gelu"](x)`.
+    """The object on which `source` and `target` call operators: `op.MatMul(x, w)`, `op["com.microsoft::Gelu"](x)`.
 
-    `attrs=` of a source captures all attributes that are not named, `attrs=` of a target adds them back;
-    `outputs=` says how many outputs there are (a tuple comes back if it is not 1). Split takes `sizes=`.
+    In a source `attrs=` captures all attributes of the node; in a target it sets them. `outputs=` is the number of
+    outputs; if it is not 1, the call returns a tuple. Split takes `sizes=`.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -230,20 +233,21 @@ class Op:
         return self.__getattr__(name)
 
     def either(self, *alternatives: Any, name: str | None = None) -> Any:
-        """Any of these values, in a source: `op.either(op.Neg(x), op.Mul(x, -1.0))`.
+        """In a source: one of these values, `op.either(op.Neg(x), op.Mul(x, -1.0))`.
 
-        With `name="f"`, `m.f` is the place of the one that it is, from 0. Each reads the same variables.
+        With `name="f"`, `m.f` is the index of the alternative that matched, from 0. All alternatives must read the
+        same variables.
         """
         raise NotImplementedError
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
-        """Any of these operators, in a source: `op.any_of(("Add", "Sub"), "f")(x, y)`; `m.f` is which of them it is."""
+        """In a source: one of these operators, `op.any_of(("Add", "Sub"), "f")(x, y)`; `m.f` is the matched one."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class VarSpec:
-    """One variable of a rule's `shapes`: name[dims]:flags. `dims` None: anything; `open`: leading dims are free."""
+    """One variable of a rule's `shapes`: name[dims]:flags. `dims` None: any shape; `open`: leading dims are free."""
 
     name: str
     dims: tuple[int | str, ...] | None = None
@@ -262,7 +266,10 @@ DTYPE_FLAGS = {
 
 @lru_cache(maxsize=1024)
 def parse_shapes(text: str, arity: int | None) -> Sequence[Mapping[str, VarSpec]]:
-    """The alternatives of a `shapes` declaration, starred variables expanded to `arity` of them."""
+    """The alternatives of a `shapes` declaration; a starred variable becomes `arity` variables.
+
+    Raises RuleError if the declaration is malformed.
+    """
     out = []
     for alternative in text.split("|"):
         specs: dict[str, VarSpec] = {}
@@ -297,47 +304,47 @@ def parse_shapes(text: str, arity: int | None) -> Sequence[Mapping[str, VarSpec]
 class _Declared:
     """What pattern rules and region rules share."""
 
-    # How the rule is proven; a numeric one says which property of which functions it relies on.
+    # How the rule is proven. If "numeric", `relies_on` says on which property of which functions it relies.
     proof: ClassVar[Proof] = "field"
     relies_on: ClassVar[str] = ""
-    # Element types of the replaced outputs for which the target has kernels; None: any.
+    # Element types of the replaced outputs for which the target's operators have kernels; None: any.
     dtypes: ClassVar[frozenset[DType] | None] = None
-    # Only offered for this backend ("onnxruntime"), None: for all.
+    # The only backend for which the rule is offered ("onnxruntime"); None: all backends.
     backend: ClassVar[str | None] = None
     # It writes operators that only this backend has: off unless the user allows it.
     contrib: ClassVar[bool] = False
-    # Its worth lies in what the runtime fuses, which no cost of single operators sees: it is measured first.
+    # Its gain comes from fusion in the runtime, which the cost of single operators does not show: it is measured first.
     unpriced: ClassVar[bool] = False
-    # It leaves out what is computed for nothing, and may show more of the types, or it spells out what its backend does
-    # not have: applied before anything is priced.
+    # A canonicalising rule, applied before any graph is priced: it removes useless work, or replaces an operator that
+    # the backend does not have.
     canonicalises: ClassVar[bool] = False
-    # What must hold of the data or the machine ("finite", "vnni"), or "approximate": the rule may lose more than two
-    # bits of float32 accuracy. Such a rule is off unless asked for.
+    # What the rule assumes of the data or the machine ("finite", "vnni"), or "approximate": it may lose more than two
+    # bits of float32 accuracy. Such a rule is off unless the user asks for it.
     assumes: ClassVar[str | None] = None
-    # Where an input is infinite or NaN, more of the right side may be NaN, and an infinity become NaN or NaN an
-    # infinity (never another number): sums in another order, or zeros that meet what they did not meet before.
+    # If an input is infinite or NaN, the right side may be NaN in more places, and may have NaN for infinity or
+    # infinity for NaN (never a number for either). Reasons: another order of sums, or new products with zero.
     may_add_nonfinite: ClassVar[bool] = False
-    # Where the left side is infinite or NaN though a number was meant (exponentials that overflow, a softmax of
-    # nothing but -inf), the right side may be that number.
+    # Where the left side is infinite or NaN although the exact result is a number (overflow of an exponential, softmax
+    # of -inf alone), the right side may be that number.
     may_remove_nonfinite: ClassVar[bool] = False
-    # It needs sizes from 1: where a dimension is 0, ONNX Runtime does not run an operator of the right side, or leaves
-    # its result as the memory was.
+    # It needs sizes from 1: if a dimension is 0, ONNX Runtime refuses an operator of the right side or leaves its
+    # result uninitialised.
     nonempty: ClassVar[bool] = False
-    # It does in one step what a chain of these other rules does, because the chain leads through slower graphs.
+    # The rules that a composite rule replaces: it does in one step what their chain does through slower graphs.
     composite_of: ClassVar[tuple[str, ...]] = ()
-    # Graphs (ONNX's text form) in which the rule applies; a region rule has no other declaration of its left side.
+    # Graphs (ONNX text form) to which the rule applies. They are a region rule's only declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()
-    # More graphs for the proof: conditions refuse in them that no variation of the others comes across.
+    # More graphs for the proof. Conditions refuse them that refuse no variation of the examples.
     near_misses: ClassVar[tuple[str, ...]] = ()
-    # Why mutants of the rule that pass its proof are right all the same, by what was done otherwise.
+    # Why mutants of the rule that pass its proof are right all the same, by the mutant's description.
     survivors: ClassVar[Mapping[str, str]] = {}
 
     @cached_property
     def name(self) -> str:
         return type(self).__name__
 
-    # By which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. A class that does
-    # not say has that of its base, or else the name of its module.
+    # The name by which agents, traces and the selection know rules of a kind: `class X(Rule, family="merge")`. Without
+    # it a class has the family of its base, or else the name of its module.
     family: ClassVar[str]
 
     def __init_subclass__(cls, family: str = "") -> None:
@@ -357,21 +364,21 @@ class _Declared:
 class Rule(_Declared):
     """A substitution with a left side of fixed form.
 
-    `source(op, x, ...)` is traced to get the patterns, its parameters are the variables (a starred one is expanded to
-    each number of `arity`, `op.either` and `op.any_of` to each of what they are given); `where` refuses by `require`;
-    `target(op, ...)` is traced for each match and returns as many values as `source`. Both are given what they name:
-    variables, and `m`, which has the captured attributes; `*others` are all variables that have no name there.
+    `source(op, x, ...)` is traced to get the patterns; its parameters are the variables. There is a pattern for each
+    number of starred variables in `arity` and for each choice of `op.either` and `op.any_of`. `where` refuses by
+    `require`. `target(op, ...)` is traced for each match and returns as many values as `source`. `where` and `target`
+    get what their parameters name: variables, and `m` with the captured attributes; `*others` are all other variables.
 
     An attribute that a source does not mention must have its default. A source's nodes must not be constant.
     """
 
-    arity: ClassVar[tuple[int, int]] = (0, 0)  # least and most of the starred variable
+    arity: ClassVar[tuple[int, int]] = (0, 0)  # least and greatest number of starred variables
     shapes: ClassVar[str] = ""
-    # Inputs that may be left out; their variable is then None.
+    # Variables that may be absent inputs; such a variable is then None.
     optional: ClassVar[tuple[str, ...]] = ()
-    # The starred variables' outputs can be permuted: match each set of nodes once.
+    # The results can be permuted: each set of nodes is matched once.
     symmetric: ClassVar[bool] = False
-    # Inner values may be read from outside the match; their nodes then stay beside the target.
+    # Inner values may be multi-use, that is, read from outside the match; their nodes then stay.
     allow_multi_use: ClassVar[bool] = False
 
     source: Callable[..., Any]
@@ -392,12 +399,12 @@ class Rule(_Declared):
 
     @cached_property
     def where_takes(self) -> Takes:
-        """What `where` is given. Raises RuleError for a name that is no variable."""
+        """The arguments of `where`. Raises RuleError for a name that is no variable."""
         return self._takes("where", list(inspect.signature(self.where).parameters.values()))
 
     @cached_property
     def target_takes(self) -> Takes:
-        """What `target` is given besides `op`. Raises RuleError for a name that is no variable."""
+        """The arguments of `target` after `op`. Raises RuleError for a name that is no variable."""
         return self._takes("target", list(inspect.signature(self.target).parameters.values())[1:])
 
     def _takes(self, function: str, parameters: Sequence[inspect.Parameter]) -> Takes:
@@ -415,8 +422,11 @@ class Rule(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a function of a rule is given of a match: its captures, some of the variables (`places`), and, if it takes
-    all others, the values of the starred one, which come after the first `fixed` ones."""
+    """Which parts of a match a function of a rule takes as arguments.
+
+    `captures`: whether it takes the captures. `places`: the indices of the variables that it takes. `starred`: whether
+    it also takes the starred variables, whose values follow the first `fixed` ones.
+    """
 
     captures: bool
     places: tuple[int, ...]
@@ -449,10 +459,10 @@ class Captures:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where a region rule applies.
+    """A place where a region rule applies.
 
-    `outputs` are the values that the target replaces, in order; `inputs` what the target reads; `nodes` the
-    nodes of the left side (the anchor among them); `data` whatever `target` needs to know, hashable.
+    `outputs` are the values that the target replaces, in order. `inputs` are the values that it reads. `nodes` are the
+    nodes of the left side, with the anchor. `data` is anything hashable that `target` needs.
     """
 
     outputs: tuple[Value, ...]
@@ -462,14 +472,14 @@ class Region:
 
 
 def uses_key(value: Value) -> Value:
-    """The key under which the index keeps what depends on a value's readers (its producer has another)."""
+    """The index key of entries that depend on the readers of a value. (Entries that depend on its producer differ.)"""
     return Value(-value)
 
 
 class Reader:
-    """A graph as `RegionRule.find` sees it; it records what was read, so that matches fall when that changes.
+    """A graph as `RegionRule.find` sees it. It records in `reads` what was read; if that changes, the match falls.
 
-    `near` is true for as long as only the anchor and the types of its inputs were looked at.
+    `near` is true as long as only the anchor and the types of its inputs were read.
     """
 
     __slots__ = ("_graph", "near", "reads")
@@ -501,7 +511,7 @@ class Reader:
         return users
 
     def count_users(self, value: Value) -> int:
-        """How many nodes read a value, without looking at them."""
+        """How many nodes read a value. The nodes themselves are not recorded as read."""
         self.near = False
         self.reads.add(uses_key(value))
         return len(self._graph.uses.get(value, ()))
@@ -530,25 +540,24 @@ class Reader:
 class RegionRule(_Declared):
     """A substitution whose left side has no fixed form: T time steps, a chain, a body.
 
-    `find` is called for each node whose operator is among `anchors`, reads the graph through a Reader only,
-    and returns a region, or None, or refuses by `require`. `target(op, region, *inputs)` returns the values
-    that replace `region.outputs`. `examples` gives graphs (ONNX text, `onnx.parser`) in which it applies.
+    `find` is called for each node whose operator is among `anchors`. It reads the graph only through the Reader. It
+    returns a region or None, or refuses by `require`. `target(op, region, *inputs)` returns the values that replace
+    `region.outputs`. `examples` gives graphs (ONNX text, `onnx.parser`) to which the rule applies.
 
     A region with several outputs must make sure that no input depends on an output (see `common_source`).
     """
 
     anchors: ClassVar[tuple[str, ...]] = ()
-    # Early rejection: at least one input of the anchor must come from one of these operators (None: not asked).
+    # At least one input of the anchor must come from one of these operators (None: no such demand).
     reads_from: ClassVar[Sequence[str] | None] = None
 
     find: Callable[[Reader, Node], Region | None]
     target: Callable[..., Any]
 
     def partners(self, graph: Graph, node: Node) -> Iterable[Value]:
-        """Other anchors of which a node that has come, or reads something else, can make matches.
+        """Other anchors that may match now that `node` was added or rewired. `find` is called for them again.
 
-        They are asked again. For a rule whose `find` looks at many nodes in vain: what it sees without recording it
-        leaves no trace in the index.
+        This is for a rule whose `find` looks at many nodes in vain and does not record them with the Reader.
         """
         return ()
 
@@ -561,7 +570,7 @@ AnyRule = Rule | RegionRule
 
 
 def declared_in(module: ModuleType) -> tuple[AnyRule, ...]:
-    """The rules that a module declares, in its order: one of each class whose name does not begin with `_`."""
+    """The rules that a module declares, in its order: an instance of each class whose name does not begin with `_`."""
     kinds = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, (Rule, RegionRule))]
     return tuple(c() for c in kinds if c.__module__ == module.__name__ and not c.__name__.startswith("_"))
 
@@ -583,11 +592,11 @@ _MOVES = frozenset(
 
 
 def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bool:
-    """Whether nodes that read one of `values` each (and constants) can be merged without closing a cycle.
+    """Whether nodes that each read one of `values` (and constants) can be merged without closing a cycle.
 
-    Each value is followed up through operators that only move the data of one input. If all come from one
-    value, that one cannot depend on a reader of any of them (the reader depends on it), so neither can they,
-    for there is no reader between; the same if all come from inputs of the graph. Only these few nodes are read.
+    Each value is followed upwards, for at most `limit` steps, through operators that only move the data of one input.
+    The answer is yes if all values come from one value: that value cannot depend on their readers, and no reader lies
+    in between. It is also yes if all come from inputs of the graph. Only these few nodes are read.
     """
     chains: list[list[Value]] = []
     for value in dict.fromkeys(values):
@@ -605,7 +614,7 @@ def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bo
 
 
 def check_rules(rules: Iterable[AnyRule]) -> None:
-    """Raises RuleError for two rules of one name or a rule without an equation."""
+    """Raises RuleError if two rules have the same name or a rule has no equation."""
     seen: set[str] = set()
     for rule in rules:
         if rule.name in seen:

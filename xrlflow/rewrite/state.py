@@ -1,7 +1,8 @@
-"""Rewrite states: a graph with all substitutions that apply to it, maintained from edit to edit.
+"""Rewrite states: a graph with all substitutions that apply to it, kept up to date from edit to edit.
 
-Matching is semi-naive: after an edit only dirty nodes (added, rewired, with other readers, or reading a value
-of another type) can take part in a new match, so plans start there; a match falls when a node of it is dirty.
+Matching is semi-naive. After an edit only dirty nodes can take part in a new match: nodes that were added or rewired,
+that have other readers, or that read a value of another type. Plans start at dirty nodes. A match falls when one of
+its nodes is dirty.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from xrlflow.rewrite.rule import (
     uses_key,
 )
 
-# What an edit is worth, in the unit of the cost model that the search uses.
+# The change of cost by an edit, in the unit of the cost model that the search uses.
 Delta = Callable[[Graph, Edit], float]
 
 Key = tuple[str, tuple[Value, ...]]
 
 
-# Not frozen: that is most of what a match takes, and they are made by the thousand.
+# Not frozen: freezing would take most of the time to make a match, and thousands are made.
 @dataclass(slots=True, eq=False)
 class Match:
-    """Where a rule applies, and what the cost model thinks of it. Not changed any more once it is a candidate.
+    """A place where a rule applies, and the change of cost (`delta`). It does not change once it is a candidate.
 
     `key` names the substitution in traces: rule, ids of the matched nodes, values of the variables.
     """
@@ -53,18 +54,18 @@ class Match:
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
     key: Key
-    # A pattern's captured attributes, or a region's find.
+    # The captured attributes of a pattern, or the region that `find` returned.
     pattern: Pattern | None
     found: Any
     reads: tuple[Value, ...]
     delta: float = 0.0
-    # What the edit adds to the fingerprint, as far as other edits have not changed its surroundings.
+    # What the edit adds to the fingerprint, unless other edits have since changed its surroundings.
     shift: int = 0
 
 
 @dataclass(slots=True, eq=False)  # see `Match`
 class Attempt:
-    """A region rule that looked further than its anchor and found nothing: tried again when that changes."""
+    """A region rule that read more than its anchor and found nothing. It is tried again when what it read changes."""
 
     rule: RegionRule
     reads: tuple[Value, ...]
@@ -75,15 +76,15 @@ Entry = Match | Attempt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewriteState:
-    """A graph and its candidates. Never changed; successors share what an edit does not touch."""
+    """A graph and its candidates. A state never changes; successors share with it what an edit does not touch."""
 
     graph: Graph
     library: Library
     delta: Delta | None
-    # Every match and attempt under the id of each node that it depends on; its first one lists it.
+    # Every match and attempt, under each key that it depends on (`Entry.reads`). `candidates` lists it at the first.
     index: Map[Value, tuple[Entry, ...]]
     count: int
-    # The candidates that gain, in no particular order: a descent looks at no others.
+    # The candidates whose `delta` is negative, in no particular order. A descent looks only at these.
     gaining: Map[Match, None]
 
     @staticmethod
@@ -110,7 +111,7 @@ class RewriteState:
         ]
 
     def gains_most(self, least: float, but: Callable[[Match], bool] | None = None) -> Match | None:
-        """The candidate that gains most, and more than `least`, of those that `but` does not exclude."""
+        """The candidate with the greatest gain above `least` that `but` does not exclude; None if there is none."""
         best: Match | None = None
         for match in self.gaining:
             if match.delta >= -least or (
@@ -122,18 +123,18 @@ class RewriteState:
         return best
 
     def find(self, key: Key) -> Match | None:
-        """The candidate of a trace's key."""
+        """The candidate with this key; None if there is none."""
         for entry in self.index.get(key[1][0], ()):
             if isinstance(entry, Match) and entry.key == key:
                 return entry
         return None
 
     def edit(self, match: Match) -> Edit:
-        """What applying a candidate changes."""
+        """The edit that applies a candidate."""
         return build_edit(self.graph, match)
 
     def apply(self, match: Match, edit: Edit | None = None) -> RewriteState:
-        """The successor, with its candidates (pass `edit` if it is at hand).
+        """The successor, with its candidates. Pass `edit` if it was already built.
 
         Raises RuleError if the rule's target does not fit.
         """
@@ -149,7 +150,7 @@ class RewriteState:
         return self._successor(finder, fallen, dirty.gone)
 
     def _fallen(self, dirty: Dirty) -> set[Entry]:
-        """The matches and attempts that an edit puts an end to."""
+        """The matches and attempts that an edit invalidates."""
         index = self.index
         fallen: set[Entry] = set()
         for value in dirty.nodes | dirty.uses:
@@ -160,7 +161,7 @@ class RewriteState:
         return fallen
 
     def _look_again(self, finder: _Finder, dirty: Dirty, fallen: set[Entry]) -> None:
-        """Match at dirty nodes, and where region rules may find something else now."""
+        """Match at dirty nodes, and at the anchors where region rules may now find something else."""
         anchors: dict[Value, set[str]] = {}
         for entry in fallen:
             if isinstance(entry.rule, RegionRule):
@@ -184,7 +185,7 @@ class RewriteState:
                 finder.look_for_regions(node, names)
 
     def _successor(self, finder: _Finder, fallen: set[Entry], gone: set[Value]) -> RewriteState:
-        """The state of the finder's graph: without what fell and the nodes that are gone, with what was found."""
+        """The state of the finder's graph: entries in `fallen` and ids in `gone` leave, entries it found are added."""
         index, gaining = self.index, self.gaining.mutate()
         touched: dict[Value, list[Entry]] = {}
         lost = 0
@@ -218,7 +219,7 @@ class RewriteState:
 
 
 def match_all(graph: Graph, library: Library) -> list[Match]:
-    """Every place of a graph where the conditions of a rule hold, matched from scratch; not priced."""
+    """Every match in a graph whose conditions hold, found from scratch. Edits are not built, nothing is priced."""
     with _no_collection():
         return _match_all(graph, library, None).matches
 
@@ -233,14 +234,14 @@ def _match_all(graph: Graph, library: Library, delta: Delta | None) -> _Finder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing that matching makes is garbage in a cycle, and a collection walks the whole graph."""
+    """Turn garbage collection off. Matching makes no cyclic garbage, and a collection would walk the whole graph."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if gc.get_freeze_count() == 0:  # what is new counts as old now: it is not walked through at once
+            if gc.get_freeze_count() == 0:  # makes new objects old, so that they are not collected at once
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -248,11 +249,11 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Dirty:
-    """What an edit touched: the index's keys that are stale, and where new matches can begin.
+    """What an edit touched: the stale keys of the index, and the nodes where new matches can begin.
 
-    `nodes`: ids of nodes that came, went, were rewired, or read a value whose type became more precise. `uses`: the
-    keys (see `Reader.users`) of values with other readers. `producers`: nodes, else unchanged, that make those
-    values. `gone`: ids that name no node any more.
+    `nodes`: ids of nodes that were added, removed or rewired, or that read a value whose type became more precise.
+    `uses`: keys (`uses_key`) of values whose readers changed. `producers`: ids of otherwise unchanged nodes that make
+    those values. `gone`: ids that no longer name a node.
     """
 
     nodes: set[Value]
@@ -272,7 +273,7 @@ class Dirty:
         for node in edit.added:
             nodes.add(node.outputs[0])
             for out, type in zip(node.outputs, node.types):
-                # Conditions read types: whoever reads a value of a more precise type is looked at again.
+                # Conditions read types, so the readers of a value with a more precise type are matched again.
                 if out in old.producers and old.type(out) is not type:
                     nodes.update(new.uses.get(out, ()))
         gone = {value for value in nodes if value not in producers or producers[value].outputs[0] != value}
@@ -291,7 +292,7 @@ def _captured(pattern: Pattern, attributes: Sequence[Any]) -> Captures:
 
 
 def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) -> Edit:
-    """Trace a match's target. Raises RuleError if it does not fit, Refused if it finds a reason only now."""
+    """Trace the target of a match. Raises RuleError if it does not fit, Refused if the target itself refuses."""
     builder = builder or GraphBuilder(graph)
     rule = match.rule
     if isinstance(rule, RegionRule):
@@ -310,12 +311,12 @@ def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) 
     return builder.edit(rule.name, replaced, listed)
 
 
-# A match whose rule has not been asked about its types.
+# The verdict on types for which the rule's conditions have not been evaluated.
 _NOT_ASKED: Final = object()
 
 
 class _Types(dict[Value, TensorType | None]):
-    """Types by value (None: left out), looked up once for each value."""
+    """Types by value, each looked up once. An absent input has the type None."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__({ABSENT: None})
@@ -340,7 +341,7 @@ class _Finder:
         self.attempts: dict[tuple[Value, str], Attempt] = {}
         self._around: dict[Value, MatchSignature] = {}
         self._types = _Types(graph)
-        # Of the plan that runs: matches that it came to, and those that the types of their variables refuse.
+        # Counts for the running plan: its matches, and those that are refused by the types of their variables alone.
         self.considered = self.refused_by_types = 0
 
     def around(self, node: Node) -> MatchSignature:
@@ -373,7 +374,7 @@ class _Finder:
     def consider(
         self, pattern: Pattern, nodes: tuple[Node, ...], values: tuple[Value, ...], attrs: tuple[Any, ...]
     ) -> None:
-        """A match of a pattern: ask its rule's conditions."""
+        """Evaluate the conditions of the rule for a match of its pattern, and keep the match if they hold."""
         rule, stats = pattern.rule, self.library.stats[pattern.rule.name]
         types = tuple(map(self._types.__getitem__, values))
         self.considered += 1
@@ -418,7 +419,7 @@ class _Finder:
                 self.refused_by_types += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
-        """Ask the region rules of which a node may be the anchor; with `names` only those."""
+        """Call `find` of the region rules whose anchor `node` may be; with `names` only of those."""
         graph, library, anchor = self.graph, self.library, node.outputs[0]
         if node.types[0].const or node.op not in library.regions.by_op:
             return
@@ -461,10 +462,10 @@ class _Finder:
                 fitting.remove(rule)
 
     def without_trace(self, node: Node, but: set[Value]) -> list[tuple[Value, RegionRule]]:
-        """The rules that leave no trace where they are rejected and may find a region now that a node has changed, each
-        with the id of its anchor: those that demand an operator above their anchor, and those that know of partners.
+        """Anchors and rules to try again after `node` changed although the index has no entry for them.
 
-        No anchor is one of `but`.
+        These are rules that demand an operator above their anchor, and rules with partners. Anchors in `but` are left
+        out.
         """
         graph, regions = self.graph, self.library.regions
         found: list[tuple[Value, RegionRule]] = []
@@ -483,7 +484,7 @@ class _Finder:
         return (anchor, *sorted(reader.reads))
 
     def settle(self) -> None:
-        """Build the edit of every match: those that change nothing fall, the cost model prices the others."""
+        """Build the edit of every match. Drop matches that are refused or change nothing, and price the others."""
         for match in self.matches:
             stats = self.library.stats[match.rule.name]
             begin = time.perf_counter() if self.library.timed else 0.0
@@ -512,14 +513,17 @@ class _Finder:
                 stats.seconds += time.perf_counter() - begin
 
     def _keep_trying(self, match: Match) -> None:
-        """A region whose target comes to nothing is tried again when what it read changes."""
+        """Keep a region match without an edit as an attempt, so that it is tried again when what it read changes."""
         if isinstance(match.rule, RegionRule) and len(match.reads) > 1:
             self.attempts[(match.reads[0], match.rule.name)] = Attempt(match.rule, match.reads)
 
     def index(
         self, touched: dict[Value, list[Entry]], old: Map[Value, tuple[Entry, ...]] | None = None
     ) -> dict[Value, tuple[Entry, ...]]:
-        """What the index holds under each value that a new match, or one that fell, depends on."""
+        """The new index entries under each key that a new or fallen entry depends on.
+
+        `touched` holds the entries that remain under the keys of fallen entries. `old` is the previous index.
+        """
         entries: list[Entry] = [*self.found.values(), *self.attempts.values()]
         for entry in entries:
             for value in entry.reads:
@@ -530,7 +534,7 @@ class _Finder:
 
 
 def _may_be_empty(graph: Graph, edit: Edit) -> bool:
-    """Whether something that an edit reads or makes may be empty though no input of the model is."""
+    """Whether a value that an edit reads or makes may be empty although no input of the model is."""
     made = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
     for node in (*edit.removed, *edit.added):
         read = [made.get(v) or graph.type(v) for v in node.inputs if v != ABSENT]
@@ -551,7 +555,7 @@ def fingerprint_shift(graph: Graph, edit: Edit) -> int:
 
 
 def _undeclared(pattern: Pattern, types: tuple[TensorType | None, ...]) -> str:
-    """Why these are not types that the rule's `shapes` declare; empty if they are."""
+    """The reason why the rule's `shapes` do not admit these types; empty if they admit them."""
     of = {var.name: type for var, type in zip(pattern.variables, types)}
     reason = ""
     for alternative in pattern.shapes:
