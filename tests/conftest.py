@@ -14,7 +14,7 @@ import pytest
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
     "torch": ("learn", "rl", "tuning"),
-    "tvm": ("backends/tvm", "tuning"),
+    "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]

@@ -20,6 +20,7 @@ from onnx.backend.test.loader import load_model_tests
 import xrlflow
 from xrlflow.backends import BackendError
 from xrlflow.cost import Roofline
+from xrlflow.onnxio.versions import NEWEST
 from xrlflow.verify.compare import by_deviation, is_float, judge_exact, judge_floats
 from xrlflow.verify.runner import opened
 
@@ -58,6 +59,10 @@ def read(case: Any) -> tuple[onnx.ModelProto, list[Any]]:
     return proto, inputs
 
 
+def opset(proto: onnx.ModelProto) -> int:
+    return max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=1)
+
+
 def outputs(model: bytes, feeds: dict[str, Any]) -> list[Any] | None:
     """What the runtime makes of a model; None if it cannot run it."""
     try:
@@ -88,6 +93,8 @@ def test_backend_models(chunk: int, record_property: Any) -> None:
     cost = Roofline()
     for case in corpus()[chunk::CHUNKS]:
         proto, inputs = read(case)
+        if opset(proto) > NEWEST:
+            continue  # a newer ONNX Runtime runs opsets that are refused
         counts["models"] += 1
         original = proto.SerializeToString()
         initializers = {i.name for i in proto.graph.initializer}

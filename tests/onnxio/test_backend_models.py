@@ -97,6 +97,8 @@ def test_every_model_computes_the_same(kind: str, least: int) -> None:
         ran += 1
         try:
             trip(model, feeds, expected)
+        except ModelError as error:  # a newer ONNX Runtime runs opsets that are refused
+            (refusals if "from the future" in str(error) else failures).append(f"{name}: {error}")
         except Exception as error:  # all of them are reported together
             failures.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     assert not failures, "\n".join(failures)

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from packaging.version import Version
 
-from tests.runtime import recent
+from tests.runtime import VERSION, recent
 from xrlflow.backends import BackendError
 from xrlflow.ir import Body, Dim, Graph
 from xrlflow.onnxio import load, to_proto
@@ -133,8 +134,9 @@ def test_sizes_are_written_where_the_runtime_would_lose_them() -> None:
     }
     assert of == {"a": ["unk__5", 1, 6, 6], "b": ["unk__5", 1, 6, 6]}
     feeds = {name: np.zeros((0, 36), np.float32) for name in "xz"}
-    with pytest.raises(BackendError, match="Reshape"), opened(proto) as runner:
-        runner.run(feeds)
+    if VERSION < Version("1.32"):  # which does not have this fault
+        with pytest.raises(BackendError, match="Reshape"), opened(proto) as runner:
+            runner.run(feeds)
     with opened(written) as runner:
         assert runner.run(feeds)[0].shape == (0, 16, 4, 4)
 
