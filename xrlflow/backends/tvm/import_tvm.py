@@ -10,7 +10,7 @@ from typing import Any
 
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm import functions, stack
+from xrlflow.backends.tvm import functions, stack, unaligned
 
 # Tensor intrinsics of other targets. MetaSchedule imports them all, and parsing their scripts takes 25 s in every fresh
 # process. They are replaced by empty modules.
@@ -46,6 +46,7 @@ def tvm() -> Any:
         ) from error
     functions.register()
     stack.register()
+    unaligned.register()
     return package
 
 

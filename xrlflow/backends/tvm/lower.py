@@ -78,7 +78,7 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
     # TVM prints the operands of operators that it refuses.
-    with _answering("import"), contextlib.redirect_stdout(io.StringIO()):
+    with answering("import"), contextlib.redirect_stdout(io.StringIO()):
         importer = _importer(told)
         module = importer.from_onnx(model.graph, opset)
         module = with_checks(module, importer.bounds.checks)
@@ -87,7 +87,7 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
 
 
 @contextlib.contextmanager
-def _answering(doing: str, module: Any = None) -> Iterator[None]:
+def answering(doing: str, module: Any = None) -> Iterator[None]:
     """Turn everything that TVM raises about a model into BackendError. The message says whether the reason may be a
     size in `module` that is not a number."""
     try:
@@ -264,7 +264,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.DeadCodeElimination(),
         relax.transform.AttachAttrLayoutFreeBuffers(),
     ]
-    with _answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
+    with answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
         for step in passes:
             with heeding_interrupts():
                 module = step(module)
@@ -312,7 +312,7 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
         with heeding_interrupts():
             better = tuned(one) if tuned is not None else None
-        with _answering("compile", module), heeding_interrupts():
+        with answering("compile", module), heeding_interrupts():
             done = (better if better is not None else schedule(one, machine).mod)["main"]
         updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
     for name, function in updates.items():
@@ -330,7 +330,7 @@ def compile_module(module: Any, machine: Machine) -> Any:
     from tvm import relax
 
     target = machine.target()
-    with _answering("compile", module), target, package.transform.PassContext(opt_level=3):
+    with answering("compile", module), target, package.transform.PassContext(opt_level=3):
         module = relax.transform.SplitLayoutRewritePreproc()(module)
         module = relax.transform.FoldConstant()(module)
         module = relax.transform.DeadCodeElimination()(module)

@@ -7,6 +7,7 @@ output, that is a call to get memory, one to clear it and one to release it, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 _MOST = 4096
@@ -37,37 +38,47 @@ def _module(mod: Any, context: Any) -> Any:
 
     for name, function in mod.functions.items():
         if isinstance(function, tirx.PrimFunc):
-            mod.update_func(name, function.with_body(_statement(function.body)))
+            mod.update_func(name, function.with_body(rewritten(function.body, _marked)))
     return mod
 
 
-def _statement(statement: Any) -> Any:
-    """The statement with marks on its small buffers."""
+def _marked(statement: Any) -> Any:
+    """The statement; with a mark, if it allocates a small buffer."""
     from tvm import tirx
 
-    if isinstance(statement, tirx.SeqStmt):
-        return tirx.SeqStmt([_statement(s) for s in statement.seq])
-    if isinstance(statement, tirx.AttrStmt):
-        return tirx.AttrStmt(
-            statement.node, statement.attr_key, statement.value, _statement(statement.body), statement.span
-        )
-    if isinstance(statement, tirx.For):
-        return tirx.For(
-            statement.loop_var, statement.min, statement.extent, statement.kind, _statement(statement.body),
-            statement.thread_binding, statement.annotations, statement.step, statement.span,
-        )  # fmt: skip
-    if isinstance(statement, tirx.IfThenElse):
-        otherwise = statement.else_case
-        return tirx.IfThenElse(
-            statement.condition,
-            _statement(statement.then_case),
-            None if otherwise is None else _statement(otherwise),
-            statement.span,
-        )
     if isinstance(statement, tirx.AllocBuffer) and _is_small(statement.buffer):
         annotations = {**statement.annotations, _ON_STACK: tirx.IntImm("bool", 1)}
         return tirx.AllocBuffer(statement.buffer, annotations, statement.span)
     return statement
+
+
+def rewritten(statement: Any, change: Callable[[Any], Any]) -> Any:
+    """A statement of TVM's, after `change` of each statement inside it and then of itself."""
+    from tvm import tirx
+
+    def inside(part: Any) -> Any:
+        return rewritten(part, change)
+
+    if isinstance(statement, tirx.SeqStmt):
+        statement = tirx.SeqStmt([inside(s) for s in statement.seq])
+    elif isinstance(statement, tirx.AttrStmt):
+        statement = tirx.AttrStmt(
+            statement.node, statement.attr_key, statement.value, inside(statement.body), statement.span
+        )
+    elif isinstance(statement, tirx.For):
+        statement = tirx.For(
+            statement.loop_var, statement.min, statement.extent, statement.kind, inside(statement.body),
+            statement.thread_binding, statement.annotations, statement.step, statement.span,
+        )  # fmt: skip
+    elif isinstance(statement, tirx.IfThenElse):
+        otherwise = statement.else_case
+        statement = tirx.IfThenElse(
+            statement.condition,
+            inside(statement.then_case),
+            None if otherwise is None else inside(otherwise),
+            statement.span,
+        )
+    return change(statement)
 
 
 def _is_small(buffer: Any) -> bool:

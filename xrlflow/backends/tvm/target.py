@@ -118,6 +118,13 @@ def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ..
     return tuple(sorted(f for f in wanted - offered if f.startswith(_INSTRUCTIONS)))
 
 
+def instructions(triple: str, cpu: str) -> tuple[str, ...]:
+    """The instructions, by LLVM's names, that code for a processor may have and another one of its architecture may
+    lack. LLVM generates none of AMX by itself; AVX10 is a name for others of the list."""
+    found = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
+    return tuple(sorted(f for f in found if not f.startswith(("amx", "avx10"))))
+
+
 def _features_here() -> frozenset[str]:
     """The features that the processor reports. A virtual machine may hide some."""
     found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()

@@ -1,0 +1,291 @@
+"""Kernels as a library of custom operators: a shared library that ONNX Runtime loads and that needs nothing of TVM.
+
+It consists of TVM's object code, the constants of the kernels, tables (`tables.c`, written here) that say which kernel
+is called with which tensors, and a small runtime (`native/`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import ModelProto
+
+from xrlflow import files
+from xrlflow.backends.protocol import Array, BackendError, one_line
+from xrlflow.backends.tvm import lower
+from xrlflow.backends.tvm.bounds import Check
+from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Place, Plan, Tensor, np_dtype, plan_of, sequence
+from xrlflow.backends.tvm.target import Machine, compiler, instructions, linker
+from xrlflow.backends.tvm.unaligned import marked
+
+NATIVE = Path(__file__).parent / "native"
+_SOURCES = ("runtime.c", "processor.c")
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
+_LINKING = ("-Wl,-z,nodelete", "-Wl,-z,noexecstack", "-lm", "-lpthread")
+# A kernel that calls this looks for functions of TVM's runtime by name.
+_RUNTIME = b"TVMFFIEnvModLookupFromImports"
+# DLPack's codes of kinds of elements.
+_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+# Parts of a parallel loop for each core, so that a core that was disturbed gets fewer.
+_TASKS_PER_CORE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRegion:
+    """A region's plan, and the module that has its kernels. `inputs` and `outputs` are their names in the model."""
+
+    plan: Plan
+    module: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def compile_region(model: ModelProto, machine: Machine, tuned: lower.Tuned | None = None) -> CompiledRegion:
+    """Lower and schedule a model of fixed sizes, as one region.
+
+    Raises BackendError for models that cannot be lowered (see `lower.import_model`), or not without TVM's runtime.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer}
+    module = lower.import_model(model)
+    scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
+    with lower.answering("compile", scheduled), machine.target():
+        listed = sequence(scheduled)
+        plan = plan_of(listed)
+    inputs = tuple(value.name for value in model.graph.input if value.name not in weights)
+    return CompiledRegion(plan, listed, inputs, tuple(value.name for value in model.graph.output))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLibrary:
+    """Regions, by name, as object code and tables. `domain` is their operators' domain; it ends in a digest of both."""
+
+    machine: Machine
+    code: bytes
+    tables: str
+    constants: tuple[Array, ...]
+    domain: str
+
+    def save(self, path: Path, options: Sequence[str] = ()) -> None:
+        """Compile and link the library, with further options of the C compiler. It is written completely or not at all.
+
+        Raises BackendError if there is no C compiler, if it fails, or if the file cannot be written.
+        """
+        triple = self.machine.triple
+        command = linker(triple)
+        if command is None:
+            raise BackendError(f"{path}: a library of kernels is built with {compiler(triple)}: install that")
+        target = Path(files.destination(path))
+        try:
+            with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
+                built = self._build(command, Path(folder), options)
+                files.put(built, target)
+        except OSError as error:
+            raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+
+    def _build(self, command: str, folder: Path, options: Sequence[str]) -> Path:
+        (folder / "kernels.o").write_bytes(self.code)
+        (folder / "tables.c").write_text(_domain(self.domain) + self.tables)
+        with (folder / "constants.bin").open("wb") as file:
+            for array in self.constants:
+                file.write(b"\0" * (-file.tell() % ALIGNMENT))
+                file.write(array.tobytes())
+        (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT))
+        (folder / "exports").write_text("{ global: RegisterCustomOps; local: *; };\n")
+        sources = [str(NATIVE / name) for name in _SOURCES]
+        done = subprocess.run(
+            [
+                command, *_FLAGS, f"-I{NATIVE}", *sources, "tables.c", "constants.s", "kernels.o",
+                "-Wl,--version-script=exports", *_LINKING, *options, "-o", "built.so",
+            ],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            said = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+            raise BackendError(
+                f"the C compiler ({command}) cannot build a library of kernels: {one_line(said)}"
+            )
+        return folder / "built.so"
+
+
+def kernel_library(
+    regions: Mapping[str, CompiledRegion], machine: Machine, salt: bytes = b""
+) -> KernelLibrary:
+    """Generate code for regions. `salt` is part of the digest in the domain, besides code and constants.
+
+    Raises BackendError if TVM refuses a kernel, or if a kernel needs TVM's runtime.
+    """
+    functions: dict[str, Any] = {}
+    for index, region in enumerate(regions.values()):
+        called, crossing = region.plan.kernels(), region.plan.crossing()
+        for name, function in region.module.functions.items():
+            if name.name_hint in called:
+                symbol = _symbol(index, name.name_hint)
+                own = marked(function) if name.name_hint in crossing else function
+                functions[symbol] = own.with_attr("global_symbol", symbol)
+    code = _object_code(functions, machine)
+    if _RUNTIME in code:
+        raise BackendError("a kernel calls a function of TVM's runtime")
+    constants, offsets = _shared_constants(region.plan for region in regions.values())
+    tables = "".join(_tables(regions, offsets, machine))
+    digest = hashlib.blake2b(salt, digest_size=8)
+    for part in (code, tables.encode(), *(array.tobytes() for array in constants)):
+        digest.update(part)
+    return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}")
+
+
+def _object_code(functions: Mapping[str, Any], machine: Machine) -> bytes:
+    package = tvm()
+    if not functions:  # all that a region does may be to copy
+        return b""
+    with (
+        lower.answering("compile"),
+        machine.target(),
+        package.transform.PassContext(opt_level=3),
+        tempfile.TemporaryDirectory(prefix="xrlflow-") as folder,
+    ):
+        built = package.tirx.build(package.IRModule(dict(functions)), machine.target())
+        path = Path(folder) / "kernels.o"
+        built.write_to_file(str(path), "o")
+        return path.read_bytes()
+
+
+def _shared_constants(plans: Iterable[Plan]) -> tuple[tuple[Array, ...], list[list[int]]]:
+    """The constants of all plans, equal ones once, and for each plan their offsets in bytes."""
+    kept: list[Array] = []
+    place: dict[bytes, int] = {}
+    end, offsets = 0, list[list[int]]()
+    for plan in plans:
+        offsets.append([])
+        for array in plan.constants:
+            key = hashlib.blake2b(array.tobytes(), digest_size=32).digest()
+            if key not in place:
+                place[key] = end = -(-end // ALIGNMENT) * ALIGNMENT
+                kept.append(array)
+                end += array.nbytes
+            offsets[-1].append(place[key])
+    return tuple(kept), offsets
+
+
+# --- Tables in C
+
+_ASSEMBLY = """\
+  .section .rodata
+  .balign {alignment}
+  .globl xrlflow_constants
+  .hidden xrlflow_constants
+xrlflow_constants:
+  .incbin "constants.bin"
+  .byte 0
+  .section .note.GNU-stack, "", %progbits
+"""
+
+
+def _symbol(region: int, kernel: str) -> str:
+    return f"region{region}_{kernel}"
+
+
+def _function(region: int, kernel: str) -> str:
+    return COPY if kernel == COPY else f"__tvm_ffi_{_symbol(region, kernel)}"
+
+
+def _text(text: str | None) -> str:
+    """A string literal of C."""
+    return "NULL" if text is None else "".join(_literal(text))
+
+
+def _literal(text: str) -> Iterator[str]:
+    yield '"'
+    for byte in text.encode():
+        plain = 32 <= byte < 127 and byte not in b'"\\?'
+        yield chr(byte) if plain else f"\\{byte:03o}"
+    yield '"'
+
+
+def _list(values: Iterable[object]) -> str:
+    """What stands between the braces of an array, which C does not let be empty."""
+    return ", ".join(map(str, values)) or "0"
+
+
+def _domain(domain: str) -> str:
+    return f'#include "runtime.h"\nconst char xrlflow_domain[] = {_text(domain)};\n'
+
+
+def _tables(
+    regions: Mapping[str, CompiledRegion], offsets: Sequence[Sequence[int]], machine: Machine
+) -> Iterator[str]:
+    features = [*map(_text, instructions(machine.triple, machine.cpu)), "NULL"]
+    yield f"const char* const xrlflow_features[] = {{{_list(features)}}};\n"
+    yield f"const int32_t xrlflow_tasks = {machine.cores * _TASKS_PER_CORE};\n"
+    rows = []
+    for index, ((name, region), known) in enumerate(zip(regions.items(), offsets)):
+        yield from _arrays(index, region, known)
+        rows.append(_row(index, name, region))
+    yield f"const int32_t xrlflow_regions = {len(rows)};\n"
+    yield f"const struct region xrlflow_region[] = {{\n{''.join(rows)}}};\n"
+
+
+def _row(index: int, name: str, region: CompiledRegion) -> str:
+    plan, r = region.plan, f"r{index}"
+    checked = -1 if plan.checked is None else plan.checked
+    return (
+        f"  {{{_text(name)}, {len(plan.inputs)}, {len(plan.outputs)}, {len(plan.tensors)}, {len(plan.calls)}, "
+        f"{len(plan.checks)}, {checked}, {r}_inputs, {r}_outputs, {r}_tensors, {r}_steps, {r}_checks, "
+        f"{r}_integers, {plan.arena}u}},\n"
+    )
+
+
+def _arrays(index: int, region: CompiledRegion, offsets: Sequence[int]) -> Iterator[str]:
+    plan, r = region.plan, f"r{index}"
+    shapes = {shape: n for n, shape in enumerate(dict.fromkeys(tensor.shape for tensor in plan.tensors))}
+    for shape, number in shapes.items():
+        yield f"static const int64_t {r}_shape{number}[] = {{{_list(shape)}}};\n"
+    rows = "".join(f"  {_tensor(t, offsets, f'{r}_shape{shapes[t.shape]}')},\n" for t in plan.tensors)
+    yield f"static const struct tensor {r}_tensors[] = {{\n{rows}}};\n"
+    for name in sorted({_function(index, call.kernel) for call in plan.calls} - {COPY}):
+        yield f"int {name}(void*, const Any*, int32_t, Any*);\n"
+    for number, call in enumerate(plan.calls):
+        yield f"static const int32_t {r}_call{number}[] = {{{_list(call.arguments)}}};\n"
+    rows = "".join(
+        f"  {{{_function(index, call.kernel)}, {len(call.arguments)}, {r}_call{number}}},\n"
+        for number, call in enumerate(plan.calls)
+    )
+    yield f"static const struct step {r}_steps[] = {{\n{rows or '  {0}'}}};\n"
+    rows = "".join(f"  {_check(check)},\n" for check in plan.checks)
+    yield f"static const struct check {r}_checks[] = {{\n{rows or '  {0}'}}};\n"
+    yield f"static const int64_t {r}_integers[] = {{{_list(f'INT64_C({n})' for n in plan.integers)}}};\n"
+    for what, names, numbers in (
+        ("inputs", region.inputs, plan.inputs),
+        ("outputs", region.outputs, plan.outputs),
+    ):
+        rows = "".join(
+            f"  {{{_text(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
+            for name, n in zip(names, numbers, strict=True)
+        )
+        yield f"static const struct port {r}_{what}[] = {{\n{rows or '  {0}'}}};\n"
+
+
+def _check(check: Check) -> str:
+    before, after = check.text[0], check.text[1] if len(check.text) > 1 else None
+    return f"{{INT64_C({check.low}), INT64_C({check.high}), {_text(before)}, {_text(after)}}}"
+
+
+def _tensor(tensor: Tensor, offsets: Sequence[int], shape: str) -> str:
+    kind = np_dtype(tensor.dtype)
+    offset = offsets[tensor.offset] if tensor.place is Place.CONSTANT else tensor.offset
+    return (
+        f"{{{tensor.place.value}, {offset}u, {_CODES[kind.kind]}, {kind.itemsize * 8}, "
+        f"{len(tensor.shape)}, {shape}}}"
+    )
+
+
+def _onnx_type(dtype: str) -> int:
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np_dtype(dtype)))

@@ -1,0 +1,219 @@
+"""Parts of a model that become one operator each, whose function is the part itself.
+
+Where a library implements the operator, its kernel runs. Elsewhere ONNX Runtime puts the body of the function in its
+place and optimises it like the rest of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TypeProto,
+    ValueInfoProto,
+    helper,
+)
+
+_IR_VERSION = 8
+"""The first with functions in a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Nodes of a graph, by position, in order. `inputs` and `outputs`: the values that cross its border. `weights`: the
+    initializers that it reads.
+    """
+
+    nodes: tuple[int, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[str, ...]
+
+
+def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
+    """The region of these nodes. They must be convex: no path may leave them and come back."""
+    chosen = sorted(nodes)
+    inside = {name for i in chosen for name in graph.node[i].output if name}
+    weights = {tensor.name for tensor in graph.initializer}
+    read = dict.fromkeys(name for i in chosen for name in graph.node[i].input if name and name not in inside)
+    wanted = {value.name for value in graph.output}
+    picked = set(chosen)
+    for i, node in enumerate(graph.node):
+        if i not in picked:
+            wanted.update(names_read(node))
+    outputs = [name for i in chosen for name in graph.node[i].output if name in wanted]
+    return Region(
+        tuple(chosen),
+        tuple(name for name in read if name not in weights),
+        tuple(outputs),
+        tuple(name for name in read if name in weights),
+    )
+
+
+def names_read(node: NodeProto) -> set[str]:
+    """The values that a node reads, also from inside its bodies."""
+    found = {name for name in node.input if name}
+    for attribute in node.attribute:
+        for graph in (*attribute.graphs, *([attribute.g] if attribute.type == AttributeProto.GRAPH else [])):
+            for inner in graph.node:
+                found |= names_read(inner)
+            found.update(value.name for value in graph.output)
+    return found
+
+
+def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, least: int = 2) -> list[Region]:
+    """The nodes that fit, in convex regions of at least `least` nodes, as large as possible.
+
+    A node that does not fit is a border. The regions are levels: a node's level is the largest number of borders on a
+    path to it, and a path that leaves a level comes to a higher one. Parts of a level that are not connected are
+    regions of their own.
+    """
+    level: dict[str, int] = {}
+    levels: dict[int, list[int]] = {}
+    for i, node in enumerate(graph.node):
+        deepest = max((level.get(name, 0) for name in names_read(node)), default=0)
+        inside = fits(node)
+        if inside:
+            levels.setdefault(deepest, []).append(i)
+        for name in node.output:
+            level[name] = deepest + (not inside)
+    found = [region_of(graph, part) for nodes in levels.values() for part in _connected(graph, nodes)]
+    return sorted((r for r in found if len(r.nodes) >= least and r.outputs), key=lambda region: region.nodes)
+
+
+def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:
+    """These nodes in groups that share no value that a node computes."""
+    parent = {i: i for i in nodes}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    computed = {name for node in graph.node for name in node.output if name}
+    reader: dict[str, int] = {}
+    for i in nodes:
+        for name in (*graph.node[i].input, *graph.node[i].output):
+            if name in computed:
+                parent[root(i)] = root(reader.setdefault(name, i))
+    groups: dict[int, list[int]] = {}
+    for i in nodes:
+        groups.setdefault(root(i), []).append(i)
+    return list(groups.values())
+
+
+def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto]) -> ModelProto:
+    """The region as a model. `types`: of the values that cross its border."""
+    graph = model.graph
+    made = ModelProto(ir_version=model.ir_version)
+    made.opset_import.extend(model.opset_import)
+    made.graph.name = graph.name or "region"
+    made.graph.node.extend(graph.node[i] for i in region.nodes)
+    weights = set(region.weights)
+    made.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in weights)
+    for names, values in ((region.inputs, made.graph.input), (region.outputs, made.graph.output)):
+        values.extend(ValueInfoProto(name=name, type=types[name]) for name in names)
+    return made
+
+
+def with_functions(
+    model: ModelProto, regions: Mapping[str, Region], domain: str, *, weights_as_inputs: bool = False
+) -> ModelProto:
+    """The model with each region as one node of `domain`, and as a function of that name.
+
+    Weights that are read in one region only are constants of its function or, with `weights_as_inputs`, inputs of the
+    node after the region's own.
+    """
+    graph = model.graph
+    made = ModelProto()
+    made.CopyFrom(_without_graph(model))
+    made.ir_version = max(model.ir_version, _IR_VERSION)
+    made.opset_import.add(domain=domain, version=1)
+    for field in ("name", "doc_string"):
+        setattr(made.graph, field, getattr(graph, field))
+    for repeated in ("input", "output", "metadata_props", "quantization_annotation"):
+        getattr(made.graph, repeated).extend(getattr(graph, repeated))
+    ends = {max(region.nodes): (name, region) for name, region in regions.items()}
+    inside = {i for region in regions.values() for i in region.nodes}
+    for i, node in enumerate(graph.node):
+        if i not in inside:
+            made.graph.node.append(node)
+        elif i in ends:
+            name, region = ends[i]
+            inputs = [*region.inputs, *(region.weights if weights_as_inputs else ())]
+            made.graph.node.append(
+                helper.make_node(name, inputs, list(region.outputs), name=name, domain=domain)
+            )
+    made.functions.extend(
+        _function(model, region, name, domain, weights_as_inputs) for name, region in regions.items()
+    )
+    used = {value.name for value in graph.output} | {value.name for value in graph.input}
+    for node in made.graph.node:
+        used |= names_read(node)
+    made.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in used)
+    hidden = {name for i in inside for name in graph.node[i].output} - used
+    made.graph.value_info.extend(value for value in graph.value_info if value.name not in hidden)
+    _sort(made.graph)
+    return made
+
+
+def _without_graph(model: ModelProto) -> ModelProto:
+    kept = ModelProto()
+    for field, value in model.ListFields():
+        if field.name in ("graph", "functions"):
+            continue
+        if field.is_repeated:
+            getattr(kept, field.name).extend(value)
+        else:
+            setattr(kept, field.name, value)
+    kept.functions.extend(model.functions)
+    return kept
+
+
+def _function(
+    model: ModelProto, region: Region, name: str, domain: str, weights_as_inputs: bool
+) -> FunctionProto:
+    made = FunctionProto(name=name, domain=domain)
+    made.input.extend(region.inputs)
+    made.output.extend(region.outputs)
+    made.opset_import.extend(model.opset_import)
+    weights = set(region.weights)
+    if weights_as_inputs:
+        made.input.extend(region.weights)
+    else:
+        for tensor in model.graph.initializer:
+            if tensor.name in weights:
+                node = made.node.add(op_type="Constant", output=[tensor.name])
+                value = node.attribute.add(name="value", type=AttributeProto.TENSOR)
+                value.t.CopyFrom(tensor)
+                value.t.ClearField("name")
+    made.node.extend(model.graph.node[i] for i in region.nodes)
+    return made
+
+
+def _sort(graph: GraphProto) -> None:
+    """Put nodes after what they read: a region stands where its last node stood, which may be too late."""
+    computed = {name for node in graph.node for name in node.output if name}
+    waiting, done = list(graph.node), set[str]()
+    ordered: list[NodeProto] = []
+    while waiting:
+        left = []
+        for node in waiting:
+            if (names_read(node) & computed) - done:
+                left.append(node)
+                continue
+            ordered.append(node)
+            done.update(node.output)
+        assert len(left) < len(waiting), "a region is not convex"
+        waiting = left
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+    del graph.node[:]
+    graph.node.extend(copies)
