@@ -258,6 +258,7 @@ def computed(graph: Graph) -> Formula | None:
     return last.item() if last is not None and isinstance(last.item(), Formula) else None
 
 
+@recent
 @pytest.mark.parametrize("seed", range(6))
 def test_computed_values_are_those_of_the_runtime(seed: int) -> None:
     """Random arithmetic: whatever has a formula has its value, wrapping and rounding included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,7 @@ def explained() -> dict[str, str]:
     return {name: why for why, names in json.loads(EXPLAINED.read_text()).items() for name in names}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes some expressions otherwise")
 def test_explained_survivors_are_mutants_of_the_library() -> None:
     functions = {k: f for r in LIBRARY for k, f in functions_of(r).items()}
     wanted = {name.partition(": ")[0] for name in explained()}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from tests.runtime import recent
 from xrlflow.ir import FLOATS, INTEGERS, DType, Node
 from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
@@ -415,6 +416,7 @@ def test_a_narrow_type_on_the_way_loses_something(rule: AnyRule) -> None:
     rejected(rule)
 
 
+@recent
 @pytest.mark.parametrize("rule", VALUES, ids=_name)
 def test_integers_wrap_around(rule: AnyRule) -> None:
     rejected(rule)

@@ -51,6 +51,7 @@ from rewrite_rules.convolution import (
     WriteOutAutoPad,
 )
 from tests.rules.harness import applies, model, normal, refuses
+from tests.runtime import recent
 from xrlflow.rewrite import Refused
 
 
@@ -444,6 +445,7 @@ def pool(op, attrs, *, before="z = Pad(x, p)", x="2,3,5,6", **initializers):
     return model(f"agraph (float[{x}] x) => (float[] y) {{ {before} y = {op}<{attrs}>(z) }}", **initializers)
 
 
+@recent
 def test_pad_into_average_pool():
     rule = FoldPadIntoAveragePool()
     kernel = "kernel_shape=[3,3]"

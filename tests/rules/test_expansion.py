@@ -19,6 +19,7 @@ from rewrite_rules.expansion import (
     ExpandRotaryEmbedding,
 )
 from tests.rules.harness import applies, model, refuses
+from tests.runtime import recent
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, RewriteState, declared_in
 from xrlflow.search.bodies import simplify
@@ -190,6 +191,7 @@ def attend(
     )
 
 
+@recent
 @pytest.mark.parametrize(
     "attributes",
     ["", "<scale=0.3>", "<is_causal=1>", "<softcap=2.0>", "<scale=0.3, is_causal=1, softcap=2.0>"],
@@ -200,6 +202,7 @@ def test_attention(attributes: str, shared: int) -> None:
     assert "Attention" not in left(applies(ExpandAttention(), proto))
 
 
+@recent
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("kind", ["float", "bool"])
 @pytest.mark.parametrize("shape", ["3,6", "1,1,3,6", "2,1,3,6", "2,4,3,6"])
@@ -208,6 +211,7 @@ def test_masks(causal: int, kind: str, shape: str) -> None:
     applies(ExpandAttention(), proto)
 
 
+@recent
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("dtype", [np.float32, np.bool_])
 def test_a_row_that_sees_nothing_is_zero(causal: int, dtype: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rewrite_rules import LIBRARY
+from tests.runtime import recent
 from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule
 
@@ -56,11 +57,13 @@ def prove_and_check(rule: AnyRule, seed: int) -> None:
         assert rule.relies_on, "say which property of a function the rule relies on"
 
 
+@recent
 @pytest.mark.parametrize("rule", LIBRARY, ids=lambda r: r.name)
 def test_proven(rule: AnyRule) -> None:
     prove_and_check(rule, seed=0)
 
 
+@recent
 @pytest.mark.parametrize(("name", "seed"), [(n, s) for n, seeds in _ONCE_UNLUCKY.items() for s in seeds])
 def test_proven_whatever_the_seed(name: str, seed: int) -> None:
     (rule,) = [r for r in LIBRARY if r.name == name]

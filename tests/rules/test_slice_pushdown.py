@@ -27,6 +27,7 @@ from rewrite_rules.slice_pushdown import (
     Span,
 )
 from tests.rules.harness import applies, assert_equivalent, model, random_feeds, refuses
+from tests.runtime import recent
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load, to_proto
@@ -37,6 +38,7 @@ from xrlflow.search.result import Limits
 EXAMPLES = [(r, e) for r in declared_in(slice_pushdown) if isinstance(r, RegionRule) for e in r.examples]
 
 
+@recent
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
 def test_examples(rule, example):
     applies(rule, model(example))
