@@ -13,7 +13,7 @@ from typing import Any
 
 from rewrite_rules.axes import axis_of, rank_of, same_dims
 from rewrite_rules.constants import AT_EXPORT, concat_constants, slice_constant
-from rewrite_rules.elementwise import BROADCAST, made_by, read_once
+from rewrite_rules.elementwise import BROADCAST, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import NUMBERS, group_of
 from rewrite_rules.shapes import per_rank
@@ -216,8 +216,7 @@ class FactorConvOutOfSum(Rule, family="algebra"):
         require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, y: Val, c: Val | None) -> Any:
-        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
-        return op.Conv(op.Add(x, y), w, bias, attrs=m.f)
+        return op.Conv(op.Add(x, y), w, sum_of(op, b, c), attrs=m.f)
 
 
 # Products and convolutions across Concat
@@ -468,8 +467,7 @@ class SplitMatMulOfConcats(RegionRule, family="algebra"):
         count = region.data
         total: Any = None
         for x, w in zip(parts[:count], parts[count:]):
-            term = op.MatMul(x, w)
-            total = term if total is None else op.Add(total, term)
+            total = sum_of(op, total, op.MatMul(x, w))
         return total
 
 

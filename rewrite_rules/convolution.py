@@ -11,7 +11,7 @@ import numpy as np
 
 from rewrite_rules.axes import fronts, inverse, reshape_numbers, same_dims
 from rewrite_rules.constants import AT_EXPORT
-from rewrite_rules.elementwise import FLOAT, WIDE, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, WIDE, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import group_of, scale_columns
 from rewrite_rules.reading import between
@@ -635,16 +635,21 @@ class LowerConvToOneDimension(_OneConv):
         return op.Unsqueeze(y, [2])
 
 
-class MergeConvIntoPointwise(Rule, family="convolution"):
-    """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
+class _MergeConvs(Rule, family="convolution"):
+    """Two convolutions, one after the other, of which one is pointwise."""
 
     composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
     may_add_nonfinite = True
     optional = ("b", "c")
-    shapes = per_rank("x[i,p{h}] w[m,p{k}]:const b[m]:const v[n,m{1}]:const c[n]:const")
 
     def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
         return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
+
+
+class MergeConvIntoPointwise(_MergeConvs):
+    """conv(conv(x, w, b), v, c) -> conv(x, v @ w, v @ b + c)  for a 1x1 kernel v, when that is less work."""
+
+    shapes = per_rank("x[i,p{h}] w[m,p{k}]:const b[m]:const v[n,m{1}]:const c[n]:const")
 
     def where(self, m: Captures, w: Val, v: Val) -> None:
         require_pointwise(m.g)
@@ -658,23 +663,14 @@ class MergeConvIntoPointwise(Rule, family="convolution"):
         outputs = v.size(0)
         mix = op.Reshape(v, [outputs, middle])
         weight = op.Reshape(op.MatMul(mix, op.Reshape(w, [middle, prod(rest)])), [outputs, *rest])
-        bias: Any = c
-        if b is not None:
-            bias = op.MatMul(mix, b)
-            bias = bias if c is None else op.Add(bias, c)
+        bias = sum_of(op, None if b is None else op.MatMul(mix, b), c)
         return op.Conv(x, weight, bias, attrs=m.f)
 
 
-class MergePointwiseIntoConv(Rule, family="convolution"):
+class MergePointwiseIntoConv(_MergeConvs):
     """conv(conv(x, w, b), v, c) -> conv(x, v w, sum(v) b + c)  for a 1x1 kernel w, when that is less work."""
 
-    composite_of = ("ReplacePointwiseConvByMatMul", "MergeReshapes", "AssociateMatMulsLeft")
-    may_add_nonfinite = True
-    optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] w[m,p{1}]:const b[m]:const v[n,m{k}]:const c[n]:const")
-
-    def source(self, op: Op, x: Any, w: Any, b: Any, v: Any, c: Any) -> Any:
-        return op.Conv(op.Conv(x, w, b, attrs="f"), v, c, attrs="g")
 
     def where(self, m: Captures, w: Val, b: Val | None, v: Val) -> None:
         require_pointwise(m.f)
@@ -691,11 +687,8 @@ class MergePointwiseIntoConv(Rule, family="convolution"):
         columns = op.Reshape(v, [outputs, middle, taps])
         mixed = op.MatMul(op.Transpose(columns, perm=[0, 2, 1]), op.Reshape(w, [middle, inputs]))
         weight = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1]), [outputs, inputs, *kernel])
-        bias: Any = c
-        if b is not None:
-            bias = op.MatMul(op.ReduceSum(columns, [2], keepdims=0), b)
-            bias = bias if c is None else op.Add(bias, c)
-        return op.Conv(x, weight, bias, attrs=m.g)
+        moved = None if b is None else op.MatMul(op.ReduceSum(columns, [2], keepdims=0), b)
+        return op.Conv(x, weight, sum_of(op, moved, c), attrs=m.g)
 
 
 class MoveScaleIntoConvWeights(Rule, family="convolution"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.axes import BROADCAST as BROADCAST
 from xrlflow.ops.axes import UNARY as UNARY
-from xrlflow.rewrite import Reader
+from xrlflow.rewrite import Op, Reader
 
 # Element types for which ONNX Runtime has kernels.
 FLOAT, WIDE = frozenset({DType.FLOAT}), frozenset({DType.FLOAT, DType.DOUBLE})
@@ -35,6 +37,11 @@ def read_once(reader: Reader, value: Value) -> bool:
 def given(inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """The inputs that are not left out."""
     return tuple(v for v in inputs if v != ABSENT)
+
+
+def sum_of(op: Op, a: Any, b: Any) -> Any:
+    """a + b; if one of them is missing (None), the other one."""
+    return a if b is None else b if a is None else op.Add(a, b)
 
 
 def keeps_shape(shape: tuple[Dim, ...] | None, other: tuple[Dim, ...] | None) -> bool:

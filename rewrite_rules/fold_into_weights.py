@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
-from rewrite_rules.elementwise import WIDE
+from rewrite_rules.elementwise import WIDE, sum_of
 from rewrite_rules.shapes import either, per_rank
 from xrlflow.ir import FLOATS, INTEGERS, Attrs
 from xrlflow.rewrite import Captures, Op, Rule, Val, profitable, require
@@ -239,7 +239,7 @@ class FoldBiasBeforeConv(_Convolution):
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
         weighted = self.scaled_inputs(op, w, t, m.c)
         shift = op.ReduceSum(weighted, list(range(1, w.rank)), keepdims=0)
-        return op.Conv(x, w, shift if b is None else op.Add(b, shift), attrs=m.c)
+        return op.Conv(x, w, sum_of(op, b, shift), attrs=m.c)
 
 
 class FoldBatchNormBeforeConv(_Convolution):
@@ -265,8 +265,7 @@ class FoldBatchNormBeforeConv(_Convolution):
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
         factor, offset = factor_and_shift(op, s, m.epsilon)
         moved = op.ReduceSum(self.scaled_inputs(op, w, offset, m.c), list(range(1, w.rank)), keepdims=0)
-        bias = moved if b is None else op.Add(b, moved)
-        return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), bias, attrs=m.c)
+        return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), sum_of(op, b, moved), attrs=m.c)
 
 
 # One number, or one per column, as it broadcasts against [..., n].

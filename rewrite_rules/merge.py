@@ -11,7 +11,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of
 from rewrite_rules.constants import AT_EXPORT, concat_constants, cut_order, slice_constant
-from rewrite_rules.elementwise import made_by, read_once
+from rewrite_rules.elementwise import made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import NUMBERS, group_of
 from rewrite_rules.shapes import either, per_rank
@@ -216,18 +216,23 @@ class SplitMergedMatMul(_SplitMerged):
 # Convolutions of one input
 
 
-class MergeParallelConvs(Rule, family="merge"):
+class _TwoConvs(Rule, family="merge"):
+    """Two convolutions with equal attributes."""
+
+    optional = ("b", "c")
+
+    def where(self, m: Captures) -> None:
+        require(m.f == m.g, "their attributes differ")
+
+
+class MergeParallelConvs(_TwoConvs):
     """conv(x, v, b), conv(x, w, c) -> split(conv(x, [v; w], [b; c]))  with equal kernels and attributes."""
 
     symmetric = True
-    optional = ("b", "c")
     shapes = per_rank("x[i,j{h}] v[p,j{k}]:const b[p]:const w[q,j{k}]:const c[q]:const")
 
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return [op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g")]
-
-    def where(self, m: Captures) -> None:
-        require(m.f == m.g, "their attributes differ")
 
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         order = cut_order((v, w))
@@ -485,28 +490,23 @@ class MergeSumOfGemms(Rule, family="merge"):
     def target(
         self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None
     ) -> Any:
-        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
         weight = concat_constants(op, (v, w), 1 if m.t else 0)
-        return op.Gemm(op.Concat(x, y, axis=1), weight, bias, transB=m.t)
+        return op.Gemm(op.Concat(x, y, axis=1), weight, sum_of(op, b, c), transB=m.t)
 
 
-class MergeSumOfConvs(Rule, family="merge"):
+class MergeSumOfConvs(_TwoConvs):
     """conv(x, v, b) + conv(y, w, c) -> conv([x|y], [v|w], b + c)  along the channels, attributes being equal."""
 
-    optional = ("b", "c")
     shapes = per_rank("x[i,p{h}] v[m,p{k}]:const b[m]:const y[i,q{h}] w[m,q{k}]:const c[m]:const")
 
     def source(self, op: Op, x: Any, v: Any, b: Any, y: Any, w: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(y, w, c, attrs="g"))
 
-    def where(self, m: Captures) -> None:
-        require(m.f == m.g, "their attributes differ")
-
     def target(
         self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, y: Val, w: Val, c: Val | None
     ) -> Any:
-        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
-        return op.Conv(op.Concat(x, y, axis=1), concat_constants(op, (v, w), 1), bias, attrs=m.f)
+        weight = concat_constants(op, (v, w), 1)
+        return op.Conv(op.Concat(x, y, axis=1), weight, sum_of(op, b, c), attrs=m.f)
 
 
 class FoldSumOfMatMuls(Rule, family="merge"):
@@ -524,22 +524,17 @@ class FoldSumOfMatMuls(Rule, family="merge"):
         return op.MatMul(x, op.Add(v, w))
 
 
-class FoldSumOfConvs(Rule, family="merge"):
+class FoldSumOfConvs(_TwoConvs):
     """conv(x, v, b) + conv(x, w, c) -> conv(x, v + w, b + c)  with equal kernels and attributes."""
 
     may_add_nonfinite = True
-    optional = ("b", "c")
     shapes = per_rank("x[i,j{h}] v[m,p{k}]:const b[m]:const w[m,p{k}]:const c[m]:const")
 
     def source(self, op: Op, x: Any, v: Any, b: Any, w: Any, c: Any) -> Any:
         return op.Add(op.Conv(x, v, b, attrs="f"), op.Conv(x, w, c, attrs="g"))
 
-    def where(self, m: Captures) -> None:
-        require(m.f == m.g, "their attributes differ")
-
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
-        bias = op.Add(b, c) if b is not None and c is not None else b if c is None else c
-        return op.Conv(x, op.Add(v, w), bias, attrs=m.f)
+        return op.Conv(x, op.Add(v, w), sum_of(op, b, c), attrs=m.f)
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,8 +589,7 @@ class _SplitOverConcat(RegionRule, family="merge"):
             total: Any = None
             for part, (start, stop) in zip(parts, cuts):
                 weight = slice_constant(op, w, axis, start, stop)
-                term = op[name](part, weight, bias, attrs=attrs)
-                total = term if total is None else op.Add(total, term)
+                total = sum_of(op, total, op[name](part, weight, bias, attrs=attrs))
                 bias = None
             results.append(total)
         return results

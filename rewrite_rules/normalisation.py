@@ -13,7 +13,7 @@ import numpy as np
 
 from rewrite_rules.axes import axis_of, fronts, ints_input, inverse, is_identity, rank_of, same_dims
 from rewrite_rules.constants import slice_constant
-from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import STATISTICS, factor_and_shift, flat, normalised
 from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
@@ -96,6 +96,16 @@ class _Walk:
             return None
         return node, (b if a == self.at else a)
 
+    def division(self) -> tuple[Node, Value] | None:
+        """Go on to a division by the current value, or to a product with its Reciprocal. Returns what `step` does."""
+        user = only_reader(self.reader, self.at)
+        if user is None or user.op != "Reciprocal":
+            found = self.step("Div")
+            return found if found is not None and found[0].inputs[1] == self.at else None
+        self.take(user)
+        self.at = user.outputs[0]
+        return self.step("Mul")
+
     def scale(self, sizes: tuple[int, ...]) -> Value | None:
         """Take a multiplication by a parameter over the normalised dimensions."""
         return self._parameter("Mul", sizes)
@@ -150,9 +160,13 @@ def _deviation(reader: Reader, node: Node) -> _Deviation | None:
     """The deviation that a Sqrt computes; None if it computes something else."""
     for mean, c in operands(made_by(reader, node.inputs[0], "Add")):
         epsilon, variance = number_of(reader, c, mean), reader.producer(mean)
-        axis = None if variance is None or epsilon is None else _last_axes(reader, variance)
-        x = None if variance is None or axis is None else square_of(reader, variance.inputs[0])
-        if x is not None and axis is not None and epsilon is not None and variance is not None:
+        if epsilon is None or variance is None:
+            continue
+        axis = _last_axes(reader, variance)
+        if axis is None:
+            continue
+        x = square_of(reader, variance.inputs[0])
+        if x is not None:
             added, squared = reader.producer(node.inputs[0]), reader.producer(variance.inputs[0])
             nodes = (node, *(n for n in (added, variance, squared) if n is not None))
             return _Deviation(x, axis, epsilon, nodes)
@@ -201,36 +215,20 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
         x, axis, nodes = centred
         walk = _Walk(reader, [*deviation.nodes, *nodes], node.outputs[0])
         sizes = _normal_sizes(reader, x, axis)
-        require(self._divide(walk, x, axis), "what is divided is not x - mean(x)")
+        found = walk.division()
+        again = None if found is None else _centred(reader, found[1])
+        require(again is not None and again[:2] == (x, axis), "what is divided is not x - mean(x)")
+        assert found is not None
+        assert again is not None
+        for n in (*again[2], found[0]):
+            walk.take(n)
+        walk.at = found[0].outputs[0]
         scale = walk.scale(sizes)
         bias = walk.bias(sizes)
         walk.closed()
         inputs = (x, *(v for v in (scale, bias) if v is not None))
         data = (axis, deviation.epsilon, sizes, scale is not None, bias is not None)
         return Region((walk.at,), inputs, tuple(walk.nodes), data)
-
-    @staticmethod
-    def _divide(walk: _Walk, x: Value, axis: int) -> bool:
-        """Take the division of x - mean(x), by the deviation or its reciprocal."""
-        user = only_reader(walk.reader, walk.at)
-        if user is not None and user.op == "Reciprocal":
-            walk.take(user)
-            walk.at = user.outputs[0]
-            found = walk.step("Mul")
-        else:
-            found = walk.step("Div")
-            if found is not None and found[0].inputs[1] != walk.at:
-                return False
-        if found is None:
-            return False
-        divide, other = found
-        again = _centred(walk.reader, other)
-        if again is None or again[:2] != (x, axis):
-            return False
-        for n in (*again[2], divide):
-            walk.take(n)
-        walk.at = divide.outputs[0]
-        return True
 
     def target(self, op: Op, region: Region, x: Val, *parameters: Val) -> Any:
         axis, epsilon, sizes, has_scale, has_bias = region.data
@@ -318,14 +316,8 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
         x, axis = deviation.x, deviation.axis
         profitable(_centred(reader, x) is None, "it is a LayerNormalization")
         walk = _Walk(reader, list(deviation.nodes), node.outputs[0])
-        user = only_reader(reader, walk.at)
-        if user is not None and user.op == "Reciprocal":
-            walk.take(user)
-            walk.at = user.outputs[0]
-            found = walk.step("Mul")
-        else:
-            found = walk.step("Div")
-        if found is None or found[1] != x or (found[0].op == "Div" and found[0].inputs[0] != x):
+        found = walk.division()
+        if found is None or found[1] != x:
             return None
         walk.take(found[0])
         walk.at = found[0].outputs[0]
@@ -688,12 +680,7 @@ def _applied(
     shape = reader.type(x).shape
     for op in ("Mul", "Add"):
         step = only_reader(reader, at)
-        if (
-            step is None
-            or step.op != op
-            or step.inputs[0] == step.inputs[1]
-            or (op == "Mul" and scale != ABSENT)
-        ):
+        if step is None or step.op != op or (op == "Mul" and scale != ABSENT):
             continue
         other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
         if not reader.is_const(other) or not keeps_shape(shape, reader.type(other).shape):
@@ -913,21 +900,16 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
             bias: Any = rest.pop(0) if biased else None
             transposed = bool(attrs.get("transB"))
             weight = op.Mul(w, op.Reshape(scale, [1, -1] if transposed else [-1, 1]))
-            moved = None
-            if shift is not None:
-                moved = op.MatMul(shift, op.Transpose(w) if transposed else w)
+            moved = None if shift is None else op.MatMul(shift, op.Transpose(w) if transposed else w)
             if name == "MatMul":
-                y = op.MatMul(normal, weight)
-                results.append(y if moved is None else op.Add(y, moved))
-                continue
-            if moved is None:
+                results.append(sum_of(op, op.MatMul(normal, weight), moved))
+            elif moved is None:
                 results.append(op.Gemm(normal, weight, bias, attrs=attrs))
-                continue
-            alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
-            moved = op.Mul(moved, alpha)
-            if bias is not None:
-                moved = op.Add(moved, bias if beta == 1.0 else op.Mul(bias, beta))
-            results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
+            else:
+                alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
+                weighted = bias if bias is None or beta == 1.0 else op.Mul(bias, beta)
+                moved = sum_of(op, op.Mul(moved, alpha), weighted)
+                results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
         return results
 
 
@@ -945,11 +927,9 @@ class FoldScaleIntoNormalization(Rule, family="weights_algebra"):
         return op.LayerNormalization(x, op.Mul(g, s), None if b is None else op.Mul(b, s), attrs=m.a)
 
 
-class FoldBiasIntoNormalization(Rule, family="weights_algebra"):
+class FoldBiasIntoNormalization(FoldScaleIntoNormalization):
     """layernorm(x, g, b) + c -> layernorm(x, g, b + c)  with c constant, one number or one per column."""
 
-    dtypes = WIDE
-    optional = ("b",)
     shapes = either("x[...,d] g[d]:const b[d]:const", ("c[d]:const", "c[]:const", "c[1]:const"))
 
     def source(self, op: Op, x: Any, g: Any, b: Any, c: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of
-from rewrite_rules.elementwise import FLOAT, made_by
+from rewrite_rules.elementwise import FLOAT, made_by, sum_of
 from rewrite_rules.slices import piece, sizes_along
 from xrlflow.ir import ABSENT, FLOATS, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Rule, Val, common_source, profitable, require
@@ -486,7 +486,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         for value, start, length in biases:
             row = vals[value] if vals[value].rank == 1 else op.Reshape(vals[value], [-1])
             part = op.Slice(row, [start], [start + length], [0])
-            total = part if total is None else op.Add(total, part)
+            total = sum_of(op, total, part)
         return op.Expand(np.zeros(1, np.float32), [size]) if total is None else total
 
     def biases(self, op: Op, native: _Native, vals: dict[Value, Val]) -> Any:

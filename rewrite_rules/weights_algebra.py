@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import axis_of, rank_of
-from rewrite_rules.elementwise import FLOAT, UNARY, WIDE, given, keeps_shape, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, UNARY, WIDE, given, keeps_shape, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import flat
 from rewrite_rules.shapes import either
@@ -212,11 +212,8 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         first = op.Transpose(v) if m.t else v
         second = op.Transpose(w) if m.u else w
-        bias = c
-        if b is not None:
-            moved = op.MatMul(b, second)
-            bias = moved if c is None else op.Add(moved, c)
-        return op.Gemm(x, op.MatMul(first, second), bias)
+        moved = None if b is None else op.MatMul(b, second)
+        return op.Gemm(x, op.MatMul(first, second), sum_of(op, moved, c))
 
 
 # Factors moved towards constants

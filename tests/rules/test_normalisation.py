@@ -217,16 +217,24 @@ def test_layer_normalization_of_doubles():
     refuses(FuseLayerNormalization(), model(source, i=np.array([1]), eps=np.float64(1e-5)), "element type")
 
 
-def test_moments():
+def moments(shift: str = "Sub(b, mg)", **constants: np.ndarray | np.generic) -> onnx.ModelProto:
+    """The normalisation of x[2,3,4] over its last axis as TensorFlow writes it; the constants replace its own."""
     source = (
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) { m = ReduceMean(x, i) d = Sub(x, m) q = Mul(d, d) "
+        "agraph (float[2,3,4] x) => (y) { m = ReduceMean(x, i) d = Sub(x, m) q = Mul(d, d) "
         "v = ReduceMean(q, i) e = Add(v, eps) r = Sqrt(e) t = Reciprocal(r) g = Mul(s, t) "
-        "xg = Mul(g, x) mg = Mul(m, g) c = Sub(b, mg) y = Add(c, xg) }"
+        f"xg = Mul(g, x) mg = Mul(m, g) c = {shift} y = Add(c, xg) }}"
     )
     given = {"i": np.array([2]), "eps": np.float32(1e-3), "s": numbers(4), "b": numbers(4)}
-    applies(FuseMomentsLayerNormalization(), model(source, **given), ops=["LayerNormalization"])
-    swapped = source.replace("Sub(b, mg)", "Sub(mg, b)")
-    refuses(FuseMomentsLayerNormalization(), model(swapped, **given))
+    return model(source, **(given | constants))
+
+
+def test_moments():
+    rule = FuseMomentsLayerNormalization()
+    applies(rule, moments(), ops=["LayerNormalization"])
+    applies(rule, moments(eps=np.full((1, 1, 1), 1e-3, np.float32)), ops=["LayerNormalization"])
+    refuses(rule, moments(shift="Sub(mg, b)"))
+    refuses(rule, moments(eps=np.full((1, 1, 1, 1), 1e-3, np.float32)), "the epsilon adds a dimension")
+    refuses(rule, moments(s=numbers(3, 1)), "the scale is not of the normalised dimensions")
 
 
 @pytest.mark.parametrize("divide", ["n = Div(x, r)", "t = Reciprocal(r) n = Mul(t, x)"])
