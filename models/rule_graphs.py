@@ -3,10 +3,10 @@
     from models.rule_graphs import rule_graph
     graph = rule_graph(LIBRARY, seed=7)        # an xrlflow Graph, in which some of the rules apply
 
-A pattern rule is sampled as its proof samples it, from its own `shapes` and from what its operators take, but larger,
-so that costs mean something; a region rule gives one of its `examples`. What is drawn is kept if the rule admits it.
-Several such pieces become one graph: outputs of the earlier ones are fed to the inputs of later ones, through a
-Reshape if only the number of elements fits.
+A piece is a small graph to which one rule applies. For a pattern rule it is drawn as for the rule's proof, from the
+rule's `shapes` and from what its operators take, but with larger sizes, so that costs mean something. For a region
+rule, and now and then for a pattern rule, it is one of the rule's `examples` with other sizes. Several pieces become
+one graph: outputs of earlier pieces feed inputs of later ones, through a Reshape if only the number of elements fits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from xrlflow.rewrite import AnyRule, Library, Rule
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.state import match_all
 
-# No tensor of a piece has more elements: its sizes multiply to no more.
+# The greatest product of the sizes that are drawn for a piece.
 _ELEMENTS = 1 << 18
 _SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Draws of a rule before another one is tried, and rules before there is an error.
+# The most draws of one rule, and the most rules that are tried for a piece.
 _DRAWS, _RULES = 60, 40
-# How many of an example's sizes change, in parts: draw after draw fewer, for many stand for something else too.
+# The share of an example's sizes that change. It falls from draw to draw, because a size may stand for something else.
 _SIZED = (0.8, 0.5, 0.2, 0.0)
 
 
@@ -43,7 +43,7 @@ class RuleGraphError(ValueError):
 
 
 class Sizes(Draw):
-    """Draws sizes of real tensors. Those of earlier pieces come again, so that pieces fit together."""
+    """Draws sizes as real tensors have them. Sizes of earlier pieces are drawn again, so that pieces fit together."""
 
     def __init__(self, seed: int, known: Sequence[int] = ()) -> None:
         super().__init__(seed)
@@ -74,7 +74,7 @@ def _compiled(rule: AnyRule) -> tuple[Library, tuple[Pattern, ...]]:
 
 
 def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | None:
-    """A graph to which the rule applies; None if none was found. `known`: sizes that are drawn again."""
+    """A piece of a rule; None if none was found in `_DRAWS` draws. `known`: the sizes of earlier pieces."""
     library, patterns = _compiled(rule)
     draw = Sizes(seed, known)
     for attempt in range(_DRAWS):
@@ -99,7 +99,10 @@ def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | N
 
 
 def resized(sketch: Sketch, draw: Sizes, part: float) -> Sketch:
-    """Other sizes, for all symbols and for that part of the numbers: wherever they stand, in constant shapes too."""
+    """The sketch with other sizes: for all symbols, and for the share `part` of the numbers.
+
+    A number is replaced wherever it stands, in constant shapes too.
+    """
     dims = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, str)}
     numbers = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1}
     numbers |= {d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape if d > 1}
@@ -135,7 +138,7 @@ def _fit(graph: Graph) -> bool:
 
 
 def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
-    """One sketch of several: inputs are fed from earlier outputs of their type, in three of four cases."""
+    """One sketch of several pieces. An input is fed from an earlier output that fits, in three of four cases."""
     inputs: list[TensorType] = []
     consts: list[SketchConst] = []
     nodes: list[SketchNode] = []
@@ -195,7 +198,7 @@ def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
     """A graph of `pieces` pieces, each the source of one rule. Rules for other backends than ONNX Runtime are skipped,
     because no search uses them by default.
 
-    Raises RuleGraphError if the rules cannot be drawn.
+    Raises RuleGraphError if none of the rules can be drawn.
     """
     draw = Draw(seed)
     rules = [r for r in rules if r.backend in (None, "onnxruntime")]

@@ -50,8 +50,8 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {r.name: r.composite_of for r in LIBRARY if r.composite_of}
 )
 
-# Vectors of 2,048 bits, the widest of Arm's SVE. A grouped convolution reaches the less of the peak the fewer of the
-# lanes a group fills, as measured on narrower machines: half as many channels, 0.58 of the speed.
+# Vectors of 2,048 bits (64 floats), the widest of Arm's SVE. A group of a convolution that fills fewer lanes reaches
+# less of the peak: 0.58 of the speed with half as many channels, as measured on machines with narrower vectors.
 _LANES = 64
 WIDE = replace(
     REFERENCE,
@@ -60,7 +60,7 @@ WIDE = replace(
     grouped=tuple((_LANES >> k, 0.23 * 0.58 ** (k - 1)) for k in range(6, 0, -1)),
 )
 
-# Memory a third as fast, as small boards have it: what moves data costs more beside what computes.
+# Memory a third as fast, as on small boards: moving data costs more in proportion to computing.
 SLOW = replace(
     REFERENCE,
     name="slow memory",
@@ -78,8 +78,8 @@ def valley_library() -> Library:
 class Family:
     """Networks whose valleys are of one kind.
 
-    `shapes`: the depths and widths that have valleys; `rules`: those of the chains that lead through; `count`: how many
-    instances the catalogue is to have.
+    `shapes`: the pairs of depth and width that have valleys. `rules`: the rules of the chains that lead through.
+    `count`: the number of instances wanted in the catalogue.
     """
 
     name: str
@@ -129,7 +129,7 @@ def _sizes(seed: int, *salt: int) -> Callable[[Sequence[int]], int]:
 
 
 def _groups(net: Net, x: str, per_group: int, inner: int) -> str:
-    """A bottleneck of ResNeXt with `per_group` channels per group."""
+    """A bottleneck of ResNeXt. Its 3x3 convolution has `inner` channels, `per_group` in each group."""
     channels = net.shape(x)[1]
     y = net.relu(net.conv(x, inner, norm=1.0))
     y = net.relu(net.conv(y, inner, 3, groups=inner // per_group, norm=1.0))
@@ -137,7 +137,7 @@ def _groups(net: Net, x: str, per_group: int, inner: int) -> str:
 
 
 def resnext(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Bottlenecks of 4 channels a group: eight a group are slower, sixteen are faster."""
+    """Bottlenecks with 4 channels in a group. With 8 they are slower, with 16 faster."""
     net, draw = Net("resnext", seed), _sizes(seed, depth, 1)
     inner, image = draw((64, 96, 128, 192, 256)), draw((7, 10, 14, 20, 28))
     x = net.input("x", (1, draw((32, 48, 64, 96)), image, image))
@@ -149,7 +149,7 @@ def resnext(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def fire(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Fire modules of SqueezeNet and branches of Inception: the small kernel is enlarged to merge it with the other."""
+    """Fire modules of SqueezeNet, branches of Inception: a small kernel must be enlarged before two can be merged."""
     net, draw = Net("fire", seed), _sizes(seed, depth, 2)
     image = draw((14, 20, 28, 35))
     x = net.input("x", (1, draw((32, 64, 96)), image, image))
@@ -165,8 +165,9 @@ def fire(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def downsampling(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Sums over scales as of HRNet, ResNet's projections: a strided 1x1 convolution has to become a plain one of a
-    Slice before it can be merged with its sister; with `width` 2 both are strided.
+    """Sums of two 1x1 convolutions, as over scales in HRNet and in ResNet's projections.
+
+    One is strided, with `width` 2 both are. A strided one must become a plain one of a Slice before they can be merged.
     """
     net, draw = Net("downsampling", seed), _sizes(seed, depth, width, 3)
     out, image = draw((32, 48, 64, 96, 128)), draw((7, 10, 14, 20, 28))
@@ -183,7 +184,10 @@ def downsampling(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def scaled_sums(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Branches whose sum has a factor for each channel (LayerScale): distributed, it is folded into each of them."""
+    """Sums of convolutions, times a factor for each channel (LayerScale).
+
+    The factor must be distributed over the sum before it can be folded into the convolutions.
+    """
     net, draw = Net("scaled-sums", seed), _sizes(seed, depth, 4)
     image = draw((10, 14, 20, 28))
     for unit in range(depth):
@@ -201,8 +205,9 @@ def scaled_sums(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def cells(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """NasNet's cells squeeze the same image for themselves and for their successor: merged, the two are split again,
-    which costs more until the activation comes out of the Split.
+    """Cells of NasNet, where two or three 1x1 convolutions read the same image.
+
+    Merging them adds a Split, and the cost falls only when the activations are moved above the Split.
     """
     net, draw = Net("cells", seed), _sizes(seed, depth, 11)
     for cell in range(depth):
@@ -217,7 +222,10 @@ def cells(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def adapters(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Linear residual layers before a narrow projection, (x + x @ a) @ z: multiplied out, a @ z is a constant."""
+    """Linear residual layers before a narrow projection: (x + x @ a) @ z.
+
+    Multiplied out, this is x @ (z + a @ z), where z + a @ z is a constant.
+    """
     net, draw = Net("adapters", seed), _sizes(seed, depth, 5)
     rows = draw((16, 32, 64, 128))
     x = net.input("x", (1, rows, draw((96, 128, 192, 256))))
@@ -232,8 +240,9 @@ def adapters(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def layouts(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """What converters from TensorFlow leave: an image with its channels last for a factor that has them last, and
-    back. The factor has to be transposed before the image need not be.
+    """What converters from TensorFlow leave: an image is transposed to meet a factor with its channels last, and back.
+
+    If the factor is transposed instead, the image need not be.
     """
     net, draw = Net("layouts", seed), _sizes(seed, depth, 6)
     image, channels = draw((5, 6, 7, 8, 10)), draw((16, 24, 32))
@@ -250,11 +259,14 @@ def layouts(depth: int, width: int, seed: int) -> onnx.ModelProto:
     return net.model()
 
 
-# Made up
+# Artificial networks
 
 
 def wide_groups(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Grouped convolutions for wide vectors: groups are merged by two `width` times before a group fills a vector."""
+    """Grouped convolutions for vectors of 64 lanes, with 64 / 2^(width + 1) channels in a group.
+
+    Merging groups by two increases the cost `width` times. With the next merge a group fills a vector.
+    """
     net, draw = Net("wide-groups", seed), _sizes(seed, depth, width, 7)
     inner, image = draw((128, 192, 256)), draw((7, 10, 14, 20))
     x = net.input("x", (1, _LANES, image, image))
@@ -269,7 +281,7 @@ _MONOTONE = ("Sigmoid", "Tanh", "Relu", "Softplus")
 
 
 def _tree(net: Net, leaves: Sequence[Callable[[], str]], op: str) -> str:
-    """The product (or other function of two operands) of leaves, as a balanced tree."""
+    """The root of a balanced tree of nodes `op` over the leaves. Calling a leaf adds its nodes to the network."""
     if len(leaves) == 1:
         return leaves[0]()
     half = len(leaves) // 2
@@ -277,8 +289,10 @@ def _tree(net: Net, leaves: Sequence[Callable[[], str]], op: str) -> str:
 
 
 def gates(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Sums of two gated towers, (f(x @ u) * f(x @ v)) @ w + ...: the towers have to be put side by side, operand by
-    operand, each with a Concat of its own, before they come out of one product. With `width` 1 there is no gate.
+    """Sums of two gated towers: (f(x @ u) * (x @ v)) @ w + (f(x @ u') * (x @ v')) @ w'.
+
+    Before one product can make both towers, each operand of them must be joined with its counterpart by a Concat. A
+    tower has 2^(width - 1) operands; with 1 there is no gate. The operator may be a maximum instead of the product.
     """
     net, draw = Net("gates", seed), _sizes(seed, depth, width, 8)
     rows = draw((64, 96, 128, 192, 256))
@@ -302,7 +316,7 @@ def gates(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def forks(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """As `gates`, of convolutions over an image."""
+    """As `gates`, with 1x1 convolutions of an image in the place of products; the operator may be a difference."""
     net, draw = Net("forks", seed), _sizes(seed, depth, width, 9)
     image = draw((10, 14, 20, 28))
     x = net.input("x", (1, draw((1, 2, 3, 4)), image, image))
@@ -325,8 +339,9 @@ def forks(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def factored(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """1x1 convolutions in a row without anything between (over-parameterised, as some are trained): they become
-    products of matrices before they can be multiplied out.
+    """Two 1x1 convolutions with nothing between them, as over-parameterised training leaves them.
+
+    They must become products of matrices before their weights can be multiplied.
     """
     net, draw = Net("factored", seed), _sizes(seed, depth, 10)
     image = draw((10, 14, 20, 28))
@@ -409,9 +424,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )  # fmt: skip
 
-# What a step up may cost, in parts of the start's cost, and how many of them an improving chain may begin with.
+# The least and the greatest step up, as parts of the start's cost, and the most with which a chain may begin.
 LEAST_STEP, MOST_STEP, MOST_STEPS = 0.02, 0.20, 4
-# What the optimum gains, in parts of the start's cost.
+# The least gain of an optimum, as a part of the start's cost.
 LEAST_GAIN = 0.02
 
 
@@ -469,9 +484,9 @@ class Charted:
     """What is known of an instance.
 
     `cost`: of the start, in seconds. `optimum`: the least cost that is known, and `chain` the rules that lead there
-    with the cost after each. `climbs`: the steps up at the beginning of the least climbing chain to a better graph, in
-    parts of `cost`. `searched`: how many states were looked at; `exhausted`: whether those that are reached without
-    climbing by `LEAST_STEP` were all of them.
+    with the cost after each. `climbs`: the steps up at the beginning of the chain to a better graph that climbs least,
+    as parts of `cost`. `searched`: the number of states visited. `exhausted`: whether they include all states that are
+    reached without climbing by `LEAST_STEP`.
     """
 
     valley: Valley
@@ -497,11 +512,11 @@ class NoValley(Exception):
 
 
 def chart(valley: Valley, budget: int = 400) -> Charted:
-    """Look for an instance's optimum and the way there. Raises NoValley.
+    """Search for an instance's optimum and the chain to it. Raises NoValley.
 
-    The rules of the family alone are followed first, to ten times `budget` states. From the best of them the whole
-    library goes on, by best-first search and to whatever is near; and so it does from the start, from where the whole
-    library is tried alone. Each of these searches has `budget` states, or twice as many.
+    First the rules of the family alone are tried, in up to 10 * `budget` states. From the best state found, searches
+    with the whole library go on until they find nothing better. A search with the whole library also begins at the
+    start. Each of these searches visits up to `budget` or 2 * `budget` states.
     """
     start = valley.start()
     cost = start.cost
@@ -586,7 +601,7 @@ def catalogue(path: Path = CATALOGUE) -> tuple[Charted, ...]:
 
 
 def draws(family: Family, depth: int, width: int, count: int, tries: int, budget: int) -> Iterator[Charted]:
-    """The first `count` instances among so many seeds."""
+    """The first `count` instances among the seeds from 0 to `tries` - 1."""
     found = 0
     for seed in range(tries):
         try:

@@ -1080,14 +1080,15 @@ class ReplaceMaxByGlobalMaxPool(ReplaceMeanByGlobalAveragePool):
     )
 
 
-# ONNX Runtime's images have blocks of this many channels with AVX-512, of 8 without. Measurements decide the gain.
+# With AVX-512 ONNX Runtime keeps images in blocks of this many channels, else in blocks of 8. A measurement decides
+# whether the rules below gain anything.
 _BLOCK = 16
 
 
 class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
     """globalaveragepool(relu(conv(x, w, b))) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b)))), the channels).
 
-    pad makes the channels a multiple of 16. For other numbers ONNX Runtime reorders the whole image before it pools.
+    pad adds channels of zeros up to a multiple of 16. Without it ONNX Runtime reorders the whole image before it pools.
     """
 
     unpriced = True
@@ -1117,7 +1118,7 @@ class AlignChannelsBeforeGlobalAveragePool(Rule, family="convolution"):
 class AlignChannelsBeforeMean(AlignChannelsBeforeGlobalAveragePool):
     """reducemean(relu(conv(x, w, b)); the spatial axes) -> slice(globalaveragepool(relu(conv(x, pad(w), pad(b))))).
 
-    As before a GlobalAveragePool, which takes the place of the mean.
+    As `AlignChannelsBeforeGlobalAveragePool`, with a GlobalAveragePool in the place of the mean.
     """
 
     nonempty = True
@@ -1188,7 +1189,7 @@ class PushGlobalAveragePoolBeforeConv(Rule, family="convolution"):
 
 
 class PushConvBeforeAveragePool(Rule, family="convolution"):
-    """conv(averagepool(x), w, b) -> averagepool(conv(x, w)) + b  for a 1x1 kernel: the pool has fewer channels."""
+    """conv(averagepool(x), w, b) -> averagepool(conv(x, w)) + b  for a 1x1 kernel: the pool may have fewer channels."""
 
     optional = ("b",)
     shapes = _POOLED
@@ -1210,7 +1211,7 @@ class PushConvBeforeAveragePool(Rule, family="convolution"):
 
 
 class MergeMaxPools(Rule, family="convolution"):
-    """maxpool(maxpool(x)) -> maxpool(x)  with a window of both: k = k' + s' (k - 1), strides multiplied."""
+    """maxpool(maxpool(x; k, s); l, t) -> maxpool(x; k + s (l - 1), s t)  for kernels k, l and strides s, t."""
 
     proof = "numeric"
     relies_on = "max is associative, commutative and idempotent"
@@ -1275,7 +1276,7 @@ class MergeMaxPools(Rule, family="convolution"):
         )
 
 
-# Functions that do not fall anywhere; some do for an `alpha` below zero.
+# Functions that never decrease, unless their `alpha` is negative.
 _RISING: tuple[str, ...] = (
     *("Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "HardSigmoid", "LeakyRelu", "Relu", "Round"),
     *("Sigmoid", "Softplus", "Tanh"),
@@ -1285,7 +1286,7 @@ _MAX_POOLS = ("GlobalMaxPool", "MaxPool")
 
 
 class _SwapMaxPool(Rule, family="convolution"):
-    """A maximum and a function that rises, which may have constant bounds."""
+    """A max pool and a function that never decreases (for Clip `low` and `high` are the bounds)."""
 
     proof = "numeric"
     relies_on = "a function that does not fall commutes with max"
@@ -1309,7 +1310,7 @@ class _SwapMaxPool(Rule, family="convolution"):
 
 
 class PushRisingBeforeMaxPool(_SwapMaxPool):
-    """f(maxpool(x)) -> maxpool(f(x))  for f that does not fall: the runtime fuses it with what makes x."""
+    """f(maxpool(x)) -> maxpool(f(x))  for f that never decreases: ONNX Runtime may fuse f with what makes x."""
 
     unpriced = True
     examples = graphs(
@@ -1338,7 +1339,7 @@ class PushRisingBeforeMaxPool(_SwapMaxPool):
 
 
 class PushRisingBehindMaxPool(_SwapMaxPool):
-    """maxpool(f(x)) -> f(maxpool(x))  for f that does not fall: there is less to compute."""
+    """maxpool(f(x)) -> f(maxpool(x))  for f that never decreases: it then has fewer elements to compute."""
 
     survivors: ClassVar[Mapping[str, str]] = {
         **_SwapMaxPool.survivors,
@@ -1371,7 +1372,7 @@ class PushRisingBehindMaxPool(_SwapMaxPool):
 class _SwapResize(Rule, family="convolution"):
     """A 1x1 convolution and a Resize."""
 
-    may_add_nonfinite = True  # the pixels are summed before the channels, or the channels first
+    may_add_nonfinite = True  # the sums over pixels and over channels change places
     proof = "numeric"
     relies_on = "each pixel that is made is a mean of others, with weights that sum up to one"
     optional = ("b", "roi", "scales", "sizes")
@@ -1392,7 +1393,7 @@ class _SwapResize(Rule, family="convolution"):
             require(sizes is None or sizes.ints[1] == self.channels(x, w), "it resizes the channels")
 
     def channels(self, x: Val, w: Val) -> int:
-        """Of what is resized on the left side."""
+        """The number of channels of the tensor that the left side resizes."""
         return x.size(1)
 
     def resized(

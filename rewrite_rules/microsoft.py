@@ -1,6 +1,6 @@
-"""ONNX Runtime's own operators (domain com.microsoft), where its optimiser does not write them itself.
+"""Rules that write ONNX Runtime's own operators (domain com.microsoft) where its optimiser does not.
 
-They are written only when the user allows it: no other runtime has them.
+They are off unless the user allows them, because no other runtime has these operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 
 
 def _runs(type: TensorType) -> TensorType:
-    """The type of what is computed when the model runs, whatever it is computed of."""
+    """The same type, not constant: ONNX Runtime computes such a value when the model runs, even from constants."""
     return type.as_const(False)
 
 
@@ -37,7 +37,7 @@ def _last_two(rank: int) -> tuple[int, ...]:
 
 
 class _FuseTransposeIntoMatMul(_Contributed):
-    """A product that reads one operand y the other way around."""
+    """A product of which one operand is a transpose of y."""
 
     def where(self, m: Captures, y: Val) -> None:
         perm = permutation(m.p, y.rank)
@@ -45,13 +45,13 @@ class _FuseTransposeIntoMatMul(_Contributed):
 
     @staticmethod
     def turned(op: Op, m: Captures, y: Val) -> Any:
-        """The operand, but for the exchange of its last two dimensions."""
+        """The operand of the operator, which itself exchanges the last two dimensions."""
         perm = compose(permutation(m.p, y.rank), _last_two(y.rank))
         return y if is_identity(perm) else op.Transpose(y, perm=perm)
 
 
 class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
-    """x @ transpose(y) -> fusedmatmul(x, y; transB)  with a transpose left that moves whole rows, or none."""
+    """x @ transpose(y) -> fusedmatmul(x, y; transB)  where a Transpose of whole rows of y may be left."""
 
     shapes = "x[...,a,k] y[...,c,d]"
     examples = (
@@ -69,7 +69,7 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
 
 
 class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
-    """transpose(y) @ x -> fusedmatmul(y, x; transA)  with a transpose left that moves whole rows, or none."""
+    """transpose(y) @ x -> fusedmatmul(y, x; transA)  where a Transpose of whole rows of y may be left."""
 
     shapes = "x[...,k,b] y[...,c,d]"
     examples = (
@@ -87,7 +87,7 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
 
 
 class FuseScaleIntoMatMul(_Contributed):
-    """(x @ y) * c -> fusedmatmul(x, y; alpha c)  with c one constant number."""
+    """(x @ y) * c -> fusedmatmul(x, y; alpha c)  for a constant number c."""
 
     shapes = either("x[...,a,k] y[...,k,n]", ("c[]:const", "c[1]:const", "c[1,1]:const"))
 
@@ -103,7 +103,7 @@ class FuseScaleIntoMatMul(_Contributed):
 
 
 class FuseTransposedScale(_FuseTransposeIntoMatMul):
-    """(x @ transpose(y)) * c -> fusedmatmul(x, y; transB, alpha c)  with c one constant number."""
+    """(x @ transpose(y)) * c -> fusedmatmul(x, y; transB, alpha c)  for a constant number c."""
 
     shapes = either("x[...,a,k] y[...,u,v]", ("c[]:const", "c[1]:const"))
     examples = graphs(
@@ -129,7 +129,7 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
 
 
 class FuseQuickGelu(_Contributed):
-    """x * sigmoid(x * a) -> quickgelu(x; alpha a)  with a one constant number."""
+    """x * sigmoid(x * a) -> quickgelu(x; alpha a)  for a constant number a."""
 
     shapes = either("x[...]:float", ("a[]:const", "a[1]:const"))
 
@@ -157,7 +157,7 @@ class FuseSiluIntoQuickGelu(_Contributed):
 
 
 class FuseBiasGelu(_Contributed):
-    """gelu(x + b) -> biasgelu(x, b)  with b a number for each of the last dimension."""
+    """gelu(x + b) -> biasgelu(x, b)  for b along the last dimension of x."""
 
     shapes = "x[...,n] b[n]"
 
@@ -177,7 +177,7 @@ class FuseBiasGelu(_Contributed):
 class FuseSkipLayerNormalization(_Contributed):
     """layernormalization(x + y, s, t) -> skiplayernormalization(x, y, s, t)  over the last dimension.
 
-    The runtime does so itself, except where the sum is written as a Sum, which is faster on several threads.
+    ONNX Runtime fuses an Add so itself, but not a Sum, which is faster on several threads (`ReplaceAddBySum`).
     """
 
     unpriced = True
@@ -201,7 +201,8 @@ _EXCHANGED = (0, 2, 1, 3)
 class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
     """transpose(attention(transpose(q), transpose(k), transpose(v), mask)) -> multiheadattention(q, k, v, mask).
 
-    The heads stay where the projections have them. Where a whole row is masked by -inf the result is NaN.
+    The operator reads q, k and v with the heads side by side in the last dimension, so that nothing is transposed. If
+    -inf masks a whole row, its result is NaN.
     """
 
     contrib = True
@@ -246,7 +247,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
 
     @staticmethod
     def _turned(reader: Reader, value: Value) -> Node | None:
-        """The Transpose that exchanges positions and heads."""
+        """The node that makes a value, if it is a Transpose that exchanges positions and heads."""
         node = reader.producer(value)
         if node is None or node.op != "Transpose":
             return None
@@ -281,7 +282,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
 
 
 class ReplaceRotaryEmbedding(_Contributed):
-    """rotaryembedding(x, cosine, sine, positions) -> com.microsoft's, which the runtime knows longer."""
+    """rotaryembedding(x, cosine, sine, positions) -> com.microsoft's operator, which the runtime has had for longer."""
 
     shapes = "x[a,h,s,d] cosine[m,n] sine[m,n] positions[a,s]:int | x[a,s,d] cosine[m,n] sine[m,n] positions[a,s]:int"
     examples = (
@@ -309,7 +310,7 @@ class ReplaceRotaryEmbedding(_Contributed):
 
     def target(self, op: Op, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> Any:
         rotary = op["com.microsoft::RotaryEmbedding"]
-        # The kernel wants the number of heads with it, which turns all of each by default.
+        # The kernel takes this width only with the number of heads. By default it turns all elements of a head.
         width = m.c.get("rotary_embedding_dim") if m.c.get("num_heads") else None
         return rotary(x, positions, cosine, sine, attrs=m.c, rotary_embedding_dim=width, type=_runs(x.type))
 
@@ -351,7 +352,7 @@ class FuseMatMulIntegerToFloat(_Contributed):
 
 
 def worthwhile_zeros(*zeros: Val | None) -> None:
-    """Refuse zero points that are more than one number, which not every kernel takes."""
+    """Refuse zero points of more than one number, because not every kernel takes them."""
     for zero in zeros:
         profitable(zero is None or all(d == 1 for d in zero.sizes), "a zero point is not one number")
 
@@ -362,7 +363,7 @@ _QUANTISED = either(
 
 
 class FuseDynamicQuantizeMatMul(_Contributed):
-    """quantise(x), and the integer product with b, scaled back -> dynamicquantizematmul(x, b, t, u)."""
+    """cast(q @ b) * (s * t) -> dynamicquantizematmul(x, b, t, u)  for q, s = quantise(x), u the zero point of b."""
 
     proof = "numeric"
     relies_on = "a product of three numbers is the same in any order, rounded"
@@ -392,7 +393,7 @@ class FuseDynamicQuantizeMatMul(_Contributed):
 
 
 class FuseBiasedDynamicQuantizeMatMul(FuseDynamicQuantizeMatMul):
-    """quantise(x), and the integer product with b, scaled back, + c -> dynamicquantizematmul(x, b, t, u, c)."""
+    """cast(q @ b) * (s * t) + c -> dynamicquantizematmul(x, b, t, u, c)  for q, s = quantise(x), u b's zero point."""
 
     shapes = _QUANTISED
     examples = tuple(
