@@ -109,18 +109,22 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
 class SharedFile:
     """A file that processes and threads share (write-ahead log, one statement per write).
 
-    Our own file is renamed to `.damaged` if it is damaged or of another version, and a new one is begun, with a
-    warning; a file that the user named is renamed only if it gets damaged. If the named file is something else, it is
-    refused on first use. If the disk is full, or the file is locked or read-only, there is one warning: old rows can
-    still be read, new ones are kept in memory and written as soon as possible. What could never be written is reported
-    at the end.
+    - The program's own file: if it is damaged or of another version, there is a warning, the file is renamed to
+      `.damaged`, and a new one is begun.
+    - A file that the user named: if it is something else, it is refused on first use. If it is damaged later, it is
+      treated like the program's own.
+    - If the disk is full, or the file is locked or read-only, there is one warning. Rows of the file can still be read.
+      New rows are kept in memory and written as soon as possible. `close` reports those that could never be written.
     """
 
     def __init__(
         self, path: Path, layout: Layout, patience: float, refused: type[Exception] | None = None
     ) -> None:
-        """`patience`: seconds that a statement waits for another process. `refused`: makes the exception for a named
-        file that is something else, from one line; None: the file is our own."""
+        """`patience`: seconds that a statement waits for another process.
+
+        `refused` makes an exception from one line of text, for a file that the user named and that is something else.
+        None means that the file is the program's own.
+        """
         self.path, self._layout, self._patience = path, layout, patience
         self._refused = refused if refused is not None else sqlite3.DatabaseError
         self._ours = refused is None
@@ -135,7 +139,7 @@ class SharedFile:
         self._inherited: list[sqlite3.Connection | None] = []
 
     def check(self) -> None:
-        """Open the file now. Raises the exception of `refused` if it is something else."""
+        """Open the file now. Raises what `refused` makes if the file is something else."""
         with self._lock:
             self._adopt()
             self._opened()
@@ -157,6 +161,7 @@ class SharedFile:
             return rows
 
     def write(self, statement: str, values: Row) -> None:
+        """Write a row, or keep it in memory until it can be written."""
         with self._lock:
             self._adopt()
             self._pending.append((statement, values))

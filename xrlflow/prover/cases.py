@@ -48,12 +48,12 @@ _EXACT_OPERATORS = frozenset({"Add", "Sub", "Mul", "Neg", "MatMul", "ReduceSum",
 
 
 class ProofBuilder(GraphBuilder):
-    """Traces a target without folding constants that folding would round; the proof evaluates them instead."""
+    """Traces a target. Constants that folding would round are not folded; the proof evaluates them instead."""
 
     def constant(self, data: Any, dtype: DType | None = None) -> Val:
-        """Make a constant. A Python number of type half or bfloat16 keeps its float32 digits.
+        """Make a constant. A Python number as float16 or bfloat16 keeps its float32 digits.
 
-        Its rounding is ignored like all rounding of half. It is rounded only if it would become 0 or infinite.
+        A proof ignores the rounding of these types, so the number is rounded only if that makes it 0 or infinite.
         """
         made = super().constant(data, dtype)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or not isinstance(data, (int, float)):
@@ -220,8 +220,8 @@ def draw_feeds(
 ) -> Feeds:
     """Random values of the graph's inputs and opaque constants. `floats` draws those of float types.
 
-    Integers are small. With `wide` integers that are data are of the whole range of their types. Raises Unusable if a
-    tensor is too large to be evaluated.
+    Integers are small. With `wide`, those that are data are drawn from the whole range of their type. Raises Unusable
+    if a tensor is too large to be evaluated.
     """
     graph = problem.graph
     if too_large(problem):
@@ -372,7 +372,7 @@ def _degrees(
     """Sizes for the symbolic dimensions, and both sides over `degrees`; None if the left side has no value."""
     for numbers in tried_bindings(
         case.problem, rng
-    ):  # integers and booleans may decide, too, whether it has one
+    ):  # integers and booleans are drawn anew too: they may decide whether the left side has a value
         try:
             left, right = both_sides(
                 case,
@@ -408,7 +408,7 @@ def magnitudes(case: Case, numeric: bool) -> Iterator[tuple[str, float]]:
 
 
 def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
-    """Evaluate both sides over float64, with ordinary numbers and with NaN, infinities and negative zeros.
+    """Evaluate both sides in float64, with ordinary numbers and with NaN, infinities and negative zeros.
 
     `may_add_nonfinite` and `may_remove_nonfinite` of the rule say what may differ where a number is not finite.
     Returns the number of draws for which the left side has a value. Raises Wrong, NotEvaluable.
@@ -444,7 +444,7 @@ def _evaluated(
     wide: bool = False,
     nonempty: bool = False,
 ) -> tuple[Feeds, list[Array], list[Array]] | None:
-    """Inputs (each holds the number `special` if that is given) and both sides; None if the left has no value."""
+    """Inputs and both sides; None if the left side has no value. If `special` is given, each float input holds it."""
     for numbers in tried_bindings(case.problem, rng, nonempty):
         try:
             feeds = draw_feeds(case.problem, numbers, rng, floats, wide)
@@ -478,9 +478,10 @@ def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -
 def _compare_case(
     case: Case, feeds: Feeds, left: list[Array], right: list[Array], tolerance: float, rule: AnyRule
 ) -> None:
-    """Compare all outputs; or, where the rule may change non-finite numbers and some occur, only the replaced outputs.
+    """Compare the outputs of both sides. Raises Wrong if they differ.
 
-    The other outputs may differ then in finite numbers: exp(-inf) is 0.
+    If there are numbers that are not finite, and the rule may change them, only the replaced outputs are compared. The
+    others may then differ in finite numbers too: exp(-inf) is 0.
     """
     loose = (rule.may_add_nonfinite or rule.may_remove_nonfinite) and not _finite(left)
     if not loose:
@@ -570,8 +571,8 @@ def whole_types(case: Case) -> frozenset[DType]:
 def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> RuntimeResult | None:
     """Run both sides in ONNX Runtime without its optimisations and compare them with our float64 results.
 
-    With `wide` integers that are data are of their whole range. None if the runtime does not run the left side, or if
-    a tensor is empty: several kernels refuse empty tensors, and some (ConvTranspose) crash. Raises Wrong.
+    With `wide`, integers that are data are drawn from their whole range. None if the runtime does not run the left
+    side, or if a tensor is empty: several kernels refuse empty tensors, and some (ConvTranspose) crash. Raises Wrong.
     """
     if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):
         return None  # the runtime takes no NumPy arrays of this type

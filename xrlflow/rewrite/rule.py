@@ -161,6 +161,7 @@ class Val:
 
     @property
     def array_or_none(self) -> npt.NDArray[Any] | None:
+        """The numbers of a small constant; None if there are none to read."""
         const = self.graph.const(self.value)
         return None if const is None else const.array
 
@@ -174,7 +175,7 @@ class Val:
 
     @property
     def uniform(self) -> float | None:
-        """The number that all elements of a small constant are; None if there is no such number."""
+        """The number that all elements of a small constant are equal to; None if there is none."""
         found = self.graph.leaves.uniform(self.value)
         return found if _shown is None else _shown(found)
 
@@ -334,7 +335,7 @@ class _Declared:
     composite_of: ClassVar[tuple[str, ...]] = ()
     # Graphs (ONNX text form) to which the rule applies. They are a region rule's only declaration of its left side.
     examples: ClassVar[tuple[str, ...]] = ()
-    # More graphs for the proof. Conditions refuse them that refuse no variation of the examples.
+    # More graphs for the proof. They are refused by conditions that refuse no variation of the examples.
     near_misses: ClassVar[tuple[str, ...]] = ()
     # Why mutants of the rule that pass its proof are right all the same, by the mutant's description.
     survivors: ClassVar[Mapping[str, str]] = {}
@@ -592,11 +593,11 @@ _MOVES = frozenset(
 
 
 def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bool:
-    """Whether nodes that each read one of `values` (and constants) can be merged without closing a cycle.
+    """Whether nodes that each read one of `values` (and constants) can surely be merged without closing a cycle.
 
     Each value is followed upwards, for at most `limit` steps, through operators that only move the data of one input.
-    The answer is yes if all values come from one value: that value cannot depend on their readers, and no reader lies
-    in between. It is also yes if all come from inputs of the graph. Only these few nodes are read.
+    There can be no cycle if this leads from all values to one value, because none of the nodes lies on the way. Nor can
+    there be one if it leads from all values to inputs of the graph. Only the nodes on the way are read.
     """
     chains: list[list[Value]] = []
     for value in dict.fromkeys(values):

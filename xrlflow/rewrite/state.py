@@ -1,8 +1,8 @@
 """Rewrite states: a graph with all substitutions that apply to it, kept up to date from edit to edit.
 
 Matching is semi-naive. After an edit only dirty nodes can take part in a new match: nodes that were added or rewired,
-that have other readers, or that read a value of another type. Plans start at dirty nodes. A match falls when one of
-its nodes is dirty.
+that have other readers, or that read a value of another type. Plans start at dirty nodes. A match is dropped when one
+of its nodes is dirty: it falls.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class RewriteState:
     graph: Graph
     library: Library
     delta: Delta | None
-    # Every match and attempt, under each key that it depends on (`Entry.reads`). `candidates` lists it at the first.
+    # Every match and attempt, under each key that it depends on (`Entry.reads`). `candidates` takes a match from the
+    # first of its keys only.
     index: Map[Value, tuple[Entry, ...]]
     count: int
     # The candidates whose `delta` is negative, in no particular order. A descent looks only at these.
@@ -185,7 +186,11 @@ class RewriteState:
                 finder.look_for_regions(node, names)
 
     def _successor(self, finder: _Finder, fallen: set[Entry], gone: set[Value]) -> RewriteState:
-        """The state of the finder's graph: entries in `fallen` and ids in `gone` leave, entries it found are added."""
+        """The state of the finder's graph.
+
+        Its index is that of this state, without the entries in `fallen` and the ids in `gone`, and with the entries
+        that the finder found.
+        """
         index, gaining = self.index, self.gaining.mutate()
         touched: dict[Value, list[Entry]] = {}
         lost = 0
@@ -462,10 +467,10 @@ class _Finder:
                 fitting.remove(rule)
 
     def without_trace(self, node: Node, but: set[Value]) -> list[tuple[Value, RegionRule]]:
-        """Anchors and rules to try again after `node` changed although the index has no entry for them.
+        """Pairs of anchor and rule to try again after `node` changed, although the index has no entry for them.
 
-        These are rules that demand an operator above their anchor, and rules with partners. Anchors in `but` are left
-        out.
+        The rules are those that demand an operator above their anchor, and those with partners. Anchors in `but` are
+        left out.
         """
         graph, regions = self.graph, self.library.regions
         found: list[tuple[Value, RegionRule]] = []
@@ -522,7 +527,8 @@ class _Finder:
     ) -> dict[Value, tuple[Entry, ...]]:
         """The new index entries under each key that a new or fallen entry depends on.
 
-        `touched` holds the entries that remain under the keys of fallen entries. `old` is the previous index.
+        `touched` holds the entries that remain under the keys of fallen entries, and gets those that are new. `old` is
+        the previous index.
         """
         entries: list[Entry] = [*self.found.values(), *self.attempts.values()]
         for entry in entries:

@@ -83,8 +83,9 @@ class Drawing(Generic[T]):
     """How cases are drawn for one model.
 
     - `attempt` runs a case (None: the original fails), `estimate` tells what a run takes.
-    - `sensible`: with these sizes there is something to compare. `telling`: a case with unusual values is evidence.
-    - `numbers`: for each symbol, numbers around which to choose sizes; `further`: numbers for all symbols, used last.
+    - `sensible`: whether there is something to compare with a case's sizes. `telling`: whether a case with unusual
+      values is evidence.
+    - `numbers`: for each symbol, numbers around which sizes are chosen. `further`: numbers for all symbols, used last.
     """
 
     plan: InputPlan
@@ -99,8 +100,8 @@ class Drawing(Generic[T]):
     def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> Drawn[T]:
         """All cases that are worth a run.
 
-        `samples` of ordinary values for the first choice of sizes, `sizes` choices in all. Raises InputsNeeded if the
-        original runs with too few.
+        The first choice of sizes has `samples` cases of ordinary values. With dynamic dimensions there are at least
+        `sizes` choices. Raises InputsNeeded if the original runs with fewer.
         """
         drawn = Drawn(self._first(samples, sizes, tries))
         base = drawn.cases[0][0].bindings
@@ -112,9 +113,10 @@ class Drawing(Generic[T]):
     # --- sizes that work ---
 
     def _first(self, samples: int, wanted: int, tries: int) -> list[tuple[Case, T]]:
-        """Ordinary values at `wanted` choices of sizes that work: never only ones, unless the user has only ones.
+        """Cases of ordinary values for `wanted` choices of sizes with which the original runs.
 
-        Choices that are not sensible are used only if there are too few others.
+        If the user sets all sizes to 1, that choice is added, and does not count. Choices that are not sensible are
+        used only if there are too few others.
         """
         plan = self.plan
         if not plan.dynamic:
@@ -157,9 +159,9 @@ class Drawing(Generic[T]):
         )
 
     def _candidates(self, tries: int) -> list[dict[str, int]]:
-        """Choices of sizes to try: those of the user, and those whose inputs are quickly drawn.
+        """Choices of sizes to try: the user's own, and those whose inputs have at most `_DRAWN` bytes.
 
-        If the inputs of all choices are large, all are tried.
+        If there are none, all choices are tried.
         """
         plan = self.plan
         found = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
@@ -167,7 +169,10 @@ class Drawing(Generic[T]):
         return [b for b in found if b == mine or plan.nbytes(b) <= _DRAWN] or found
 
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
-        """The samples of one choice of sizes on which the model runs. Values are drawn again a few times."""
+        """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
+
+        If it fails, values are drawn again a few times. If it never runs for the first sample, no others are tried.
+        """
         found: list[tuple[Case, T]] = []
         # If all inputs are floats, other values do not help.
         redraws = 1 if _floats_only(self.plan) else _REDRAWS
@@ -201,7 +206,10 @@ class Drawing(Generic[T]):
                 left -= 1
 
     def of(self, bindings: Bindings, values: Values) -> tuple[Case, T] | None:
-        """A case with this kind of values that is evidence. If large values are not, smaller ones are tried."""
+        """A case with this kind of values that is evidence; None if there is none.
+
+        If large values are no evidence, smaller ones are tried.
+        """
         for kind in (values, *_milder(values)):
             case = self.plan.case(bindings, self.seed, 0, values=kind)
             result = self.attempt(case)
@@ -210,7 +218,7 @@ class Drawing(Generic[T]):
         return None
 
     def seeking(self, bindings: Sequence[Bindings], numbers: Iterable[float]) -> Iterator[Case]:
-        """Cases of many kinds, for sizes in turn, in order to reach another branch.
+        """Cases with many kinds of values, in order to reach another branch. The choices of sizes take turns.
 
         `numbers`: constants from which conditions are computed.
         """
@@ -263,10 +271,10 @@ class Drawing(Generic[T]):
                     break
 
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
-        """Lists of choices of sizes, the most telling first. Only the first of a list that works is used.
+        """Lists of choices of sizes, the most telling list first. The first choice of a list that works is used.
 
-        If changing all symbols at once fails, they are changed one by one, and then together with those symbols that
-        were equal to them in all choices that worked: they may have to be equal.
+        A list is made from one of `bases`. First all symbols are changed at once, then each symbol alone, then each
+        together with the symbols that are equal to it in the base: these may have to be equal.
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         further = [size for n in self.further for size in (n + 1, n, n - 1)]

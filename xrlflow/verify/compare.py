@@ -5,25 +5,27 @@ Global rule, for each float output (|.| is the greatest absolute value over the 
     reference leg    |new - f64| <= 4 |original - f64| + eps |f64|
     deviation leg    |new - original| <= 8 max(|original - unoptimised|, eps |original|)
 
-If float64 was evaluated for some of the inputs only (it is slow), the deviation leg is used for the others. Its
-tolerance is then at least the original's own distance, and at least what the reference leg would give with the greatest
-relative error that the original showed for that output.
+Evaluating float64 is slow, so it may be done for some of the inputs only. The others are judged by the deviation leg.
+Its tolerance is then at least the sum of the original's distance from f64 and the reference leg's tolerance, both
+estimated from the greatest relative error that the original showed for that output.
 
 `eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats.
 
 The greatest value of an output sets a tolerance that may be far too loose for parts of it: boxes of hundreds of pixels
-next to scores below one. So slices with 64 elements or more along every axis are judged by their own magnitude (smaller
-ones say too little about the original's own error):
+next to scores below one. So for each index of each axis, the slice there is judged by its own magnitude too, if it has
+64 elements or more (smaller slices say too little about the original's own error):
 
     |new - y| in the slice <= 16 |original - y| in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
-with y and |original - y| as in the leg. That is loose enough for honest rounding and tight enough to notice a channel
-that lost its bias. It can only refuse. `grid` is the largest power of two, at most 2^-24, of which all elements of the
-original are multiples: a kernel that ends with an addition (a Sigmoid as 0.5 + p / q) rounds small elements to it.
+Here y is f64 in the reference leg, and the original in the deviation leg; |original - y| is the original's distance
+from f64 or from its unoptimised output. That is loose enough for honest rounding and tight enough to notice a channel
+that lost its bias. Slices can only make an output fail. `grid` is the largest power of two, at most 2^-24, of which all
+elements of the original are multiples: a kernel that ends with an addition (a Sigmoid as 0.5 + p / q) rounds small
+elements to it.
 
-With unusual values (thousands, mostly zeros) a model may lose digits without showing it in one run. An error that
-exceeds the tolerance is then judged again: |original - y| becomes the greatest distance from y of the outputs that the
-original gives without the runtime's optimisations and with inputs moved to neighbouring floats.
+With unusual values (thousands, mostly zeros) one run may not show how many digits the original loses. If an error
+exceeds the tolerance there, the original runs again, without the runtime's optimisations and with inputs moved to
+neighbouring floats. |original - y| becomes the greatest distance of these outputs from y, and the error is judged anew.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ class Leg(Enum):
 
 
 class Licence(Enum):
-    """Which outputs may differ because inputs or intermediate values are NaN or infinite."""
+    """Which elements of an output are not compared, because numbers on the way to them are NaN or infinite."""
 
-    NONE = "none"  # none: the same elements are NaN or infinite in the same way
-    MENDS = "mends"  # elements that are NaN or infinite in the original
-    SPREADS = "spreads"  # elements that are NaN or infinite in either output
+    NONE = "none"  # none: where one output is NaN or infinite, the other must be so in the same way
+    MENDS = "mends"  # those that are NaN or infinite in the original
+    SPREADS = "spreads"  # those that are NaN or infinite in the original or in the new output
 
 
 @dataclass(frozen=True, slots=True)
