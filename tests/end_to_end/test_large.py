@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import xrlflow
+from bench.memory import Peak, anonymous
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ModelError
 
@@ -47,24 +47,6 @@ def generate(path: Path) -> None:
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ("n", WIDTH)) for n in ("h0", f"h{LAYERS}")]
     graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], tensors)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
-
-
-class Peak(threading.Thread):
-    """The most anonymous memory that the process has while this runs, in bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        while not self.done.wait(0.005):
-            self.bytes = max(self.bytes, anonymous())
-
-
-def anonymous() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells anonymous memory")

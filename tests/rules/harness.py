@@ -66,6 +66,16 @@ def normal(*shape: int, seed: int = 0, dtype: type = np.float32) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
 
 
+def numbers(*shape: int) -> np.ndarray:
+    """Normal numbers; those of a smaller shape are the first of a larger one."""
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+def ints(**given: object) -> dict[str, np.ndarray]:
+    """The same numbers as arrays of int64."""
+    return {k: np.array(v, np.int64) for k, v in given.items()}
+
+
 def random_feeds(proto: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
     """Normal floats, small integers, for inputs of numeric shape; symbols become 2, 3, ..."""
     rng = np.random.default_rng(seed)

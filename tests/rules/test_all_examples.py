@@ -9,14 +9,21 @@ import pytest
 from rewrite_rules import LIBRARY
 from tests.rules.harness import applies, assert_equivalent, model, random_feeds, refuses, rewritten
 from tests.rules.results import known
+from tests.runtime import recent
 from xrlflow.rewrite import AnyRule
 
-# The modules of these families have tests of their own; what is expanded for TVM, ONNX Runtime need not have.
-_ELSEWHERE = frozenset(("transpose", "reshape", "slices", "movement", "demand", "expansion"))
+# Rules that write for TVM what ONNX Runtime need not have.
+_FOR_TVM = frozenset(("expansion",))
 # Their matrices are as large as what is multiplied out can be.
 _LARGE = frozenset(("AssociateMatMulsRight",))
-RULES = [r for r in LIBRARY if r.family not in _ELSEWHERE and r.name not in _LARGE]
-EXAMPLES = [(r, i) for r in RULES for i in range(len(r.examples))]
+RULES = [r for r in LIBRARY if r.family not in _FOR_TVM and r.name not in _LARGE]
+# Rules with examples of operators that an old ONNX Runtime lacks.
+_RECENT = ("PushSliceThroughNormalization",)
+EXAMPLES = [
+    pytest.param(r, i, marks=[recent] if r.name in _RECENT else [])
+    for r in RULES
+    for i in range(len(r.examples))
+]
 # Rules of which inputs do not tell whether the left side runs at all.
 _NOT_RUN = ("DropFailingBranch",)
 

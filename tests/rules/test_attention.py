@@ -7,7 +7,7 @@ import pytest
 
 from rewrite_rules import attention
 from rewrite_rules.attention import FuseAttention, FuseRotaryEmbedding
-from tests.rules.harness import applies, model, refuses
+from tests.rules.harness import applies, model, numbers, refuses
 from xrlflow.rewrite import declared_in
 
 ROTARY = (
@@ -97,10 +97,6 @@ def test_keys_in_other_layouts():
         attend(f"t = Identity(k) {rest}", k="N,2,4,5"),
         ops=["Attention", "Identity", "Transpose"],
     )
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
 @pytest.mark.parametrize(

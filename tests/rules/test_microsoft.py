@@ -23,17 +23,11 @@ from rewrite_rules.microsoft import (
     ReplaceAttentionByMultiHead,
     ReplaceRotaryEmbedding,
 )
-from tests.rules.harness import applies, model, refuses
+from tests.rules.harness import applies, model, numbers, refuses
 from xrlflow.backends.onnxruntime.kernels import supports
 from xrlflow.rewrite import Library, declared_in
 
 MS = "com.microsoft::"
-EXAMPLES = [(r, e) for r in declared_in(microsoft) for e in r.examples]
-
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
 
 
 def test_only_when_allowed():
@@ -49,10 +43,6 @@ def test_the_runtime_has_them():
         assert supports(op, "com.microsoft", ["float"])
     for op in ("MultiHeadAttention", "RotaryEmbedding", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"):
         assert supports(op, "com.microsoft", ["float"])
-
-
-def numbers(*shape):
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
 def test_transposed_operands():

@@ -9,24 +9,12 @@ import numpy as np
 import onnx
 import pytest
 
-from rewrite_rules import movement
 from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement, _Trace
-from tests.rules.harness import applies, model, refuses
+from tests.rules.harness import applies, ints, model, refuses
 from xrlflow.ir import Attrs, Graph
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, Reader, RegionRule, declared_in
+from xrlflow.rewrite import Library, Reader, RegionRule
 from xrlflow.rewrite.state import match_all
-
-EXAMPLES = [(r, e) for r in declared_in(movement) if isinstance(r, RegionRule) for e in r.examples]
-
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
-
-
-def ints(**given: object) -> dict[str, np.ndarray]:
-    return {k: np.array(v, np.int64) for k, v in given.items()}
 
 
 def chain(before: str, nodes: str, after: str, **given: object):

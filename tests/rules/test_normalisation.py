@@ -26,7 +26,7 @@ from rewrite_rules.normalisation import (
     ReplaceAddBySum,
     SplitBatchNormalization,
 )
-from tests.rules.harness import applies, model, normal, refuses
+from tests.rules.harness import applies, model, normal, numbers, refuses
 
 
 def unary(body: str, **constants: np.ndarray | np.generic) -> onnx.ModelProto:
@@ -125,10 +125,6 @@ def test_instance_normalization():
     )
     refuses(rule, reduced(body, **image, **given | {"i": np.array([1, 2, 3])}))
     refuses(rule, reduced(body.replace("Div(c, d)", "Div(d, c)"), **image, **given))
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
 def layer_norm(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import reshape
 from rewrite_rules.elementwise import keeps_shape
 from rewrite_rules.reshape import (
     CancelSqueeze,
@@ -19,23 +18,7 @@ from rewrite_rules.reshape import (
     PushReshapeThroughMatMul,
     PushReshapeUp,
 )
-from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule, declared_in
-
-EXAMPLES = [(r, e) for r in declared_in(reshape) if isinstance(r, RegionRule) for e in r.examples]
-
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
-
-
-def ints(**given: list[int]) -> dict[str, np.ndarray]:
-    return {k: np.array(v, np.int64) for k, v in given.items()}
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+from tests.rules.harness import applies, ints, model, numbers, refuses
 
 
 @pytest.mark.parametrize(

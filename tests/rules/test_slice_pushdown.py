@@ -26,26 +26,13 @@ from rewrite_rules.slice_pushdown import (
     ReplaceLastStepByFinalState,
     Span,
 )
-from tests.rules.harness import applies, assert_equivalent, model, random_feeds, refuses
-from tests.runtime import recent
+from tests.rules.harness import applies, assert_equivalent, ints, model, random_feeds, refuses
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load, to_proto
-from xrlflow.rewrite import Library, Refused, RegionRule, RewriteState, declared_in
+from xrlflow.rewrite import Library, Refused, RewriteState, declared_in
 from xrlflow.search.greedy import greedy
 from xrlflow.search.result import Limits
-
-EXAMPLES = [(r, e) for r in declared_in(slice_pushdown) if isinstance(r, RegionRule) for e in r.examples]
-
-
-@recent
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
-
-
-def ints(**values: int | list[int]) -> dict[str, np.ndarray]:
-    return {k: np.array(v, np.int64) for k, v in values.items()}
 
 
 def sizes(graph: Graph, op: str) -> list[tuple[int | str | None, ...] | None]:
@@ -629,7 +616,3 @@ def test_a_layer_of_unknown_length():
     long = [n.op for n in state.graph.nodes() if not n.const and "S" in (n.types[0].shape or ())]
     # What is left for each position: the scores of its features, which are not projected to keys.
     assert sorted(long) == ["Add", "MatMul", "Softmax", "Squeeze", "Transpose", "Unsqueeze"], long
-
-
-def test_family():
-    assert len({r.name for r in declared_in(slice_pushdown)}) == len(declared_in(slice_pushdown))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rewrite_rules import slices
 from rewrite_rules.slices import (
     CancelSplitOfConcat,
     MergeConcatOfPieces,
@@ -27,23 +26,7 @@ from rewrite_rules.slices import (
     PushUnaryThroughSplit,
     ReplaceSplitBySlice,
 )
-from tests.rules.harness import applies, model, refuses
-from xrlflow.rewrite import RegionRule, declared_in
-
-EXAMPLES = [(r, e) for r in declared_in(slices) if isinstance(r, RegionRule) for e in r.examples]
-
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
-
-
-def ints(**given: object) -> dict[str, np.ndarray]:
-    return {k: np.array(v, np.int64) for k, v in given.items()}
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+from tests.rules.harness import applies, ints, model, numbers, refuses
 
 
 def test_concat_of_split():
@@ -434,7 +417,3 @@ def test_pools_that_stay():
         " a = GlobalMaxPool(x)\n b = GlobalMaxPool(z)\n y = Concat<axis=1>(a, b) }"
     )
     refuses(PullPoolOutOfConcat(), model(other), "differ besides")
-
-
-def test_family():
-    assert len({r.name for r in declared_in(slices)}) == len(declared_in(slices))

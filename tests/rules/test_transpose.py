@@ -35,15 +35,9 @@ from rewrite_rules.transpose import (
 )
 from tests.rules.harness import applies, model, refuses
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Reader, Refused, RegionRule, declared_in
+from xrlflow.rewrite import Reader, Refused
 
-EXAMPLES = [(r, e) for r in declared_in(transpose) if isinstance(r, RegionRule) for e in r.examples]
 SIZES = (2, 3, 4, 5)
-
-
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", ""))
-def test_examples(rule, example):
-    applies(rule, model(example))
 
 
 def dims(perm, sizes=SIZES):
