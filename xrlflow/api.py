@@ -67,7 +67,8 @@ def optimize(
     *,
     search: str = "xrlflow",
     cost: str | CostModel = "profiled",
-    backend: str = "onnxruntime",
+    backend: str = "auto",
+    portable: bool = False,
     cpu: str | None = None,
     triple: str | None = None,
     remote: str | Remote | None = None,
@@ -131,6 +132,11 @@ def optimize(
     - `threads`: threads of the runtime; default: the physical cores. `session_options`: those of ONNX Runtime.
       `providers`: those of ONNX Runtime; only the CPU's is allowed.
     - `listener(phase, done, total, note)` is called with the progress.
+
+    Kernels of our own: with `backend="auto"`, parts of the graph (usually all of it) are compiled with TVM, if that is
+    installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its folder,
+    a library that ONNX Runtime registers; without the library the file runs as usual. "hybrid": in any case.
+    "onnxruntime", or `portable`: never.
 
     With `backend="tvm"` the result is compiled, and `save` writes a shared library. Its latency is compared with that
     of the original in ONNX Runtime; the report says which is faster. The result is the library in both cases. Operators
@@ -218,7 +224,9 @@ def compare(
     searches: Sequence[str] = COMPARED,
     **options: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies. `options` and the errors raised are those of `optimize`."""
+    """Optimise with each of several strategies, by default without kernels of our own. `options` and the errors raised
+    are those of `optimize`."""
+    options.setdefault("backend", "onnxruntime")
     return Comparison(tuple(optimize(model, search=search, **options).report for search in searches))
 
 

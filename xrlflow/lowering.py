@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +15,9 @@ from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm import Hybrid, Machine, Tvm, TvmModel, detect, hybrid
 from xrlflow.backends.tvm.device import Device
-from xrlflow.backends.tvm.lower import check_sizes, fuse, import_model
+from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.ir import Graph
@@ -139,6 +141,15 @@ def runs(op: str) -> bool:
     return Tvm().supports(name, domain)
 
 
+def missing_for_kernels() -> str | None:
+    """What this machine needs to make kernels of our own; None if it has everything."""
+    if importlib.util.find_spec("tvm") is None:
+        return "they need TVM (pip install 'xrlflow[tvm]')"
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        return "they need a C compiler (cc)"
+    return None
+
+
 def check_supported(imported: ImportedModel, library: Library) -> None:
     """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule writes
     out.
@@ -185,10 +196,19 @@ class Lowering:
     def backend(self, tuned: bool = True) -> Tvm:
         """The TVM backend. `tuned`: use tuned kernels where the store has them."""
         target = self.target
-        known = tuned_by(
+        return Tvm(target.machine, self.shapes or None, self._tuned() if tuned else None)
+
+    def hybrid(self, path: str) -> Hybrid:
+        """The model of a file, with kernels of our own. Raises BackendError (see `hybrid`)."""
+        import onnx
+
+        return hybrid(onnx.load(path), self.shapes, self.target.machine, self._tuned())
+
+    def _tuned(self) -> Tuned:
+        target = self.target
+        return tuned_by(
             self.store, target.machine, self.threads, target.device, flushed=COLD_PRIVATE_CACHES.flush
         )
-        return Tvm(target.machine, self.shapes or None, known if tuned else None)
 
 
 def lower_best(

@@ -30,7 +30,8 @@ SEARCHES = (*COMPARED, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("roofline", "profiled", "measured")
-BACKENDS = ("onnxruntime", "tvm")
+BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
+"""Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
@@ -107,7 +108,13 @@ class Options(Common):
 
     search: str = option(AGENT, "xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.", str)
     cost: str | CostModel = option("profiled", "What guides the search: roofline, profiled or measured.", str)
-    backend: str = option("onnxruntime", "onnxruntime, or tvm: -o names a shared library.", str)
+    backend: str = option(
+        "auto",
+        "auto: kernels of our own in NAME.so if they are faster; onnxruntime: none; hybrid: in any case; "
+        "tvm: -o names a shared library.",
+        str,
+    )
+    portable: bool = option(False, "One ONNX file, without a library of kernels.", bool, name="--portable")
     backend_ops: bool = option(False, "Allow operators that only this runtime has (com.microsoft).", bool)
     allow_approximate: bool = option(
         False, "Allow rules that may lose more than two bits of accuracy.", bool, name="--allow-approximate"
@@ -146,9 +153,15 @@ class Options(Common):
         self._check_numbers()
         self._check_agent()
         check_providers(self.providers)
-        compiling = {"cpu": self.cpu, "triple": self.triple, "remote": self.remote, "store": self.store}
-        self._check_backend("tvm", compiling)
-        self._check_backend("onnxruntime", {"opset": self.opset, "backend_ops": self.backend_ops or None})
+        kernels = {"cpu": self.cpu, "triple": self.triple, "store": self.store}
+        self._check_backend(("tvm", "hybrid"), kernels)
+        self._check_backend(("tvm",), {"remote": self.remote})
+        plain = {"opset": self.opset, "backend_ops": self.backend_ops or None}
+        self._check_backend(("onnxruntime", "auto", "hybrid"), plain)
+        if self.portable and self.backend in ("hybrid", "tvm"):
+            raise OptionError(
+                f"portable has no meaning with backend {self.backend!r}, which writes a library"
+            )
         if self.trust_rules and self.rules is None:
             raise OptionError("trust_rules has no meaning without rules: name the file")
         if self.store is not None and not os.path.isfile(self.store):
@@ -164,6 +177,16 @@ class Options(Common):
     def compiling(self) -> bool:
         """Whether the result is compiled with TVM."""
         return self.backend == "tvm"
+
+    @property
+    def runtime(self) -> str:
+        """What runs the result: the rules for it may be used."""
+        return "tvm" if self.compiling else "onnxruntime"
+
+    @property
+    def with_kernels(self) -> bool:
+        """Whether the result may be an ONNX file with kernels of our own. `auto` decides that by measuring."""
+        return self.backend == "hybrid" or (self.backend == "auto" and self.measure and not self.portable)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -212,11 +235,12 @@ class Options(Common):
                 f"agent {os.fspath(self.agent)} is no file: give one that `xrlflow train` wrote"
             )
 
-    def _check_backend(self, only: str, given: Mapping[str, object]) -> None:
-        """Raise OptionError for options that only make sense with another backend."""
+    def _check_backend(self, only: tuple[str, ...], given: Mapping[str, object]) -> None:
+        """Raise OptionError for options that only make sense with other backends."""
         for name, value in given.items():
-            if self.backend != only and value is not None:
-                raise OptionError(f"{name} has no meaning with backend {self.backend!r}: choose {only!r}")
+            if self.backend not in only and value is not None:
+                choices = " or ".join(repr(backend) for backend in only)
+                raise OptionError(f"{name} has no meaning with backend {self.backend!r}: choose {choices}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

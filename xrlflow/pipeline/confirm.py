@@ -26,11 +26,27 @@ from xrlflow.verify import Status, Verification
 _FINAL_AT_LEAST = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What was chosen among the search's proposals, by measurement if there was one (`selection`).
+
+    `chosen`: None if nothing is worth a comparison with the original.
+    """
+
+    chosen: SearchNode | None
+    selection: Selection | None
+
+
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Choose a proposal by measurement, and keep it if it is faster than the original and verified.
 
     Without measuring, the first proposal is chosen. See `Finisher`.
     """
+    return judged(context, start, explored, propose(context, start, explored))
+
+
+def propose(context: Context, start: Start, explored: Explored) -> Proposal:
+    """Choose a proposal. Raises KeyboardInterrupt if the search was interrupted before anything was chosen."""
     options = context.options
     leaner = _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
@@ -42,10 +58,18 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         best = explored.proposals[0]
         if options.search == "random" or best.cost < start.base.cost or leaner:
             chosen = best
-    if chosen is None or (chosen.path is None and not leaner and not start.early):
+    if chosen is not None and chosen.path is None and not leaner and not start.early:
+        chosen = None
+    return Proposal(chosen, selection)
+
+
+def judged(context: Context, start: Start, explored: Explored, proposal: Proposal) -> Finished:
+    """Keep a proposal if it is faster than the original and verified. Raises VerificationFailed."""
+    chosen, selection = proposal.chosen, proposal.selection
+    if chosen is None:
         return Finished(None, nothing_chosen(selection, explored.in_time), selection=selection)
     context.notes.extend(check_result(context.imported, chosen.state.graph))
-    judging = _Judging(context, start, chosen, context.write(chosen.state.graph))
+    judging = Judging(context, start, chosen, context.write(chosen.state.graph))
     return replace(judging.finished(), selection=selection)
 
 
@@ -70,16 +94,20 @@ def _selected(context: Context, start: Start, explored: Explored, leaner: bool) 
 
 
 @dataclass(slots=True)
-class _Judging:
+class Judging:
     """One proposal, at `path`, against the original.
 
-    It is verified only if it is faster, because verifying may take longer than everything else.
+    It is verified only if it is faster, because verifying may take longer than everything else. `kernels`: the file has
+    kernels of our own; if it computes something else it is not kept, and no substitution is to blame. `decides`: a
+    comparison decides whether it is kept.
     """
 
     context: Context
     start: Start
     chosen: SearchNode
     path: str
+    kernels: bool = False
+    decides: bool = True
     verification: Verification | None = field(default=None, init=False)
 
     def finished(self) -> Finished:
@@ -104,7 +132,7 @@ class _Judging:
     @property
     def _deciding(self) -> bool:
         options = self.context.options
-        return options.measure and options.search != "random"
+        return self.decides and options.measure and options.search != "random"
 
     def right(self) -> bool:
         """Whether the result was verified. Raises VerificationFailed if it computes something else."""
@@ -116,7 +144,7 @@ class _Judging:
         with clock.phase("verify"):
             verifier = Verifier(self.context)
             self.verification = verifier.check(self.path, (*self.start.early, *self.chosen.trace))
-        if self.verification.status is Status.FAILED:
+        if self.verification.status is Status.FAILED and not self.kernels:
             raise VerificationFailed(verifier.blame(self.start, self.chosen, self.verification))
         return self.verification.verified
 

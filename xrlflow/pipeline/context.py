@@ -31,7 +31,8 @@ class Clock:
     """The time of one optimisation, and what it was spent on. Moments are those of time.monotonic, times in seconds.
 
     `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
-    run of the original, and of opening a session with it; 0 if not known.
+    run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that compiling kernels
+    is expected to take.
     """
 
     begin: float
@@ -40,6 +41,7 @@ class Clock:
     compiled: bool = False
     latency: float = 0.0
     loading: float = 0.0
+    compiling: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)
     _hurried_at: float | None = field(default=None, init=False)
@@ -60,7 +62,7 @@ class Clock:
         begin = self.begin if self._hurried_at is None else self._hurried_at
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
-            hurried=self.hurried, compiled=self.compiled,
+            hurried=self.hurried, compiled=self.compiled, compiling=0.0 if self.hurried else self.compiling,
         )  # fmt: skip
 
     def hurry(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xrlflow.backends import RepeatedComparison
-from xrlflow.backends.tvm import TvmModel
+from xrlflow.backends.tvm import Hybrid, TvmModel
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start
@@ -19,6 +19,7 @@ class Finished:
     """The decision: `kept` replaces the original (None: the original stays), and `reason` says why.
 
     `compiled`: the compiled model, if one was asked for; `threads`: the number of threads that it was compiled for.
+    `hybrid`: `kept` with kernels of our own.
     """
 
     kept: SearchNode | None
@@ -28,6 +29,7 @@ class Finished:
     selection: Selection | None = None
     compiled: TvmModel | None = None
     threads: int | None = None
+    hybrid: Hybrid | None = None
 
 
 class Finisher(Protocol):

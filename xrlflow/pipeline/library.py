@@ -32,7 +32,7 @@ def library_for(options: Options) -> Library:
         rules = tuple(_named(rules, options.only, "only"))
     dropped = set(_named(rules, options.exclude, "exclude"))
     return Library(
-        [rule for rule in rules if rule not in dropped], backend=options.backend, contrib=options.backend_ops,
+        [rule for rule in rules if rule not in dropped], backend=options.runtime, contrib=options.backend_ops,
         assuming=options.assumptions, runs=lowering.runs if options.compiling else None,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm import TvmModel
+from xrlflow.backends.tvm import Hybrid, TvmModel
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
 from xrlflow.pipeline.context import Context
@@ -47,6 +47,7 @@ class Result:
     verification: Verification | None = None
     selection: Selection | None = None
     compiled: TvmModel | None = None
+    hybrid: Hybrid | None = None
 
     @property
     def speedup(self) -> SpeedUp | None:
@@ -58,7 +59,9 @@ class Result:
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The result as one ModelProto. Raises ModelError if it is larger than 2 GB."""
+        """The result as one ModelProto, without the library of kernels. Raises ModelError if it is larger than 2 GB."""
+        if self.hybrid is not None:
+            return self.hybrid.model
         if not self.returned_original:
             return to_proto(self.imported, self.graph, opset=self.opset)
         import onnx
@@ -72,11 +75,13 @@ class Result:
         """Write the result to a file, completely or not at all.
 
         An original is written byte for byte. External data is written to `NAME.DIGEST.data` in the same folder; no
-        other file is changed. With TVM as the backend the result is a shared library. Raises ModelError or BackendError
-        if the file cannot be written.
+        other file is changed. A result with kernels of our own has its library in the same folder, `NAME.so`. With TVM
+        as the backend the result is a shared library. Raises ModelError or BackendError if a file cannot be written.
         """
         if self.compiled is not None:
             self.compiled.save(path)
+        elif self.hybrid is not None:
+            self.hybrid.save(path)
         elif self.returned_original:
             save_original(self.imported, path)
         else:
@@ -102,6 +107,7 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
         finished.verification,
         finished.selection,
         finished.compiled,
+        finished.hybrid,
     )
 
 

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
+from xrlflow.lowering import missing_for_kernels
 from xrlflow.onnxio import Source
 from xrlflow.options import Options
-from xrlflow.pipeline import compiled, confirm
+from xrlflow.pipeline import compiled, confirm, kernels
 from xrlflow.pipeline.explore import explore
 from xrlflow.pipeline.finish import Finisher
+from xrlflow.pipeline.kernels import compile_seconds
 from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
 from xrlflow.pipeline.results import Result, result_of
 from xrlflow.report import Listener
-
-FINISHERS: Mapping[str, Finisher] = {"onnxruntime": confirm.finish, "tvm": compiled.finish}
-"""What follows the search, by backend."""
 
 
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
     """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
     with opened(source, options, listener, time.monotonic()) as context:
         context = with_feeds(context)
+        if options.with_kernels and missing_for_kernels() is None:
+            context.clock.compiling = compile_seconds(context.imported.graph, options.time_limit)
         with context.clock.phase("calibrate"):
             model = cost_model(context)
             begin = start(context, model)
         explored = explore(context, begin, model)
-        finished = FINISHERS[options.backend](context, begin, explored)
+        finished = _finisher(options)(context, begin, explored)
         return result_of(context, begin, explored, finished)
+
+
+def _finisher(options: Options) -> Finisher:
+    """What follows the search."""
+    if options.compiling:
+        return compiled.finish
+    return kernels.finish if options.with_kernels else confirm.finish

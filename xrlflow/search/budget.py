@@ -31,7 +31,7 @@ class Budget:
 
     `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
     the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
-    `compiled`: the processes of the last comparison load TVM.
+    `compiled`: the processes of the last comparison load TVM. `compiling`: seconds that compiling kernels will take.
     """
 
     begin: float
@@ -41,6 +41,7 @@ class Budget:
     verifying: bool = True
     hurried: bool = False
     compiled: bool = False
+    compiling: float = 0.0
 
     @property
     def until(self) -> float:
@@ -53,7 +54,7 @@ class Budget:
         if not self.latency or self.hurried:
             return self.until
         enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
-        return self.begin + min(self.limit, enough)
+        return self.begin + min(self.limit, enough + self.compiling)
 
     def part(self, share: float) -> float:
         """The moment at which this part of the time has passed."""
@@ -88,7 +89,7 @@ class Budget:
     @property
     def select_until(self) -> float:
         """The moment at which comparisons of whole models must be over."""
-        return self.end - self.ending
+        return self.end - self.ending - self.compiling
 
     @property
     def begin_comparing_until(self) -> float:

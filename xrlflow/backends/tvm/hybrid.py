@@ -1,0 +1,163 @@
+"""An ONNX model that carries its own kernels: a file that any ONNX Runtime runs, and a library for it.
+
+The whole graph becomes one region, or as much of it as can be lowered becomes several (see `onnxio.regions`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import ModelProto, NodeProto, TypeProto
+
+from xrlflow import files
+from xrlflow.backends.beside import domains_in, library_path
+from xrlflow.backends.protocol import BackendError, one_line
+from xrlflow.backends.tvm import lower
+from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
+from xrlflow.backends.tvm.target import Machine
+from xrlflow.onnxio.regions import Region, cut, extracted, names_read, region_of, with_functions
+
+# Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does.
+_LEFT = frozenset(
+    {"Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique", "ConvInteger", "MatMulInteger"}
+    | {"DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"}
+)
+# Initialisers of more elements are not read to infer sizes.
+_SMALL = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """A model with regions, and the library of their kernels.
+
+    `total`: the nodes of the model. `remarks`: which parts were left to ONNX Runtime, and why.
+    """
+
+    model: ModelProto
+    library: KernelLibrary
+    regions: tuple[Region, ...]
+    total: int
+    remarks: tuple[str, ...]
+
+    @property
+    def nodes(self) -> int:
+        """The nodes that became kernels."""
+        return sum(len(region.nodes) for region in self.regions)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model, and in its folder the library under its name.
+
+        Each is written completely or not at all, the library first: a model without its own library runs its bodies.
+        Raises BackendError if a file cannot be written, or if the library would replace a file that is not one.
+        """
+        beside = library_path(path)
+        if beside.exists() and not domains_in(beside):
+            raise BackendError(
+                f"{beside}: xrlflow did not write this: choose another name for {Path(path).name}"
+            )
+        try:
+            self.library.save(beside)
+            files.write(Path(path), self.model.SerializeToString())
+        except OSError as error:
+            raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def hybrid(
+    model: ModelProto,
+    sizes: Mapping[str, Sequence[int]],
+    machine: Machine,
+    tuned: lower.Tuned | None = None,
+) -> Hybrid:
+    """Compile a model of fixed sizes, as a whole or in regions.
+
+    Raises BackendError if no part can be lowered, and for what cannot be lowered at all (see `kernel_library`).
+    """
+    graph = model.graph
+    constants = {tensor.name for tensor in graph.initializer}
+    if overridable := [value.name for value in graph.input if value.name in constants]:
+        raise BackendError(f"input {overridable[0]} has a default, which kernels take for a constant")
+    types = types_of(model, sizes)
+    remarks: list[str] = []
+    compiled: dict[str, CompiledRegion] = {}
+    regions: dict[str, Region] = {}
+    for region in _regions(model, types):
+        try:
+            done = compile_region(extracted(model, region, types), machine, tuned)
+        except BackendError as error:
+            remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
+            continue
+        name = f"Region_{len(regions)}"
+        compiled[name], regions[name] = done, region
+    if not regions:
+        raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
+    library = kernel_library(compiled, machine, hashlib.blake2b(model.SerializeToString()).digest())
+    made = with_functions(model, regions, library.domain)
+    return Hybrid(made, library, tuple(regions.values()), len(graph.node), tuple(remarks))
+
+
+def _regions(model: ModelProto, types: Mapping[str, TypeProto]) -> list[Region]:
+    """The whole graph, if each of its nodes can be lowered, or its parts."""
+    fits = _fitting(types)
+    graph = model.graph
+    if all(map(fits, graph.node)):
+        return [region_of(graph, range(len(graph.node)))]
+    return cut(graph, fits)
+
+
+def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
+    """Whether a node can be in a region: a known operator on tensors of fixed sizes."""
+
+    def fits(node: NodeProto) -> bool:
+        if node.op_type in _LEFT or lower.unsupported([(node.domain, node.op_type)]):
+            return False
+        names = [*names_read(node), *(name for name in node.output if name)]
+        return all(name in types and _is_fixed(types[name]) for name in names)
+
+    return fits
+
+
+def _is_fixed(kind: TypeProto) -> bool:
+    tensor = kind.tensor_type
+    if not kind.HasField("tensor_type") or not tensor.HasField("shape"):
+        return False
+    if tensor.elem_type in (onnx.TensorProto.STRING, onnx.TensorProto.BFLOAT16):
+        return False
+    return all(dim.HasField("dim_value") for dim in tensor.shape.dim)
+
+
+def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
+    """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them."""
+    light = ModelProto(ir_version=model.ir_version)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph = light.graph
+    graph.name = "types"
+    graph.node.extend(model.graph.node)
+    graph.output.extend(model.graph.output)
+    for value in model.graph.input:
+        added = graph.input.add(name=value.name, type=value.type)
+        if value.name in sizes:
+            shape = added.type.tensor_type.shape
+            del shape.dim[:]
+            for size in sizes[value.name]:
+                shape.dim.add(dim_value=size)
+    for value in graph.output:  # what the file says may be of other sizes
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
+    known = {}
+    for tensor in model.graph.initializer:
+        kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        known[tensor.name] = kind
+        if len(tensor.dims) <= 1 and (not tensor.dims or tensor.dims[0] <= _SMALL):
+            graph.initializer.append(tensor)
+        else:
+            graph.input.add(name=tensor.name, type=kind)
+    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    for value in (*inferred.input, *inferred.output, *inferred.value_info):
+        known[value.name] = value.type
+    return known

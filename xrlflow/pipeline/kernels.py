@@ -1,0 +1,177 @@
+"""The end of an optimisation with kernels of our own: an ONNX file and a library, if the measurements say so.
+
+The proposal that ONNX Runtime runs fastest is compiled, and so is the imported graph. If one is faster with kernels
+than the plain file, by a margin, it is compared with the original and verified like any other result. Otherwise the
+result is a plain ONNX file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xrlflow.backends import BackendError
+from xrlflow.backends.onnxruntime import measure
+from xrlflow.backends.tvm import Hybrid
+from xrlflow.ir import Graph
+from xrlflow.lowering import Lowering, missing_for_kernels
+from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import Explored
+from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.prepare import Start, target_of
+from xrlflow.search import SearchNode
+from xrlflow.tuning.store import Store
+
+MARGIN = 1.02
+"""With kernels, a model must be so many times faster than the plain file for sure: two files are more to deploy."""
+# Seconds of a comparison with the plain file, and the relative width of its interval.
+_COMPARING, _NARROW = 5.0, 0.02
+# Compiling: seconds to load TVM, seconds a node, and the most of the time limit that is reserved for it.
+_LOADING, _PER_NODE, _AT_MOST = 3.0, 0.06, 0.35
+
+
+def compile_seconds(graph: Graph, limit: float) -> float:
+    """Seconds to reserve for compiling a graph and comparing it with the plain file."""
+    return min(_LOADING + _PER_NODE * sum(1 for _ in graph.nodes()) + _COMPARING, _AT_MOST * limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A graph with kernels, as a file."""
+
+    found: SearchNode
+    hybrid: Hybrid
+    path: str
+
+
+def finish(context: Context, start: Start, explored: Explored) -> Finished:
+    """Choose with or without kernels, verify and measure. See `Finisher`.
+
+    Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered.
+    """
+    asked = context.options.backend == "hybrid"
+    proposal = propose(context, start, explored)
+    lacking = missing_for_kernels()
+    if lacking is not None and asked:
+        raise BackendError(f"kernels of our own: {lacking}")
+    if lacking is not None or (context.clock.hurried and not asked):
+        context.notes.append(f"no kernels of our own: {lacking or 'interrupted'}")
+        return judged(context, start, explored, proposal)
+    with _lowering(context) as how:
+        made = _Trials(context, start, how, asked).best(proposal)
+    context.clock.compiling = 0.0
+    if made is not None:
+        context.notes.append(_told(made))
+        judging = Judging(context, start, made.found, made.path, kernels=True, decides=not asked)
+        finished = replace(judging.finished(), selection=proposal.selection)
+        if finished.kept is not None:
+            return replace(finished, hybrid=made.hybrid)
+        context.notes.append(f"not kept with kernels: {finished.reason}")
+    return judged(context, start, explored, proposal)
+
+
+@contextmanager
+def _lowering(context: Context) -> Iterator[Lowering]:
+    """What compiling needs: the processor, the sizes of inputs, and what is known of tuned kernels."""
+    options = context.options
+    with context.clock.phase("compile"):
+        target = target_of(options)
+        if options.measure or options.verify:
+            target.check_runs()
+        sizes = dict(context.shapes)
+        sizes.update({name: np.shape(value) for name, value in (context.feeds or {}).items()})
+    with Store(options.store) as store:
+        yield Lowering(target, sizes, context.folder, store, options.session_options)
+
+
+def _told(made: _Made) -> str:
+    """What runs where, in one line."""
+    hybrid = made.hybrid
+    regions = f"in {len(hybrid.regions)} regions" if len(hybrid.regions) > 1 else "as one region"
+    left = "".join(f"; {remark}" for remark in hybrid.remarks)
+    return f"kernels of our own run {hybrid.nodes} of {hybrid.total} nodes, {regions}{left}"
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Graphs with kernels, compiled and compared with the plain proposal. `asked`: the result has kernels anyway."""
+
+    context: Context
+    start: Start
+    how: Lowering
+    asked: bool
+
+    def best(self, proposal: Proposal) -> _Made | None:
+        """The fastest graph with kernels; None if that is not faster than the plain proposal, or none compiles.
+
+        Raises BackendError if kernels were asked for and no graph compiles.
+        """
+        chosen, base = proposal.chosen, self.start.base
+        fastest: _Made | None = None
+        for index, found in enumerate(self._different([base] if chosen is None else [chosen, base])):
+            begun = time.monotonic()
+            made = self._made(found)
+            if made is None:
+                continue
+            if fastest is not None:
+                better = self._faster(fastest.path, made.path, 1.0)
+            else:
+                plain = self.context.original if chosen is None else self.context.write(chosen.state.graph)
+                better = self._faster(plain, made.path, MARGIN) or self.asked
+            fastest = made if better else fastest
+            if index == 0 and not self._has_time(time.monotonic() - begun):
+                break
+        if fastest is None and self.asked:
+            raise BackendError(f"no kernels of our own: {self.context.notes.pop()}")
+        return fastest
+
+    def _different(self, nodes: Sequence[SearchNode]) -> list[SearchNode]:
+        return list({found.state.graph.fingerprint: found for found in nodes}.values())
+
+    def _has_time(self, seconds: float) -> bool:
+        """Whether another graph may be compiled and compared, if that takes so many seconds."""
+        self.context.clock.compiling = 0.0
+        return (
+            self.context.options.measure
+            and time.monotonic() + seconds < self.context.clock.budget.select_until
+        )
+
+    def _made(self, found: SearchNode) -> _Made | None:
+        """A graph with kernels; None, with a note, if it cannot be compiled."""
+        context = self.context
+        with context.clock.phase("compile"):
+            context.say("compile", note="kernels of our own")
+            try:
+                hybrid = self.how.hybrid(context.write(found.state.graph))
+                path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
+                hybrid.save(path)
+            except BackendError as error:
+                context.notes.append(f"no kernels of our own: {error}")
+                return None
+        return _Made(found, hybrid, path)
+
+    def _faster(self, before: str | bytes, after: str, margin: float) -> bool:
+        """Whether a file is so many times faster for sure, measured in this process. Without measuring: yes."""
+        context = self.context
+        if context.feeds is None:
+            return True
+        with context.clock.phase("select"):
+            context.say("select", note="with and without kernels of our own")
+            try:
+                measured = measure(
+                    [before, after], dict(context.feeds), threads=context.threads, time_limit=_COMPARING,
+                    target_width=_NARROW, control=False, session_options=context.options.session_options,
+                )  # fmt: skip
+            except BackendError as error:
+                context.notes.append(f"kernels of our own were dropped: {error}")
+                return False
+        against = "the plain file" if margin > 1 else "the other graph with kernels"
+        context.notes.append(f"with kernels of our own, measured against {against}: {measured.speedup}")
+        return measured.speedup.low > margin
