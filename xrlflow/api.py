@@ -16,6 +16,7 @@ from xrlflow.pipeline.context import runnable
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_apart, check_writable
+from xrlflow.pipeline.use import run_once, save_outputs, session
 from xrlflow.report import Listener, Report
 from xrlflow.search import TraceError
 from xrlflow.tuning.store import StoreError
@@ -46,6 +47,9 @@ __all__ = [
     "optimize",
     "prove_rules",
     "rule_stats",
+    "run_once",
+    "save_outputs",
+    "session",
     "train",
     "tune",
     "verify_files",

@@ -286,6 +286,29 @@ def bench(
 
 
 @app.command()
+@taking(Options, "shapes", "threads", "inputs", "seed", inputs="Your own inputs (.npz); default: drawn ones.")
+def run(
+    model: Model,
+    options: Given,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the outputs to this .npz file.")
+    ] = None,
+) -> None:
+    """Run a model once, with the library of kernels in its folder (NAME.so), and show its outputs."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import show
+
+        if output is not None:
+            api.check_apart(model=model, inputs=options["inputs"], output=output)
+            api.check_writable(output)
+        outputs = api.run_once(model, **with_shapes(options))
+        if output is not None:
+            api.save_outputs(outputs, output)
+        show.outputs(outputs)
+
+
+@app.command()
 @taking(TuneOptions)
 def tune(
     model: Model,

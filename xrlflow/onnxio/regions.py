@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
+import onnx.numpy_helper
 from onnx import (
     AttributeProto,
     FunctionProto,
@@ -23,6 +25,7 @@ from onnx import (
 
 _IR_VERSION = 8
 """The first with functions in a model."""
+_BODY = "Body"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +220,59 @@ def _sort(graph: GraphProto) -> None:
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
     del graph.node[:]
     graph.node.extend(copies)
+
+
+def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]], domain: str) -> ModelProto:
+    """A model of open dimensions whose whole graph is the region `name`, for inputs of these `sizes` only.
+
+    An If compares the inputs' shapes with them. For others it takes a second function with the same body, which no
+    library implements. Weights stay initializers, which both functions read.
+    """
+    graph = model.graph
+    region = region_of(graph, range(len(graph.node)))
+    whole = with_functions(model, {name: region}, domain, weights_as_inputs=True)
+    (call,) = whole.graph.node
+    body = FunctionProto()
+    body.CopyFrom(whole.functions[-1])
+    body.name = _BODY
+    whole.functions.append(body)
+    del whole.graph.node[:]
+    del whole.graph.value_info[:]
+    whole.graph.initializer.append(
+        onnx.numpy_helper.from_array(
+            np.concatenate([np.int64(shape) for shape in sizes.values()]), f"{name}.sizes"
+        )
+    )
+    node = helper.make_node
+    shapes = [f"{name}.shape_{i}" for i in range(len(sizes))]
+    whole.graph.node.extend(node("Shape", [x], [shape]) for x, shape in zip(sizes, shapes))
+    branches = {
+        f"{kind}_branch": _branch(graph, call, kind, function)
+        for kind, function in (("then", name), ("else", _BODY))
+    }
+    whole.graph.node.extend(
+        [
+            node("Concat", shapes, [f"{name}.shape"], axis=0),
+            node("Equal", [f"{name}.shape", f"{name}.sizes"], [f"{name}.same"]),
+            node("Cast", [f"{name}.same"], [f"{name}.ones"], to=onnx.TensorProto.INT32),
+            node("ReduceMin", [f"{name}.ones"], [f"{name}.one"], keepdims=0),
+            node("Cast", [f"{name}.one"], [f"{name}.fits"], to=onnx.TensorProto.BOOL),
+            node("If", [f"{name}.fits"], list(region.outputs), name=f"{name}.guard", **branches),
+        ]
+    )
+    return whole
+
+
+def _branch(graph: GraphProto, call: NodeProto, kind: str, function: str) -> GraphProto:
+    """A branch that calls a function with what the surrounding graph has."""
+    made = GraphProto(name=f"{call.name}.{kind}")
+    inner = made.node.add()
+    inner.CopyFrom(call)
+    inner.op_type, inner.name = function, f"{call.name}.{kind}"
+    types = {value.name: value.type for value in graph.output}
+    for index, name in enumerate(call.output):
+        inner.output[index] = f"{call.name}.{kind}.{name}"
+        value = made.output.add(name=inner.output[index], type=types[name])
+        for dim in value.type.tensor_type.shape.dim:
+            dim.Clear()
+    return made

@@ -147,6 +147,7 @@ def _report(
         reason=finished.reason,
         notes=_notes(context, finished),
         trials=finished.selection.trials if finished.selection is not None else (),
+        kernel_nodes=finished.hybrid.nodes if finished.hybrid is not None else 0,
     )
 
 

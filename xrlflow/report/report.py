@@ -18,7 +18,7 @@ class Report:
     """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified.
 
     `decided` is the interval that decided whether the result is kept. `speedup` was measured afterwards, in other
-    `processes`. `phases`: seconds, by phase.
+    `processes`. `phases`: seconds, by phase. `kernel_nodes`: nodes that kernels of our own run.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Report:
     decided: SpeedUp | None = None
     processes: int = 0
     trials: tuple[Trial, ...] = field(default=())
+    kernel_nodes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data. Times are in milliseconds if the key says so, else in seconds."""
@@ -76,6 +77,7 @@ class Report:
             "reason": self.reason,
             "backend": self.backend,
             "threads": self.threads,
+            "kernel_nodes": self.kernel_nodes,
             "expanded": self.expanded,
             "operators_before": dict(self.operators_before),
             "operators_after": dict(self.operators_after),

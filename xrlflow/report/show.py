@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -88,7 +90,8 @@ def optimization(report: Report, output: str) -> None:
     if report.returned_original:
         _console.print(f"\n{output}: the original, unchanged ({report.reason})")
     else:
-        _console.print(f"\n{output}: written ({report.reason})")
+        library = f" and {Path(output).with_suffix('.so').name}, its kernels" if report.kernel_nodes else ""
+        _console.print(f"\n{output}{library}: written ({report.reason})")
 
 
 # The names of an optimisation's phases, in order.
@@ -188,6 +191,23 @@ def bench(measured: Mapping[str, Any]) -> None:
     table = _grid("", "")
     for key, value in measured.items():
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    _console.print(table)
+
+
+def outputs(values: Mapping[str, Any]) -> None:
+    """The outputs of a run: name, type, shape, and the ends and the mean of what is numeric."""
+    table = _grid("output", "type", "shape", "least", "greatest", "mean")
+    for name, value in values.items():
+        array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None
+        if array is None:
+            table.add_row(name, type(value).__name__, "", "", "", "")
+            continue
+        shape = "x".join(map(str, array.shape)) or "scalar"
+        numbers = array.dtype.kind in "biuf" and array.size > 0
+        ends = (
+            [f"{f(array.astype(np.float64)):.6g}" for f in (np.min, np.max, np.mean)] if numbers else [""] * 3
+        )
+        table.add_row(name, str(array.dtype), shape, *ends)
     _console.print(table)
 
 

@@ -20,7 +20,15 @@ from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.onnxio.regions import Region, cut, extracted, names_read, region_of, with_functions
+from xrlflow.onnxio.regions import (
+    Region,
+    cut,
+    extracted,
+    names_read,
+    region_of,
+    with_functions,
+    with_guard,
+)
 
 # Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does.
 _LEFT = frozenset(
@@ -73,7 +81,8 @@ def hybrid(
     machine: Machine,
     tuned: lower.Tuned | None = None,
 ) -> Hybrid:
-    """Compile a model of fixed sizes, as a whole or in regions.
+    """Compile a model, as a whole or in regions. Inputs with open dimensions get kernels for these `sizes`; for inputs
+    of other sizes the graph itself runs (see `regions.with_guard`).
 
     Raises BackendError if no part can be lowered, and for what cannot be lowered at all (see `kernel_library`).
     """
@@ -82,12 +91,15 @@ def hybrid(
     if overridable := [value.name for value in graph.input if value.name in constants]:
         raise BackendError(f"input {overridable[0]} has a default, which kernels take for a constant")
     types = types_of(model, sizes)
+    opened = _open_inputs(model, sizes)
     remarks: list[str] = []
     compiled: dict[str, CompiledRegion] = {}
     regions: dict[str, Region] = {}
     for region in _regions(model, types):
         try:
-            done = compile_region(extracted(model, region, types), machine, tuned)
+            done = compile_region(
+                extracted(model, region, types), machine, tuned, weights_as_inputs=bool(opened)
+            )
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue
@@ -95,9 +107,31 @@ def hybrid(
         compiled[name], regions[name] = done, region
     if not regions:
         raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
+    if opened and sum(len(region.nodes) for region in regions.values()) < len(graph.node):
+        raise BackendError(
+            f"input {opened[0]} has open dimensions, and a part of the model cannot be lowered"
+        )
     library = kernel_library(compiled, machine, hashlib.blake2b(model.SerializeToString()).digest())
-    made = with_functions(model, regions, library.domain)
+    if opened:
+        made = with_guard(model, "Region_0", {name: sizes[name] for name in opened}, library.domain)
+    else:
+        made = with_functions(model, regions, library.domain)
     return Hybrid(made, library, tuple(regions.values()), len(graph.node), tuple(remarks))
+
+
+def _open_inputs(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> list[str]:
+    """The inputs with open dimensions. Raises BackendError if their sizes were not given."""
+    found = []
+    for value in model.graph.input:
+        if _is_fixed(value.type):
+            continue
+        if value.name not in sizes:
+            raise BackendError(
+                f"input {value.name} has open dimensions: kernels are for fixed sizes, give them with "
+                f"--shape {value.name}=..."
+            )
+        found.append(value.name)
+    return found
 
 
 def _regions(model: ModelProto, types: Mapping[str, TypeProto]) -> list[Region]:

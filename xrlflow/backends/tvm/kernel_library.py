@@ -40,16 +40,27 @@ _TASKS_PER_CORE = 4
 
 @dataclass(frozen=True, slots=True)
 class CompiledRegion:
-    """A region's plan, and the module that has its kernels. `inputs` and `outputs` are their names in the model."""
+    """A region's plan, and the module that has its kernels. `inputs` and `outputs` are their names in the model.
+
+    `weights`: the further inputs of its node, with their types as ONNX numbers them. The kernels have copies, and
+    read none of them.
+    """
 
     plan: Plan
     module: Any
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    weights: tuple[tuple[str, int], ...] = ()
 
 
-def compile_region(model: ModelProto, machine: Machine, tuned: lower.Tuned | None = None) -> CompiledRegion:
-    """Lower and schedule a model of fixed sizes, as one region.
+def compile_region(
+    model: ModelProto,
+    machine: Machine,
+    tuned: lower.Tuned | None = None,
+    *,
+    weights_as_inputs: bool = False,
+) -> CompiledRegion:
+    """Lower and schedule a model of fixed sizes, as one region. `weights_as_inputs`: see `regions.with_functions`.
 
     Raises BackendError for models that cannot be lowered (see `lower.import_model`), or not without TVM's runtime.
     """
@@ -60,7 +71,9 @@ def compile_region(model: ModelProto, machine: Machine, tuned: lower.Tuned | Non
         listed = sequence(scheduled)
         plan = plan_of(listed)
     inputs = tuple(value.name for value in model.graph.input if value.name not in weights)
-    return CompiledRegion(plan, listed, inputs, tuple(value.name for value in model.graph.output))
+    outputs = tuple(value.name for value in model.graph.output)
+    ignored = [(t.name, t.data_type) for t in model.graph.initializer] if weights_as_inputs else []
+    return CompiledRegion(plan, listed, inputs, outputs, tuple(ignored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +250,7 @@ def _row(index: int, name: str, region: CompiledRegion) -> str:
     plan, r = region.plan, f"r{index}"
     checked = -1 if plan.checked is None else plan.checked
     return (
-        f"  {{{_text(name)}, {len(plan.inputs)}, {len(plan.outputs)}, {len(plan.tensors)}, {len(plan.calls)}, "
+        f"  {{{_text(name)}, {len(plan.inputs)}, {len(region.weights)}, {len(plan.outputs)}, {len(plan.tensors)}, {len(plan.calls)}, "
         f"{len(plan.checks)}, {checked}, {r}_inputs, {r}_outputs, {r}_tensors, {r}_steps, {r}_checks, "
         f"{r}_integers, {plan.arena}u}},\n"
     )
@@ -270,6 +283,8 @@ def _arrays(index: int, region: CompiledRegion, offsets: Sequence[int]) -> Itera
             f"  {{{_text(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
             for name, n in zip(names, numbers, strict=True)
         )
+        if what == "inputs":
+            rows += "".join(f"  {{{_text(name)}, {kind}, -1}},\n" for name, kind in region.weights)
         yield f"static const struct port {r}_{what}[] = {{\n{rows or '  {0}'}}};\n"
 
 

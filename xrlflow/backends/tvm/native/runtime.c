@@ -456,7 +456,7 @@ static const char* name_of(const Operator* op) { return op->region->name; }
 static const char* provider(const Operator* op) { return (void)op, NULL; }
 static int input_type(const Operator* op, size_t i) { return op->region->input[i].type; }
 static int output_type(const Operator* op, size_t i) { return op->region->output[i].type; }
-static size_t input_count(const Operator* op) { return (size_t)op->region->inputs; }
+static size_t input_count(const Operator* op) { return (size_t)(op->region->inputs + op->region->weights); }
 static size_t output_count(const Operator* op) { return (size_t)op->region->outputs; }
 static int required(const Operator* op, size_t i) { return (void)op, (void)i, 0; }
 static int one(const Operator* op) { return (void)op, 1; }

@@ -66,7 +66,7 @@ struct port {
 
 struct region {
   const char* name;
-  int32_t inputs, outputs, tensors, steps, checks;
+  int32_t inputs, weights, outputs, tensors, steps, checks; /* weights: inputs after these, which are not read */
   int32_t checked; /* the tensor int64[checks, 2] of least and greatest elements; -1 without checks */
   const struct port *input, *output;
   const struct tensor* tensor;

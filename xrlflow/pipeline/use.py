@@ -1,0 +1,93 @@
+"""Optimised models in use: sessions that find a model's library of kernels, and single runs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xrlflow import files
+from xrlflow.backends import BackendError
+from xrlflow.backends.beside import library_of
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.onnxruntime.session import ort_errors, reason
+from xrlflow.backends.protocol import one_line
+from xrlflow.onnxio import load
+from xrlflow.options import check_seed
+from xrlflow.verify import feeds_for_measurement
+from xrlflow.verify.inputs import user_case
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+
+def session(
+    model: str | os.PathLike[str],
+    options: ort.SessionOptions | None = None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+) -> ort.InferenceSession:
+    """An ONNX Runtime session of a file, with the kernels of the library in its folder (`NAME.so`), if it has one.
+
+    It is what `onnxruntime.InferenceSession(model, options, providers)` gives after one line:
+    `options.register_custom_ops_library("NAME.so")`. A library that cannot be loaded here gives a warning, and the
+    session runs without it. Raises what ONNX Runtime raises.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions() if options is None else options
+    library = library_of(model)
+    if library is not None:
+        try:
+            options.register_custom_ops_library(library)
+        except ort_errors() as error:
+            warnings.warn(f"{library}: not used: {reason(error)}", stacklevel=2)
+    return ort.InferenceSession(os.fspath(model), options, providers=list(providers))
+
+
+def run_once(
+    model: str | os.PathLike[str],
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The outputs of a model by name, on the user's inputs or on drawn ones.
+
+    Raises ModelError, VerificationError for inputs that do not fit, OptionError, and BackendError if the model does not
+    run.
+    """
+    check_seed(seed)
+    imported = load(model, shapes=shapes)
+    with open_model(model, threads=threads) as opened:
+
+        def runs(feeds: Mapping[str, Any]) -> bool:
+            try:
+                opened.run(feeds)
+            except BackendError:  # other inputs may do
+                return False
+            return True
+
+        if inputs is not None:
+            feeds = dict(user_case(imported, inputs).feeds)
+        else:
+            feeds = dict(feeds_for_measurement(imported, seed, runs))
+        return dict(zip(opened.output_names, opened.run(feeds), strict=True))
+
+
+def save_outputs(outputs: Mapping[str, Any], path: Path) -> None:
+    """Write outputs as an .npz file, completely or not at all. Raises BackendError."""
+    arrays = {name: value for name, value in outputs.items() if isinstance(value, np.ndarray)}
+    if other := sorted(outputs.keys() - arrays.keys()):
+        raise BackendError(f"output {other[0]} is no tensor, and an .npz file has tensors only")
+    if text := sorted(name for name, array in arrays.items() if array.dtype.kind == "O"):
+        arrays.update({name: arrays[name].astype(str) for name in text})
+    try:
+        with files.replacing(path) as file:
+            np.savez(file, allow_pickle=False, **arrays)
+    except OSError as error:
+        raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
