@@ -36,6 +36,8 @@ _RUNTIME = b"TVMFFIEnvModLookupFromImports"
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 # Parts of a parallel loop for each core, so that a core that was disturbed gets fewer.
 _TASKS_PER_CORE = 4
+_LONGEST_NAME = 100
+"""Characters of a name in an error message, so that the rest of the message fits (TEXT of `native/runtime.c`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,8 @@ class KernelLibrary:
         command = linker(triple)
         if command is None:
             raise BackendError(f"{path}: a library of kernels is built with {compiler(triple)}: install that")
-        target = Path(files.destination(path))
         try:
+            target = Path(files.destination(path))
             with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
                 built = self._build(command, Path(folder), options)
                 files.put(built, target)
@@ -267,7 +269,7 @@ def _arrays(index: int, region: CompiledRegion, offsets: Sequence[int]) -> Itera
         ("outputs", region.outputs, plan.outputs),
     ):
         rows = "".join(
-            f"  {{{_text(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
+            f"  {{{_text(one_line(name, _LONGEST_NAME))}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
             for name, n in zip(names, numbers, strict=True)
         )
         yield f"static const struct port {r}_{what}[] = {{\n{rows or '  {0}'}}};\n"
