@@ -6,7 +6,7 @@ place and optimises it like the rest of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ from onnx import (
 _IR_VERSION = 8
 """The first with functions in a model."""
 _BODY = "Body"
+_OVERRIDABLE = 4
+"""The first in which a caller may replace initializers that are inputs too. Before, all had to be listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,14 @@ class Region:
 
 
 def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
-    """The region of these nodes. They must be convex: no path may leave them and come back."""
+    """The region of these nodes. They must be convex: no path may leave them and come back.
+
+    An initializer that is also an input of the graph is an input of the region: a caller may give another value.
+    """
     chosen = sorted(nodes)
     inside = {name for i in chosen for name in graph.node[i].output if name}
-    weights = {tensor.name for tensor in graph.initializer}
-    read = dict.fromkeys(name for i in chosen for name in graph.node[i].input if name and name not in inside)
+    weights = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
+    read = [name for name in dict.fromkeys(_reads(graph.node[i] for i in chosen)) if name not in inside]
     wanted = {value.name for value in graph.output}
     picked = set(chosen)
     for i, node in enumerate(graph.node):
@@ -61,14 +66,23 @@ def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
 
 
 def names_read(node: NodeProto) -> set[str]:
-    """The values that a node reads, also from inside its bodies."""
-    found = {name for name in node.input if name}
-    for attribute in node.attribute:
-        for graph in (*attribute.graphs, *([attribute.g] if attribute.type == AttributeProto.GRAPH else [])):
-            for inner in graph.node:
-                found |= names_read(inner)
-            found.update(value.name for value in graph.output)
-    return found
+    """The values that a node reads, also from inside its bodies. What a body computes itself is not among them."""
+    return set(_reads([node]))
+
+
+def _reads(nodes: Iterable[NodeProto]) -> Iterator[str]:
+    """The values that nodes read, in their order, some several times."""
+    for node in nodes:
+        yield from (name for name in node.input if name)
+        for attribute in node.attribute:
+            body = [attribute.g] if attribute.type == AttributeProto.GRAPH else []
+            for graph in (*attribute.graphs, *body):
+                own = {value.name for value in graph.input}
+                own.update(tensor.name for tensor in graph.initializer)
+                own.update(tensor.values.name for tensor in graph.sparse_initializer)
+                own.update(name for inner in graph.node for name in inner.output)
+                yield from (name for name in _reads(graph.node) if name not in own)
+                yield from (value.name for value in graph.output if value.name not in own)
 
 
 def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, least: int = 2) -> list[Region]:
@@ -114,10 +128,12 @@ def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:
 
 
 def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto]) -> ModelProto:
-    """The region as a model. `types`: of the values that cross its border."""
+    """The region as a model, with inputs and outputs in the region's order. `types`: of the values that cross its
+    border."""
     graph = model.graph
     made = ModelProto(ir_version=model.ir_version)
     made.opset_import.extend(model.opset_import)
+    made.functions.extend(model.functions)
     made.graph.name = graph.name or "region"
     made.graph.node.extend(graph.node[i] for i in region.nodes)
     weights = set(region.weights)
@@ -142,8 +158,10 @@ def with_functions(
     made.opset_import.add(domain=domain, version=1)
     for field in ("name", "doc_string"):
         setattr(made.graph, field, getattr(graph, field))
-    for repeated in ("input", "output", "metadata_props", "quantization_annotation"):
+    for repeated in ("output", "sparse_initializer", "metadata_props", "quantization_annotation"):
         getattr(made.graph, repeated).extend(getattr(graph, repeated))
+    fixed = {tensor.name for tensor in graph.initializer} if model.ir_version < _OVERRIDABLE else set()
+    made.graph.input.extend(value for value in graph.input if value.name not in fixed)
     ends = {max(region.nodes): (name, region) for name, region in regions.items()}
     inside = {i for region in regions.values() for i in region.nodes}
     for i, node in enumerate(graph.node):
@@ -225,22 +243,24 @@ def _sort(graph: GraphProto) -> None:
 def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]], domain: str) -> ModelProto:
     """A model of open dimensions whose whole graph is the region `name`, for inputs of these `sizes` only.
 
-    An If compares the inputs' shapes with them. For others it takes a second function with the same body, which no
-    library implements. Weights stay initializers, which both functions read.
+    An If compares the inputs' shapes with them. For others it takes a second function, which no library implements and
+    which the region's own body calls. Weights are constants of that function: of outer initializers, ONNX Runtime would
+    not optimise what reads them inside an If.
     """
     graph = model.graph
     region = region_of(graph, range(len(graph.node)))
-    whole = with_functions(model, {name: region}, domain, weights_as_inputs=True)
+    whole = with_functions(model, {name: region}, domain)
     (call,) = whole.graph.node
-    body = FunctionProto()
-    body.CopyFrom(whole.functions[-1])
+    body = whole.functions[-1]
     body.name = _BODY
-    whole.functions.append(body)
+    outer = whole.functions.add(name=name, domain=domain, input=body.input, output=body.output)
+    outer.node.append(helper.make_node(_BODY, list(body.input), list(body.output), domain=domain))
+    outer.opset_import.extend(whole.opset_import)
     del whole.graph.node[:]
     del whole.graph.value_info[:]
     whole.graph.initializer.append(
         onnx.numpy_helper.from_array(
-            np.concatenate([np.int64(shape) for shape in sizes.values()]), f"{name}.sizes"
+            np.array([n for shape in sizes.values() for n in shape], np.int64), f"{name}.sizes"
         )
     )
     node = helper.make_node

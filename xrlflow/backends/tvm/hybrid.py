@@ -97,9 +97,7 @@ def hybrid(
     regions: dict[str, Region] = {}
     for region in _regions(model, types):
         try:
-            done = compile_region(
-                extracted(model, region, types), machine, tuned, weights_as_inputs=bool(opened)
-            )
+            done = compile_region(extracted(model, region, types), machine, tuned)
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue

@@ -36,6 +36,8 @@ _RUNTIME = b"TVMFFIEnvModLookupFromImports"
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 # Parts of a parallel loop for each core, so that a core that was disturbed gets fewer.
 _TASKS_PER_CORE = 4
+_LONGEST_NAME = 100
+"""Characters of a name in an error message, so that the rest of the message fits (TEXT of `native/runtime.c`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,8 @@ class KernelLibrary:
         command = linker(triple)
         if command is None:
             raise BackendError(f"{path}: a library of kernels is built with {compiler(triple)}: install that")
-        target = Path(files.destination(path))
         try:
+            target = Path(files.destination(path))
             with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
                 built = self._build(command, Path(folder), options)
                 files.put(built, target)
@@ -250,7 +252,8 @@ def _row(index: int, name: str, region: CompiledRegion) -> str:
     plan, r = region.plan, f"r{index}"
     checked = -1 if plan.checked is None else plan.checked
     return (
-        f"  {{{_text(name)}, {len(plan.inputs)}, {len(region.weights)}, {len(plan.outputs)}, {len(plan.tensors)}, {len(plan.calls)}, "
+        f"  {{{_text(name)}, {len(plan.inputs)}, {len(region.weights)}, {len(plan.outputs)}, {len(plan.tensors)}, "
+        f"{len(plan.calls)}, "
         f"{len(plan.checks)}, {checked}, {r}_inputs, {r}_outputs, {r}_tensors, {r}_steps, {r}_checks, "
         f"{r}_integers, {plan.arena}u}},\n"
     )
@@ -280,12 +283,19 @@ def _arrays(index: int, region: CompiledRegion, offsets: Sequence[int]) -> Itera
         ("outputs", region.outputs, plan.outputs),
     ):
         rows = "".join(
-            f"  {{{_text(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
+            f"  {{{_port_name(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
             for name, n in zip(names, numbers, strict=True)
         )
         if what == "inputs":
-            rows += "".join(f"  {{{_text(name)}, {kind}, -1}},\n" for name, kind in region.weights)
+            rows += "".join(
+                f"  {{{_text(one_line(name, _LONGEST_NAME))}, {kind}, -1}},\n"
+                for name, kind in region.weights
+            )
         yield f"static const struct port {r}_{what}[] = {{\n{rows or '  {0}'}}};\n"
+
+
+def _port_name(name: str) -> str:
+    return _text(one_line(name, _LONGEST_NAME))
 
 
 def _check(check: Check) -> str:

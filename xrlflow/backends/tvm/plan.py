@@ -21,6 +21,8 @@ from xrlflow.backends.tvm.reading import operator, sizes
 
 ALIGNMENT = 64
 """Bytes. Each tensor in the arena, and each constant, begins at a multiple."""
+_MOST_DIMENSIONS = 64
+"""As in `native/runtime.h`."""
 COPY = "xrlflow_copy"
 """A kernel of the runtime: copies its first tensor to its second."""
 
@@ -87,9 +89,12 @@ class Plan:
 def np_dtype(name: str) -> np.dtype[Any]:
     """NumPy's type of TVM's name. Raises BackendError for types that kernels in a library do not take."""
     try:
-        return np.dtype(name)
+        found = np.dtype(name)
     except TypeError:
-        raise BackendError(f"tensors of {name} cannot be in a library of kernels") from None
+        found = None
+    if found is None or found.kind not in "iufb":  # further types may be registered, such as bfloat16
+        raise BackendError(f"tensors of {name} cannot be in a library of kernels")
+    return found
 
 
 def sequence(module: Any) -> Any:
@@ -182,6 +187,8 @@ class _Reading:
         return self._new(place, shape, str(expression.ty.dtype), number)
 
     def _new(self, place: Place, shape: tuple[int, ...], dtype: str, number: int = -1) -> _View:
+        if len(shape) > _MOST_DIMENSIONS:
+            raise BackendError(f"a tensor of {len(shape)} dimensions cannot be in a library of kernels")
         size = math.prod(shape) * np_dtype(dtype).itemsize
         self.storages.append(_Storage(place, size, number))
         return _View(len(self.storages) - 1, shape, dtype)

@@ -14,41 +14,13 @@ from xrlflow.backends.tvm.import_tvm import tvm
 # LLVM's names of features, each with the floats in a vector register and the number of registers.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
 # The prefixes of LLVM's features that are instructions which a compiler uses on its own: x86, then ARM. Most other
-# features only guide tuning.
+# features only guide tuning, or are used where a program asks for them (AES, random numbers).
 _INSTRUCTIONS = (
-    *(
-        "sse",
-        "ssse",
-        "avx",
-        "fma",
-        "f16c",
-        "bmi",
-        "lzcnt",
-        "popcnt",
-        "movbe",
-        "xop",
-        "tbm",
-        "gfni",
-        "vaes",
-        "vpcl",
-        "amx",
-    ),
-    *(
-        "neon",
-        "sve",
-        "sme",
-        "dotprod",
-        "fullfp16",
-        "fp-armv8",
-        "bf16",
-        "i8mm",
-        "fp16fml",
-        "lse",
-        "rdm",
-        "rcpc",
-        "crc",
-    ),
-)
+    *("sse", "ssse", "avx", "fma", "f16c", "bmi", "lzcnt", "popcnt", "crc32", "movbe", "xop", "tbm", "gfni", "vaes"),
+    *("vpcl", "amx", "egpr", "ndd", "ccmp", "nf", "ppx", "push2pop2", "zu"),
+    *("neon", "sve", "sme", "dotprod", "fullfp16", "fp-armv8", "bf16", "i8mm", "fp16fml", "lse", "rdm", "rcpc", "crc"),
+    *("complxnum", "cssc", "faminmax", "flagm", "altnzcv", "fptoint", "hbc", "jsconv", "mops", "sha3"),
+)  # fmt: skip
 
 # The first part of a system's name, and LLVM's name of the architecture.
 _ARCHITECTURES = {
@@ -120,9 +92,9 @@ def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ..
 
 def instructions(triple: str, cpu: str) -> tuple[str, ...]:
     """The instructions, by LLVM's names, that code for a processor may have and another one of its architecture may
-    lack. LLVM generates none of AMX by itself; AVX10 is a name for others of the list."""
+    lack. LLVM generates none of AMX and SME by itself."""
     found = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
-    return tuple(sorted(f for f in found if not f.startswith(("amx", "avx10"))))
+    return tuple(sorted(f for f in found if not f.startswith(("amx", "sme"))))
 
 
 def _features_here() -> frozenset[str]:

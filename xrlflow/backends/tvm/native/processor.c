@@ -12,7 +12,7 @@ struct feature {
   const char* name;
   unsigned leaf, subleaf, word, bit, state; /* state: bits of XCR0 that the system must have set */
 };
-enum { VECTORS = 0x6, WIDE = 0xE6 };
+enum { VECTORS = 0x6, WIDE = 0xE6, MORE_REGISTERS = 1 << 19 };
 
 static const struct feature features[] = {
     {"sse3", 1, 0, ECX, 0, 0},           {"ssse3", 1, 0, ECX, 9, 0},
@@ -37,6 +37,13 @@ static const struct feature features[] = {
     {"lzcnt", 0x80000001, 0, ECX, 5, 0}, {"sse4a", 0x80000001, 0, ECX, 6, 0},
     {"xop", 0x80000001, 0, ECX, 11, VECTORS}, {"fma4", 0x80000001, 0, ECX, 16, VECTORS},
     {"tbm", 0x80000001, 0, ECX, 21, 0},
+    /* APX, all of it at once */
+    {"egpr", 7, 1, EDX, 21, MORE_REGISTERS}, {"ndd", 7, 1, EDX, 21, MORE_REGISTERS},
+    {"ccmp", 7, 1, EDX, 21, MORE_REGISTERS}, {"nf", 7, 1, EDX, 21, MORE_REGISTERS},
+    {"ppx", 7, 1, EDX, 21, MORE_REGISTERS}, {"push2pop2", 7, 1, EDX, 21, MORE_REGISTERS},
+    {"zu", 7, 1, EDX, 21, MORE_REGISTERS},
+    /* the bit says AVX10; `has` reads its version */
+    {"avx10.1", 7, 1, EDX, 19, WIDE},    {"avx10.2", 7, 1, EDX, 19, WIDE},
 };
 
 /* The bits of XCR0: the registers that the operating system keeps for a thread. */
@@ -47,12 +54,18 @@ static unsigned kept(void) {
   return low;
 }
 
+static unsigned version_of_avx10(void) {
+  unsigned word[4];
+  return __get_cpuid_count(0x24, 0, &word[EAX], &word[EBX], &word[ECX], &word[EDX]) ? word[EBX] & 0xFF : 0;
+}
+
 static int has(const char* name) {
   for (size_t i = 0; i < sizeof features / sizeof *features; i++) {
     const struct feature* found = &features[i];
     unsigned word[4];
     if (strcmp(found->name, name) != 0) continue;
     if (!__get_cpuid_count(found->leaf, found->subleaf, &word[EAX], &word[EBX], &word[ECX], &word[EDX])) return 0;
+    if (strncmp(name, "avx10.", 6) == 0 && version_of_avx10() < (unsigned)(name[6] - '0')) return 0;
     return (word[found->word] >> found->bit & 1) && (kept() & found->state) == found->state;
   }
   return 0;
@@ -63,14 +76,18 @@ static int has(const char* name) {
 
 struct feature {
   const char* name;
-  unsigned long vector; /* AT_HWCAP (16) or AT_HWCAP2 (26) */
+  unsigned long vector; /* of the auxiliary vector: 16 is AT_HWCAP, 26 is AT_HWCAP2 */
   unsigned bit;
 };
 
 static const struct feature features[] = {
-    {"fp-armv8", 16, 0}, {"neon", 16, 1},     {"crc", 16, 7},      {"lse", 16, 8},   {"fullfp16", 16, 10},
-    {"rdm", 16, 12},     {"rcpc", 16, 15},    {"dotprod", 16, 20}, {"sve", 16, 22},  {"fp16fml", 16, 23},
-    {"rcpc-immo", 16, 26}, {"lse2", 16, 25}, {"sve2", 26, 1}, {"sve-bitperm", 26, 4},   {"i8mm", 26, 13},    {"bf16", 26, 14}, {"sme", 26, 23},
+    {"fp-armv8", 16, 0},   {"neon", 16, 1},      {"crc", 16, 7},        {"lse", 16, 8},      {"fullfp16", 16, 10},
+    {"rdm", 16, 12},       {"jsconv", 16, 13},   {"complxnum", 16, 14}, {"rcpc", 16, 15},    {"sha3", 16, 17},
+    {"dotprod", 16, 20},   {"sve", 16, 22},      {"fp16fml", 16, 23},   {"lse2", 16, 25},    {"rcpc-immo", 16, 26},
+    {"flagm", 16, 27},     {"sve2p2", 16, 41},   {"sve2", 26, 1},       {"sve-aes", 26, 2},  {"sve-bitperm", 26, 4},
+    {"sve-sha3", 26, 5},   {"sve-sm4", 26, 6},   {"altnzcv", 26, 7},    {"fptoint", 26, 8},  {"i8mm", 26, 13},
+    {"bf16", 26, 14},      {"cssc", 26, 34},     {"sve2p1", 26, 36},    {"mops", 26, 43},    {"hbc", 26, 44},
+    {"sve-b16b16", 26, 45}, {"rcpc3", 26, 46},   {"lse128", 26, 47},    {"faminmax", 26, 50},
 };
 
 static int has(const char* name) {

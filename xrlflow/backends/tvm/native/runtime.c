@@ -81,19 +81,32 @@ typedef struct Operator {
 } Operator;
 
 enum { FAIL = 1, INVALID_ARGUMENT = 2 };
-enum { ALIGNMENT = 64, TEXT = 512 };
+enum { ALIGNMENT = 64, TEXT = 1024 };
 
 /* --- Errors of kernels and memory for them */
 
 static __thread char said[TEXT];
 
-static void say(const char* const* parts, int32_t count) {
-  size_t used = 0;
-  said[0] = 0;
-  for (int32_t i = 0; i < count && used + 1 < TEXT; i++) {
-    int written = snprintf(said + used, TEXT - used, "%s", parts[i] ? parts[i] : "");
-    if (written > 0) used += (size_t)written;
+/* Append to a text of at most TEXT - 1 bytes. What does not fit is left out, from the end of a character of UTF-8. */
+static void append(char* text, const char* part) {
+  size_t used = strlen(text), length = strlen(part);
+  if (length > TEXT - 1 - used) {
+    length = TEXT - 1 - used;
+    while (length > 0 && ((unsigned char)part[length] & 0xC0) == 0x80) length--;
   }
+  memcpy(text + used, part, length);
+  text[used + length] = 0;
+}
+
+static void append_number(char* text, int64_t number) {
+  char digits[24];
+  snprintf(digits, sizeof digits, "%lld", (long long)number);
+  append(text, digits);
+}
+
+static void say(const char* const* parts, int32_t count) {
+  said[0] = 0;
+  for (int32_t i = 0; i < count; i++) append(said, parts[i] ? parts[i] : "");
 }
 
 static void set_error(const char* kind, const char* const* parts, int32_t count) {
@@ -287,12 +300,12 @@ static Status* check_input(const struct kernel* kernel, int32_t index, const voi
   void* shape = NULL;
   size_t count = 0;
   int type = 0;
-  int64_t sizes[16] = {0};
+  int64_t sizes[MOST_DIMENSIONS] = {0};
   Status* status = CALL(api, TENSOR_SHAPE, (const void*, void**), value, &shape);
   if (status != NULL) return status;
   status = CALL(api, ELEMENT_TYPE, (const void*, int*), shape, &type);
   if (status == NULL) status = CALL(api, DIMENSIONS_COUNT, (const void*, size_t*), shape, &count);
-  if (status == NULL && count > 0 && count <= 16) {
+  if (status == NULL && count > 0 && count <= MOST_DIMENSIONS) {
     status = CALL(api, DIMENSIONS, (const void*, int64_t*, size_t), shape, sizes, count);
   }
   RELEASE(api, RELEASE_SHAPE, shape);
@@ -300,12 +313,16 @@ static Status* check_input(const struct kernel* kernel, int32_t index, const voi
   int same = type == port->type && count == (size_t)wanted->ndim;
   for (int32_t i = 0; same && i < wanted->ndim; i++) same = sizes[i] == wanted->shape[i];
   if (same) return NULL;
-  char text[TEXT];
-  int used = snprintf(text, TEXT, "%s: input %.200s is not of the type and the sizes [", kernel->region->name, port->name);
-  for (int32_t i = 0; i < wanted->ndim && used > 0 && used < TEXT; i++) {
-    used += snprintf(text + used, TEXT - (size_t)used, i ? ", %lld" : "%lld", (long long)wanted->shape[i]);
+  char text[TEXT] = "";
+  append(text, kernel->region->name);
+  append(text, ": input ");
+  append(text, port->name);
+  append(text, " is not of the type and the sizes [");
+  for (int32_t i = 0; i < wanted->ndim; i++) {
+    if (i) append(text, ", ");
+    append_number(text, wanted->shape[i]);
   }
-  if (used > 0 && used < TEXT) snprintf(text + used, TEXT - (size_t)used, "] that its kernels were compiled for");
+  append(text, "] that its kernels were compiled for");
   return error(api, INVALID_ARGUMENT, text);
 }
 
@@ -352,10 +369,12 @@ static Status* check_indices(const struct kernel* kernel, const struct instance*
     const struct check* check = &region->check[i];
     int64_t least = ends[2 * i], greatest = ends[2 * i + 1];
     if (check->low <= least && greatest <= check->high) continue;
-    char text[TEXT];
-    long long wrong = least < check->low ? least : greatest;
-    if (check->after != NULL) snprintf(text, TEXT, "%s%lld%s", check->before, wrong, check->after);
-    else snprintf(text, TEXT, "%s", check->before);
+    char text[TEXT] = "";
+    append(text, check->before);
+    if (check->after != NULL) {
+      append_number(text, least < check->low ? least : greatest);
+      append(text, check->after);
+    }
     return error(kernel->api, INVALID_ARGUMENT, text);
   }
   return NULL;
@@ -379,8 +398,10 @@ static Status* run(struct kernel* kernel, struct instance* instance, void* conte
   }
   running = outer;
   if (failed) {
-    char text[TEXT + 128];
-    snprintf(text, sizeof text, "%.100s: %s", region->name, said[0] ? said : "a kernel failed");
+    char text[TEXT] = "";
+    append(text, region->name);
+    append(text, ": ");
+    append(text, said[0] ? said : "a kernel failed");
     return error(kernel->api, FAIL, text);
   }
   return check_indices(kernel, instance);

@@ -32,6 +32,8 @@ typedef struct {
 
 enum { ANY_NONE = 0, ANY_INT = 1, ANY_TENSOR = 7 };
 
+enum { MOST_DIMENSIONS = 64 };
+
 typedef int (*Kernel)(void* self, const Any* arguments, int32_t count, Any* result);
 
 /* Where the elements of a tensor are. */
