@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from xrlflow.backends import RepeatedComparison
@@ -98,15 +98,15 @@ class Judging:
     """One proposal, at `path`, against the original.
 
     It is verified only if it is faster, because verifying may take longer than everything else. `kernels`: the file has
-    kernels of our own; if it computes something else it is not kept, and no substitution is to blame. `decides`: a
-    comparison decides whether it is kept.
+    kernels of our own, for inputs of these sizes; if it computes something else it is not kept, and no substitution is
+    to blame. `decides`: a comparison decides whether it is kept.
     """
 
     context: Context
     start: Start
     chosen: SearchNode
     path: str
-    kernels: bool = False
+    kernels: Mapping[str, tuple[int, ...]] | None = None
     decides: bool = True
     verification: Verification | None = field(default=None, init=False)
 
@@ -122,7 +122,8 @@ class Judging:
         elif self.right() and options.measure:
             compared = final(self.context, self.path)
         if self.verification is not None and not self.verification.verified:
-            reason = f"the result cannot be verified: {self.verification.reason}"
+            said = self.verification.reason or "; ".join(self.verification.failures)
+            reason = f"the result cannot be verified: {said}"
             return Finished(None, reason, self.verification, compared)
         reason = "random edits" if options.search == "random" else "not measured"
         return Finished(
@@ -143,8 +144,12 @@ class Judging:
             return False
         with clock.phase("verify"):
             verifier = Verifier(self.context)
-            self.verification = verifier.check(self.path, (*self.start.early, *self.chosen.trace))
-        if self.verification.status is Status.FAILED and not self.kernels:
+            steps = (*self.start.early, *self.chosen.trace)
+            if self.kernels is not None:
+                self.verification = verifier.check_kernels(self.path, steps, self.kernels)
+                return self.verification.verified
+            self.verification = verifier.check(self.path, steps)
+        if self.verification.status is Status.FAILED:
             raise VerificationFailed(verifier.blame(self.start, self.chosen, self.verification))
         return self.verification.verified
 

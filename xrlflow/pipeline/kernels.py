@@ -69,7 +69,8 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     context.clock.compiling = 0.0
     if made is not None:
         context.notes.append(_told(made))
-        judging = Judging(context, start, made.found, made.path, kernels=True, decides=not asked)
+        sizes = {name: tuple(shape) for name, shape in how.shapes.items()}
+        judging = Judging(context, start, made.found, made.path, kernels=sizes, decides=not asked)
         finished = replace(judging.finished(), selection=proposal.selection)
         if finished.kept is not None:
             return replace(finished, hybrid=made.hybrid)

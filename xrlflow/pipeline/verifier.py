@@ -32,6 +32,17 @@ class Verifier:
         nonempty = [rule.name for rule in rules if rule.nonempty]
         return self._original(path, further).check(path, nonempty=nonempty)
 
+    def check_kernels(
+        self, path: str, steps: Iterable[TraceStep], sizes: Mapping[str, tuple[int, ...]]
+    ) -> Verification:
+        """Verify a file with kernels of our own for inputs of these sizes."""
+        found = self.check(path, steps)
+        if found.verified and not self._original().tries(sizes):
+            return Verification(
+                Status.NOT_COMPARABLE, reason="no input has the sizes that its kernels are for"
+            )
+        return found
+
     def check_compiled(self, model: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Verify a compiled model. Raises VerificationFailed if it is not known to compute the same."""
         found = self._original().check_compiled(model, sizes)

@@ -340,17 +340,25 @@ class Reference:
         """
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
-        fitting = tuple(
-            known
-            for known in self.known
-            if known.case.feeds.keys() <= sizes.keys()
-            and all(np.shape(known.case.feeds[name]) == shape for name, shape in sizes.items())
-        )
+        fitting = self._of(sizes)
         if not fitting:
             return Verification(
                 Status.NOT_COMPARABLE, reason="no input has the sizes that it was compiled for"
             )
         return self._compare(new, fitting)
+
+    def tries(self, sizes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether a model is compared on inputs of these sizes."""
+        return bool(self._of(sizes))
+
+    def _of(self, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Known, ...]:
+        """The cases whose inputs have these sizes."""
+        return tuple(
+            known
+            for known in self.known
+            if known.case.feeds.keys() <= sizes.keys()
+            and all(np.shape(known.case.feeds.get(name, ())) == shape for name, shape in sizes.items())
+        )
 
     def _compare(self, runner: CompiledModel | Runner, cases: Sequence[Known]) -> Verification:
         failures: list[str] = []
