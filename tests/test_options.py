@@ -58,7 +58,7 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
     [
         (Options, {"search": "luck"}, "choose one of xrlflow, taso"),
         (Options, {"cost": "free"}, "choose one of roofline"),
-        (Options, {"backend": "abacus"}, "choose of onnxruntime, tvm"),
+        (Options, {"backend": "abacus"}, "choose of auto, onnxruntime, hybrid, tvm"),
         (Options, {"assuming": ("infinite",)}, "choose of finite, vnni"),
         (Options, {"budget": -1}, "budget -1 is negative"),
         (Options, {"time_limit": 0.0}, "time_limit 0 is not positive"),
@@ -70,7 +70,7 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
         (TrainOptions, {"time_limit": 0.0}, "time_limit 0 is not positive"),
         (Options, {"max_growth": 0.0}, "max_growth 0 is not positive"),
         (Options, {"search": "greedy", "train_steps": 5}, "train_steps has no meaning with search 'greedy'"),
-        (Options, {"cpu": "haswell"}, "cpu has no meaning with backend 'onnxruntime'"),
+        (Options, {"cpu": "haswell"}, "cpu has no meaning with backend 'auto': choose 'tvm' or 'hybrid'"),
         (Options, {"backend": "tvm", "opset": 17}, "opset has no meaning with backend 'tvm'"),
         (TuneOptions, {"method": "luck"}, "choose of chameleon"),
         (TuneOptions, {"batch": 0}, "above zero"),

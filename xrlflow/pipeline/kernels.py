@@ -21,6 +21,7 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.tvm import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, missing_for_kernels
+from xrlflow.pipeline import confirm
 from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
@@ -57,6 +58,8 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered.
     """
     asked = context.options.backend == "hybrid"
+    if not context.options.with_kernels:
+        return confirm.finish(context, start, explored)
     proposal = propose(context, start, explored)
     lacking = missing_for_kernels()
     if lacking is not None and asked:
@@ -122,10 +125,10 @@ class _Trials:
             if made is None:
                 continue
             if fastest is not None:
-                better = self._faster(fastest.path, made.path, 1.0)
+                better = self._faster(fastest.path, made.path, 1.0, "the other graph with kernels")
             else:
                 plain = self.context.original if chosen is None else self.context.write(chosen.state.graph)
-                better = self._faster(plain, made.path, MARGIN) or self.asked
+                better = self._faster(plain, made.path, MARGIN, "the plain file") or self.asked
             fastest = made if better else fastest
             if index == 0 and not self._has_time(time.monotonic() - begun):
                 break
@@ -158,7 +161,7 @@ class _Trials:
                 return None
         return _Made(found, hybrid, path)
 
-    def _faster(self, before: str | bytes, after: str, margin: float) -> bool:
+    def _faster(self, before: str | bytes, after: str, margin: float, name: str) -> bool:
         """Whether a file is so many times faster for sure, measured in this process. Without measuring: yes."""
         context = self.context
         if context.feeds is None:
@@ -173,6 +176,5 @@ class _Trials:
             except BackendError as error:
                 context.notes.append(f"kernels of our own were dropped: {error}")
                 return False
-        against = "the plain file" if margin > 1 else "the other graph with kernels"
-        context.notes.append(f"with kernels of our own, measured against {against}: {measured.speedup}")
+        context.notes.append(f"with kernels of our own, measured against {name}: {measured.speedup}")
         return measured.speedup.low > margin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from xrlflow.lowering import missing_for_kernels
 from xrlflow.onnxio import Source
@@ -15,6 +16,14 @@ from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
 from xrlflow.pipeline.results import Result, result_of
 from xrlflow.report import Listener
 
+FINISHERS: Mapping[str, Finisher] = {
+    "auto": kernels.finish,
+    "hybrid": kernels.finish,
+    "onnxruntime": confirm.finish,
+    "tvm": compiled.finish,
+}
+"""What follows the search, by backend."""
+
 
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
     """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
@@ -26,12 +35,5 @@ def optimize(source: Source, options: Options, listener: Listener | None = None)
             model = cost_model(context)
             begin = start(context, model)
         explored = explore(context, begin, model)
-        finished = _finisher(options)(context, begin, explored)
+        finished = FINISHERS[options.backend](context, begin, explored)
         return result_of(context, begin, explored, finished)
-
-
-def _finisher(options: Options) -> Finisher:
-    """What follows the search."""
-    if options.compiling:
-        return compiled.finish
-    return kernels.finish if options.with_kernels else confirm.finish

@@ -33,7 +33,7 @@ from xrlflow.verify.dims import Bindings
 from xrlflow.verify.errors import OriginalFails, VerificationError
 from xrlflow.verify.exercise import Runs, exercise, run_empty
 from xrlflow.verify.input_constraints import random_operators
-from xrlflow.verify.inputs import perturbed, user_case
+from xrlflow.verify.inputs import Case, perturbed, user_case
 from xrlflow.verify.near_ties import undecided
 from xrlflow.verify.reference import (
     Sizes,
@@ -340,7 +340,11 @@ class Reference:
         """
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
-        fitting = self._of(sizes)
+        fitting = tuple(
+            known
+            for known in self.known
+            if known.case.feeds.keys() <= sizes.keys() and _has_sizes(known.case, sizes)
+        )
         if not fitting:
             return Verification(
                 Status.NOT_COMPARABLE, reason="no input has the sizes that it was compiled for"
@@ -348,17 +352,8 @@ class Reference:
         return self._compare(new, fitting)
 
     def tries(self, sizes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether a model is compared on inputs of these sizes."""
-        return bool(self._of(sizes))
-
-    def _of(self, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Known, ...]:
-        """The cases whose inputs have these sizes."""
-        return tuple(
-            known
-            for known in self.known
-            if known.case.feeds.keys() <= sizes.keys()
-            and all(np.shape(known.case.feeds.get(name, ())) == shape for name, shape in sizes.items())
-        )
+        """Whether a model is compared on inputs of these sizes; inputs without a size may have any."""
+        return any(_has_sizes(known.case, sizes) for known in self.known)
 
     def _compare(self, runner: CompiledModel | Runner, cases: Sequence[Known]) -> Verification:
         failures: list[str] = []
@@ -590,6 +585,10 @@ class _Doubt:
     original: Array
     new: Array
     judgement: Judgement
+
+
+def _has_sizes(case: Case, sizes: Mapping[str, tuple[int, ...]]) -> bool:
+    return all(np.shape(case.feeds.get(name, ())) == shape for name, shape in sizes.items())
 
 
 def verify(

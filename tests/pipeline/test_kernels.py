@@ -1,0 +1,246 @@
+"""Results with kernels of our own: which are made and kept, what is written, and what is said of them."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import xrlflow
+from tests.rules.harness import model
+from xrlflow import api
+from xrlflow.backends import BackendError
+from xrlflow.backends.beside import library_of
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.options import OptionError, Options
+from xrlflow.pipeline import kernels
+from xrlflow.verify import Status
+
+pytest.importorskip("tvm")
+
+RNG = np.random.default_rng(0)
+W = RNG.standard_normal((48, 48)).astype(np.float32)
+
+
+def network(rows: str = "64", more: str = "") -> onnx.ModelProto:
+    """Products with elementwise operators between them."""
+    return model(
+        f"agraph (float[{rows},48] x) => (float[{rows},48] y) "
+        f"{{ a = MatMul(x, w) b = Sigmoid(a) c = MatMul(b, w) d = Tanh(c) {more or 'y = Add(d, x)'} }}",
+        w=W,
+    )
+
+
+def asked(proto: onnx.ModelProto, **options: Any) -> xrlflow.Result:
+    given = {
+        "backend": "hybrid",
+        "search": "greedy",
+        "cost": "roofline",
+        "measure": False,
+        "time_limit": 60.0,
+    }
+    return xrlflow.optimize(proto, **{**given, **options})
+
+
+def feeds(*rows: int) -> dict[str, Any]:
+    return {"x": np.random.default_rng(1).standard_normal((*rows, 48)).astype(np.float32)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A verified result with kernels, as a file."""
+    result = asked(network())
+    assert result.verification is not None
+    assert result.verification.status is Status.VERIFIED
+    path = tmp_path_factory.mktemp("kernels") / "fast.onnx"
+    result.save(path)
+    return path
+
+
+def test_the_file_and_its_library_are_written(written: Path) -> None:
+    proto = onnx.load(written)
+    onnx.checker.check_model(proto, full_check=True)
+    assert [node.op_type for node in proto.graph.node] == ["Region_0"]
+    assert library_of(written) == str(written.with_suffix(".so"))
+    expected = ort.InferenceSession(network().SerializeToString()).run(None, feeds(64))
+    alone = ort.InferenceSession(str(written)).run(None, feeds(64))
+    np.testing.assert_array_equal(alone[0], expected[0])
+    np.testing.assert_allclose(
+        xrlflow.session(written).run(None, feeds(64))[0], expected[0], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_kernels_run_where_the_library_is_in_the_folder(written: Path) -> None:
+    """An index outside its table tells: kernels name the node, ONNX Runtime words it otherwise."""
+    proto = model("agraph (int64[2] i) => (float[2,48] y) { g = Gather(w, i) y = Relu(g) }", w=W)
+    path = written.with_name("gather.onnx")
+    asked(proto).save(path)
+    with (
+        open_model(path) as opened,
+        pytest.raises(BackendError, match=r"index 48 \(input i\) is outside of its table"),
+    ):
+        opened.run({"i": np.int64([0, 48])})
+
+
+def test_operators_that_cannot_be_lowered_stay(tmp_path: Path) -> None:
+    """Two regions, with what TVM's runtime would do between them."""
+    proto = network(
+        more="k, n = TopK<axis=1>(d, five) e = MatMul(d, w) f = ReduceMax<keepdims=1>(k) y = Add(e, f)"
+    )
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.int64([5]), "five"))
+    result = asked(proto)
+    result.save(tmp_path / "fast.onnx")
+    written = onnx.load(tmp_path / "fast.onnx")
+    assert sorted(node.op_type for node in written.graph.node) == ["Region_0", "Region_1", "TopK"]
+    inside = [node for function in written.functions for node in function.node if node.op_type != "Constant"]
+    assert result.report.kernel_nodes == len(inside) == result.report.nodes_after - 1
+    assert any("in 2 regions" in note for note in result.report.notes)
+    expected = ort.InferenceSession(proto.SerializeToString()).run(None, feeds(64))
+    np.testing.assert_allclose(
+        xrlflow.session(tmp_path / "fast.onnx").run(None, feeds(64))[0], expected[0], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_open_dimensions_have_kernels_for_the_sizes_given(tmp_path: Path) -> None:
+    result = asked(network("N"), shapes={"x": (32, 48)})
+    assert result.verification is not None
+    assert {"N": 32} in [dict(b) for b in result.verification.bindings]
+    path = tmp_path / "fast.onnx"
+    result.save(path)
+    onnx.checker.check_model(str(path), full_check=True)
+    plain = ort.InferenceSession(network("N").SerializeToString())
+    session = xrlflow.session(path)
+    for rows in (1, 32, 33):
+        np.testing.assert_allclose(
+            session.run(None, feeds(rows))[0], plain.run(None, feeds(rows))[0], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_open_dimensions_need_sizes() -> None:
+    with pytest.raises(BackendError, match=r"input x has open dimensions: .* --shape x="):
+        asked(network("N"))
+
+
+def test_what_cannot_be_lowered_at_all_is_one_line() -> None:
+    proto = model("agraph (int64[4] x) => (int64[?] y) { y = Unique(x) }")
+    with pytest.raises(BackendError, match=r"^no kernels of our own: .*lowered"):
+        asked(proto)
+
+
+def test_a_default_of_an_input_is_no_constant() -> None:
+    proto = network()
+    proto.ir_version = 8
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [48, 48]))
+    with pytest.raises(BackendError, match="input w has a default"):
+        asked(proto)
+
+
+def test_auto_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the comparison with the plain file; the last comparison, with the original, decides like any other."""
+    monkeypatch.setattr(kernels, "MARGIN", 0.0)
+    result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=20.0, threads=1)
+    said = " ".join(result.report.notes)
+    assert "with kernels of our own, measured against the plain file" in said
+    assert (result.hybrid is not None) == (result.report.kernel_nodes > 0)
+    assert result.hybrid is not None or "not kept with kernels" in said
+
+
+def test_auto_prefers_the_plain_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MARGIN", 1e9)
+    result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=20.0, threads=1)
+    assert result.hybrid is None
+    assert "the plain file" in " ".join(result.report.notes)
+
+
+@pytest.mark.parametrize("option", [{"portable": True}, {"backend": "onnxruntime"}, {"measure": False}])
+def test_no_kernels_where_none_may_be(option: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_lowering", lambda context: pytest.fail("kernels were made"))
+    result = xrlflow.optimize(
+        network(), search="greedy", cost="roofline", time_limit=10.0, threads=1, **option
+    )
+    assert result.hybrid is None
+
+
+def test_without_tvm_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "missing_for_kernels", lambda: "they need TVM (pip install 'xrlflow[tvm]')")
+    result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=10.0, threads=1)
+    assert "no kernels of our own: they need TVM" in " ".join(result.report.notes)
+    with pytest.raises(BackendError, match="they need TVM"):
+        asked(network())
+
+
+def test_wrong_kernels_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that computes something else fails the verification of the whole model."""
+    true = kernels.Lowering.hybrid
+
+    def wrong(how: Any, path: str) -> Any:
+        proto = onnx.load(path)
+        for tensor in proto.graph.initializer:
+            if len(tensor.dims) == 2:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(W * 1.01, tensor.name))
+        onnx.save(proto, path)
+        return true(how, path)
+
+    monkeypatch.setattr(kernels.Lowering, "hybrid", wrong)
+    result = asked(network())
+    assert result.hybrid is None
+    assert any("not kept with kernels: the result cannot be verified" in note for note in result.report.notes)
+
+
+def test_portable_contradicts_a_library() -> None:
+    with pytest.raises(OptionError, match="portable has no meaning with backend 'hybrid'"):
+        Options(backend="hybrid", portable=True)
+
+
+def test_a_file_that_is_no_library_is_not_replaced(written: Path, tmp_path: Path) -> None:
+    (tmp_path / "fast.so").write_text("mine")
+    with pytest.raises(BackendError, match=r"fast\.so: xrlflow did not write this"):
+        asked(network()).save(tmp_path / "fast.onnx")
+    assert (tmp_path / "fast.so").read_text() == "mine"
+    assert not (tmp_path / "fast.onnx").exists()
+
+
+def test_a_library_of_another_model_is_left_alone(written: Path, tmp_path: Path) -> None:
+    onnx.save(network(), tmp_path / "other.onnx")
+    shutil.copy(written.with_suffix(".so"), tmp_path / "other.so")
+    assert library_of(tmp_path / "other.onnx") is None
+    (tmp_path / "none.onnx").write_bytes(b"")
+    (tmp_path / "none.so").write_bytes(b"")
+    assert library_of(tmp_path / "none.onnx") is None
+
+
+def test_a_library_that_cannot_be_loaded_is_a_warning(written: Path, tmp_path: Path) -> None:
+    shutil.copy(written, tmp_path / "fast.onnx")
+    content = written.with_suffix(".so").read_bytes()
+    (tmp_path / "fast.so").write_bytes(b"\x7fBAD" + content[4:])
+    with pytest.warns(UserWarning, match=r"fast\.so: not used"):
+        session = xrlflow.session(tmp_path / "fast.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = ort.InferenceSession(str(written)).run(None, feeds(64))
+    np.testing.assert_array_equal(session.run(None, feeds(64))[0], expected[0])
+    with pytest.raises(BackendError, match=r"cannot load .*fast\.onnx"):
+        open_model(tmp_path / "fast.onnx")
+
+
+def test_a_result_with_kernels_can_be_optimised_again(written: Path) -> None:
+    again = xrlflow.optimize(written, search="greedy", cost="roofline", measure=False)
+    assert {node.op for node in again.graph.nodes()} <= {"MatMul", "Sigmoid", "Tanh", "Add"}
+    assert api.verify_files(network(), written).verified
+
+
+def test_a_model_is_run_once(written: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", **feeds(64))
+    outputs = api.run_once(written, tmp_path / "x.npz")
+    np.testing.assert_allclose(
+        outputs["y"], ort.InferenceSession(str(written)).run(None, feeds(64))[0], rtol=1e-4, atol=1e-5
+    )
+    api.save_outputs(outputs, tmp_path / "y.npz")
+    assert np.load(tmp_path / "y.npz")["y"].shape == (64, 48)
+    assert api.run_once(written)["y"].shape == (64, 48)
