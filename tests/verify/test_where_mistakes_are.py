@@ -8,6 +8,7 @@ import onnx.parser
 import pytest
 
 import xrlflow
+from models.mobile import squeezenet
 from rewrite_rules import LIBRARY
 from rewrite_rules.convolution import ReplacePointwiseConvByMatMul
 from tests.runtime import faulty
@@ -646,3 +647,10 @@ def test_a_rule_that_needs_sizes_from_1_looks_at_what_is_left(kept: str, applied
     proto = onnx.parser.parse_model(PRODUCTS.replace("KEPT", kept))
     result = xrlflow.optimize(proto, search="greedy", cost=Roofline(), measure=False)
     assert result.report.substitutions["AssociateMatMulsRight"] == applied
+
+
+def test_sizes_that_crash_the_runtime_are_left_out() -> None:
+    """Where windows are larger than images, kernels of ONNX Runtime divide by zero and would end this process."""
+    proto = squeezenet(8, 0, width=16, image=64)
+    proto.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "height"
+    assert verify(proto, proto).verified

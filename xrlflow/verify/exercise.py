@@ -41,6 +41,7 @@ class Runs:
         self.imported, self._model, self._runner = imported, model, runner
         self.at = Sizes(model, imported)
         self.errors: list[str] = []
+        self._misfits_fail = False
         self._first: float | None = None
         self._whole = True
         self._fates: list[tuple[Case, tuple[Fate, ...]]] = []
@@ -73,15 +74,17 @@ class Runs:
 
     def _survives(self, case: Case) -> bool:
         """Whether ONNX Runtime may run a case in this process. Where a window is larger than its image, some of its
-        kernels divide by zero, so such a case is run apart first."""
+        kernels divide by zero, so such a case is run apart first; after one that failed, none is run."""
         if not case.bindings or self.at.windows_fit(case):
             return True
+        if self._misfits_fail:
+            return False
         try:
             run_apart(self._model, case.feeds)
         except BackendError as error:
             self.errors.append(first_line(error))
-            return False
-        return True
+            self._misfits_fail = True
+        return not self._misfits_fail
 
     def fates(self, case: Case) -> tuple[Fate, ...]:
         """For each output, what is known about it if inputs are not finite."""
