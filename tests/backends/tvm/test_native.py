@@ -166,7 +166,7 @@ def test_sanitizers_see_a_wrong_table(
 ) -> None:
     library, models = kernels
     steps = len(models["sum"].compiled.plan.calls)
-    with_row(library, models["sum"].name, 4, str(steps + 1)).save(tmp_path / "kernels.so", options=SANITIZED)
+    with_row(library, models["sum"].name, 5, str(steps + 1)).save(tmp_path / "kernels.so", options=SANITIZED)
     done = run([str(compiled(tmp_path, *SANITIZED))], tmp_path, models)
     assert "AddressSanitizer: global-buffer-overflow" in done.stderr
 
