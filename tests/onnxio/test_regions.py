@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from tests.graphs import models
-from xrlflow.onnxio.regions import Region, cut, extracted, names_read, region_of, with_functions
+from xrlflow.onnxio.regions import (
+    Region,
+    cut,
+    extracted,
+    names_read,
+    region_of,
+    with_functions,
+    with_guard,
+)
 
 DOMAIN = "xrlflow.0123456789abcdef"
 
@@ -169,6 +177,44 @@ def test_an_extracted_region_has_the_ports_of_the_region() -> None:
     assert tuple(value.name for value in made.graph.input) == region.inputs == ("a", "v")
     assert tuple(value.name for value in made.graph.output) == region.outputs == ("b", "y")
     assert [tensor.name for tensor in made.graph.initializer] == ["w"]
+
+
+# --- Guards
+
+OPEN = (
+    "(float[N,3] x, float[M,2] v) => (float[N,3] y, float[M,2] z) <float[3] w = {1, 2, 3}>"
+    " { a = Add(x, w) y = Relu(a) z = Neg(v) }"
+)
+
+
+def test_a_guard_chooses_by_sizes() -> None:
+    """Every input has to fit. Here the two functions differ, so that the choice shows."""
+    model = parsed(OPEN)
+    made = with_guard(model, "R", {"x": (4, 3), "v": (5, 2)}, DOMAIN)
+    changed = next(function for function in made.functions if function.name == "R")
+    del changed.node[:]
+    changed.node.extend(helper.make_node("Identity", [a], [b]) for a, b in zip(changed.input, changed.output))
+    onnx.checker.check_model(made, full_check=True)
+    for n, m in ((4, 5), (4, 4), (5, 4), (5, 5), (0, 5), (4, 1), (1, 1)):
+        feeds = {"x": np.full((n, 3), -9, np.float32), "v": np.ones((m, 2), np.float32)}
+        expected = [feeds["x"], feeds["v"]] if (n, m) == (4, 5) else run(model, feeds)
+        for a, b in zip(run(made, feeds), expected, strict=True):
+            assert (a.shape, a.tobytes()) == (b.shape, b.tobytes())
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (1, 1), (3, 7)])
+def test_a_guarded_model_computes_the_same_bits(sizes: tuple[int, int]) -> None:
+    model = parsed(OPEN)
+    made = with_guard(model, "R", {"x": (4, 3), "v": (5, 2)}, DOMAIN)
+    n, m = sizes
+    same_bits(model, made, {"x": np.ones((n, 3), np.float32), "v": np.ones((m, 2), np.float32)})
+
+
+def test_a_guarded_model_can_be_guarded_again() -> None:
+    model = parsed(OPEN)
+    feeds = {"x": np.ones((4, 3), np.float32), "v": np.ones((5, 2), np.float32)}
+    once = with_guard(model, "R", {"x": (4, 3), "v": (5, 2)}, DOMAIN)
+    same_bits(model, with_guard(once, "R", {"x": (6, 3), "v": (6, 2)}, DOMAIN.replace("0", "f")), feeds)
 
 
 # --- Cutting

@@ -88,7 +88,7 @@ def parsed(text: str) -> ModelProto:
     return onnx.parser.parse_model(_HEAD + text)
 
 
-def carried(name: str, model: ModelProto, machine: Machine) -> Carried:
+def carried(name: str, model: ModelProto, machine: Machine, *, weights_as_inputs: bool = False) -> Carried:
     """A model whose whole graph is compiled as a region."""
     region = region_of(model.graph, range(len(model.graph.node)))
     values = {value.name: value.type for value in (*model.graph.input, *model.graph.output)}
@@ -99,7 +99,7 @@ def carried(name: str, model: ModelProto, machine: Machine) -> Carried:
         for dim in types[value].tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_value = SIZES[dim.dim_param]
-    compiled = compile_region(extracted(model, region, types), machine)
+    compiled = compile_region(extracted(model, region, types), machine, weights_as_inputs=weights_as_inputs)
     return Carried(model, region, compiled, name)
 
 
