@@ -210,6 +210,17 @@ def test_a_guarded_model_computes_the_same_bits(sizes: tuple[int, int]) -> None:
     same_bits(model, made, {"x": np.ones((n, 3), np.float32), "v": np.ones((m, 2), np.float32)})
 
 
+def test_names_of_a_guard_are_not_those_of_the_model() -> None:
+    model = parsed(OPEN.replace("x", "R_shape_0").replace("y", "R_sizes"))
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.name = value.name.replace("_", ".", 1)
+    model.graph.node[0].input[0] = model.graph.input[0].name
+    model.graph.node[1].output[0] = model.graph.output[0].name
+    feeds = {"R.shape_0": np.ones((4, 3), np.float32), "v": np.ones((5, 2), np.float32)}
+    made = with_guard(model, "R", {"R.shape_0": (4, 3), "v": (5, 2)}, DOMAIN)
+    same_bits(model, made, feeds)
+
+
 def test_a_guarded_model_can_be_guarded_again() -> None:
     model = parsed(OPEN)
     feeds = {"x": np.ones((4, 3), np.float32), "v": np.ones((5, 2), np.float32)}

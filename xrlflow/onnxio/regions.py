@@ -248,7 +248,7 @@ def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]],
     not optimise what reads them inside an If.
     """
     graph = model.graph
-    prefix = f"{domain}.{name}"  # the model may have such a guard from before, of another domain
+    prefix = f"{domain}.{name}"  # of names that the model does not have
     region = region_of(graph, range(len(graph.node)))
     whole = with_functions(model, {name: region}, domain)
     (call,) = whole.graph.node
