@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo docs test lint types contracts pytest test-python bench clean
+.PHONY: install demo docs test lint types contracts pytest test-python test-runtimes cross bench clean
 
 install: $(VENV)/.installed
 
@@ -42,6 +42,23 @@ test-python:
 	test -x .venv-$(PY)/bin/python || python$(PY) -m venv .venv-$(PY)
 	.venv-$(PY)/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
 	.venv-$(PY)/bin/python -m pytest -n 2
+
+# Models with libraries of kernels in several ONNX Runtimes, each in an environment of its own.
+RUNTIMES := 1.17.3 1.20.1 1.23.2 1.27.0 1.31.1
+
+test-runtimes: install
+	rm -rf build/runtimes
+	$(BIN)/python -m tests.backends.tvm.carried build/runtimes
+	set -e; for version in $(RUNTIMES); do \
+	  there=$(VENV)-onnxruntime-$$version; \
+	  test -x $$there/bin/python || $(PYTHON) -m venv $$there; \
+	  $$there/bin/pip install --quiet --disable-pip-version-check onnxruntime==$$version "numpy<2"; \
+	  $$there/bin/python tests/backends/tvm/in_a_runtime.py build/runtimes; \
+	done
+
+# What tests of libraries for another processor need, and are skipped without (Debian and Ubuntu).
+cross:
+	apt-get install --yes --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user valgrind
 
 bench: install
 	$(BIN)/python bench/engine.py

@@ -248,6 +248,7 @@ def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]],
     not optimise what reads them inside an If.
     """
     graph = model.graph
+    prefix = f"{domain}.{name}"  # of names that the model does not have
     region = region_of(graph, range(len(graph.node)))
     whole = with_functions(model, {name: region}, domain)
     (call,) = whole.graph.node
@@ -260,38 +261,38 @@ def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]],
     del whole.graph.value_info[:]
     whole.graph.initializer.append(
         onnx.numpy_helper.from_array(
-            np.array([n for shape in sizes.values() for n in shape], np.int64), f"{name}.sizes"
+            np.array([n for shape in sizes.values() for n in shape], np.int64), f"{prefix}.sizes"
         )
     )
     node = helper.make_node
-    shapes = [f"{name}.shape_{i}" for i in range(len(sizes))]
+    shapes = [f"{prefix}.shape_{i}" for i in range(len(sizes))]
     whole.graph.node.extend(node("Shape", [x], [shape]) for x, shape in zip(sizes, shapes))
     branches = {
-        f"{kind}_branch": _branch(graph, call, kind, function)
+        f"{kind}_branch": _branch(graph, call, f"{prefix}.{kind}", function)
         for kind, function in (("then", name), ("else", _BODY))
     }
     whole.graph.node.extend(
         [
-            node("Concat", shapes, [f"{name}.shape"], axis=0),
-            node("Equal", [f"{name}.shape", f"{name}.sizes"], [f"{name}.same"]),
-            node("Cast", [f"{name}.same"], [f"{name}.ones"], to=onnx.TensorProto.INT32),
-            node("ReduceMin", [f"{name}.ones"], [f"{name}.one"], keepdims=0),
-            node("Cast", [f"{name}.one"], [f"{name}.fits"], to=onnx.TensorProto.BOOL),
-            node("If", [f"{name}.fits"], list(region.outputs), name=f"{name}.guard", **branches),
+            node("Concat", shapes, [f"{prefix}.shape"], axis=0),
+            node("Equal", [f"{prefix}.shape", f"{prefix}.sizes"], [f"{prefix}.same"]),
+            node("Cast", [f"{prefix}.same"], [f"{prefix}.ones"], to=onnx.TensorProto.INT32),
+            node("ReduceMin", [f"{prefix}.ones"], [f"{prefix}.one"], keepdims=0),
+            node("Cast", [f"{prefix}.one"], [f"{prefix}.fits"], to=onnx.TensorProto.BOOL),
+            node("If", [f"{prefix}.fits"], list(region.outputs), name=f"{prefix}.guard", **branches),
         ]
     )
     return whole
 
 
-def _branch(graph: GraphProto, call: NodeProto, kind: str, function: str) -> GraphProto:
+def _branch(graph: GraphProto, call: NodeProto, prefix: str, function: str) -> GraphProto:
     """A branch that calls a function with what the surrounding graph has."""
-    made = GraphProto(name=f"{call.name}.{kind}")
+    made = GraphProto(name=prefix)
     inner = made.node.add()
     inner.CopyFrom(call)
-    inner.op_type, inner.name = function, f"{call.name}.{kind}"
+    inner.op_type, inner.name = function, prefix
     types = {value.name: value.type for value in graph.output}
     for index, name in enumerate(call.output):
-        inner.output[index] = f"{call.name}.{kind}.{name}"
+        inner.output[index] = f"{prefix}.{name}"
         value = made.output.add(name=inner.output[index], type=types[name])
         for dim in value.type.tensor_type.shape.dim:
             dim.Clear()

@@ -1,10 +1,14 @@
-"""Small models, each of which is a region of one library of kernels."""
+"""Small models, each of which is a region of one library of kernels.
+
+`python -m tests.backends.tvm.carried FOLDER` writes them for `in_a_runtime.py`.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +88,7 @@ def parsed(text: str) -> ModelProto:
     return onnx.parser.parse_model(_HEAD + text)
 
 
-def carried(name: str, model: ModelProto, machine: Machine) -> Carried:
+def carried(name: str, model: ModelProto, machine: Machine, *, weights_as_inputs: bool = False) -> Carried:
     """A model whose whole graph is compiled as a region."""
     region = region_of(model.graph, range(len(model.graph.node)))
     values = {value.name: value.type for value in (*model.graph.input, *model.graph.output)}
@@ -95,7 +99,7 @@ def carried(name: str, model: ModelProto, machine: Machine) -> Carried:
         for dim in types[value].tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_value = SIZES[dim.dim_param]
-    compiled = compile_region(extracted(model, region, types), machine)
+    compiled = compile_region(extracted(model, region, types), machine, weights_as_inputs=weights_as_inputs)
     return Carried(model, region, compiled, name)
 
 
@@ -127,6 +131,13 @@ def feeds_of(model: ModelProto, seed: int = 0) -> dict[str, Array]:
     return feeds
 
 
+def for_another_processor(library: KernelLibrary) -> KernelLibrary:
+    """The same library, as if its kernels needed an instruction that no processor has."""
+    start = "xrlflow_features[] = {"
+    assert start in library.tables
+    return replace(library, tables=library.tables.replace(start, f'{start}"imaginary", '))
+
+
 def save_all(folder: Path, library: KernelLibrary, made: Mapping[str, Carried]) -> None:
     """Write `NAME.onnx`, `NAME.plain.onnx` and `NAME.npz` (inputs) for each model, and `kernels.so`, into a folder."""
     for name, model in made.items():
@@ -134,3 +145,22 @@ def save_all(folder: Path, library: KernelLibrary, made: Mapping[str, Carried]) 
         onnx.save(model.function(library.domain), folder / f"{name}.onnx")
         np.savez(folder / f"{name}.npz", **feeds_of(model.plain))  # type: ignore[arg-type]
     library.save(folder / "kernels.so")
+
+
+def with_another_body(made: Carried, domain: str) -> ModelProto:
+    """A model whose kernels compute something else than its body."""
+    model = made.function(domain)
+    model.functions[0].node[-1].op_type = "Sigmoid"
+    return model
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    library, made = all_built()
+    save_all(folder, library, made)
+    for_another_processor(library).save(folder / "foreign.so")
+    onnx.save(with_another_body(made["symbolic"], library.domain), folder / "other-body.onnx")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

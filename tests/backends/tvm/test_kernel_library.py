@@ -18,7 +18,18 @@ import psutil
 import pytest
 from onnx import ModelProto, TensorProto, helper
 
-from tests.backends.tvm.carried import TEXTS, Carried, all_built, built, carried, feeds_of, numbers, parsed
+from tests.backends.tvm.carried import (
+    TEXTS,
+    Carried,
+    all_built,
+    built,
+    carried,
+    feeds_of,
+    for_another_processor,
+    numbers,
+    parsed,
+    with_another_body,
+)
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.kernel_library import KernelLibrary, compile_region, kernel_library
@@ -106,8 +117,7 @@ def test_a_file_computes_the_same_with_and_without_its_library(kernels: Built, n
 
 def test_kernels_run_where_the_library_is_registered(kernels: Built) -> None:
     """Otherwise the other tests would compare the body with itself."""
-    made = kernels.function("symbolic")
-    made.functions[0].node[-1].op_type = "Sigmoid"  # in the body alone
+    made = with_another_body(kernels.models["symbolic"], kernels.library.domain)
     plain, feeds = kernels.models["symbolic"].plain, feeds_of(kernels.models["symbolic"].plain)
     expected = session(plain).run(None, feeds)
     assert np.abs(session(made).run(None, feeds)[0] - expected[0]).max() > 0.1
@@ -154,18 +164,24 @@ def test_regions_that_run_at_the_same_time(kernels: Built) -> None:
         assert not running.run(None, feeds)[0].any()
 
 
-@pytest.mark.parametrize("name", ["matmul", "conv", "reshape"])
-def test_weights_as_inputs(kernels: Built, name: str) -> None:
+def test_weights_as_inputs(tmp_path: Path) -> None:
     """The body reads the weights of the model. Kernels have their own."""
-    compiled = kernels.models[name].compiled
-    plain = kernels.models[name].plain
-    made = kernels.function(name, weights_as_inputs=True)
-    onnx.checker.check_model(made, full_check=True)
-    assert {t.name for t in made.graph.initializer} == {t.name for t in plain.graph.initializer}
-    feeds = feeds_of(plain)
-    expected = session(plain).run(None, feeds)
-    identical(expected, session(made).run(None, feeds))
-    assert len(made.graph.node[0].input) > len(compiled.inputs)
+    machine = detect(None, 2, None)
+    names = ("conv", "matmul", "reshape")
+    made = {n: carried(f"Region_{n}", parsed(TEXTS[n]), machine, weights_as_inputs=True) for n in names}
+    library = kernel_library({each.name: each.compiled for each in made.values()}, machine)
+    library.save(path := tmp_path / "kernels.so")
+    for each in made.values():
+        plain, model = each.plain, each.function(library.domain, weights_as_inputs=True)
+        onnx.checker.check_model(model, full_check=True)
+        assert [t.name for t in model.graph.initializer] == [t.name for t in plain.graph.initializer]
+        feeds = feeds_of(plain)
+        expected = session(plain).run(None, feeds)
+        identical(expected, session(model).run(None, feeds))
+        model.functions[0].node[-1].op_type = "Cos"  # not what the kernels compute
+        del model.functions[0].node[-1].attribute[:]
+        del model.functions[0].node[-1].input[1:]
+        close(expected, session(model, path).run(None, feeds))
 
 
 # --- Memory of the caller
@@ -254,6 +270,19 @@ def test_names_in_errors(another: Built) -> None:
     assert "漢漢漢" in str(raised.value)  # the text has been cut, but not inside a character
 
 
+def test_an_error_of_a_kernel_is_the_error_of_the_run(kernels: Built, tmp_path: Path) -> None:
+    """Kernels compare the tensors that they get with those they were compiled for."""
+    number = list(kernels.models).index("sum")
+    before = f"r{number}_tensors[] = {{\n  {{INPUT, 0u, 2, 32,"
+    assert before in kernels.library.tables
+    tables = kernels.library.tables.replace(before, before.replace("32,", "64,"))
+    dataclasses.replace(kernels.library, tables=tables).save(path := tmp_path / "wrong.so")
+    running = session(kernels.function("sum"), path)
+    for _ in range(2):
+        with pytest.raises(Exception, match=rf"Region_{number}: Mismatched x.dtype"):
+            running.run(None, feeds_of(kernels.models["sum"].plain))
+
+
 # --- Registering
 
 
@@ -323,19 +352,10 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
 # --- Processors
 
 
-def foreign(kernels: Built, path: Path, instruction: str) -> Path:
-    """The same library, as if its kernels needed a further instruction."""
-    start = "xrlflow_features[] = {"
-    assert start in kernels.library.tables
-    tables = kernels.library.tables.replace(start, f'{start}"{instruction}", ')
-    dataclasses.replace(kernels.library, tables=tables).save(path)
-    return path
-
-
 def test_a_library_for_another_processor_registers_nothing(
     kernels: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = foreign(kernels, tmp_path / "foreign.so", "imaginary")
+    for_another_processor(kernels.library).save(path := tmp_path / "foreign.so")
     feeds = feeds_of(kernels.models["conv"].plain)
     expected = session(kernels.models["conv"].plain).run(None, feeds)
     identical(expected, session(kernels.function("conv"), path).run(None, feeds))
@@ -408,6 +428,22 @@ def test_what_needs_the_runtime_of_tvm_is_refused() -> None:
     top = parsed("(float[4,8] x) => (float[4,2] y, int64[4,2] i) <int64[1] k = {2}> { y, i = TopK(x, k) }")
     with pytest.raises(BackendError, match="TVM's runtime"):
         kernel_library({"Region_0": compile_region(top, machine)}, machine)
+
+
+def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
+    """It calls a function by name, which shows in its code only."""
+    from tvm import te, tirx
+
+    x = te.placeholder((4,), "float32", "x")
+    y = te.extern(
+        (4,), [x], lambda given, made: tirx.call_packed("some.function", given[0], made[0]), dtype="float32"
+    )
+    machine = detect(None, 2, None)
+    region = carried("Region_0", parsed("(float[4] x) => (float[4] y) { y = Relu(x) }"), machine).compiled
+    (kernel,) = region.plan.kernels()
+    region.module[kernel] = te.create_prim_func([x, y])
+    with pytest.raises(BackendError, match="a kernel calls a function of TVM's runtime"):
+        kernel_library({"Region_0": region}, machine)
 
 
 def test_types_that_kernels_do_not_take_are_refused() -> None:

@@ -320,4 +320,5 @@ def _title(value: Any) -> str:
     name = operator(value)
     if name.startswith("relax.call_") and value.args:
         name = str(getattr(value.args[0], "global_symbol", name))
-    return name or type(value).__name__
+    outside = str(getattr(getattr(value, "op", None), "global_symbol", ""))  # of a function of the runtime
+    return (name or outside).rpartition(".")[2] or type(value).__name__
