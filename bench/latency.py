@@ -1,10 +1,10 @@
 """Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--write]`.
 
 Each model is measured as it is, as onnxsim, onnxslim, onnxoptimizer and ONNX Runtime's optimizer for transformers leave
-it, and as `xrlflow optimize` leaves it with greedy search, TASO's search and the agent. All run under ORT_ENABLE_ALL,
-in turns in one process, with the original against itself as the control (A/A), on 1 and 2 threads. Ratios above 1 are
-faster; the 95% interval is in brackets. Results of rivals are verified as our own. A row has its date, machine and
-versions. Existing rows are not measured again.
+it, and as `xrlflow optimize` leaves it with greedy search, TASO's search and the agent, and with the agent and kernels
+of our own. All run under ORT_ENABLE_ALL, in turns in one process, with the original against itself as the control
+(A/A), on 1 and 2 threads. Ratios above 1 are faster; the 95% interval is in brackets. Results of rivals are verified as
+our own. A row has its date, machine and versions. Existing rows are not measured again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ RIVALS = ("onnxsim", "onnxslim", "onnxoptimizer", "transformers")
 RIVALS_AS_SHOWN = (*RIVALS[:-1], "ORT's for transformers")
 # The packages whose versions are in a row.
 PACKAGES = ("onnxruntime", "onnx", "onnxsim", "onnxslim", "onnxoptimizer", "numpy")
-OURS = ("greedy", "taso", "xrlflow")
-OURS_AS_SHOWN = ("greedy search", "TASO's search", "the agent")
+KERNELS = "kernels"
+"""The agent's search, and kernels of our own where they are faster (`--backend auto`)."""
+OURS = ("greedy", "taso", "xrlflow", KERNELS)
+OURS_AS_SHOWN = ("greedy search", "TASO's search", "the agent", "with kernels")
 THREADS = (2, 1)
 # Models of all kinds, those without a gain among them.
 IN_README = (
@@ -152,7 +154,8 @@ def row(
             begin = time.monotonic()
             result = xrlflow.optimize(
                 path,
-                search=search,
+                search="xrlflow" if search == KERNELS else search,
+                backend="auto" if search == KERNELS else "onnxruntime",
                 cost="profiled",
                 time_limit=time_limit,
                 shapes=shapes,

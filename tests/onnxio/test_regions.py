@@ -285,3 +285,34 @@ def test_models_cut_at_random_compute_the_same_bits(
     named = {f"Region_{i}": region for i, region in enumerate(regions)}
     made = with_functions(model, named, DOMAIN, weights_as_inputs=weights_as_inputs)
     same_bits(model, made)
+
+
+def test_outputs_of_a_guarded_model_keep_their_order() -> None:
+    """Also where the graph computes the last one first, and one is an input."""
+    text = "(float[N,3] x, float[N,3] v) => (float[N,3] b, float[N,3] v, float[N,3] a) { a = Relu(x) b = Neg(a) }"
+    model = parsed(text)
+    made = with_guard(model, "R", {"x": (4, 3)}, DOMAIN)
+    for rows in (4, 5):
+        same_bits(
+            model,
+            made,
+            {name: np.random.default_rng(rows).standard_normal((rows, 3), np.float32) for name in "xv"},
+        )
+
+
+def test_a_guard_chooses_a_graph_with_regions() -> None:
+    """With an operator between the regions whose bodies read values of the branch."""
+    text = (
+        "(float[N,3] x, bool c) => (float[N,3] y, float[N,3] z) <float[3] w = {1, 2, 3}> { a = Add(x, w) b = Relu(a)"
+        " d = If(c)<then_branch = g1 () => (float[N,3] p) { p = Add(b, w) }, else_branch = g2 () => (float[N,3] q)"
+        " { q = Sub(b, x) }> e = Neg(d) y = Mul(e, a) z = Identity(b) }"
+    )
+    model, fixed = parsed(text), parsed(text.replace("N,", "4,"))
+    regions = cut(fixed.graph, lambda node: node.op_type != "If")
+    assert len(regions) == 2
+    inner = with_functions(fixed, {f"R{i}": region for i, region in enumerate(regions)}, DOMAIN)
+    made = with_guard(model, "R", {"x": (4, 3)}, DOMAIN, inner)
+    for rows in (4, 5):
+        x = np.random.default_rng(rows).standard_normal((rows, 3), np.float32)
+        for chosen in (True, False):
+            same_bits(model, made, {"x": x, "c": np.array(chosen)})

@@ -240,23 +240,36 @@ def _sort(graph: GraphProto) -> None:
     graph.node.extend(copies)
 
 
-def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]], domain: str) -> ModelProto:
+def with_guard(
+    model: ModelProto,
+    name: str,
+    sizes: Mapping[str, Sequence[int]],
+    domain: str,
+    inner: ModelProto | None = None,
+) -> ModelProto:
     """A model of open dimensions whose whole graph is the region `name`, for inputs of these `sizes` only.
 
     An If compares the inputs' shapes with them. For others it takes a second function, which no library implements and
     which the region's own body calls. Weights are constants of that function: of outer initializers, ONNX Runtime would
-    not optimise what reads them inside an If.
+    not optimise what reads them inside an If. With `inner`, a model for these sizes that has regions in the domain, its
+    graph takes the place of the one region.
     """
     graph = model.graph
     prefix = f"{domain}.{name}"  # of names that the model does not have
     region = region_of(graph, range(len(graph.node)))
     whole = with_functions(model, {name: region}, domain)
     (call,) = whole.graph.node
+    computed = [value for value in graph.output if value.name in set(region.outputs)]
     body = whole.functions[-1]
     body.name = _BODY
-    outer = whole.functions.add(name=name, domain=domain, input=body.input, output=body.output)
-    outer.node.append(helper.make_node(_BODY, list(body.input), list(body.output), domain=domain))
-    outer.opset_import.extend(whole.opset_import)
+    if inner is None:
+        outer = whole.functions.add(name=name, domain=domain, input=body.input, output=body.output)
+        outer.node.append(helper.make_node(_BODY, list(body.input), list(body.output), domain=domain))
+        outer.opset_import.extend(whole.opset_import)
+        then = _call(computed, call, f"{prefix}.then", name)
+    else:
+        whole.functions.extend(function for function in inner.functions if function.domain == domain)
+        then = _branch(computed, inner.graph, f"{prefix}.then")
     del whole.graph.node[:]
     del whole.graph.value_info[:]
     whole.graph.initializer.append(
@@ -267,10 +280,7 @@ def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]],
     node = helper.make_node
     shapes = [f"{prefix}.shape_{i}" for i in range(len(sizes))]
     whole.graph.node.extend(node("Shape", [x], [shape]) for x, shape in zip(sizes, shapes))
-    branches = {
-        f"{kind}_branch": _branch(graph, call, f"{prefix}.{kind}", function)
-        for kind, function in (("then", name), ("else", _BODY))
-    }
+    branches = {"then_branch": then, "else_branch": _call(computed, call, f"{prefix}.else", _BODY)}
     whole.graph.node.extend(
         [
             node("Concat", shapes, [f"{prefix}.shape"], axis=0),
@@ -278,22 +288,60 @@ def with_guard(model: ModelProto, name: str, sizes: Mapping[str, Sequence[int]],
             node("Cast", [f"{prefix}.same"], [f"{prefix}.ones"], to=onnx.TensorProto.INT32),
             node("ReduceMin", [f"{prefix}.ones"], [f"{prefix}.one"], keepdims=0),
             node("Cast", [f"{prefix}.one"], [f"{prefix}.fits"], to=onnx.TensorProto.BOOL),
-            node("If", [f"{prefix}.fits"], list(region.outputs), name=f"{prefix}.guard", **branches),
+            node(
+                "If",
+                [f"{prefix}.fits"],
+                [value.name for value in computed],
+                name=f"{prefix}.guard",
+                **branches,
+            ),
         ]
     )
     return whole
 
 
-def _branch(graph: GraphProto, call: NodeProto, prefix: str, function: str) -> GraphProto:
+def _call(outputs: Sequence[ValueInfoProto], call: NodeProto, prefix: str, function: str) -> GraphProto:
     """A branch that calls a function with what the surrounding graph has."""
-    made = GraphProto(name=prefix)
+    made = GraphProto()
     inner = made.node.add()
     inner.CopyFrom(call)
     inner.op_type, inner.name = function, prefix
-    types = {value.name: value.type for value in graph.output}
-    for index, name in enumerate(call.output):
-        inner.output[index] = f"{prefix}.{name}"
-        value = made.output.add(name=inner.output[index], type=types[name])
+    return _branch(outputs, made, prefix)
+
+
+def _branch(outputs: Sequence[ValueInfoProto], inner: GraphProto, prefix: str) -> GraphProto:
+    """A branch that computes `outputs` by the nodes and weights of `inner`, under names of its own."""
+    made = GraphProto(name=prefix)
+    made.node.extend(inner.node)
+    made.initializer.extend(inner.initializer)
+    own = [name for node in inner.node for name in node.output if name]
+    own += [tensor.name for tensor in inner.initializer]
+    names = {name: f"{prefix}.{name}" for name in own}
+    for node in made.node:
+        _rename(node, names)
+    for tensor in made.initializer:
+        tensor.name = names[tensor.name]
+    for output in outputs:
+        if output.name not in names:  # an input, as it is
+            names[output.name] = f"{prefix}.{output.name}"
+            made.node.append(helper.make_node("Identity", [output.name], [names[output.name]]))
+        value = made.output.add(name=names[output.name], type=output.type)
         for dim in value.type.tensor_type.shape.dim:
             dim.Clear()
     return made
+
+
+def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
+    """Rename the values that a node reads and computes, and what its bodies read from outside."""
+    for field in (node.input, node.output):
+        for index, name in enumerate(field):
+            field[index] = names.get(name, name)
+    for attribute in node.attribute:
+        for graph in (*attribute.graphs, *([attribute.g] if attribute.type == AttributeProto.GRAPH else [])):
+            inside = {name for inner in graph.node for name in inner.output}
+            inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+            outer = {name: new for name, new in names.items() if name not in inside}
+            for inner in graph.node:
+                _rename(inner, outer)
+            for value in graph.output:
+                value.name = outer.get(value.name, value.name)

@@ -20,6 +20,7 @@ from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.onnxio import load, to_proto
 from xrlflow.onnxio.regions import (
     Region,
     cut,
@@ -90,14 +91,15 @@ def hybrid(
     constants = {tensor.name for tensor in graph.initializer}
     if overridable := [value.name for value in graph.input if value.name in constants]:
         raise BackendError(f"input {overridable[0]} has a default, which kernels take for a constant")
-    types = types_of(model, sizes)
     opened = _open_inputs(model, sizes)
+    fixed = _with_sizes(model, {name: sizes[name] for name in opened}) if opened else model
+    types = types_of(fixed, sizes)
     remarks: list[str] = []
     compiled: dict[str, CompiledRegion] = {}
     regions: dict[str, Region] = {}
-    for region in _regions(model, types):
+    for region in _regions(fixed, types):
         try:
-            done = compile_region(extracted(model, region, types), machine, tuned)
+            done = compile_region(extracted(fixed, region, types), machine, tuned)
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue
@@ -105,16 +107,21 @@ def hybrid(
         compiled[name], regions[name] = done, region
     if not regions:
         raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
-    if opened and sum(len(region.nodes) for region in regions.values()) < len(graph.node):
-        raise BackendError(
-            f"input {opened[0]} has open dimensions, and a part of the model cannot be lowered"
-        )
     library = kernel_library(compiled, machine, hashlib.blake2b(model.SerializeToString()).digest())
+    total, inside = len(fixed.graph.node), sum(len(region.nodes) for region in regions.values())
+    made = with_functions(fixed, regions, library.domain) if not opened or inside < total else None
     if opened:
-        made = with_guard(model, "Region_0", {name: sizes[name] for name in opened}, library.domain)
-    else:
-        made = with_functions(model, regions, library.domain)
-    return Hybrid(made, library, tuple(regions.values()), len(graph.node), tuple(remarks))
+        made = with_guard(
+            model, "Region_0", {name: sizes[name] for name in opened}, library.domain, inner=made
+        )
+    assert made is not None
+    return Hybrid(made, library, tuple(regions.values()), total, tuple(remarks))
+
+
+def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
+    """The model for inputs of these sizes, with what it computes of them folded."""
+    fixed = load(model, shapes=sizes, fix_shapes=True)
+    return to_proto(fixed, fixed.graph)
 
 
 def _open_inputs(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -77,8 +78,9 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     told = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
-    # TVM prints the operands of operators that it refuses.
-    with answering("import"), contextlib.redirect_stdout(io.StringIO()):
+    # TVM prints the operands of operators that it refuses, and warns of each name with a dot.
+    with answering("import"), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         importer = _importer(told)
         module = importer.from_onnx(model.graph, opset)
         module = with_checks(module, importer.bounds.checks)
