@@ -44,7 +44,7 @@ test-python:
 	.venv-$(PY)/bin/python -m pytest -n 2
 
 # Models with libraries of kernels in several ONNX Runtimes, each in an environment of its own.
-RUNTIMES := 1.17.3 1.20.1 1.23.2 1.27.0 1.31.1
+RUNTIMES := 1.16.3 1.17.3 1.20.1 1.23.2 1.27.0 1.31.1
 
 test-runtimes: install
 	rm -rf build/runtimes

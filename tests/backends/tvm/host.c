@@ -3,6 +3,8 @@
  *
  *     host LIBRARY CALLS RESULTS THREADS
  *
+ * It is version HOST_VERSION of ONNX Runtime (an environment variable), else 1.17.0.
+ *
  * CALLS and RESULTS consist of numbers of 8 bytes, and of bytes after their count, filled up to a multiple of 8:
  *   CALLS: the number of calls; for each the operator, the number of inputs; for each input its type, the number of
  *          dimensions, dimensions, and the elements.
@@ -199,9 +201,18 @@ static const Api* get_api(uint32_t version) {
       [101] = free,         [130] = add_config_entry, [237] = has_config_entry, [270] = infer_set_output,
       [274] = parallel_for,
   }};
-  return version == 17 ? &api : NULL;
+  if (version != 17) fail("another version of the API is asked for");
+  return &api;
 }
-static const char* version(void) { return "1.17.0"; }
+static const char* version(void) { return getenv("HOST_VERSION") ? getenv("HOST_VERSION") : "1.17.0"; }
+static int is_old(void) {
+  unsigned minor = 0;
+  return sscanf(version(), "1.%u", &minor) == 1 ? minor < 17 : version()[0] < '2' || version()[0] > '9';
+}
+static const Api* no_api(uint32_t version) {
+  fprintf(stderr, "host: version %u is asked for\n", (unsigned)version);
+  return NULL;
+}
 
 /* --- Calls and results */
 
@@ -328,7 +339,7 @@ static void release_all(struct call* calls, struct job* jobs, int threads) {
 
 int main(int count, char** given) {
   if (count != 5) fail("give LIBRARY CALLS RESULTS THREADS");
-  static const ApiBase base = {get_api, version};
+  const ApiBase base = {is_old() ? no_api : get_api, version};
   static Options options;
   void* library = dlopen(given[1], RTLD_NOW | RTLD_LOCAL);
   if (library == NULL) fail(dlerror());

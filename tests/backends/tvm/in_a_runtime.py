@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+OLD = tuple(map(int, ort.__version__.split(".")[:2])) < (1, 17)
+"""It loads libraries of kernels, and runs the models without them."""
 CLOSE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
 
 
@@ -57,6 +59,9 @@ def check_results(folder: Path, name: str) -> None:
     expected = session(folder / f"{name}.plain.onnx").run(None, feeds)
     identical(expected, session(file).run(None, feeds))
     identical(expected, session(file, folder / "foreign.so").run(None, feeds))
+    if OLD:
+        identical(expected, session(file, library).run(None, feeds))
+        return
     for threads in (1, 2, 4):
         close(expected, session(file, library, threads=threads).run(None, feeds))
     close(expected, session(file, library, parallel=True).run(None, feeds))
@@ -93,9 +98,11 @@ def main(folder: Path) -> None:
     assert names
     for name in names:
         check_results(folder, name)
-    check_errors(folder)
-    check_kernels_run(folder)
-    print(f"ONNX Runtime {ort.__version__}: {len(names)} models, with and without their library: correct")
+    if not OLD:
+        check_errors(folder)
+        check_kernels_run(folder)
+    kernels = "without kernels, which need 1.17" if OLD else "with kernels and without"
+    print(f"ONNX Runtime {ort.__version__}: {len(names)} models are correct {kernels}")
 
 
 if __name__ == "__main__":

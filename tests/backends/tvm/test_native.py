@@ -106,7 +106,7 @@ def run(
         [*command, str(folder / "kernels.so"), str(folder / "calls"), str(folder / "results"), str(threads)],
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
-    if done.returncode != 0:
+    if done.returncode != 0 or done.stderr:
         return done
     return results((folder / "results").read_bytes(), models)
 
@@ -169,6 +169,20 @@ def test_sanitizers_see_a_wrong_table(
     with_row(library, models["sum"].name, 5, str(steps + 1)).save(tmp_path / "kernels.so", options=SANITIZED)
     done = run([str(compiled(tmp_path, *SANITIZED))], tmp_path, models)
     assert "AddressSanitizer: global-buffer-overflow" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["1.16.3", "1.9.0", "1.17.0", "1.100.2", "2.0.0", "unknown"])
+def test_an_old_runtime_is_not_asked_for_a_new_api(
+    kernels: tuple[KernelLibrary, dict[str, Carried]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+) -> None:
+    library, models = kernels
+    library.save(tmp_path / "kernels.so")
+    monkeypatch.setenv("HOST_VERSION", version)
+    found = run([str(compiled(tmp_path))], tmp_path, models, threads=1)
+    assert bool(found) == (version in ("1.17.0", "1.100.2", "2.0.0"))
 
 
 _IN_A_SESSION = """

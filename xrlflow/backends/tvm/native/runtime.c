@@ -568,12 +568,19 @@ static Status* add_domain(const Api* api, void* options) {
   return CALL(api, ADD_CONFIG_ENTRY, (void*, const char*, const char*), options, xrlflow_domain, "1");
 }
 
+/* An older one would print an error if it were asked for this version. */
+static const Api* api_of(const ApiBase* base) {
+  unsigned major = 0, minor = 0;
+  if (sscanf(base->version(), "%u.%u", &major, &minor) != 2 || (major <= 1 && minor < API_VERSION)) return NULL;
+  return base->get_api(API_VERSION);
+}
+
 /* The entry point of a library of custom operators. Adds nothing where the kernels cannot run: then ONNX Runtime runs
  * the bodies of the model's functions. */
 __attribute__((visibility("default"))) Status* RegisterCustomOps(void* options, const ApiBase* base);
 
 Status* RegisterCustomOps(void* options, const ApiBase* base) {
-  const Api* api = base->get_api(API_VERSION);
+  const Api* api = api_of(base);
   Status* status = NULL;
   pthread_mutex_lock(&registering);
   if (api == NULL) {
