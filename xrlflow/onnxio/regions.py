@@ -6,8 +6,11 @@ place and optimises it like the rest of the model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import BinaryIO
 
 import numpy as np
 import onnx
@@ -18,14 +21,20 @@ from onnx import (
     GraphProto,
     ModelProto,
     NodeProto,
+    TensorProto,
     TypeProto,
     ValueInfoProto,
     helper,
 )
 
+from xrlflow.onnxio.beside import replacing_model
+from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
+from xrlflow.onnxio.wire import LARGE
+
 _IR_VERSION = 8
 """The first with functions in a model."""
 _BODY = "Body"
+_PAGE = 4096
 _OVERRIDABLE = 4
 """The first in which a caller may replace initializers that are inputs too. Before, all had to be listed."""
 
@@ -136,8 +145,8 @@ def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto])
     made.functions.extend(model.functions)
     made.graph.name = graph.name or "region"
     made.graph.node.extend(graph.node[i] for i in region.nodes)
-    weights = set(region.weights)
-    made.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in weights)
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    made.graph.initializer.extend(tensors[name] for name in region.weights)
     for names, values in ((region.inputs, made.graph.input), (region.outputs, made.graph.output)):
         values.extend(ValueInfoProto(name=name, type=types[name]) for name in names)
     return made
@@ -345,3 +354,49 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
                 _rename(inner, outer)
             for value in graph.output:
                 value.name = outer.get(value.name, value.name)
+
+
+def weight_bytes(graph: GraphProto) -> int:
+    """The bytes of a graph's initializers."""
+    return sum(len(tensor.raw_data) or tensor.ByteSize() for tensor in graph.initializer)
+
+
+def save_regions(model: ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write a model, completely or not at all. Weights of more than 1.5 GB go to a data file (see `beside`).
+
+    Raises OSError.
+    """
+    large = [t for t in model.graph.initializer if len(t.raw_data) >= LARGE]
+    if weight_bytes(model.graph) <= EXTERNAL_ABOVE:
+        large = []
+    places = list(accumulate((-(-len(t.raw_data) // _PAGE) * _PAGE for t in large), initial=0))
+
+    def write_data(file: BinaryIO) -> None:
+        for tensor in large:
+            file.write(tensor.raw_data)
+            file.write(bytes(-len(tensor.raw_data) % _PAGE))
+
+    with replacing_model(os.fspath(path), [write_data] if large else []) as (file, names):
+        file.write((_referring(model, large, places, names[0]) if large else model).SerializeToString())
+
+
+def _referring(
+    model: ModelProto, large: Sequence[TensorProto], places: Sequence[int], location: str
+) -> ModelProto:
+    """The model with the data of large initializers in another file."""
+    made = _without_graph(model)
+    names = {tensor.name for tensor in large}
+    for field, value in model.graph.ListFields():
+        if field.name == "initializer":
+            made.graph.initializer.extend(tensor for tensor in value if tensor.name not in names)
+        elif field.is_repeated:
+            getattr(made.graph, field.name).extend(value)
+        else:
+            setattr(made.graph, field.name, value)
+    for tensor, place in zip(large, places):
+        added = made.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        added.data_location = TensorProto.EXTERNAL
+        entries = {"location": location, "offset": str(place), "length": str(len(tensor.raw_data))}
+        for key, text in entries.items():
+            added.external_data.add(key=key, value=text)
+    return made

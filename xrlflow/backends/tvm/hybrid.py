@@ -14,19 +14,21 @@ from pathlib import Path
 import onnx
 from onnx import ModelProto, NodeProto, TypeProto
 
-from xrlflow import files
 from xrlflow.backends.beside import domains_in, library_path
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.onnxio import load, to_proto
+from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.regions import (
     Region,
     cut,
     extracted,
     names_read,
     region_of,
+    save_regions,
+    weight_bytes,
     with_functions,
     with_guard,
 )
@@ -71,7 +73,7 @@ class Hybrid:
             )
         try:
             self.library.save(beside)
-            files.write(Path(path), self.model.SerializeToString())
+            save_regions(self.model, path)
         except OSError as error:
             raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
 
@@ -87,35 +89,73 @@ def hybrid(
 
     Raises BackendError if no part can be lowered, and for what cannot be lowered at all (see `kernel_library`).
     """
-    graph = model.graph
-    constants = {tensor.name for tensor in graph.initializer}
-    if overridable := [value.name for value in graph.input if value.name in constants]:
-        raise BackendError(f"input {overridable[0]} has a default, which kernels take for a constant")
+    _check_defaults(model)
     opened = _open_inputs(model, sizes)
-    fixed = _with_sizes(model, {name: sizes[name] for name in opened}) if opened else model
-    types = types_of(fixed, sizes)
+    large = weight_bytes(model.graph) > EXTERNAL_ABOVE
+    if large and opened:
+        raise BackendError(
+            f"input {opened[0]} has open dimensions, and a model of this size gets kernels for fixed ones only: "
+            "--fix-shapes"
+        )
+    given = {name: sizes[name] for name in opened}
+    fixed = _with_sizes(model, given) if opened else model
+    parts, remarks = _compiled(fixed, types_of(fixed, sizes), machine, tuned, large)
+    library = kernel_library({name: part for name, (_, part) in parts.items()}, machine, _digest(model))
+    regions = {name: region for name, (region, _) in parts.items()}
+    total, inside = len(fixed.graph.node), sum(len(region.nodes) for region in regions.values())
+    if opened and inside == total:
+        made = with_guard(model, "Region_0", given, library.domain)
+    else:
+        made = with_functions(fixed, regions, library.domain, weights_as_inputs=large)
+        if opened:
+            made = with_guard(model, "Region_0", given, library.domain, inner=made)
+    return Hybrid(made, library, tuple(regions.values()), total, tuple(remarks))
+
+
+def _check_defaults(model: ModelProto) -> None:
+    """Raise BackendError for an input with a default, which a caller may replace."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name in constants:
+            raise BackendError(f"input {value.name} has a default, which kernels take for a constant")
+
+
+def _compiled(
+    model: ModelProto,
+    types: Mapping[str, TypeProto],
+    machine: Machine,
+    tuned: lower.Tuned | None,
+    weights_as_inputs: bool,
+) -> tuple[dict[str, tuple[Region, CompiledRegion]], list[str]]:
+    """The regions of a model of fixed sizes, by name, compiled, and remarks on those that cannot be.
+
+    Raises BackendError if none can be.
+    """
+    done: dict[str, tuple[Region, CompiledRegion]] = {}
     remarks: list[str] = []
-    compiled: dict[str, CompiledRegion] = {}
-    regions: dict[str, Region] = {}
-    for region in _regions(fixed, types):
+    for region in _regions(model, types):
+        part = extracted(model, region, types)
         try:
-            done = compile_region(extracted(fixed, region, types), machine, tuned)
+            compiled = compile_region(part, machine, tuned, weights_as_inputs=weights_as_inputs)
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue
-        name = f"Region_{len(regions)}"
-        compiled[name], regions[name] = done, region
-    if not regions:
+        done[f"Region_{len(done)}"] = (region, compiled)
+    if not done:
         raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
-    library = kernel_library(compiled, machine, hashlib.blake2b(model.SerializeToString()).digest())
-    total, inside = len(fixed.graph.node), sum(len(region.nodes) for region in regions.values())
-    made = with_functions(fixed, regions, library.domain) if not opened or inside < total else None
-    if opened:
-        made = with_guard(
-            model, "Region_0", {name: sizes[name] for name in opened}, library.domain, inner=made
-        )
-    assert made is not None
-    return Hybrid(made, library, tuple(regions.values()), total, tuple(remarks))
+    return done, remarks
+
+
+def _digest(model: ModelProto) -> bytes:
+    """A digest of a model of any size."""
+    digest = hashlib.blake2b()
+    for node in model.graph.node:
+        digest.update(node.SerializeToString())
+    for tensor in model.graph.initializer:
+        digest.update(tensor.SerializeToString())
+    for value in (*model.graph.input, *model.graph.output):
+        digest.update(value.SerializeToString())
+    return digest.digest()
 
 
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:

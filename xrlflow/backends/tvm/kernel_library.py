@@ -105,6 +105,11 @@ class KernelLibrary:
         except OSError as error:
             raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
 
+    @property
+    def _section(self) -> str:
+        """Where constants go. On x86-64, code cannot reach beyond 2 GB, and linkers put .lrodata behind all of it."""
+        return ".lrodata" if self.machine.triple.startswith("x86_64") else ".rodata"
+
     def _build(self, command: str, folder: Path, options: Sequence[str]) -> Path:
         (folder / "kernels.o").write_bytes(self.code)
         (folder / "tables.c").write_text(_domain(self.domain) + self.tables)
@@ -112,7 +117,7 @@ class KernelLibrary:
             for array in self.constants:
                 file.write(b"\0" * (-file.tell() % ALIGNMENT))
                 file.write(array.tobytes())
-        (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT))
+        (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT, section=self._section))
         (folder / "exports").write_text("{ global: RegisterCustomOps; local: *; };\n")
         sources = [str(NATIVE / name) for name in _SOURCES]
         done = subprocess.run(
@@ -193,11 +198,11 @@ def _shared_constants(plans: Iterable[Plan]) -> tuple[tuple[Array, ...], list[li
 # --- Tables in C
 
 _ASSEMBLY = """\
-  .section .rodata
+  .section {section}, "a", %progbits
   .balign {alignment}
-  .globl xrlflow_constants
-  .hidden xrlflow_constants
-xrlflow_constants:
+  .globl xrlflow_constants_begin
+  .hidden xrlflow_constants_begin
+xrlflow_constants_begin:
   .incbin "constants.bin"
   .byte 0
   .section .note.GNU-stack, "", %progbits
@@ -231,7 +236,11 @@ def _list(values: Iterable[object]) -> str:
 
 
 def _domain(domain: str) -> str:
-    return f'#include "runtime.h"\nconst char xrlflow_domain[] = {_text(domain)};\n'
+    constants = (
+        "extern const unsigned char xrlflow_constants_begin[];\n"
+        "const unsigned char* const xrlflow_constants = xrlflow_constants_begin;\n"
+    )
+    return f'#include "runtime.h"\n{constants}const char xrlflow_domain[] = {_text(domain)};\n'
 
 
 def _tables(

@@ -87,7 +87,7 @@ extern const char* const xrlflow_features[]; /* instructions that the kernels us
 extern const int32_t xrlflow_tasks;          /* parts of a parallel loop */
 extern const int32_t xrlflow_regions;
 extern const struct region xrlflow_region[];
-extern const unsigned char xrlflow_constants[];
+extern const unsigned char* const xrlflow_constants;
 int xrlflow_runs_here(void); /* whether this processor has xrlflow_features */
 
 #endif
