@@ -48,7 +48,11 @@ def test_the_command_line_has_a_flag_for_each(function: Callable[..., Any], kind
 
 
 def test_without_a_flag_are_only_objects_of_python() -> None:
-    assert {f.name for f in fields(Options)} - flags(Options).keys() == {"session_options", "providers"}
+    assert {f.name for f in fields(Options)} - flags(Options).keys() == {
+        "further_shapes",
+        "session_options",
+        "providers",
+    }
     assert {f.name for f in fields(TuneOptions)} == flags(TuneOptions).keys()
     assert {f.name for f in fields(TrainOptions)} == flags(TrainOptions).keys()
 

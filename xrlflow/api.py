@@ -89,6 +89,7 @@ def optimize(
     rules: str | os.PathLike[str] | None = None,
     trust_rules: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    further_shapes: Sequence[Mapping[str, Sequence[int]]] = (),
     fix_shapes: bool = False,
     store: str | os.PathLike[str] | None = None,
     threads: int | None = None,
@@ -140,7 +141,7 @@ def optimize(
     Kernels of our own: with `backend="auto"`, parts of the graph (usually all of it) are compiled with TVM, if that is
     installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its folder,
     a library that ONNX Runtime registers; without the library the file runs as usual. "hybrid": in any case.
-    "onnxruntime", or `portable`: never.
+    "onnxruntime", or `portable`: never. Open dimensions get kernels for `shapes`, and for each of `further_shapes`.
 
     With `backend="tvm"` the result is compiled, and `save` writes a shared library. Its latency is compared with that
     of the original in ONNX Runtime; the report says which is faster. The result is the library in both cases. Operators

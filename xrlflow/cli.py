@@ -118,24 +118,32 @@ def clear_errors() -> Iterator[None]:
         fail("interrupted before there was a result", code=130)
 
 
-def parse_shapes(options: list[str] | None) -> dict[str, tuple[int, ...]] | None:
-    if not options:
-        return None
-    shapes: dict[str, tuple[int, ...]] = {}
-    for option in options:
+def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes by input name. An input that is given several times has a shape in as many mappings."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    for option in options or ():
         name, equals, dims = option.rpartition("=")
+        shape: tuple[int, ...] = ()
         try:
-            shapes[name] = tuple(int(d) for d in dims.split(",") if d.strip()) if equals else ()
+            shape = tuple(int(d) for d in dims.split(",") if d.strip()) if equals else ()
         except ValueError:
             equals = ""
-        if not equals or not name or any(d < 0 for d in shapes[name]):
+        if not equals or not name or any(d < 0 for d in shape):
             fail(f"--shape {option}: write it as NAME=1,3,224,224")
-    return shapes
+        into = next((known for known in found if name not in known), None)
+        if into is None:
+            found.append(into := {})
+        into[name] = shape
+    return found
 
 
-def with_shapes(options: Given) -> Given:
-    """The options with --shape parsed to shapes by input name."""
-    return options | {"shapes": parse_shapes(options["shapes"])}
+def with_shapes(options: Given, *, several: bool = False) -> Given:
+    """The options with --shape parsed to shapes by input name. `several`: an input may have more than one."""
+    found = parse_shapes(options["shapes"])
+    first, further = found[0] if found else None, found[1:]
+    if further and not several:
+        fail(f"--shape: {next(iter(further[0]))} is given twice")
+    return options | {"shapes": first} | ({"further_shapes": further} if several else {})
 
 
 @app.command()
@@ -152,7 +160,7 @@ def optimize(
         from xrlflow import api
         from xrlflow.report import progress, show
 
-        options = with_shapes(options)
+        options = with_shapes(options, several=True)
         api.check_writable(output, library=options["backend"] == "tvm")
         if trace is not None:
             api.check_apart(model=model, trace=trace)

@@ -198,11 +198,11 @@ class Lowering:
         target = self.target
         return Tvm(target.machine, self.shapes or None, self._tuned() if tuned else None)
 
-    def hybrid(self, path: str) -> Hybrid:
+    def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]]) -> Hybrid:
         """The model of a file, with kernels of our own. Raises BackendError (see `hybrid`)."""
         import onnx
 
-        return hybrid(onnx.load(path), self.shapes, self.target.machine, self._tuned())
+        return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned())
 
     def _tuned(self) -> Tuned:
         target = self.target

@@ -81,7 +81,8 @@ class Common:
     )
     shapes: Mapping[str, Sequence[int]] | None = option(
         None,
-        "Numbers for an input's dimensions: input=1,3,224,224. May be repeated.",
+        "Numbers for an input's dimensions: input=1,3,224,224. May be repeated, for one input to get kernels for "
+        "several sizes.",
         list[str] | None,
         name="--shape",
     )
@@ -137,6 +138,7 @@ class Options(Common):
         None, "Rules of your own: a Python file with RULES, proven before they are used.", Path | None
     )
     trust_rules: bool = option(False, "Use the rules of --rules unproven.", bool, name="--trust-rules")
+    further_shapes: Sequence[Mapping[str, Sequence[int]]] = ()
     fix_shapes: bool = option(False, "Write the numbers of --shape into the file.", bool)
     session_options: Mapping[str, str] | ort.SessionOptions | None = None
     providers: Sequence[str] = (_CPU,)
@@ -161,6 +163,10 @@ class Options(Common):
         if self.portable and self.backend in ("hybrid", "tvm"):
             raise OptionError(
                 f"portable has no meaning with backend {self.backend!r}, which writes a library"
+            )
+        if self.further_shapes and not self.with_kernels:
+            raise OptionError(
+                "further shapes have no meaning without kernels of our own: give one shape for each input"
             )
         if self.trust_rules and self.rules is None:
             raise OptionError("trust_rules has no meaning without rules: name the file")

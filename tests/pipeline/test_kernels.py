@@ -122,6 +122,28 @@ def test_open_dimensions_have_kernels_for_the_sizes_given(tmp_path: Path) -> Non
         )
 
 
+def test_an_input_may_have_kernels_for_several_sizes(tmp_path: Path) -> None:
+    result = asked(network("N"), shapes={"x": (32, 48)}, further_shapes=[{"x": (8, 48)}, {"x": (100, 48)}])
+    path = tmp_path / "fast.onnx"
+    result.save(path)
+    onnx.checker.check_model(str(path), full_check=True)
+    names = {function.name for function in onnx.load(path).functions}
+    assert {f"Size{number}_Region_0" for number in range(3)} <= names
+    plain = ort.InferenceSession(network("N").SerializeToString())
+    alone, session = ort.InferenceSession(str(path)), xrlflow.session(path)
+    for rows in (1, 8, 32, 100):
+        expected = plain.run(None, feeds(rows))[0]
+        np.testing.assert_array_equal(alone.run(None, feeds(rows))[0], expected)
+        found = session.run(None, feeds(rows))[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        assert (found.tobytes() != expected.tobytes()) == (rows != 1)  # other code rounds otherwise
+
+
+def test_further_sizes_need_kernels() -> None:
+    with pytest.raises(OptionError, match="further shapes have no meaning"):
+        Options(backend="onnxruntime", further_shapes=[{"x": (8, 48)}])
+
+
 def test_open_dimensions_need_sizes() -> None:
     with pytest.raises(BackendError, match=r"input x has open dimensions: .* --shape x="):
         asked(network("N"))
@@ -179,13 +201,13 @@ def test_wrong_kernels_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that computes something else fails the verification of the whole model."""
     true = kernels.Lowering.hybrid
 
-    def wrong(how: Any, path: str) -> Any:
+    def wrong(how: Any, path: str, sizes: Any) -> Any:
         proto = onnx.load(path)
         for tensor in proto.graph.initializer:
             if len(tensor.dims) == 2:
                 tensor.CopyFrom(onnx.numpy_helper.from_array(W * 1.01, tensor.name))
         onnx.save(proto, path)
-        return true(how, path)
+        return true(how, path, sizes)
 
     monkeypatch.setattr(kernels.Lowering, "hybrid", wrong)
     result = asked(network())

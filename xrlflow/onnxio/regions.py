@@ -33,7 +33,7 @@ from xrlflow.onnxio.wire import LARGE
 
 _IR_VERSION = 8
 """The first with functions in a model."""
-_BODY = "Body"
+_BODY = "{}_body"
 _PAGE = 4096
 _OVERRIDABLE = 4
 """The first in which a caller may replace initializers that are inputs too. Before, all had to be listed."""
@@ -259,9 +259,9 @@ def with_guard(
     """A model of open dimensions whose whole graph is the region `name`, for inputs of these `sizes` only.
 
     An If compares the inputs' shapes with them. For others it takes a second function, which no library implements and
-    which the region's own body calls. Weights are constants of that function: of outer initializers, ONNX Runtime would
-    not optimise what reads them inside an If. With `inner`, a model for these sizes that has regions in the domain, its
-    graph takes the place of the one region.
+    which the region's own body calls. A guarded model can be guarded again, for further sizes. Weights are constants of
+    that function: of outer initializers, ONNX Runtime would not optimise what reads them inside an If. With `inner`, a
+    model for these sizes that has regions in the domain, its graph takes the place of the one region.
     """
     graph = model.graph
     prefix = f"{domain}.{name}"  # of names that the model does not have
@@ -270,10 +270,10 @@ def with_guard(
     (call,) = whole.graph.node
     computed = [value for value in graph.output if value.name in set(region.outputs)]
     body = whole.functions[-1]
-    body.name = _BODY
+    body.name = _BODY.format(name)
     if inner is None:
         outer = whole.functions.add(name=name, domain=domain, input=body.input, output=body.output)
-        outer.node.append(helper.make_node(_BODY, list(body.input), list(body.output), domain=domain))
+        outer.node.append(helper.make_node(body.name, list(body.input), list(body.output), domain=domain))
         outer.opset_import.extend(whole.opset_import)
         then = _call(computed, call, f"{prefix}.then", name)
     else:
@@ -289,7 +289,7 @@ def with_guard(
     node = helper.make_node
     shapes = [f"{prefix}.shape_{i}" for i in range(len(sizes))]
     whole.graph.node.extend(node("Shape", [x], [shape]) for x, shape in zip(sizes, shapes))
-    branches = {"then_branch": then, "else_branch": _call(computed, call, f"{prefix}.else", _BODY)}
+    branches = {"then_branch": then, "else_branch": _call(computed, call, f"{prefix}.else", body.name)}
     whole.graph.node.extend(
         [
             node("Concat", shapes, [f"{prefix}.shape"], axis=0),

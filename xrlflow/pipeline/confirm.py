@@ -98,15 +98,15 @@ class Judging:
     """One proposal, at `path`, against the original.
 
     It is verified only if it is faster, because verifying may take longer than everything else. `kernels`: the file has
-    kernels of our own, for inputs of these sizes; if it computes something else it is not kept, and no substitution is
-    to blame. `decides`: a comparison decides whether it is kept.
+    kernels of our own, for inputs of each of these sizes; if it computes something else it is not kept, and no
+    substitution is to blame. `decides`: a comparison decides whether it is kept.
     """
 
     context: Context
     start: Start
     chosen: SearchNode
     path: str
-    kernels: Mapping[str, tuple[int, ...]] | None = None
+    kernels: Sequence[Mapping[str, tuple[int, ...]]] = ()
     decides: bool = True
     verification: Verification | None = field(default=None, init=False)
 
@@ -145,7 +145,7 @@ class Judging:
         with clock.phase("verify"):
             verifier = Verifier(self.context)
             steps = (*self.start.early, *self.chosen.trace)
-            if self.kernels is not None:
+            if self.kernels:
                 self.verification = verifier.check_kernels(self.path, steps, self.kernels)
                 return self.verification.verified
             self.verification = verifier.check(self.path, steps)

@@ -72,8 +72,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     context.clock.compiling = 0.0
     if made is not None:
         context.notes.append(_told(made))
-        sizes = {name: tuple(shape) for name, shape in how.shapes.items()}
-        judging = Judging(context, start, made.found, made.path, kernels=sizes, decides=not asked)
+        judging = Judging(context, start, made.found, made.path, kernels=_sizes(context), decides=not asked)
         finished = replace(judging.finished(), selection=proposal.selection)
         if finished.kept is not None:
             return replace(finished, hybrid=made.hybrid)
@@ -83,16 +82,24 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
 
 @contextmanager
 def _lowering(context: Context) -> Iterator[Lowering]:
-    """What compiling needs: the processor, the sizes of inputs, and what is known of tuned kernels."""
+    """What compiling needs: the processor, and what is known of tuned kernels."""
     options = context.options
     with context.clock.phase("compile"):
         target = target_of(options)
         if options.measure or options.verify:
             target.check_runs()
-        sizes = dict(context.shapes)
-        sizes.update({name: np.shape(value) for name, value in (context.feeds or {}).items()})
     with Store(options.store) as store:
-        yield Lowering(target, sizes, context.folder, store, options.session_options)
+        yield Lowering(target, context.shapes, context.folder, store, options.session_options)
+
+
+def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
+    """The sizes of inputs to make kernels for: those that were asked for, or those of the user's own inputs."""
+    options = context.options
+    first = {name: tuple(shape) for name, shape in context.shapes.items()}
+    if options.inputs is not None and context.feeds is not None:
+        first.update({name: np.shape(value) for name, value in context.feeds.items()})
+    further = [{name: tuple(shape) for name, shape in shapes.items()} for shapes in options.further_shapes]
+    return [first, *({**first, **shapes} for shapes in further)]
 
 
 def _told(made: _Made) -> str:
@@ -153,7 +160,7 @@ class _Trials:
         with context.clock.phase("compile"):
             context.say("compile", note="kernels of our own")
             try:
-                hybrid = self.how.hybrid(context.write(found.state.graph))
+                hybrid = self.how.hybrid(context.write(found.state.graph), _sizes(context))
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
                 hybrid.save(path)
             except BackendError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xrlflow.backends.protocol import CompiledModel
+from xrlflow.onnxio import load
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.prover.thresholds import limits, written
@@ -33,14 +34,27 @@ class Verifier:
         return self._original(path, further).check(path, nonempty=nonempty)
 
     def check_kernels(
-        self, path: str, steps: Iterable[TraceStep], sizes: Mapping[str, tuple[int, ...]]
+        self, path: str, steps: Iterable[TraceStep], wanted: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> Verification:
-        """Verify a file with kernels of our own for inputs of these sizes."""
+        """Verify a file with kernels of our own for inputs of each of these sizes."""
+        context = self.context
         found = self.check(path, steps)
-        if found.verified and not self._original().tries(sizes):
-            return Verification(
-                Status.NOT_COMPARABLE, reason="no input has the sizes that its kernels are for"
-            )
+        references = [self._original()]
+        for sizes in wanted[1:]:
+            if not found.verified:
+                return found
+            imported = load(context.source, shapes={**context.shapes, **sizes})
+            references.append(
+                Reference.of(
+                    context.original, imported=imported, against=path, seed=context.options.seed,
+                    threads=context.threads, session_options=context.options.session_options,
+                )
+            )  # fmt: skip
+            found = references[-1].check(path)
+        tried = all(reference.tries(sizes) for reference, sizes in zip(references, wanted))
+        if found.verified and not tried:
+            why = "no input has the sizes that its kernels are for"
+            return Verification(Status.NOT_COMPARABLE, reason=why)
         return found
 
     def check_compiled(self, model: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:

@@ -80,36 +80,68 @@ class Hybrid:
 
 def hybrid(
     model: ModelProto,
-    sizes: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
     tuned: lower.Tuned | None = None,
 ) -> Hybrid:
-    """Compile a model, as a whole or in regions. Inputs with open dimensions get kernels for these `sizes`; for inputs
-    of other sizes the graph itself runs (see `regions.with_guard`).
+    """Compile a model, as a whole or in regions. Inputs with open dimensions get kernels for these `sizes` (several:
+    for each of them); for inputs of other sizes the graph itself runs (see `regions.with_guard`).
 
     Raises BackendError if no part can be lowered, and for what cannot be lowered at all (see `kernel_library`).
     """
     _check_defaults(model)
-    opened = _open_inputs(model, sizes)
-    large = weight_bytes(model.graph) > EXTERNAL_ABOVE
-    if large and opened:
+    wanted = [sizes] if isinstance(sizes, Mapping) else list(sizes)
+    opened = _open_inputs(model, wanted)
+    if not opened:
+        large = weight_bytes(model.graph) > EXTERNAL_ABOVE
+        done = _compiled(model, types_of(model, {}), machine, tuned, weights_as_inputs=large)
+        library = kernel_library(done.compiled, machine, _digest(model))
+        made = with_functions(model, done.regions, library.domain, weights_as_inputs=large)
+        return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks)
+    if weight_bytes(model.graph) > EXTERNAL_ABOVE:
         raise BackendError(
             f"input {opened[0]} has open dimensions, and a model of this size gets kernels for fixed ones only: "
             "--fix-shapes"
         )
-    given = {name: sizes[name] for name in opened}
-    fixed = _with_sizes(model, given) if opened else model
-    parts, remarks = _compiled(fixed, types_of(fixed, sizes), machine, tuned, large)
-    library = kernel_library({name: part for name, (_, part) in parts.items()}, machine, _digest(model))
-    regions = {name: region for name, (region, _) in parts.items()}
-    total, inside = len(fixed.graph.node), sum(len(region.nodes) for region in regions.values())
-    if opened and inside == total:
-        made = with_guard(model, "Region_0", given, library.domain)
-    else:
-        made = with_functions(fixed, regions, library.domain, weights_as_inputs=large)
-        if opened:
-            made = with_guard(model, "Region_0", given, library.domain, inner=made)
-    return Hybrid(made, library, tuple(regions.values()), total, tuple(remarks))
+    return _guarded(model, [{name: each[name] for name in opened} for each in wanted], machine, tuned)
+
+
+def _guarded(
+    model: ModelProto,
+    wanted: Sequence[Mapping[str, Sequence[int]]],
+    machine: Machine,
+    tuned: lower.Tuned | None,
+) -> Hybrid:
+    """Kernels for each of these sizes of the open inputs."""
+    parts = []
+    for number, sizes in enumerate(wanted):
+        fixed = _with_sizes(model, sizes)
+        prefix = f"Size{number}_" if len(wanted) > 1 else ""
+        parts.append((fixed, _compiled(fixed, types_of(fixed, {}), machine, tuned, prefix)))
+    compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
+    library = kernel_library(compiled, machine, _digest(model))
+    made = model
+    for (fixed, done), sizes in zip(parts, wanted):
+        name = next(iter(done.regions))
+        inner = None if done.whole else with_functions(fixed, done.regions, library.domain)
+        made = with_guard(made, name, sizes, library.domain, inner)
+    first = parts[0][1]
+    return Hybrid(made, library, tuple(first.regions.values()), first.total, first.remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """The regions of a model of fixed sizes, by name, their kernels, and remarks on what was left."""
+
+    regions: Mapping[str, Region]
+    compiled: Mapping[str, CompiledRegion]
+    total: int
+    remarks: tuple[str, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one region is the whole graph."""
+        return len(self.regions) == 1 and sum(len(r.nodes) for r in self.regions.values()) == self.total
 
 
 def _check_defaults(model: ModelProto) -> None:
@@ -125,13 +157,13 @@ def _compiled(
     types: Mapping[str, TypeProto],
     machine: Machine,
     tuned: lower.Tuned | None,
-    weights_as_inputs: bool,
-) -> tuple[dict[str, tuple[Region, CompiledRegion]], list[str]]:
-    """The regions of a model of fixed sizes, by name, compiled, and remarks on those that cannot be.
-
-    Raises BackendError if none can be.
-    """
-    done: dict[str, tuple[Region, CompiledRegion]] = {}
+    prefix: str = "",
+    *,
+    weights_as_inputs: bool = False,
+) -> _Compiled:
+    """The regions of a model of fixed sizes, compiled. Raises BackendError if none can be."""
+    regions: dict[str, Region] = {}
+    done: dict[str, CompiledRegion] = {}
     remarks: list[str] = []
     for region in _regions(model, types):
         part = extracted(model, region, types)
@@ -140,10 +172,11 @@ def _compiled(
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue
-        done[f"Region_{len(done)}"] = (region, compiled)
-    if not done:
+        name = f"{prefix}Region_{len(regions)}"
+        regions[name], done[name] = region, compiled
+    if not regions:
         raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
-    return done, remarks
+    return _Compiled(regions, done, len(model.graph.node), tuple(remarks))
 
 
 def _digest(model: ModelProto) -> bytes:
@@ -164,18 +197,14 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
     return to_proto(fixed, fixed.graph)
 
 
-def _open_inputs(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> list[str]:
+def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """The inputs with open dimensions. Raises BackendError if their sizes were not given."""
-    found = []
-    for value in model.graph.input:
-        if _is_fixed(value.type):
-            continue
-        if value.name not in sizes:
+    found = [value.name for value in model.graph.input if not _is_fixed(value.type)]
+    for name in found:
+        if not wanted or any(name not in sizes for sizes in wanted):
             raise BackendError(
-                f"input {value.name} has open dimensions: kernels are for fixed sizes, give them with "
-                f"--shape {value.name}=..."
+                f"input {name} has open dimensions: kernels are for fixed sizes, give them with --shape {name}=..."
             )
-        found.append(value.name)
     return found
 
 
