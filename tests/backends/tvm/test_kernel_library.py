@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import shutil
@@ -347,6 +348,94 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
 
     before = reloaded(5)
     assert reloaded(20) - before < 16 << 20
+
+
+class AnotherRuntime:
+    """The library of ONNX Runtime's package, which is not the one in its Python module. Functions go by number."""
+
+    def __init__(self, file: Path) -> None:
+        self.loaded = ctypes.CDLL(str(file))
+        self.loaded.OrtGetApiBase.restype = ctypes.POINTER(ctypes.c_void_p)
+        get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(self.loaded.OrtGetApiBase()[0])
+        self.table = ctypes.cast(get_api(17), ctypes.POINTER(ctypes.c_void_p))
+
+    def call(self, number: int, *given: Any) -> None:
+        status = ctypes.CFUNCTYPE(ctypes.c_void_p, *map(type, given))(self.table[number])(*given)
+        if status:
+            text = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(self.table[2])(status)
+            raise AssertionError(text.decode())
+
+    def made(self, number: int, *given: Any) -> ctypes.c_void_p:
+        """The object that a function makes in its last argument."""
+        found = ctypes.c_void_p()
+        self.call(number, *given, ctypes.c_void_p(ctypes.addressof(found)))
+        return found
+
+    def release(self, number: int, given: ctypes.c_void_p) -> None:
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.table[number])(given)
+
+
+def test_cloned_options_and_a_second_runtime_in_the_process(kernels: Built, tmp_path: Path) -> None:
+    files = (Path(ort.__file__).parent / "capi").glob("libonnxruntime.so*")
+    file = next(iter(files), None)
+    if file is None:
+        pytest.skip("this package of ONNX Runtime has no libonnxruntime.so")
+    onnx.save(
+        with_another_body(kernels.models["symbolic"], kernels.library.domain), path := tmp_path / "model.onnx"
+    )
+    library, text = ctypes.c_char_p(str(kernels.path).encode()), ctypes.c_char_p(b"test")
+    feeds = feeds_of(kernels.models["symbolic"].plain)
+    here = session(kernels.function("symbolic"), kernels.path)
+    expected = here.run(None, feeds)
+
+    other = AnotherRuntime(file)
+    env = other.made(3, ctypes.c_int(4), text)
+    first = other.made(10)
+    other.made(29, first, library)
+    clone = other.made(12, first)
+    other.made(29, clone, library)
+    sessions = [other.made(7, env, ctypes.c_char_p(str(path).encode()), each) for each in (first, clone)]
+    other.release(100, first)
+    other.release(100, clone)
+    for each in sessions:
+        close(expected, [run_in(other, each, feeds)])
+        other.release(95, each)
+    other.release(92, env)
+    close(expected, here.run(None, feeds))
+
+
+def run_in(other: AnotherRuntime, opened: ctypes.c_void_p, feeds: Mapping[str, Array]) -> Array:
+    """Output y of a model with float inputs, of the shape of its inputs."""
+    memory = other.made(69, ctypes.c_int(0), ctypes.c_int(0))
+    values = []
+    for array in feeds.values():
+        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+        data, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
+        at_shape = ctypes.c_void_p(ctypes.addressof(shape))
+        values.append(
+            other.made(49, memory, data, size, at_shape, ctypes.c_size_t(array.ndim), ctypes.c_int(1))
+        )
+    names = (ctypes.c_char_p * len(feeds))(*[name.encode() for name in feeds])
+    given = (ctypes.c_void_p * len(feeds))(*[value.value for value in values])
+    wanted = (ctypes.c_char_p * 1)(b"y")
+    inputs = [ctypes.c_void_p(ctypes.addressof(each)) for each in (names, given, wanted)]
+    result = other.made(
+        9,
+        opened,
+        ctypes.c_void_p(),
+        inputs[0],
+        inputs[1],
+        ctypes.c_size_t(len(feeds)),
+        inputs[2],
+        ctypes.c_size_t(1),
+    )
+    first = next(iter(feeds.values()))
+    data = other.made(51, result)
+    found = np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_float)), first.shape).copy()
+    for value in (*values, result):
+        other.release(96, value)
+    other.release(94, memory)
+    return found
 
 
 # --- Processors

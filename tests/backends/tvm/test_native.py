@@ -255,6 +255,48 @@ def test_for_another_processor(tmp_path: Path) -> None:
     assert run([*emulator, "-cpu", "cortex-a53", str(host)], tmp_path, models) == {}
 
 
+HARDWARE = {
+    "fp-armv8": "FP", "neon": "ASIMD", "crc": "CRC32", "lse": "ATOMICS", "fullfp16": "ASIMDHP", "rdm": "ASIMDRDM",
+    "jsconv": "JSCVT", "complxnum": "FCMA", "rcpc": "LRCPC", "sha3": "SHA3", "dotprod": "ASIMDDP", "sve": "SVE",
+    "fp16fml": "ASIMDFHM", "lse2": "USCAT", "rcpc-immo": "ILRCPC", "flagm": "FLAGM", "sve2p2": "SVE2P2",
+}  # fmt: skip
+"""The system's names (HWCAP_*) of LLVM's instructions; and below those in the second word (HWCAP2_*)."""
+HARDWARE2 = {
+    "sve2": "SVE2", "sve-aes": "SVEAES", "sve-bitperm": "SVEBITPERM", "sve-sha3": "SVESHA3", "sve-sm4": "SVESM4",
+    "altnzcv": "FLAGM2", "fptoint": "FRINT", "i8mm": "I8MM", "bf16": "BF16", "cssc": "CSSC", "sve2p1": "SVE2P1",
+    "mops": "MOPS", "hbc": "HBC", "sve-b16b16": "SVE_B16B16", "rcpc3": "LRCPC3", "lse128": "LSE128",
+    "faminmax": "FAMINMAX",
+}  # fmt: skip
+
+
+@cross
+def test_bits_are_those_of_the_system(tmp_path: Path) -> None:
+    """As far as the headers here know the instructions."""
+    assert HARDWARE.keys() | HARDWARE2.keys() == _table("aarch64")
+    checks = [
+        f'#ifdef HWCAP{word}_{bit}\n  check("{name}", {vector}, HWCAP{word}_{bit});\n#endif\n'
+        for word, vector, names in (("", 16, HARDWARE), ("2", 26, HARDWARE2))
+        for name, bit in names.items()
+    ]
+    (tmp_path / "bits.c").write_text(
+        f'#include "{NATIVE / "processor.c"}"\n'
+        "#include <asm/hwcap.h>\n#include <stdio.h>\n"
+        "const char* const xrlflow_features[] = {NULL};\n"
+        "static void check(const char* name, unsigned long vector, unsigned long bits) {\n"
+        "  for (size_t i = 0; i < sizeof features / sizeof *features; i++)\n"
+        "    if (!strcmp(features[i].name, name))\n"
+        '      printf("%s %d\\n", name, features[i].vector == vector && 1UL << features[i].bit == bits);\n'
+        "}\n"
+        f"int main(void) {{\n{''.join(checks)}  return 0;\n}}\n"
+    )
+    program = str(tmp_path / "bits")
+    subprocess.run([f"{ARM}-gcc", str(tmp_path / "bits.c"), "-o", program], check=True)
+    command = ["qemu-aarch64", "-L", f"/usr/{ARM}", program]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) >= 20
+    assert [line for line in lines if not line.endswith(" 1")] == []
+
+
 def test_without_a_cross_compiler(
     kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
