@@ -16,7 +16,7 @@ from xrlflow.pipeline.context import runnable
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_apart, check_writable
-from xrlflow.pipeline.use import run_once, save_outputs, session
+from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
 from xrlflow.report import Listener, Report
 from xrlflow.search import TraceError
 from xrlflow.tuning.store import StoreError
@@ -242,10 +242,16 @@ def verify_files(
     shapes: Mapping[str, Sequence[int]] | None = None,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     seed: int = 0,
+    kernels: bool = False,
 ) -> Verification:
-    """Whether two models compute the same. Raises ModelError, BackendError, VerificationError."""
+    """Whether two models compute the same. Raises ModelError, BackendError, VerificationError.
+
+    `kernels`: with the libraries in the models' folders (`NAME.so`), which is to run their code.
+    """
     check_seed(seed)
     load(new)  # raises ModelError with a clear message if the file is damaged
+    first, second = runnable(original), runnable(new)
     return verify(
-        runnable(original), runnable(new), imported=load(original, shapes=shapes), inputs=inputs, seed=seed
-    )
+        first, second, imported=load(original, shapes=shapes), inputs=inputs, seed=seed,
+        session_options=options_with_kernels(first, second) if kernels else None,
+    )  # fmt: skip

@@ -29,6 +29,9 @@ app = typer.Typer(
 
 Model = Annotated[Path, typer.Argument(help="The ONNX file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+Kernels = Annotated[
+    bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
+]
 Given = dict[str, Any]
 """Values of flags by the names of their options."""
 
@@ -256,6 +259,7 @@ def verify(
     original: Annotated[Path, typer.Argument(help="The model that is right.")],
     new: Annotated[Path, typer.Argument(help="The model that should compute the same.")],
     options: Given,
+    kernels: Kernels = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare two models on random inputs, with a tolerance that float64 evaluation of the first one gives."""
@@ -263,7 +267,7 @@ def verify(
         from xrlflow import api
         from xrlflow.report import show
 
-        verification = api.verify_files(original, new, **with_shapes(options))
+        verification = api.verify_files(original, new, kernels=kernels, **with_shapes(options))
         if as_json:
             print_json(verification.to_json())
         else:
@@ -279,6 +283,7 @@ def bench(
     options: Given,
     against: Annotated[Path | None, typer.Option(help="Compare with this model.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 20.0,
+    kernels: Kernels = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model's latency, or the ratio of two models' latencies with its interval."""
@@ -286,7 +291,7 @@ def bench(
         from xrlflow import api
         from xrlflow.report import show
 
-        measured = api.bench(model, against, time_limit=time_limit, **with_shapes(options))
+        measured = api.bench(model, against, time_limit=time_limit, kernels=kernels, **with_shapes(options))
         if as_json:
             print_json(measured)
         else:

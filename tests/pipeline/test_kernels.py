@@ -20,6 +20,7 @@ from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.options import OptionError, Options
 from xrlflow.pipeline import kernels
+from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.verify import Status
 
 pytest.importorskip("tvm")
@@ -82,7 +83,7 @@ def test_the_kernels_run_where_the_library_is_in_the_folder(written: Path) -> No
     path = written.with_name("gather.onnx")
     asked(proto).save(path)
     with (
-        open_model(path) as opened,
+        open_model(path, session_options=options_with_kernels(path)) as opened,
         pytest.raises(BackendError, match=r"index 48 \(input i\) is outside of its table"),
     ):
         opened.run({"i": np.int64([0, 48])})
@@ -248,13 +249,30 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(written: Path, tmp_path: P
         expected = ort.InferenceSession(str(written)).run(None, feeds(64))
     np.testing.assert_array_equal(session.run(None, feeds(64))[0], expected[0])
     with pytest.raises(BackendError, match=r"cannot load .*fast\.onnx"):
-        open_model(tmp_path / "fast.onnx")
+        api.run_once(tmp_path / "fast.onnx")
+
+
+def test_a_library_runs_only_if_it_is_asked_for(written: Path, tmp_path: Path) -> None:
+    """Commands that take models of strangers do not run what is in their folder."""
+    shutil.copy(written, tmp_path / "fast.onnx")
+    content = written.with_suffix(".so").read_bytes()
+    (tmp_path / "fast.so").write_bytes(b"\x7fBAD" + content[4:])  # it cannot be loaded
+    path = tmp_path / "fast.onnx"
+    assert api.verify_files(written, path).verified
+    api.bench(path, time_limit=0.1, threads=1)
+    xrlflow.optimize(path, search="greedy", cost="roofline", time_limit=5.0, threads=1, backend="onnxruntime")
+    for call in (
+        lambda: api.verify_files(written, path, kernels=True),
+        lambda: api.bench(path, kernels=True),
+    ):
+        with pytest.raises(BackendError, match=r"cannot load"):
+            call()
 
 
 def test_a_result_with_kernels_can_be_optimised_again(written: Path) -> None:
     again = xrlflow.optimize(written, search="greedy", cost="roofline", measure=False)
     assert {node.op for node in again.graph.nodes()} <= {"MatMul", "Sigmoid", "Tanh", "Add"}
-    assert api.verify_files(network(), written).verified
+    assert api.verify_files(network(), written, kernels=True).verified
 
 
 def test_a_model_is_run_once(written: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xrlflow.backends import BackendError
-from xrlflow.backends.onnxruntime import measure
+from xrlflow.backends.beside import library_path
+from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.tvm import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, missing_for_kernels
@@ -72,12 +73,19 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     context.clock.compiling = 0.0
     if made is not None:
         context.notes.append(_told(made))
+        context = with_kernels(context, made.path)
         judging = Judging(context, start, made.found, made.path, kernels=_sizes(context), decides=not asked)
         finished = replace(judging.finished(), selection=proposal.selection)
         if finished.kept is not None:
             return replace(finished, hybrid=made.hybrid)
         context.notes.append(f"not kept with kernels: {finished.reason}")
     return judged(context, start, explored, proposal)
+
+
+def with_kernels(context: Context, path: str) -> Context:
+    """The context for measuring and verifying a file with its library. Other models have no operators of it."""
+    options = with_library(context.options.session_options, str(library_path(path)))
+    return replace(context, options=replace(context.options, session_options=options))
 
 
 @contextmanager
@@ -176,9 +184,13 @@ class _Trials:
         with context.clock.phase("select"):
             context.say("select", note="with and without kernels of our own")
             try:
+                options: Options | None = context.options.session_options
+                for path in (before, after):
+                    if not isinstance(path, bytes) and library_path(path).is_file():
+                        options = with_library(options, str(library_path(path)))
                 measured = measure(
                     [before, after], dict(context.feeds), threads=context.threads, time_limit=_COMPARING,
-                    target_width=_NARROW, control=False, session_options=context.options.session_options,
+                    target_width=_NARROW, control=False, session_options=options,
                 )  # fmt: skip
             except BackendError as error:
                 context.notes.append(f"kernels of our own were dropped: {error}")

@@ -13,6 +13,7 @@ from xrlflow.onnxio import Source, load
 from xrlflow.options import Options
 from xrlflow.pipeline.context import Clock, Context, runnable
 from xrlflow.pipeline.prepare import random_feeds
+from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.report import bounds
 from xrlflow.rewrite import Library
 from xrlflow.verify.inputs import user_case
@@ -27,10 +28,12 @@ def bench(
     time_limit: float = 20.0,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     seed: int = 0,
+    kernels: bool = False,
 ) -> dict[str, Any]:
     """Latency of a model in milliseconds, and how many times faster it is than `against`.
 
-    Without `against` the model is measured against itself, which shows how noisy the machine is.
+    Without `against` the model is measured against itself, which shows how noisy the machine is. `kernels`: with the
+    libraries in the models' folders (`NAME.so`), which is to run their code.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()
@@ -39,8 +42,9 @@ def bench(
         feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else random_feeds(context)
         baseline = runnable(against) if against is not None else context.original
         measured = measure(
-            [baseline, context.original], feeds, threads=context.threads, time_limit=time_limit
-        )
+            [baseline, context.original], feeds, threads=context.threads, time_limit=time_limit,
+            session_options=options_with_kernels(baseline, context.original) if kernels else None,
+        )  # fmt: skip
     before, after = measured.latencies[0], measured.latencies[1]
     return {
         "model": imported.name,

@@ -13,7 +13,7 @@ import numpy as np
 from xrlflow import files
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_of
-from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.onnxruntime import Options, open_model, with_library
 from xrlflow.backends.onnxruntime.session import ort_errors, reason
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import load
@@ -48,6 +48,14 @@ def session(
     return ort.InferenceSession(os.fspath(model), options, providers=list(providers))
 
 
+def options_with_kernels(*models: str | os.PathLike[str] | bytes) -> Options | None:
+    """Session options with the libraries in the folders of these models; None if there are none."""
+    options: Options | None = None
+    for library in dict.fromkeys(filter(None, map(library_of, models))):
+        options = with_library(options, library)
+    return options
+
+
 def run_once(
     model: str | os.PathLike[str],
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -56,14 +64,14 @@ def run_once(
     threads: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The outputs of a model by name, on the user's inputs or on drawn ones.
+    """The outputs of a model by name, on the user's inputs or on drawn ones, with the library in its folder.
 
     Raises ModelError, VerificationError for inputs that do not fit, OptionError, and BackendError if the model does not
     run.
     """
     check_seed(seed)
     imported = load(model, shapes=shapes)
-    with open_model(model, threads=threads) as opened:
+    with open_model(model, threads=threads, session_options=options_with_kernels(model)) as opened:
 
         def runs(feeds: Mapping[str, Any]) -> bool:
             try:

@@ -14,6 +14,7 @@ from xrlflow.backends.onnxruntime.session import (
     OrtModel,
     check_providers,
     open_model,
+    with_library,
 )
 from xrlflow.backends.onnxruntime.timing import measure, time_model
 from xrlflow.backends.placement import default_threads
@@ -31,6 +32,7 @@ __all__ = [
     "open_model",
     "supports",
     "time_model",
+    "with_library",
 ]
 
 

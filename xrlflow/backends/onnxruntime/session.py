@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.beside import library_of
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
 
@@ -150,8 +149,8 @@ def open_model(
     `session_options` are the user's. A mapping of configuration entries takes precedence over ours. A SessionOptions
     object is itself used, and completed in place where it says nothing (thread count, spinning); its optimisation level
     holds if `optimization` is ALL. `cpus` pins the worker threads: one CPU per thread, the first of which belongs to
-    the calling thread and is not used here (see `placement`). Where the library of a model's kernels is in its folder
-    (see `beside`), they run.
+    the calling thread and is not used here (see `placement`). A library of kernels runs only if the options name it
+    (see `with_library`).
 
     Raises BackendError if a provider other than the CPU's is asked for, if `threads` contradicts the options, if a file
     is missing, and if ONNX Runtime cannot load the model.
@@ -163,11 +162,8 @@ def open_model(
     source: str | bytes = bytes(model) if isinstance(model, bytes) else os.fspath(model)
     if isinstance(source, str) and not os.path.isfile(source):
         raise BackendError(f"{name}: there is no such file")
-    library = library_of(model)
     try:
         options = _options(threads, optimization, session_options, cpus)
-        if library is not None:
-            options.register_custom_ops_library(library)
         session = ort.InferenceSession(source, options, providers=[CPU])
     except ort_errors() as error:
         raise BackendError(f"ONNX Runtime cannot load {name}: {reason(error)}") from error
@@ -249,6 +245,23 @@ def _options(
         else:
             options.add_session_config_entry(key, str(value))
     return options
+
+
+def with_library(user: Options | None, library: str) -> Options:
+    """A user's session options with a library of custom operators. A SessionOptions object is changed in place.
+
+    Raises BackendError if the object cannot load it.
+    """
+    import onnxruntime as ort
+
+    if isinstance(user, ort.SessionOptions):
+        try:
+            user.register_custom_ops_library(library)
+        except ort_errors() as error:
+            raise BackendError(f"ONNX Runtime cannot load {library}: {reason(error)}") from error
+        return user
+    known = (user or {}).get(CUSTOM_OPERATORS)
+    return {**(user or {}), CUSTOM_OPERATORS: library if known is None else f"{known}{os.pathsep}{library}"}
 
 
 def _has_entry(options: ort.SessionOptions, key: str) -> bool:
