@@ -126,7 +126,12 @@ def source(name: str, folder: Path) -> tuple[str, dict[str, tuple[int, ...]] | N
 
 
 def row(
-    name: str, time_limit: float, seconds: float, searches: Sequence[str], thread_counts: Sequence[int]
+    name: str,
+    time_limit: float,
+    seconds: float,
+    searches: Sequence[str],
+    thread_counts: Sequence[int],
+    rivals: Sequence[str] = RIVALS,
 ) -> dict[str, Any]:
     """Everything about one model. Slow models get as much more time as a few dozen rounds need."""
     found: dict[str, Any] = {"model": name, "ratios": {}, "failed": {}, "different": {}, "reports": {}}
@@ -140,7 +145,8 @@ def row(
             reference = Reference.of(path, imported=load(path, shapes=shapes), inputs=feeds, threads=2)
         except VerificationError as error:
             reference = f"cannot be verified: {error}"
-        for rival, simplify in SIMPLIFY.items():
+        for rival in rivals:
+            simplify = SIMPLIFY[rival]
             output = str(folder / f"{rival}.onnx")
             try:
                 simplify(path, output)
@@ -201,6 +207,8 @@ def ours(row: dict[str, Any], search: str, ratios: dict[str, Any]) -> str:
 
 def theirs(row: dict[str, Any], rival: str, ratios: dict[str, Any]) -> str:
     """A cell of a rival. Models that compute something else are marked."""
+    if rival not in ratios and rival not in row["failed"]:
+        return "-"
     mark = " (differs)" if rival in row.get("different", {}) else ""
     return f"{cell(ratios.get(rival))}{mark}"
 
@@ -293,6 +301,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each measurement")
     parser.add_argument("--searches", type=lambda text: text.split(","), default=OURS)
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=THREADS)
+    parser.add_argument("--rivals", type=lambda text: [r for r in text.split(",") if r], default=RIVALS)
     parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
     arguments = parser.parse_args()
@@ -304,7 +313,12 @@ def main() -> None:
     for name in [] if arguments.kept else arguments.names or names():
         if name not in kept or arguments.names:
             kept[name] = row(
-                name, arguments.time_limit, arguments.seconds, arguments.searches, arguments.threads
+                name,
+                arguments.time_limit,
+                arguments.seconds,
+                arguments.searches,
+                arguments.threads,
+                arguments.rivals,
             )
             arguments.json.write_text(json.dumps(kept, indent=1))
             print(table([kept[name]], arguments.threads[0]).splitlines()[2], flush=True)

@@ -265,7 +265,7 @@ def test_a_library_runs_only_if_it_is_asked_for(written: Path, tmp_path: Path) -
         lambda: api.verify_files(written, path, kernels=True),
         lambda: api.bench(path, kernels=True),
     ):
-        with pytest.raises(BackendError, match=r"cannot load"):
+        with pytest.raises(api.UserError, match=r"cannot load"):
             call()
 
 
