@@ -205,6 +205,21 @@ static const Api* get_api(uint32_t version) {
   return &api;
 }
 static const char* version(void) { return getenv("HOST_VERSION") ? getenv("HOST_VERSION") : "1.17.0"; }
+static const Api* get_another_api(uint32_t version) {
+  static Api copy;
+  copy = *get_api(version);
+  return &copy;
+}
+
+/* A domain belongs to one ONNX Runtime, there and for all options. */
+static void check_domains(Status* (*add)(Options*, const ApiBase*), const Options* options) {
+  static const ApiBase base = {get_api, version}, another = {get_another_api, version};
+  Options more = {0}, theirs = {0};
+  if (add(&more, &base) != NULL || add(&theirs, &another) != NULL) fail("more options cannot have the library");
+  if (more.domains[0] != options->domains[0]) fail("a domain was made twice");
+  if (theirs.domains[0] == options->domains[0]) fail("a domain is shared with another ONNX Runtime");
+}
+
 static int is_old(void) {
   unsigned minor = 0;
   return sscanf(version(), "1.%u", &minor) == 1 ? minor < 17 : version()[0] < '2' || version()[0] > '9';
@@ -354,6 +369,7 @@ int main(int count, char** given) {
   if (calls_file == NULL || results == NULL || threads < 1) fail("CALLS or RESULTS cannot be opened");
   write_number(results, options.count ? (int64_t)options.domains[0]->count : 0);
   if (options.count) {
+    check_domains(add, &options);
     int64_t number_of_calls = number(calls_file);
     struct call* calls = memory((size_t)number_of_calls * sizeof *calls);
     struct job* jobs = memory((size_t)threads * sizeof *jobs);

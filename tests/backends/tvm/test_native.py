@@ -233,7 +233,7 @@ def test_under_valgrind(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_p
     """Which sees the kernels as well: their code is not compiled with a sanitizer."""
     library, models = kernels
     host = compiled(tmp_path)
-    command = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", str(host)]
+    command = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", "--redzone-size=256", str(host)]
     library.save(tmp_path / "kernels.so")
     compare(run(command, tmp_path, models, threads=1), models)
 
@@ -242,6 +242,59 @@ def test_under_valgrind(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_p
     done = run(command, tmp_path, models, threads=1)
     assert done.returncode == 9
     assert "Invalid write" in done.stderr
+
+
+_NESTED = """
+#include <runtime.c>
+const char xrlflow_domain[] = "";
+const int32_t xrlflow_tasks = 8, xrlflow_regions = 0;
+const struct region xrlflow_region[1];
+const unsigned char xrlflow_constants[1];
+int xrlflow_runs_here(void) { return 1; }
+
+static int loops, inner, outer;
+static void* parallel_for(void* context, void (*run)(void*, size_t), size_t total, size_t batch, void* data) {
+  (void)context, (void)batch;
+  loops++;
+  for (size_t i = 0; i < total; i++) run(data, i);
+  return NULL;
+}
+static int inner_task(int task, Group* group, void* data) {
+  (void)data;
+  inner += task == 0 && group->num_task == 1;
+  return 0;
+}
+static int outer_task(int task, Group* group, void* data) {
+  (void)task, (void)data;
+  outer += group->num_task == 8;
+  return launch(inner_task, NULL, 5);
+}
+static int failing_task(int task, Group* group, void* data) {
+  static const char* const text[] = {"task ", "three"};
+  (void)group, (void)data;
+  if (task == 3) set_error("", text, 2);
+  return task == 3 ? -1 : 0;
+}
+int main(void) {
+  static Api api;
+  api.function[PARALLEL_FOR] = parallel_for;
+  struct running here = {&api, NULL};
+  running = &here;
+  int done = launch(outer_task, NULL, 0);
+  int failed = launch(failing_task, NULL, 4);
+  printf("%d %d %d %d %d %s", done, loops, outer, inner, failed, said);
+  return running != &here;
+}
+"""
+
+
+def test_a_loop_inside_a_loop_stays_on_its_thread(tmp_path: Path) -> None:
+    """ONNX Runtime runs no parallel loop from inside another one. A part that fails fails the loop."""
+    (tmp_path / "nested.c").write_text(_NESTED)
+    command = ["cc", *SANITIZED, f"-I{NATIVE}", "-D_GNU_SOURCE", str(tmp_path / "nested.c")]
+    subprocess.run([*command, "-o", str(tmp_path / "nested"), "-lpthread"], check=True)
+    done = subprocess.run([str(tmp_path / "nested")], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 2 8 8 -1 task three"
 
 
 @cross
