@@ -33,6 +33,7 @@ from tests.backends.tvm.carried import (
 )
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.hybrid import hybrid
 from xrlflow.backends.tvm.kernel_library import KernelLibrary, compile_region, kernel_library
 from xrlflow.onnxio.regions import region_of, with_functions
 
@@ -533,6 +534,16 @@ def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
     region.module[kernel] = te.create_prim_func([x, y])
     with pytest.raises(BackendError, match="a kernel calls a function of TVM's runtime"):
         kernel_library({"Region_0": region}, machine)
+
+
+def test_an_input_of_any_number_of_dimensions_is_refused() -> None:
+    """The file has to run for all of them, as the model does."""
+    model = parsed(TEXTS["symbolic"])
+    sizes = {"x": (3, 8), "other": (3, 8)}
+    assert hybrid(model, sizes, detect(None, 2, None)).regions
+    model.graph.input[1].type.tensor_type.ClearField("shape")
+    with pytest.raises(BackendError, match="input other may have any number of dimensions"):
+        hybrid(model, sizes, detect(None, 2, None))
 
 
 def test_types_that_kernels_do_not_take_are_refused() -> None:
