@@ -200,6 +200,9 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
 def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """The inputs with open dimensions. Raises BackendError if their sizes were not given."""
     found = [value.name for value in model.graph.input if not _is_fixed(value.type)]
+    for value in model.graph.input:
+        if not value.type.tensor_type.HasField("shape"):  # a guard compares as many sizes as there are
+            raise BackendError(f"input {value.name} may have any number of dimensions: kernels are for one")
     for name in found:
         if not wanted or any(name not in sizes for sizes in wanted):
             raise BackendError(
