@@ -42,6 +42,8 @@ TEXTS = {
     "constant": "(float[2] x) => (float[2] y, float[2] z)"
     " { y = Constant<value = float[2] {1.5, -2.5}>() z = Relu(x) }",
     "alone": "() => (float[2] y) { y = Constant<value = float[2] {1.5, -2.5}>() }",
+    "shape": "(float[4,8] x) => (int64[2] y, float[4,8] z, int64[1] n, int64[0] e) <float one = {1}>"
+    " { y = Shape(x) z = Relu(x) n = Shape<start = 1>(x) e = Shape(one) }",
     "twice": "(float[4,8] x) => (float[4,8] y, float[4,8] z) { y = Relu(x) z = Identity(y) }",
     "reshape": "(float[4,8] x) => (float[8,4] y, float[2,16] z)"
     " <int64[2] s = {8, 4}, int64[2] t = {2, 16}> { y = Reshape(x, s) a = Relu(x) z = Reshape(a, t) }",

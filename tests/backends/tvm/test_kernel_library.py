@@ -348,7 +348,7 @@ def test_memory_is_given_back(tmp_path: Path) -> None:
         return int(psutil.Process().memory_info().rss)
 
     before = reloaded(5)
-    assert reloaded(20) - before < 16 << 20
+    assert reloaded(20) - before < 40 << 20  # it would be 80
 
 
 class AnotherRuntime:

@@ -249,7 +249,7 @@ _NESTED = """
 const char xrlflow_domain[] = "";
 const int32_t xrlflow_tasks = 8, xrlflow_regions = 0;
 const struct region xrlflow_region[1];
-const unsigned char xrlflow_constants[1];
+const unsigned char* const xrlflow_constants = NULL;
 int xrlflow_runs_here(void) { return 1; }
 
 static int loops, inner, outer;

@@ -173,7 +173,7 @@ class _Reading:
             for binding in block.bindings:
                 self.bound[binding.var] = self._value(binding.value, binding.var)
         result = self._value(main.body.body, None)
-        views = list(result) if isinstance(result, tuple) else [result]
+        views = [self._shown(part) for part in (result if isinstance(result, tuple) else (result,))]
         if self.checks:
             self._used(ends := views.pop())
             self.checked = self._number(ends)
@@ -213,7 +213,7 @@ class _Reading:
         if isinstance(value, relax.TupleGetItem):
             return self._value(value.tuple_value, None)[int(value.index)]
         if isinstance(value, relax.ShapeExpr):
-            return None
+            return value
         if operator(value) == "relax.builtin.alloc_tensor":
             return self._tensor(variable, Place.ARENA)
         if operator(value) == "relax.reshape":
@@ -223,6 +223,16 @@ class _Reading:
         if isinstance(value, relax.Call) and isinstance(value.op, GlobalVar):
             return self._call(value.op.name_hint, value.args)
         raise BackendError(f"{_title(value)} needs TVM's runtime")
+
+    def _shown(self, value: Any) -> _View:
+        """An output as a tensor. A shape is one in ONNX."""
+        from tvm import relax, tirx
+
+        if isinstance(value, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in value.values):
+            return self._constant(np.asarray([int(n) for n in value.values], np.int64))
+        if not isinstance(value, _View):
+            raise BackendError(f"an output is {type(value).__name__}, not a tensor")
+        return value
 
     def _constant(self, array: Array) -> _View:
         key = (str(array.dtype), array.shape, array.tobytes())
