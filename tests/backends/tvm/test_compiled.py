@@ -406,7 +406,7 @@ def test_options_of_the_other_backend_are_refused(file: Path) -> None:
     for options in ({"opset": 21}, {"backend_ops": True}):
         with pytest.raises(OptionError, match=f"{next(iter(options))} has no meaning with backend 'tvm'"):
             xrlflow.optimize(file, backend="tvm", **options)
-    with pytest.raises(OptionError, match="store has no meaning with backend 'onnxruntime': choose 'tvm'"):
+    with pytest.raises(OptionError, match="store has no meaning with backend 'auto': choose 'tvm' or 'hybrid'"):
         xrlflow.optimize(file, store="tuning.sqlite")
     with pytest.raises(OptionError, match=r"store nowhere\.sqlite is no file: give one that"):
         xrlflow.optimize(file, backend="tvm", store="nowhere.sqlite")
@@ -537,7 +537,7 @@ def test_optimize_compiles_and_verifies(file: Path, tmp_path: Path, feeds: Feeds
     with load_compiled(tmp_path / "fast.so") as loaded, open_model(str(file)) as runtime:
         for a, b in zip(runtime.run(feeds), loaded.run(feeds), strict=True):
             np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
-    with pytest.raises(OptionError, match="choose of onnxruntime, tvm"):
+    with pytest.raises(OptionError, match="choose of auto, onnxruntime, hybrid, tvm"):
         xrlflow.optimize(file, backend="cuda")
 
 
