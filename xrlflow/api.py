@@ -253,5 +253,5 @@ def verify_files(
     first, second = runnable(original), runnable(new)
     return verify(
         first, second, imported=load(original, shapes=shapes), inputs=inputs, seed=seed,
-        session_options=options_with_kernels(first, second) if kernels else None,
+        session_options=options_with_kernels(first, second, required=True) if kernels else None,
     )  # fmt: skip

@@ -164,10 +164,11 @@ def optimize(
         from xrlflow.report import progress, show
 
         options = with_shapes(options, several=True)
-        api.check_writable(output, library=options["backend"] == "tvm")
+        asked = Options(**options)
+        api.check_writable(output, library=asked.compiling, kernels=asked.with_kernels)
         if trace is not None:
             api.check_apart(model=model, trace=trace)
-            api.check_apart(output=output, trace=trace)
+            api.check_apart(output=output, trace=trace, library=output.with_suffix(".so"))
             api.check_writable(trace)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(model, **options, listener=listener)
@@ -313,7 +314,8 @@ def run(
         from xrlflow.report import show
 
         if output is not None:
-            api.check_apart(model=model, inputs=options["inputs"], output=output)
+            library = model.with_suffix(".so")
+            api.check_apart(model=model, inputs=options["inputs"], output=output, library=library)
             api.check_writable(output)
         outputs = api.run_once(model, **with_shapes(options))
         if output is not None:

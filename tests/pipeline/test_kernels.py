@@ -284,3 +284,86 @@ def test_a_model_is_run_once(written: Path, tmp_path: Path) -> None:
     api.save_outputs(outputs, tmp_path / "y.npz")
     assert np.load(tmp_path / "y.npz")["y"].shape == (64, 48)
     assert api.run_once(written)["y"].shape == (64, 48)
+
+
+def test_a_library_is_required_where_kernels_are_asked_for(written: Path, tmp_path: Path) -> None:
+    shutil.copy(written, tmp_path / "alone.onnx")
+    with pytest.raises(OptionError, match=r"no library in the folder belongs to .*alone\.onnx"):
+        api.bench(tmp_path / "alone.onnx", kernels=True)
+
+
+SWAPPED = "agraph (float[N,8] a, float[N,8] b) => (float[N,8] y, float[N,8] w) { w = Neg(b) y = Sub(b, a) }"
+FOLDED = (
+    "agraph (float[N,8] a, float[N,8] b) => (int64[2] s, float[N,8] y, float[N,8] a2) "
+    "{ s = Shape(b) z = ConstantOfShape(s) c = Relu(a) y = Add(c, z) a2 = Mul(c, a) }"
+)
+
+
+@pytest.mark.parametrize("text", [SWAPPED, FOLDED], ids=["swapped", "folded"])
+def test_ports_do_not_depend_on_the_order_of_reading(text: str, tmp_path: Path) -> None:
+    """For each size, also where folding leaves other nodes, and inputs that are read for their shape alone."""
+    proto = model(text)
+    shapes = [dict.fromkeys("ab", (n, 8)) for n in (3, 5)]
+    result = asked(proto, shapes=shapes[0], further_shapes=shapes[1:])
+    assert result.hybrid is not None, result.report.notes
+    result.save(tmp_path / "fast.onnx")
+    session = xrlflow.session(tmp_path / "fast.onnx")
+    plain = ort.InferenceSession(proto.SerializeToString())
+    for n in (2, 3, 5):
+        rng = np.random.default_rng(n)
+        given = {name: rng.standard_normal((n, 8), np.float32) for name in "ab"}
+        for found, expected in zip(session.run(None, given), plain.run(None, given), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "q = Div(x, z) y = Identity(q)",  # the least whole number by -1 ends the process
+        "o = Add(x, z) c = Less(x, o) y = Cast<to=6>(c)",  # arithmetic wraps around
+        "f = Cast<to=1>(x) i = ArgMax<axis=0>(f) y = Cast<to=6>(i)",  # of a row of -inf
+        "f = Cast<to=11>(x) t = Tanh(f) y = Cast<to=6>(t)",  # of another precision
+    ],
+)
+def test_what_kernels_compute_otherwise_is_left_to_the_runtime(body: str) -> None:
+    """Operators whose kernels differ from ONNX Runtime's in numbers that verification may not draw."""
+    proto = model(f"agraph (int32[4] x, int32[4] z) => (int32[?] y) {{ {body} }}")
+    names = {"Div", "Add", "ArgMax", "Tanh"}
+    try:
+        made = asked(proto, verify=False).hybrid
+    except BackendError:
+        return
+    assert made is not None
+    assert not names & {node.op_type for function in made.model.functions for node in function.node}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-o", "fast.so"], "as a library"),
+        (["-o", "fast.onnx", "--trace", "fast.so"], "one file"),
+        (["-o", "mine.onnx"], "xrlflow did not write this"),
+        (["-o", "folder.onnx"], "xrlflow did not write this"),
+    ],
+)
+def test_paths_of_the_library_are_checked_first(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from xrlflow.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "optimize", lambda *a, **k: pytest.fail("it was optimised"))
+    onnx.save(network(), "m.onnx")
+    Path("mine.so").write_text("mine")
+    Path("folder.so").mkdir()
+    done = CliRunner().invoke(app, ["optimize", "m.onnx", *arguments])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+    assert Path("mine.so").read_text() == "mine"
+
+
+def test_a_fixed_input_has_one_size() -> None:
+    with pytest.raises(BackendError, match=r"input x is 64x48: it cannot have the shape 5x48"):
+        asked(network(), further_shapes=[{"x": (5, 48)}])

@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from xrlflow.backends.protocol import ModelSource
+from xrlflow.backends.protocol import BackendError, ModelSource
 
 SUFFIX = ".so"
 _DOMAIN = re.compile(rb"xrlflow\.[0-9a-f]{16}(?![0-9a-f])")
@@ -31,6 +31,19 @@ def library_of(model: ModelSource) -> str | None:
         return None
     found = domains_in(model)
     return os.path.abspath(library) if found & domains_in(library) else None
+
+
+def check_library_path(model: str | os.PathLike[str]) -> None:
+    """Raise BackendError if the library of a model that is to be written would replace another file."""
+    library = library_path(model)
+    if library == Path(model):
+        raise BackendError(
+            f"{library}: is a model's name as a library: give it another suffix, such as .onnx"
+        )
+    if library.is_dir() or (library.exists() and library.stat().st_size and not domains_in(library)):
+        raise BackendError(
+            f"{library}: xrlflow did not write this: choose another name for {Path(model).name}, or --portable"
+        )
 
 
 def domains_in(path: str | os.PathLike[str]) -> set[bytes]:

@@ -74,6 +74,20 @@ def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
     )
 
 
+def whole_region(graph: GraphProto, outputs: Sequence[str] | None = None) -> Region:
+    """The region of all nodes: with all inputs of the graph, in its order, whether they are read or not.
+
+    `outputs`: by default those outputs of the graph that a node computes, in the graph's order. What is computed is the
+    same for a graph and for the same graph with its constants folded, so their regions have the same ports.
+    """
+    computed = {name for node in graph.node for name in node.output}
+    weights = [tensor.name for tensor in graph.initializer]
+    if outputs is None:
+        outputs = [value.name for value in graph.output if value.name in computed]
+    inputs = [value.name for value in graph.input if value.name not in set(weights)]
+    return Region(tuple(range(len(graph.node))), tuple(inputs), tuple(outputs), tuple(weights))
+
+
 def names_read(node: NodeProto) -> set[str]:
     """The values that a node reads, also from inside its bodies. What a body computes itself is not among them."""
     return set(_reads([node]))
@@ -265,10 +279,11 @@ def with_guard(
     """
     graph = model.graph
     prefix = f"{domain}.{name}"  # of names that the model does not have
-    region = region_of(graph, range(len(graph.node)))
+    region = whole_region(graph)
     whole = with_functions(model, {name: region}, domain)
     (call,) = whole.graph.node
-    computed = [value for value in graph.output if value.name in set(region.outputs)]
+    types = {value.name: value for value in graph.output}
+    computed = [types[name] for name in region.outputs]
     body = whole.functions[-1]
     body.name = _BODY.format(name)
     if inner is None:

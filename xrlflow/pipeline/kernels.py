@@ -148,7 +148,7 @@ class _Trials:
             if index == 0 and not self._has_time(time.monotonic() - begun):
                 break
         if fastest is None and self.asked:
-            raise BackendError(f"no kernels of our own: {self.context.notes.pop()}")
+            raise BackendError(self.context.notes.pop())
         return fastest
 
     def _different(self, nodes: Sequence[SearchNode]) -> list[SearchNode]:

@@ -43,7 +43,7 @@ def bench(
         baseline = runnable(against) if against is not None else context.original
         measured = measure(
             [baseline, context.original], feeds, threads=context.threads, time_limit=time_limit,
-            session_options=options_with_kernels(baseline, context.original) if kernels else None,
+            session_options=options_with_kernels(baseline, context.original, required=True) if kernels else None,
         )  # fmt: skip
     before, after = measured.latencies[0], measured.latencies[1]
     return {

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from xrlflow import files
+from xrlflow.backends.beside import check_library_path
 from xrlflow.backends.tvm import SUFFIX
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
@@ -23,9 +24,14 @@ def check_apart(**paths: str | os.PathLike[str] | None) -> None:
         found[real] = name
 
 
-def check_writable(path: str | os.PathLike[str], *, library: bool = False) -> None:
-    """Raise ModelError or OptionError if a result (`library`: a shared library) cannot be written to this path."""
+def check_writable(path: str | os.PathLike[str], *, library: bool = False, kernels: bool = False) -> None:
+    """Raise ModelError, OptionError or BackendError if a result cannot be written to this path.
+
+    `library`: the result is a shared library. `kernels`: it may get one in the same folder.
+    """
     target = Path(path)
+    if kernels:
+        check_library_path(target)
     if library and target.suffix != SUFFIX:
         raise OptionError(
             f"{target}: a compiled model is a shared library: give it a name that ends in {SUFFIX}"

@@ -17,7 +17,7 @@ from xrlflow.backends.onnxruntime import Options, open_model, with_library
 from xrlflow.backends.onnxruntime.session import ort_errors, reason
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import load
-from xrlflow.options import check_seed
+from xrlflow.options import OptionError, check_seed
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
 
@@ -48,9 +48,15 @@ def session(
     return ort.InferenceSession(os.fspath(model), options, providers=list(providers))
 
 
-def options_with_kernels(*models: str | os.PathLike[str] | bytes) -> Options | None:
-    """Session options with the libraries in the folders of these models; None if there are none."""
+def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool = False) -> Options | None:
+    """Session options with the libraries in the folders of these models; None if there are none.
+
+    Raises OptionError if there are none and one is `required`.
+    """
     options: Options | None = None
+    if required and not any(map(library_of, models)):
+        names = ", ".join(os.fspath(model) for model in models if not isinstance(model, bytes))
+        raise OptionError(f"kernels: no library in the folder belongs to {names or 'the model'}")
     for library in dict.fromkeys(filter(None, map(library_of, models))):
         options = with_library(options, library)
     return options

@@ -406,7 +406,9 @@ def test_options_of_the_other_backend_are_refused(file: Path) -> None:
     for options in ({"opset": 21}, {"backend_ops": True}):
         with pytest.raises(OptionError, match=f"{next(iter(options))} has no meaning with backend 'tvm'"):
             xrlflow.optimize(file, backend="tvm", **options)
-    with pytest.raises(OptionError, match="store has no meaning with backend 'auto': choose 'tvm' or 'hybrid'"):
+    with pytest.raises(
+        OptionError, match="store has no meaning with backend 'auto': choose 'tvm' or 'hybrid'"
+    ):
         xrlflow.optimize(file, store="tuning.sqlite")
     with pytest.raises(OptionError, match=r"store nowhere\.sqlite is no file: give one that"):
         xrlflow.optimize(file, backend="tvm", store="nowhere.sqlite")

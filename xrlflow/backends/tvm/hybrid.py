@@ -9,12 +9,11 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx
 from onnx import ModelProto, NodeProto, TypeProto
 
-from xrlflow.backends.beside import domains_in, library_path
+from xrlflow.backends.beside import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
@@ -29,14 +28,39 @@ from xrlflow.onnxio.regions import (
     region_of,
     save_regions,
     weight_bytes,
+    whole_region,
     with_functions,
     with_guard,
 )
 
-# Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does.
+# Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does, or find
+# another index where numbers are infinite.
 _LEFT = frozenset(
-    {"Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique", "ConvInteger", "MatMulInteger"}
-    | {"DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QuantizeLinear"}
+    {"ArgMax", "ArgMin", "Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique", "ConvInteger"}
+    | {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
+    | {"QuantizeLinear"}
+)
+# What may give whole numbers: it moves them, or makes them of others. Arithmetic of them wraps around in ONNX Runtime,
+# and a compiler takes it that it does not.
+_MOVES = frozenset(
+    {
+        "Cast",
+        "CastLike",
+        "Concat",
+        "Constant",
+        "ConstantOfShape",
+        "DepthToSpace",
+        "Expand",
+        "Flatten",
+        "Gather",
+    }
+    | {"GatherElements", "GatherND", "Identity", "Pad", "Reshape", "Shape", "Size", "Slice", "SpaceToDepth"}
+    | {"Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where"}
+)
+_FLOAT, _BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
+_WHOLE = frozenset(
+    {onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.INT32, onnx.TensorProto.INT64}
+    | {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 )
 # Initialisers of more elements are not read to infer sizes.
 _SMALL = 1024
@@ -66,13 +90,9 @@ class Hybrid:
         Each is written completely or not at all, the library first: a model without its own library runs its bodies.
         Raises BackendError if a file cannot be written, or if the library would replace a file that is not one.
         """
-        beside = library_path(path)
-        if beside.exists() and not domains_in(beside):
-            raise BackendError(
-                f"{beside}: xrlflow did not write this: choose another name for {Path(path).name}"
-            )
+        check_library_path(path)
         try:
-            self.library.save(beside)
+            self.library.save(library_path(path))
             save_regions(self.model, path)
         except OSError as error:
             raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
@@ -94,7 +114,8 @@ def hybrid(
     opened = _open_inputs(model, wanted)
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
-        done = _compiled(model, types_of(model, {}), machine, tuned, weights_as_inputs=large)
+        whole = region_of(model.graph, range(len(model.graph.node)))
+        done = _compiled(model, whole, machine, tuned, weights_as_inputs=large)
         library = kernel_library(done.compiled, machine, _digest(model))
         made = with_functions(model, done.regions, library.domain, weights_as_inputs=large)
         return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks)
@@ -103,7 +124,9 @@ def hybrid(
             f"input {opened[0]} has open dimensions, and a model of this size gets kernels for fixed ones only: "
             "--fix-shapes"
         )
-    return _guarded(model, [{name: each[name] for name in opened} for each in wanted], machine, tuned)
+    different = {tuple(tuple(each[name]) for name in opened): each for each in wanted}
+    sizes = [{name: each[name] for name in opened} for each in different.values()]
+    return _guarded(model, sizes, machine, tuned)
 
 
 def _guarded(
@@ -114,10 +137,11 @@ def _guarded(
 ) -> Hybrid:
     """Kernels for each of these sizes of the open inputs."""
     parts = []
+    outputs = whole_region(model.graph).outputs
     for number, sizes in enumerate(wanted):
         fixed = _with_sizes(model, sizes)
         prefix = f"Size{number}_" if len(wanted) > 1 else ""
-        parts.append((fixed, _compiled(fixed, types_of(fixed, {}), machine, tuned, prefix)))
+        parts.append((fixed, _compiled(fixed, whole_region(fixed.graph, outputs), machine, tuned, prefix)))
     compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
     library = kernel_library(compiled, machine, _digest(model))
     made = model
@@ -154,18 +178,24 @@ def _check_defaults(model: ModelProto) -> None:
 
 def _compiled(
     model: ModelProto,
-    types: Mapping[str, TypeProto],
+    whole: Region,
     machine: Machine,
     tuned: lower.Tuned | None,
     prefix: str = "",
     *,
     weights_as_inputs: bool = False,
 ) -> _Compiled:
-    """The regions of a model of fixed sizes, compiled. Raises BackendError if none can be."""
+    """The regions of a model of fixed sizes, compiled: `whole`, if each node can be lowered, or parts of it.
+
+    Raises BackendError if none can be.
+    """
+    types = types_of(model, {})
+    fits = _fitting(types)
+    found = [whole] if all(map(fits, model.graph.node)) and whole.nodes else cut(model.graph, fits)
     regions: dict[str, Region] = {}
     done: dict[str, CompiledRegion] = {}
     remarks: list[str] = []
-    for region in _regions(model, types):
+    for region in found:
         part = extracted(model, region, types)
         try:
             compiled = compile_region(part, machine, tuned, weights_as_inputs=weights_as_inputs)
@@ -198,45 +228,61 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
 
 
 def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
-    """The inputs with open dimensions. Raises BackendError if their sizes were not given."""
-    found = [value.name for value in model.graph.input if not _is_fixed(value.type)]
+    """The inputs with open dimensions.
+
+    Raises BackendError if their sizes were not given, or are not those of the dimensions that are fixed.
+    """
+    found = []
     for value in model.graph.input:
-        if not value.type.tensor_type.HasField("shape"):  # a guard compares as many sizes as there are
-            raise BackendError(f"input {value.name} may have any number of dimensions: kernels are for one")
-    for name in found:
-        if not wanted or any(name not in sizes for sizes in wanted):
-            raise BackendError(
-                f"input {name} has open dimensions: kernels are for fixed sizes, give them with --shape {name}=..."
-            )
+        name, tensor = value.name, value.type.tensor_type
+        if not value.type.HasField("tensor_type"):
+            raise BackendError(f"input {name} is no tensor")
+        if not tensor.HasField("shape"):  # a guard compares as many sizes as there are
+            raise BackendError(f"input {name} may have any number of dimensions: kernels are for one")
+        declared = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+        for shape in (sizes[name] for sizes in wanted if name in sizes):
+            fits = len(shape) == len(declared) and all(d in (None, n) for d, n in zip(declared, shape))
+            if not fits:
+                text = "x".join(str(d or "?") for d in declared)
+                raise BackendError(
+                    f"input {name} is {text}: it cannot have the shape {'x'.join(map(str, shape))}"
+                )
+        if None in declared:
+            found.append(name)
+            if not wanted or any(name not in sizes for sizes in wanted):
+                raise BackendError(
+                    f"input {name} has open dimensions: kernels are for fixed sizes, give them with "
+                    f"--shape {name}=..."
+                )
     return found
 
 
-def _regions(model: ModelProto, types: Mapping[str, TypeProto]) -> list[Region]:
-    """The whole graph, if each of its nodes can be lowered, or its parts."""
-    fits = _fitting(types)
-    graph = model.graph
-    if all(map(fits, graph.node)):
-        return [region_of(graph, range(len(graph.node)))]
-    return cut(graph, fits)
-
-
 def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
-    """Whether a node can be in a region: a known operator on tensors of fixed sizes."""
+    """Whether a node can be in a region: a known operator on tensors of fixed sizes, floats of single precision.
+
+    Whole numbers and truth values may be moved, compared and converted.
+    """
 
     def fits(node: NodeProto) -> bool:
         if node.op_type in _LEFT or lower.unsupported([(node.domain, node.op_type)]):
             return False
-        names = [*names_read(node), *(name for name in node.output if name)]
-        return all(name in types and _is_fixed(types[name]) for name in names)
+        if node.op_type == "Dropout" and len(node.input) > 2:  # it may be random
+            return False
+        results = [name for name in node.output if name]
+        if not all(name in types and _is_fixed(types[name]) for name in (*names_read(node), *results)):
+            return False
+        whole = any(types[name].tensor_type.elem_type in _WHOLE for name in results)
+        return not whole or node.op_type in _MOVES
 
     return fits
 
 
 def _is_fixed(kind: TypeProto) -> bool:
+    """Whether a type is that of tensors in a region."""
     tensor = kind.tensor_type
     if not kind.HasField("tensor_type") or not tensor.HasField("shape"):
         return False
-    if tensor.elem_type in (onnx.TensorProto.STRING, onnx.TensorProto.BFLOAT16):
+    if tensor.elem_type not in {_FLOAT, _BOOL, *_WHOLE}:
         return False
     return all(dim.HasField("dim_value") for dim in tensor.shape.dim)
 
