@@ -18,8 +18,10 @@ from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_che
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.padding import pad_to_tiles
+from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.reading import operator
 from xrlflow.backends.tvm.schedules import schedule
+from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
 
@@ -257,6 +259,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.FoldConstant(),
         lambda module: fuse_attention(module, machine),
         lambda module: pad_to_tiles(module, machine),
+        separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),
         sized,
         relax.transform.AnnotateTIROpPattern(),
@@ -332,8 +335,13 @@ def compile_module(module: Any, machine: Machine) -> Any:
     from tvm import relax
 
     target = machine.target()
+    passes = relax.transform
+    # TVM's default pipeline. It has no place for a pass between its first half, which makes `sequence`, and its second.
+    prepared = [relax.backend.DispatchSampling(), relax.backend.DispatchSortScan(), passes.LegalizeOps()]
+    rest = [
+        passes.StaticPlanBlockMemory(), passes.LowerAllocTensor(), passes.KillAfterLastUse(),
+        passes.LowerRuntimeBuiltin(), passes.ComputePrimValue(), passes.VMShapeLower(), passes.AttachGlobalSymbol(),
+    ]  # fmt: skip
     with answering("compile", module), target, package.transform.PassContext(opt_level=3):
-        module = relax.transform.SplitLayoutRewritePreproc()(module)
-        module = relax.transform.FoldConstant()(module)
-        module = relax.transform.DeadCodeElimination()(module)
-        return package.compile(module, target)
+        module = in_place(sequence(package.transform.Sequential(prepared)(module)), machine)
+        return package.compile(module, target, relax_pipeline=package.transform.Sequential(rest))
