@@ -16,10 +16,12 @@ from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
+from xrlflow.backends.tvm.layouts import border, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
-from xrlflow.backends.tvm.reading import operator
+from xrlflow.backends.tvm.pooling import with_pads
+from xrlflow.backends.tvm.reading import operator, sizes
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
@@ -218,6 +220,13 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
                 if len(known) == len(bounds):
                     return self._clip(result, bounds)
+            if op_name in ("AveragePool", "MaxPool"):
+                shape = sizes(inputs[0])
+                attrs = with_pads(attrs, None if shape is None else shape[2:])
+            if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
+                given = [*inputs, None, None][:4]
+                if given[3] is None and (padded := border(*given[:3])) is not None:
+                    return self.bb.normalize(padded)
             if op_name in ("Cast", "CastLike"):
                 kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
                 if (result := cast(self.bb, inputs[0], str(kind))) is not None:
@@ -257,6 +266,7 @@ def fuse(module: Any, machine: Machine) -> Any:
             relax.transform.ConvertLayout(LAYOUTS)(module) if _gains_from_channels_last(module) else module
         ),
         relax.transform.FoldConstant(),
+        without_detours,
         lambda module: fuse_attention(module, machine),
         lambda module: pad_to_tiles(module, machine),
         separate,
@@ -269,6 +279,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.DeadCodeElimination(),
         relax.transform.AttachAttrLayoutFreeBuffers(),
     ]
+    keep_layouts()
     with answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
         for step in passes:
             with heeding_interrupts():

@@ -6,7 +6,7 @@ since that pixel is in the window, too; a sum leaves the tap out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,23 @@ class _Along:
         first, step = self.place(pixel, 0), self.dilation
         last = tirx.min((self.image - 1 - first) // step, self.taps - 1)
         return last - tirx.max((step - 1 - first) // step, 0) + 1
+
+
+def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str, Any]:
+    """The attributes of an ONNX pool of an image of this size, with numbers for SAME_LOWER and SAME_UPPER. (TVM's
+    importer takes SAME_LOWER for fewer windows than there are.)"""
+    same = attrs.get("auto_pad", b"NOTSET").decode()
+    if not same.startswith("SAME") or image is None:
+        return dict(attrs)
+    ones = [1] * len(image)
+    strides, dilations = attrs.get("strides", ones), attrs.get("dilations", ones)
+    pads = [
+        max(0, (-(-size // stride) - 1) * stride + (taps - 1) * dilation + 1 - size)
+        for size, stride, taps, dilation in zip(image, strides, attrs["kernel_shape"], dilations)
+    ]
+    less, more = [pad // 2 for pad in pads], [pad - pad // 2 for pad in pads]
+    before, after = (less, more) if same == "SAME_UPPER" else (more, less)
+    return {**attrs, "auto_pad": b"NOTSET", "pads": [*before, *after]}
 
 
 def legal_max_pool(builder: Any, call: Any) -> Any | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.layouts import ELEMENTWISE
 from xrlflow.backends.tvm.reading import operator, sizes, with_calls
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.target import Machine
@@ -58,10 +59,13 @@ def separate(module: Any) -> Any:
 
 
 def _is_computed(part: Any, builder: Any) -> bool:
+    """Whether more is done than to move elements of inputs, and to compute on each of them."""
     from tvm import relax
 
     bound = builder.lookup_binding(part) if isinstance(part, relax.Var) else None
-    return isinstance(bound, relax.Call) and operator(bound) not in _MOVES
+    if not isinstance(bound, relax.Call) or operator(bound) in _MOVES:
+        return False
+    return operator(bound) not in ELEMENTWISE or any(_is_computed(x, builder) for x in bound.args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,9 @@ def in_place(module: Any, machine: Machine) -> Any:
     if not any(_AXIS in (function.attrs or {}) for function in module.functions.values()):
         return module
     main = module["main"]
-    steps = _Steps(module, machine, [b for block in main.body.blocks for b in block.bindings], main.body.body)
-    for binding in list(steps.bindings):
-        steps.remove(binding)
+    steps = _Steps(module, [b for block in main.body.blocks for b in block.bindings], main.body.body)
+    for copy in steps.copy_parts(machine):
+        steps.remove(copy)
     body = relax.SeqExpr([relax.BindingBlock(steps.bindings)], main.body.body)
     done = steps.builder.get()
     changed = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
@@ -91,35 +95,76 @@ def in_place(module: Any, machine: Machine) -> Any:
     return done
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A call that copies its first tensor to a slice of its second."""
+
+    binding: Any
+    place: Slice
+
+
 class _Steps:
     """The bindings of a function that allocates tensors and calls kernels."""
 
-    def __init__(self, module: Any, machine: Machine, bindings: Sequence[Any], result: Any) -> None:
+    def __init__(self, module: Any, bindings: Sequence[Any], result: Any) -> None:
         from tvm import relax
 
         self.builder = relax.BlockBuilder(module)
         self.bindings = list(bindings)
-        self._machine, self._result = machine, result
+        self._result = result
         self._known: dict[Any, Any] = {}  # the names of kernels whose parameters became slices
 
-    def remove(self, binding: Any) -> None:
-        """Remove this binding if it is a concatenation: its parts become slices of its result."""
-        function = self._kernel(binding)
-        if function is None or _AXIS not in (function.attrs or {}):
+    def copy_parts(self, machine: Machine) -> list[_Copy]:
+        """Replace each concatenation by copies of its parts, and return these."""
+        copies: list[_Copy] = []
+        bindings: list[Any] = []
+        for binding in self.bindings:
+            function = self._kernel(binding)
+            if function is None or _AXIS not in (function.attrs or {}):
+                bindings.append(binding)
+                continue
+            *parts, whole = binding.value.args
+            shape, axis, offset = sizes(whole), int(function.attrs[_AXIS]), 0
+            assert shape is not None
+            for part in parts:
+                size = sizes(part)
+                assert size is not None
+                place = Slice(shape, axis, offset)
+                offset += size[axis]
+                copies.append(_Copy(self._copy(part, size, whole, place, machine), place))
+                bindings.append(copies[-1].binding)
+        self.bindings = bindings
+        return copies
+
+    def remove(self, copy: _Copy) -> None:
+        """Make what is copied a slice of the whole for all kernels that use it, so that the copy is not needed.
+
+        It stays if that is not possible, and if what is copied is a slice of another tensor already.
+        """
+        from tvm import relax
+
+        binding = next(b for b in self.bindings if b.var.same_as(copy.binding.var))
+        part, whole = binding.value.args
+        tensors = self._tensors()
+        tensor = tensors.get(part) if isinstance(part, relax.Var) else None
+        if tensor is None or not binding.value.op.same_as(copy.binding.value.op):
             return
-        *parts, whole = binding.value.args
-        shape, axis, offset = sizes(whole), int(function.attrs[_AXIS]), 0
-        assert shape is not None
-        copies = []
-        for part in parts:
-            size = sizes(part)
-            assert size is not None
-            place = Slice(shape, axis, offset)
-            offset += size[axis]
-            if not self._place(part, whole, place):
-                copies.append(self._copy(part, size, whole, place))
-        at = next(i for i, other in enumerate(self.bindings) if other.var.same_as(binding.var))
-        self.bindings[at : at + 1] = copies
+        if tensor in map(tensors.get, _variables(self._result)):
+            return
+        changed: dict[int, Any] = {}
+        for at, other in enumerate(self.bindings):
+            operands = list(_variables(other.value))
+            uses = tuple(i for i, used in enumerate(operands) if tensors.get(used) == tensor)
+            if not uses or tensors.get(other.var) == tensor or other.var.same_as(binding.var):
+                continue
+            if self._kernel(other) is None:
+                return  # it is seen in another shape, or returned
+            name = self._sliced(other.value.op, uses, copy.place)
+            if name is None:
+                return
+            changed[at] = self._call(name, [whole if i in uses else x for i, x in enumerate(operands)])
+        self._change(changed, tensors, tensor, whole)
+        self.bindings = [b for b in self.bindings if not b.var.same_as(binding.var)]
 
     def _kernel(self, binding: Any) -> Any | None:
         """The function that a binding calls, if it is a kernel."""
@@ -143,34 +188,6 @@ class _Steps:
             elif isinstance(binding.value, relax.Var) and binding.value in tensors:
                 tensors[binding.var] = tensors[binding.value]
         return tensors
-
-    def _place(self, part: Any, whole: Any, place: Slice) -> bool:
-        """Make a part a slice of the whole for all kernels that use it. Returns False if that is not possible."""
-        from tvm import relax
-
-        tensors = self._tensors()
-        tensor = tensors.get(part) if isinstance(part, relax.Var) else None
-        if tensor is None or tensor in map(tensors.get, _variables(self._result)):
-            return False
-        changed: dict[int, Any] = {}
-        for at, binding in enumerate(self.bindings):
-            operands = list(_variables(binding.value))
-            uses = tuple(i for i, used in enumerate(operands) if tensors.get(used) == tensor)
-            if not uses or tensors.get(binding.var) == tensor:
-                continue
-            function = self._kernel(binding)
-            if function is None:
-                return False  # seen in another shape, or returned
-            if whole.same_as(operands[-1]):
-                if len(uses) > 1:
-                    return False  # it is there twice
-                continue
-            name = self._sliced(binding.value.op, uses, place)
-            if name is None:
-                return False
-            changed[at] = self._call(name, [whole if i in uses else x for i, x in enumerate(operands)])
-        self._change(changed, tensors, tensor, whole)
-        return True
 
     def _change(
         self, changed: Mapping[int, Any], tensors: Mapping[Any, int], tensor: int, whole: Any
@@ -200,15 +217,15 @@ class _Steps:
 
         return self.builder.normalize(relax.Call(name, list(arguments)))
 
-    def _copy(self, part: Any, size: Sequence[int], whole: Any, place: Slice) -> Any:
+    def _copy(self, part: Any, size: Sequence[int], whole: Any, place: Slice, machine: Machine) -> Any:
         """A call of a kernel that copies a part to its slice of the whole."""
         from tvm import relax, te
 
         given = te.placeholder(list(size), str(part.ty.dtype), name="part")
         same = te.compute(given.shape, lambda *i: given[i], name="copy")
         function = te.create_prim_func([given, same]).with_attr("tirx.noalias", True)
-        module = tvm().IRModule({"main": function})
-        function = sliced(schedule(module, self._machine).mod["main"], (1,), place)
+        scheduled = schedule(tvm().IRModule({"main": function}), machine).mod["main"]
+        function = sliced(scheduled, (1,), place)
         assert function is not None
         function = function.without_attr("global_symbol").with_attr(SCHEDULED, True)
         call = self._call(self.builder.add_func(function, "copy_slice"), [part, whole])
