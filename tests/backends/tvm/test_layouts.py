@@ -27,7 +27,7 @@ MIDDLES = {
     ),
     "a border, concatenated": (
         "p = Pad(a, sides, zero)\n q = AveragePool<kernel_shape=[3,3]>(p)\n l = LeakyRelu(a)\n"
-        " k = Concat<axis=1>(q, l)\n c, d = Split<axis=1, num_outputs=2>(k)"
+        " k = Concat<axis=1>(q, l)\n u = Concat<axis=1>(v, v)\n c = Conv(k, u)"
     ),
 }
 
