@@ -356,6 +356,8 @@ def test_long_sums_are_as_exact_as_those_of_onnx_runtime(text: str) -> None:
         ([3, 3, 64], (0, 1)),
         ([3, 3, 512], (2, 128)),
         ([2, 97], (0, 1)),
+        ([1, 1, 384], (2, 96)),  # not three loops in succession
+        ([291], (0, 97)),
         ([257], None),
         ([382], (0, 191)),
         ([11, 11, 3], None),

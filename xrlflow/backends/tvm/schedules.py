@@ -646,6 +646,9 @@ def chunk(extents: Sequence[int]) -> tuple[int, int] | None:
     fitting = [part for part in parts if _CHUNK // 2 <= part[2] <= terms // 2]
     if not fitting:
         return None
+    # LLVM unrolls three loops in succession, and then has too few registers for the sums of all chunks.
+    plain = [part for part in fitting if part[2] * 3 != terms or part[0] < len(extents) - 1]
+    fitting = plain or fitting
     at, step, _ = min(fitting, key=lambda part: abs(math.log(part[2] / _CHUNK)))
     return at, step
 
