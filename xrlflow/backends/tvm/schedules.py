@@ -367,11 +367,12 @@ def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
 
     A step of the reduction loads rows + columns / lanes operands for rows x columns / lanes multiply-adds, so a squarer
     tile loads less. But the vectors come from the second-level cache, where the panel is, and cost as much as three
-    broadcasts: higher tiles load fewer of them (for 21 shapes of networks, the tile chosen so took 1.02 times as long as
-    the best one on average, at most 1.11; without this 1.06 and 1.33). It may not need more registers than there are. With fewer than 8 accumulators, multipliers wait for
-    their own results. Rows must not evict each other from the first-level cache. A panel of reduction x columns stays
-    in half of the second-level cache. A tile divides the output; if that may be padded, useless work is weighed against
-    the better shape. For channelwise tiles see `_channelwise`.
+    broadcasts: a higher tile loads fewer of them. (For 21 shapes that networks have, the tile that this chooses took
+    1.02 times as long as the best one on average, at most 1.11; without this 1.06 and 1.33.) It may not need more
+    registers than there are. With fewer than 8 accumulators, multipliers wait for their own results. Rows must not
+    evict each other from the first-level cache. A panel of reduction x columns stays in half of the second-level cache.
+    A tile divides the output; if that may be padded, useless work is weighed against the better shape. For channelwise
+    tiles see `_channelwise`.
     """
     if grid.channelwise:
         yield from _channelwise(grid, machine)
