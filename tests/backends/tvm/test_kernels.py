@@ -356,6 +356,8 @@ def test_long_sums_are_as_exact_as_those_of_onnx_runtime(text: str) -> None:
         ([3, 3, 64], (0, 1)),
         ([3, 3, 512], (2, 128)),
         ([2, 97], (0, 1)),
+        ([1, 1, 384], (2, 96)),  # not three loops in succession
+        ([291], (0, 97)),
         ([257], None),
         ([382], (0, 191)),
         ([11, 11, 3], None),
@@ -627,14 +629,14 @@ def test_means_of_rows_are_made_by_all_threads() -> None:
 def test_constants_are_packed_once_when_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left to run is the product alone, and its weights are in panels."""
     from tvm import relax
-    from tvm.ir import GenericConst
+    from tvm.ir import GenericConst, GlobalVar
 
     package, modules = tvm(), []
     build = package.compile
 
-    def watched(module: Any, target: Any) -> Any:
+    def watched(module: Any, target: Any, **options: Any) -> Any:
         modules.append(module)
-        return build(module, target)
+        return build(module, target, **options)
 
     monkeypatch.setattr(package, "compile", watched)
     text = "(float[16,32] x, float[32,512] w) => (float[16,512] y) { y = MatMul(x, w) }"
@@ -644,9 +646,9 @@ def test_constants_are_packed_once_when_the_model_is_compiled(monkeypatch: pytes
     calls: list[str] = []
 
     def look(expression: Any) -> None:
-        if isinstance(expression, GenericConst):
+        if isinstance(expression, GenericConst) and isinstance(expression.ty, relax.TensorType):
             shapes.append(tuple(int(extent) for extent in expression.ty.shape))
-        elif isinstance(expression, relax.Call):
+        elif isinstance(expression, relax.Call) and isinstance(expression.op, GlobalVar):
             calls.append(str(expression.op))
 
     relax.analysis.post_order_visit(module["main"], look)

@@ -23,6 +23,7 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.bounds import Check
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Place, Plan, Tensor, np_dtype, plan_of, sequence
+from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine, compiler, instructions, linker
 from xrlflow.backends.tvm.unaligned import marked
 
@@ -70,7 +71,7 @@ def compile_region(
     module = lower.import_model(model)
     scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
     with lower.answering("compile", scheduled), machine.target():
-        listed = sequence(scheduled)
+        listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)
     inputs = tuple(value.name for value in model.graph.input if value.name not in weights)
     outputs = tuple(value.name for value in model.graph.output)

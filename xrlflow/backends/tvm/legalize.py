@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import add
 from typing import Any
 
+from xrlflow.backends.tvm.pooling import legal_average_pool, legal_max_pool
 from xrlflow.backends.tvm.reading import numbers, sizes
 from xrlflow.backends.tvm.schedules import partial_lanes
 from xrlflow.backends.tvm.target import Machine
@@ -56,7 +57,16 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         axis, reduction = int(call.attrs.axis), str(call.attrs.reduction)
         return builder.call_te(scatter, *call.args, axis, reduction, primfunc_name_hint="scatter")
 
+    def own(name: str, make: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
+        def legal(builder: Any, call: Any) -> Any:
+            made = make(builder, call)
+            return _default(name)(builder, call) if made is None else made
+
+        return legal
+
     return {
+        "relax.nn.max_pool2d": own("nn.max_pool2d", legal_max_pool),
+        "relax.nn.avg_pool2d": own("nn.avg_pool2d", legal_average_pool),
         "relax.scatter_elements": legal_scatter,
         "relax.nn.softmax": legal_softmax,
         "relax.nn.log_softmax": legal_log_softmax,

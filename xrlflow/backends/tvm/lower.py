@@ -16,10 +16,14 @@ from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
+from xrlflow.backends.tvm.layouts import border, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.padding import pad_to_tiles
-from xrlflow.backends.tvm.reading import operator
+from xrlflow.backends.tvm.plan import sequence
+from xrlflow.backends.tvm.pooling import with_pads
+from xrlflow.backends.tvm.reading import operator, sizes
 from xrlflow.backends.tvm.schedules import schedule
+from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
 
@@ -216,6 +220,13 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
                 if len(known) == len(bounds):
                     return self._clip(result, bounds)
+            if op_name in ("AveragePool", "MaxPool"):
+                shape = sizes(inputs[0])
+                attrs = with_pads(attrs, None if shape is None else shape[2:])
+            if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
+                given = [*inputs, None, None][:4]
+                if given[3] is None and (padded := border(*given[:3])) is not None:
+                    return self.bb.normalize(padded)
             if op_name in ("Cast", "CastLike"):
                 kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
                 if (result := cast(self.bb, inputs[0], str(kind))) is not None:
@@ -255,8 +266,10 @@ def fuse(module: Any, machine: Machine) -> Any:
             relax.transform.ConvertLayout(LAYOUTS)(module) if _gains_from_channels_last(module) else module
         ),
         relax.transform.FoldConstant(),
+        without_detours,
         lambda module: fuse_attention(module, machine),
         lambda module: pad_to_tiles(module, machine),
+        separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),
         sized,
         relax.transform.AnnotateTIROpPattern(),
@@ -266,6 +279,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.DeadCodeElimination(),
         relax.transform.AttachAttrLayoutFreeBuffers(),
     ]
+    keep_layouts()
     with answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
         for step in passes:
             with heeding_interrupts():
@@ -332,8 +346,13 @@ def compile_module(module: Any, machine: Machine) -> Any:
     from tvm import relax
 
     target = machine.target()
+    passes = relax.transform
+    # TVM's default pipeline. It has no place for a pass between its first half, which makes `sequence`, and its second.
+    prepared = [relax.backend.DispatchSampling(), relax.backend.DispatchSortScan(), passes.LegalizeOps()]
+    rest = [
+        passes.StaticPlanBlockMemory(), passes.LowerAllocTensor(), passes.KillAfterLastUse(),
+        passes.LowerRuntimeBuiltin(), passes.ComputePrimValue(), passes.VMShapeLower(), passes.AttachGlobalSymbol(),
+    ]  # fmt: skip
     with answering("compile", module), target, package.transform.PassContext(opt_level=3):
-        module = relax.transform.SplitLayoutRewritePreproc()(module)
-        module = relax.transform.FoldConstant()(module)
-        module = relax.transform.DeadCodeElimination()(module)
-        return package.compile(module, target)
+        module = in_place(sequence(package.transform.Sequential(prepared)(module)), machine)
+        return package.compile(module, target, relax_pipeline=package.transform.Sequential(rest))

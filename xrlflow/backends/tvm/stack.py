@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 _MOST = 4096
-CODE = "small buffers on the stack, long sums in chunks"
+CODE = "small buffers on the stack, long sums in chunks, rarely three, windows in registers"
 """Describes the code of a schedule, besides TVM's version. Times of other code belong to another setting."""
 # TVM's mark of an allocation that is left to code generation (LowerTVMBuiltin).
 _ON_STACK = "disable_lower_builtin"

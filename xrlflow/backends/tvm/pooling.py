@@ -1,0 +1,159 @@
+"""Pools of two dimensions with channels last: no condition and no copy for the border of an image.
+
+A tap beyond the border reads the nearest pixel of the image instead. The greatest element of a window stays the same,
+since that pixel is in the window, too; a sum leaves the tap out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.reading import numbers, sizes
+
+WINDOW = "xrlflow.window"
+"""The annotation of blocks that reduce a window of pixels, channels last (see `schedules`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """Windows along one dimension: the sizes of the result and of the image, the taps, and where the first window
+    begins, as pixels before the image."""
+
+    result: int
+    image: int
+    taps: int
+    stride: int
+    dilation: int
+    before: int
+
+    def place(self, pixel: Any, tap: Any) -> Any:
+        """The pixel of the image, or beyond its border, that a tap reads."""
+        return pixel * self.stride + tap * self.dilation - self.before
+
+    @property
+    def leaves(self) -> bool:
+        """Whether there are taps beyond the border."""
+        return self.before > 0 or self.place(self.result - 1, self.taps - 1) >= self.image
+
+    def inside(self, pixel: Any, tap: Any) -> Any:
+        from tvm import tirx
+
+        place = self.place(pixel, tap)
+        return tirx.all(place >= 0, place < self.image)
+
+    def nearest(self, pixel: Any, tap: Any) -> Any:
+        """The pixel of the image that is nearest to what a tap reads."""
+        from tvm import tirx
+
+        place = self.place(pixel, tap)
+        return tirx.max(tirx.min(place, self.image - 1), 0) if self.leaves else place
+
+    def counted(self, pixel: Any) -> Any:
+        """The number of taps inside the image."""
+        from tvm import tirx
+
+        if not self.leaves:
+            return self.taps
+        first, step = self.place(pixel, 0), self.dilation
+        last = tirx.min((self.image - 1 - first) // step, self.taps - 1)
+        return last - tirx.max((step - 1 - first) // step, 0) + 1
+
+
+def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str, Any]:
+    """The attributes of an ONNX pool of an image of this size, with numbers for SAME_LOWER and SAME_UPPER. (TVM's
+    importer takes SAME_LOWER for fewer windows than there are.)"""
+    same = attrs.get("auto_pad", b"NOTSET").decode()
+    if not same.startswith("SAME") or image is None:
+        return dict(attrs)
+    ones = [1] * len(image)
+    strides, dilations = attrs.get("strides", ones), attrs.get("dilations", ones)
+    pads = [
+        max(0, (-(-size // stride) - 1) * stride + (taps - 1) * dilation + 1 - size)
+        for size, stride, taps, dilation in zip(image, strides, attrs["kernel_shape"], dilations)
+    ]
+    less, more = [pad // 2 for pad in pads], [pad - pad // 2 for pad in pads]
+    before, after = (less, more) if same == "SAME_UPPER" else (more, less)
+    return {**attrs, "auto_pad": b"NOTSET", "pads": [*before, *after]}
+
+
+def legal_max_pool(builder: Any, call: Any) -> Any | None:
+    """The greatest elements of windows; None for what this module does not compute."""
+    along = _windows(call)
+    return (
+        None
+        if along is None
+        else builder.call_te(lambda x: greatest(x, along), call.args[0], primfunc_name_hint="max_pool2d")
+    )
+
+
+def legal_average_pool(builder: Any, call: Any) -> Any | None:
+    """The means of windows; None for what this module does not compute."""
+    along, whole = _windows(call), bool(call.attrs.count_include_pad)
+    return (
+        None
+        if along is None
+        else builder.call_te(lambda x: means(x, along, whole), call.args[0], primfunc_name_hint="avg_pool2d")
+    )
+
+
+def _windows(call: Any) -> tuple[_Along, _Along] | None:
+    image, result, attrs = sizes(call.args[0], "float32"), sizes(call), call.attrs
+    if attrs.layout != "NHWC" or attrs.out_layout != "NHWC" or image is None or result is None:
+        return None
+    if 0 in (*image, *result):
+        return None
+    rows, columns = (
+        _Along(*each)
+        for each in zip(
+            result[1:3], image[1:3], numbers(attrs.pool_size), numbers(attrs.strides), numbers(attrs.dilation),
+            numbers(attrs.padding)[:2],
+        )
+    )  # fmt: skip
+    return rows, columns
+
+
+def greatest(x: Any, windows: Sequence[_Along]) -> Any:
+    """The greatest elements of windows of x [batch, row, column, channel]."""
+    from tvm import te
+
+    # With gaps between the taps, the nearest pixel may not be in the window.
+    masked = any(along.leaves and along.dilation > 1 for along in windows)
+    return _reduced(x, windows, "window_max", te.max, te.min_value(x.dtype) if masked else None)
+
+
+def means(x: Any, windows: Sequence[_Along], whole: bool) -> Any:
+    """The means of windows of x [batch, row, column, channel]. `whole`: taps beyond the border count as zeros."""
+    from tvm import te, tirx
+
+    masked = any(along.leaves for along in windows)
+    sums = _reduced(x, windows, "window_sum", te.sum, tirx.const(0.0, x.dtype) if masked else None)
+    rows, columns = windows
+
+    def mean(n: Any, y: Any, x: Any, c: Any) -> Any:
+        count = rows.taps * columns.taps if whole else rows.counted(y) * columns.counted(x)
+        kind = sums.dtype
+        share = tirx.const(1.0 / count, kind) if isinstance(count, int) else 1.0 / count.astype(kind)
+        return sums[n, y, x, c] * share
+
+    return te.compute(sums.shape, mean, name="window_mean")
+
+
+def _reduced(x: Any, windows: Sequence[_Along], name: str, reduce: Any, beyond: Any | None) -> Any:
+    """The reduction of windows. `beyond`: the value of taps beyond the border; None if they take the nearest pixel."""
+    from tvm import te, tirx
+
+    taps = [te.reduce_axis((0, along.taps), name=name) for along, name in zip(windows, ("ky", "kx"))]
+
+    def window(n: Any, row: Any, column: Any, c: Any) -> Any:
+        at = list(zip(windows, (row, column), taps))
+        value = x[(n, *(along.nearest(pixel, tap) for along, pixel, tap in at), c)]
+        if beyond is not None:
+            inside = (along.inside(pixel, tap) for along, pixel, tap in at if along.leaves)
+            value = tirx.Select(tirx.all(*inside), value, beyond)
+        return reduce(value, axis=taps)
+
+    rows, columns = windows
+    shape = (x.shape[0], rows.result, columns.result, x.shape[3])
+    return te.compute(shape, window, name=name, attrs={WINDOW: True})
