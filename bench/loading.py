@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 from bench import latency, pages
 from xrlflow.backends.beside import library_path
-from xrlflow.backends.tvm import detect, hybrid
-from xrlflow.backends.tvm.hybrid import types_of
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.hybrid import hybrid, types_of
 from xrlflow.backends.tvm.kernel_library import compile_region, kernel_library
 from xrlflow.onnxio import ImportedModel, load, save, to_proto
 from xrlflow.onnxio.regions import extracted, region_of, with_functions

@@ -15,8 +15,9 @@ from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Hybrid, Machine, Tvm, TvmModel, detect, hybrid
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.device import Device
+from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
 from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xrlflow.backends import RepeatedComparison
-from xrlflow.backends.tvm import Hybrid, TvmModel
+from xrlflow.backends.tvm import TvmModel
+from xrlflow.backends.tvm.hybrid import Hybrid
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start

@@ -19,7 +19,7 @@ import numpy as np
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import Options, measure, with_library
-from xrlflow.backends.tvm import Hybrid
+from xrlflow.backends.tvm.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, missing_for_kernels
 from xrlflow.pipeline import confirm

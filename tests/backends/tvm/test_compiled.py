@@ -552,7 +552,7 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
 
     from xrlflow.backends.tvm.import_tvm import tvm
 
-    def swallowing(*arguments: Any) -> Any:
+    def swallowing(*arguments: Any, **options: Any) -> Any:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         return arguments[0]

@@ -12,17 +12,14 @@ from typing import Any
 
 from xrlflow.backends.protocol import BackendError, ModelSource
 from xrlflow.backends.tvm.compiled import SUFFIX, TvmModel, compiled, is_compiled, load_compiled
-from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
 from xrlflow.backends.tvm.target import Machine, detect
 
 __all__ = [
     "SUFFIX",
-    "Hybrid",
     "Machine",
     "Tvm",
     "TvmModel",
     "detect",
-    "hybrid",
     "is_compiled",
     "load_compiled",
 ]
