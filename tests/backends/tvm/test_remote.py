@@ -383,7 +383,7 @@ def test_options_of_the_other_backend(file: Path, tmp_path: Path) -> None:
             app, ["optimize", str(file), "-o", str(tmp_path / "f.onnx"), f"--{option}", value]
         )
         assert result.exit_code == 2
-        assert f"{option} has no meaning with backend 'onnxruntime'" in result.stderr
+        assert f"{option} has no meaning with backend 'auto'" in result.stderr
     with pytest.raises(BackendError, match="LLVM does not know the processor 'z80'"):
         xrlflow.optimize(file, backend="tvm", cpu="z80")
     with pytest.raises(BackendError, match="the system 'pdp11' is not known"):
