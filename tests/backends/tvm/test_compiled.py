@@ -31,10 +31,11 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.protocol import Feeds
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled
+from xrlflow.backends.tvm import Tvm, TvmModel, detect, import_tvm, load_compiled
 from xrlflow.backends.tvm.target import lacking
 from xrlflow.cli import app
 from xrlflow.pipeline import compiled as finishing
+from xrlflow.prover.code import forget
 from xrlflow.verify import Status, Verification
 
 WEIGHTS = ", ".join(str(round(math.sin(i), 3)) for i in range(128))
@@ -649,3 +650,9 @@ def test_what_cannot_be_compared_is_not_said_to_differ(file: Path, monkeypatch: 
         VerificationFailed, match=r"cannot be verified: it has random operators \(--no-verify\)"
     ):
         xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", measure=False)
+
+
+def test_tvm_is_set_up_once_though_caches_are_cleared() -> None:
+    """TVM refuses what is registered twice. The tests of mutated rules clear all caches of the package."""
+    forget("xrlflow")
+    assert import_tvm.tvm() is import_tvm.tvm()

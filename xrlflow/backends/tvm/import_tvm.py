@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import types
@@ -24,12 +23,21 @@ _BINDING = ("TVM_BIND_THREADS", "0")
 _THREADS = "TVM_NUM_THREADS"
 
 
-@functools.cache
+_loaded: Any = None
+
+
 def tvm() -> Any:
     """The `tvm` package, with `tvm.relax`, `tvm.s_tir.meta_schedule` and the ONNX importer loaded.
 
     Raises BackendError if TVM is not installed, or in a version that does not work.
     """
+    global _loaded  # not a cache that may be cleared: TVM takes what is registered below only once
+    if _loaded is None:
+        _loaded = _load()
+    return _loaded
+
+
+def _load() -> Any:
     for name in _FOREIGN:
         full = f"tvm.s_tir.tensor_intrin.{name}"
         sys.modules.setdefault(full, types.ModuleType(full))

@@ -180,12 +180,34 @@ def check_sizes(inputs: Iterable[Any]) -> None:
             )
 
 
-def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
+_FOLDED = {"Max": "maximum", "Min": "minimum", "Sum": "add", "Mean": "add"}
+"""ONNX's operators of many operands, and Relax's of two."""
+
+
+def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
+    """One of `_FOLDED`, of two operands at a time."""
     from tvm import relax
+
+    two = getattr(relax.op, _FOLDED[op])
+    folded = functools.reduce(lambda a, b: builder.normalize(two(a, b)), inputs)
+    if op != "Mean":
+        return folded
+    return builder.normalize(relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype)))
+
+
+def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
+    """A tensor within its lower and its upper bound (None: no bound)."""
+    from tvm import relax
+
+    for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
+        if bound is not None:
+            result = builder.normalize(nearest(result, bound))
+    return result
+
+
+def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     from tvm.ir import GenericConst
     from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
-
-    folds = {"Max": relax.op.maximum, "Min": relax.op.minimum, "Sum": relax.op.add, "Mean": relax.op.add}
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
         """TVM's importer, but Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them (TVM
@@ -213,13 +235,13 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
 
         def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
             inputs = type(inputs)(self.bounds.operands(next(self._told), op_name, inputs, attrs))
-            if op_name in folds and not all(isinstance(x, GenericConst) for x in inputs):
-                return self._fold(op_name, list(inputs))
+            if op_name in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
+                return _fold(self.bb, op_name, list(inputs))
             if op_name == "Clip" and opset >= 11:
                 result, *bounds = inputs
                 known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
                 if len(known) == len(bounds):
-                    return self._clip(result, bounds)
+                    return _clip(self.bb, result, bounds)
             if op_name in ("AveragePool", "MaxPool"):
                 shape = sizes(inputs[0])
                 attrs = with_pads(attrs, None if shape is None else shape[2:])
@@ -232,18 +254,6 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 if (result := cast(self.bb, inputs[0], str(kind))) is not None:
                     return result
             return super()._convert_operator(op_name, inputs, attrs, opset)
-
-        def _fold(self, op_name: str, inputs: Sequence[Any]) -> Any:
-            folded = functools.reduce(lambda a, b: self.bb.normalize(folds[op_name](a, b)), inputs)
-            if op_name != "Mean":
-                return folded
-            return self.bb.normalize(relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype)))
-
-        def _clip(self, result: Any, bounds: Sequence[Any]) -> Any:
-            for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
-                if bound is not None:
-                    result = self.bb.normalize(nearest(result, bound))
-            return result
 
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
 
