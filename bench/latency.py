@@ -277,6 +277,27 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def with_kernels(rows: list[dict[str, Any]]) -> str:
+    """The table of results with kernels alone, in Markdown: a row for each model, on 2 threads and on 1."""
+    lines = [
+        "| model | nodes in kernels | threads | original ms | A/A | with kernels |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        for threads in THREADS:
+            ratios = r["ratios"].get(str(threads))
+            if ratios is None or KERNELS not in r["reports"]:
+                continue
+            name = f"{r['model']}{'*' if ratios['disturbed'] else ''}"
+            report = r["reports"][KERNELS]
+            inside = (
+                f"{report['kernel_nodes']} of {report['nodes_after']}" if report["kernel_nodes"] else "none"
+            )
+            values = [f"{ratios['original_ms']:.2f}", cell(ratios["control"]), ours(r, KERNELS, ratios)]
+            lines.append(f"| {name} | {inside} | {threads} | {' | '.join(values)} |")
+    return f"{said(rows)}.\n\n" + "\n".join(lines)
+
+
 def short(text: str) -> str:
     """The rows that the README shows, of the first table in `text`."""
     found = {row["model"].rstrip("*"): row for row in pages.rows(text)}
@@ -322,6 +343,12 @@ def main() -> None:
             )
             arguments.json.write_text(json.dumps(kept, indent=1))
             print(table([kept[name]], arguments.threads[0]).splitlines()[2], flush=True)
+    if tuple(arguments.searches) == (KERNELS,) and not arguments.rivals:
+        text = with_kernels([kept[n] for n in names() if n in kept])
+        print(text)
+        if arguments.write:
+            pages.write("latency-kernels", text)
+        return
     text = summary([kept[n] for n in names() if n in kept])
     print(text)
     if arguments.write:
