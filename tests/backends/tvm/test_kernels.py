@@ -511,6 +511,9 @@ def test_rows_that_are_prime_get_longer() -> None:
         assert pixels < width(pixels, 192) <= 1.15 * pixels
     assert 17 < width(17, 192, flat=True) < 20  # 17 * 17 has no better divisor than 17, but 8 of them have
     assert padded_width(Rows(8 * 17, 17, True), 192, 256, 576, MACHINE) == 17
+    # The first convolution of SqueezeNet has few products for each element of its image, that of Inception fewer tiles.
+    assert padded_width(Rows(111, 111, False, 3 * 224 * 224), 64, 12, 27, MACHINE) == 111
+    assert padded_width(Rows(149, 149, False, 3 * 299 * 299), 32, 12, 27, MACHINE) > 149
     for pixels in (7, 13, 14, 28, 56, 80, 112):
         assert width(pixels, 192) == pixels
         assert width(pixels, 192, flat=True) == pixels

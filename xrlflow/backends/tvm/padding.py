@@ -20,8 +20,11 @@ from xrlflow.backends.tvm.target import Machine
 # The padded size may be this many times the size that whole vectors need.
 _MORE_COLUMNS = 1.05
 _FEW_VECTORS = 3
-# Longer rows must be estimated to be this many times faster, since the image is copied; and may be this much longer.
+# Longer rows must be estimated to be this many times faster, and may be this much longer.
 _GAIN, _MORE_PIXELS = 1.15, 1.15
+# To copy a vector of an image, or a pixel's channel if vectors do not divide them, takes as long as this many
+# multiply-adds of vectors: padding a photograph took longer than its first convolution (measured).
+_COPY = 8
 _ELEMENTWISE = 0  # relax's OpPatternKind: may follow a product in one function
 
 
@@ -76,23 +79,29 @@ def padded_columns(columns: int, lanes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The output of a convolution: `count` rows of `width` pixels. `flat`: a tile sees all of them as one row."""
+    """The output of a convolution: `count` rows of `width` pixels. `flat`: a tile sees all of them as one row.
+
+    `copies`: the vectors, or channels of pixels, that are copied to make the rows longer.
+    """
 
     count: int
     width: int
     flat: bool
+    copies: int = 0
 
 
 def padded_width(rows: Rows, columns: int, row_stride: int, reduction: int, machine: Machine) -> int:
     """The number of pixels in a row to compute: the one with the best estimate, if it is clearly better."""
 
-    def promise(pixels: int) -> float:
-        return max(value for value, _ in rated_tiles(Grid(pixels, columns, row_stride, reduction), machine))
+    def steps(pixels: int, tiled: int) -> float:
+        """The multiply-adds of vectors that take as long as rows of this many pixels. `tiled`: what tiles divide."""
+        best = max(value for value, _ in rated_tiles(Grid(tiled, columns, row_stride, reduction), machine))
+        return rows.count * pixels * columns * reduction / machine.lanes / best
 
-    now = promise(rows.count * rows.width if rows.flat else rows.width)
+    now = steps(rows.width, rows.count * rows.width if rows.flat else rows.width)
     wider = range(rows.width + 1, math.floor(_MORE_PIXELS * rows.width) + 1)
-    gain, width = max(((promise(w) * rows.width / w / now, -w) for w in wider), default=(1.0, -rows.width))
-    return -width if gain > _GAIN else rows.width
+    least, width = min(((steps(w, w) + _COPY * rows.copies, w) for w in wider), default=(now, rows.width))
+    return width if now > _GAIN * least else rows.width
 
 
 def _matmul(call: Any, result: Sequence[int], weights: Sequence[int], machine: Machine) -> Any | None:
@@ -114,7 +123,11 @@ def _conv(call: Any, result: Sequence[int], weights: Sequence[int], machine: Mac
     strides, padding = numbers(attrs.strides), numbers(attrs.padding)
     flat = list(weights[:2]) == [1, 1] and strides == [1, 1] and not any(padding)
     wide_columns = padded_columns(columns, machine.lanes)
-    rows = Rows(batch * height, width, flat)
+    image = sizes(call.args[0])
+    # An image with a border is copied anyway.
+    copied = 0 if image is None or any(padding) else math.prod(image)
+    vectors = machine.lanes if weights[2] % machine.lanes == 0 else 1
+    rows = Rows(batch * height, width, flat, copied // vectors)
     wide = padded_width(rows, wide_columns, 4 * weights[2], math.prod(weights[:3]), machine)
     if (wide, wide_columns) == (width, columns):
         return None
