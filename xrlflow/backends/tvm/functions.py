@@ -4,6 +4,8 @@ LLVM compiles `exp`, `tanh` and `erf` of a vector to one call of the C library f
 activation of EfficientNet take milliseconds. These are the usual polynomial and rational approximations in single
 precision: exp within 1 unit in the last place, sigmoid 2, tanh and erf 5 (see the tests), infinities and NaN as in IEEE
 754. Coefficients: Cephes (Moshier) for exp, Eigen's rational approximations for tanh and erf.
+
+Half precision is computed in single precision. Double precision, and other functions, are those of the C library.
 """
 
 from __future__ import annotations
@@ -48,29 +50,69 @@ _ERF_BELOW = (
 )
 
 
+# Functions that TVM would call without vectors, and only in single and double precision.
+_FROM_C = ("sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh")
+
+
 def register() -> None:
-    """Make TVM compute these functions so, in single precision and on processors, once per process."""
+    """Make TVM compute these functions so on processors, once per process."""
     from tvm import tirx
 
-    for name, function in (("exp", _exp), ("tanh", _tanh), ("erf", _erf), ("sigmoid", _sigmoid)):
-        tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=_lowering(name, function), level=99)
+    own = {"exp": _exp, "tanh": _tanh, "erf": _erf, "sigmoid": _sigmoid}
+    for name in (*own, *_FROM_C):
+        lower = _lowering(name, own.get(name))
+        tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=lower, level=99)
 
 
-def _lowering(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _lowering(name: str, single: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """How a call of a function is lowered. `single`: its code in single precision; None: the C library has it."""
     from tvm import tirx
 
     def lower(call: Any) -> Any:
         (x,) = call.args
-        if str(x.ty.dtype).split("x")[0] != "float32":
-            intrinsic = {"exp": "llvm.exp"}.get(name)
-            if intrinsic is not None:
-                return tirx.call_llvm_pure_intrin(call.ty.dtype, intrinsic, x)
-            if name == "sigmoid":
-                return tirx.const(1.0, call.ty.dtype) / (tirx.const(1.0, call.ty.dtype) + tirx.exp(-x))
-            return tirx.call_pure_extern(call.ty.dtype, name, x)
-        return _bound(x, function)
+        kind = _kind(x)
+        if kind == "float16":
+            return in_single(x.astype(_like(x, "float32"))).astype(x.ty.dtype)
+        if kind == "float32":
+            return in_single(x)
+        if name == "exp":
+            return tirx.call_llvm_pure_intrin(x.ty.dtype, "llvm.exp", x)
+        if name == "sigmoid":
+            one = tirx.const(1.0, x.ty.dtype)
+            return one / (one + tirx.exp(-x))
+        return _each(name, x)
+
+    def in_single(x: Any) -> Any:
+        return _each(f"{name}f", x) if single is None else _bound(x, single)
 
     return lower
+
+
+def _kind(x: Any) -> str:
+    """The type of a vector's elements."""
+    return str(x.ty.dtype).partition("x")[0]
+
+
+def _like(x: Any, kind: str) -> str:
+    """The type of a vector of as many elements of another type."""
+    _, by, lanes = str(x.ty.dtype).partition("x")
+    return kind + by + lanes
+
+
+def _each(name: str, x: Any) -> Any:
+    """A function of the C library, of each element: called with a vector, it would compute the first one only."""
+    from tvm import tirx
+
+    lanes = int(_like(x, "").removeprefix("x") or 1)
+    if lanes == 1:
+        return tirx.call_pure_extern(x.ty.dtype, name, x)
+
+    def computed(vector: Any) -> Any:
+        places = [tirx.IntImm("int32", lane) for lane in range(lanes)]
+        parts = [tirx.Shuffle([vector], [place]) for place in places]
+        return tirx.Shuffle([tirx.call_pure_extern(_kind(x), name, part) for part in parts], places)
+
+    return _bound(x, computed)
 
 
 def _bound(value: Any, body: Callable[[Any], Any]) -> Any:
@@ -115,7 +157,7 @@ def _exp(x: Any) -> Any:
             return bounded - n * tirx.const(_LN2_HIGH, x.ty.dtype) - n * tirx.const(_LN2_LOW, x.ty.dtype)
 
         r = _bound(rounded - tirx.const(_ROUNDING, x.ty.dtype), remainder)
-        bits = tirx.reinterpret(_unsigned(x), rounded)
+        bits = tirx.reinterpret(_like(x, "uint32"), rounded)
         return _bound(r, lambda r: _bound(bits, lambda bits: product(r, bits)))
 
     def product(r: Any, bits: Any) -> Any:
@@ -134,11 +176,6 @@ def _exp(x: Any) -> Any:
         )
 
     return _bound(_clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
-
-
-def _unsigned(x: Any) -> str:
-    lanes = str(x.ty.dtype).partition("x")[2]
-    return f"uint32x{lanes}" if lanes else "uint32"
 
 
 def _rational(x: Any, limit: float, above: Sequence[float], below: Sequence[float]) -> Any:
