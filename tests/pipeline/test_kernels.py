@@ -190,6 +190,61 @@ def test_no_kernels_where_none_may_be(option: dict[str, Any], monkeypatch: pytes
     assert result.hybrid is None
 
 
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_kernels_compile_keeps_the_plain_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proposal that was chosen before is judged, in the time that Ctrl-C leaves."""
+
+    def judged(context: Any, start: Any, explored: Any, proposal: Any) -> Any:
+        judging.append((proposal, context.clock.hurried))
+        return judge(context, start, explored, proposal)
+
+    judging: list[tuple[Any, bool]] = []
+    judge, propose, proposals = kernels.judged, kernels.propose, list[Any]()
+    monkeypatch.setattr(kernels, "propose", lambda *given: proposals.append(propose(*given)) or proposals[0])
+    monkeypatch.setattr(kernels, "judged", judged)
+    monkeypatch.setattr(kernels.Lowering, "hybrid", interrupt)
+    result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=10.0, threads=1)
+    assert result.hybrid is None
+    assert judging == [(proposals[0], True)]
+    assert "interrupted while kernels were compiled: the plain file is kept" in result.report.notes
+
+
+def test_ctrl_c_before_there_are_the_kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.Lowering, "hybrid", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        asked(network())
+
+
+def test_ctrl_c_while_kernels_asked_for_are_measured_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "measure", interrupt)
+    result = asked(network(), measure=True, time_limit=10.0, threads=1)
+    assert result.hybrid is not None
+    assert "interrupted while kernels were compiled: the best so far is kept" in result.report.notes
+
+
+def test_the_second_ctrl_c_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one that came during the search."""
+
+    def second(*_: Any, **__: Any) -> Any:
+        assert clocks[0].hurried
+        raise KeyboardInterrupt
+
+    def first(context: Any, *given: Any) -> Any:
+        clocks.append(context.clock)
+        context.clock.hurry()
+        return made(context, *given)
+
+    clocks: list[Any] = []
+    made = kernels.propose
+    monkeypatch.setattr(kernels, "propose", first)
+    monkeypatch.setattr(kernels, "measure", second)
+    with pytest.raises(KeyboardInterrupt):
+        asked(network(), measure=True, time_limit=10.0, threads=1)
+
+
 def test_without_tvm_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "missing_for_kernels", lambda: "they need TVM (pip install 'xrlflow[tvm]')")
     result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=10.0, threads=1)

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -56,7 +56,8 @@ class _Made:
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Choose with or without kernels, verify and measure. See `Finisher`.
 
-    Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered.
+    Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered, and
+    KeyboardInterrupt if there is nothing to keep.
     """
     asked = context.options.backend == "hybrid"
     if not context.options.with_kernels:
@@ -68,8 +69,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     if lacking is not None or (context.clock.hurried and not asked):
         context.notes.append(f"no kernels of our own: {lacking or 'interrupted'}")
         return judged(context, start, explored, proposal)
-    with _lowering(context) as how:
-        made = _Trials(context, start, how, asked).best(proposal)
+    made = _best(context, start, proposal)
     context.clock.compiling = 0.0
     if made is not None:
         context.notes.append(_told(made))
@@ -86,6 +86,25 @@ def with_kernels(context: Context, path: str) -> Context:
     """The context for measuring and verifying a file with its library. Other models have no operators of it."""
     options = with_library(context.options.session_options, str(library_path(path)))
     return replace(context, options=replace(context.options, session_options=options))
+
+
+def _best(context: Context, start: Start, proposal: Proposal) -> _Made | None:
+    """See `_Trials.best`. On Ctrl-C the best so far is kept: a graph with kernels, or the plain proposal (None).
+
+    Raises KeyboardInterrupt if kernels were asked for and there are none yet, and for the second Ctrl-C.
+    """
+    trials = _Trials(context, start, context.options.backend == "hybrid")
+    try:
+        with _lowering(context) as how:
+            return trials.best(how, proposal)
+    except KeyboardInterrupt:
+        fastest = trials.fastest
+        if context.clock.hurried or (fastest is None and trials.asked):
+            raise
+        kept = "the plain file" if fastest is None else "the best so far"
+        context.notes.append(f"interrupted while kernels were compiled: {kept} is kept")
+        context.clock.hurry()
+        return fastest
 
 
 @contextmanager
@@ -120,36 +139,40 @@ def _told(made: _Made) -> str:
 
 @dataclass(slots=True)
 class _Trials:
-    """Graphs with kernels, compiled and compared with the plain proposal. `asked`: the result has kernels anyway."""
+    """Graphs with kernels, compiled and compared with the plain proposal. `asked`: the result has kernels anyway.
+
+    `fastest`: what would be kept now; None: the plain proposal.
+    """
 
     context: Context
     start: Start
-    how: Lowering
     asked: bool
+    fastest: _Made | None = field(default=None, init=False)
 
-    def best(self, proposal: Proposal) -> _Made | None:
+    def best(self, how: Lowering, proposal: Proposal) -> _Made | None:
         """The fastest graph with kernels; None if that is not faster than the plain proposal, or none compiles.
 
         Raises BackendError if kernels were asked for and no graph compiles.
         """
         chosen, base = proposal.chosen, self.start.base
-        fastest: _Made | None = None
         for index, found in enumerate(self._different([base] if chosen is None else [chosen, base])):
             begun = time.monotonic()
-            made = self._made(found)
+            made = self._made(how, found)
             if made is None:
                 continue
-            if fastest is not None:
-                better = self._faster(fastest.path, made.path, 1.0, "the other graph with kernels")
+            if self.fastest is not None:
+                before, margin, name = self.fastest.path, 1.0, "the other graph with kernels"
             else:
-                plain = self.context.original if chosen is None else self.context.write(chosen.state.graph)
-                better = self._faster(plain, made.path, MARGIN, "the plain file") or self.asked
-            fastest = made if better else fastest
+                before = self.context.original if chosen is None else self.context.write(chosen.state.graph)
+                margin, name = MARGIN, "the plain file"
+                self.fastest = made if self.asked else None
+            if self._faster(before, made.path, margin, name):
+                self.fastest = made
             if index == 0 and not self._has_time(time.monotonic() - begun):
                 break
-        if fastest is None and self.asked:
+        if self.fastest is None and self.asked:
             raise BackendError(self.context.notes.pop())
-        return fastest
+        return self.fastest
 
     def _different(self, nodes: Sequence[SearchNode]) -> list[SearchNode]:
         return list({found.state.graph.fingerprint: found for found in nodes}.values())
@@ -162,13 +185,13 @@ class _Trials:
             and time.monotonic() + seconds < self.context.clock.budget.select_until
         )
 
-    def _made(self, found: SearchNode) -> _Made | None:
+    def _made(self, how: Lowering, found: SearchNode) -> _Made | None:
         """A graph with kernels; None, with a note, if it cannot be compiled."""
         context = self.context
         with context.clock.phase("compile"):
             context.say("compile", note="kernels of our own")
             try:
-                hybrid = self.how.hybrid(context.write(found.state.graph), _sizes(context))
+                hybrid = how.hybrid(context.write(found.state.graph), _sizes(context))
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
                 hybrid.save(path)
             except BackendError as error:

@@ -18,6 +18,7 @@ import onnx
 from onnx import ModelProto
 
 from xrlflow import files
+from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.bounds import Check
@@ -70,7 +71,7 @@ def compile_region(
     weights = {tensor.name for tensor in model.graph.initializer}
     module = lower.import_model(model)
     scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
-    with lower.answering("compile", scheduled), machine.target():
+    with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)
     inputs = tuple(value.name for value in model.graph.input if value.name not in weights)
@@ -172,6 +173,7 @@ def _object_code(functions: Mapping[str, Any], machine: Machine) -> bytes:
         machine.target(),
         package.transform.PassContext(opt_level=3),
         tempfile.TemporaryDirectory(prefix="xrlflow-") as folder,
+        heeding_interrupts(),
     ):
         built = package.tirx.build(package.IRModule(dict(functions)), machine.target())
         path = Path(folder) / "kernels.o"
