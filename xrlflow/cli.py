@@ -161,6 +161,7 @@ def optimize(
     """Write a faster model that computes the same, or the original if none was found."""
     with clear_errors():
         from xrlflow import api
+        from xrlflow.backends.beside import library_path
         from xrlflow.report import progress, show
 
         options = with_shapes(options, several=True)
@@ -168,7 +169,7 @@ def optimize(
         api.check_writable(output, library=asked.compiling, kernels=asked.with_kernels)
         if trace is not None:
             api.check_apart(model=model, trace=trace)
-            api.check_apart(output=output, trace=trace, library=output.with_suffix(".so"))
+            api.check_apart(output=output, trace=trace, library=library_path(output))
             api.check_writable(trace)
         with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
             result = api.optimize(model, **options, listener=listener)
@@ -311,11 +312,13 @@ def run(
     """Run a model once, with the library of kernels in its folder (NAME.so), and show its outputs."""
     with clear_errors():
         from xrlflow import api
+        from xrlflow.backends.beside import library_path
         from xrlflow.report import show
 
         if output is not None:
-            library = model.with_suffix(".so")
-            api.check_apart(model=model, inputs=options["inputs"], output=output, library=library)
+            api.check_apart(
+                model=model, inputs=options["inputs"], output=output, library=library_path(model)
+            )
             api.check_writable(output)
         outputs = api.run_once(model, **with_shapes(options))
         if output is not None:

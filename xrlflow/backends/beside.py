@@ -1,4 +1,5 @@
-"""The library of kernels that belongs to a model: `fast.so` in the folder of `fast.onnx`.
+"""The library of kernels that belongs to a model: `fast.so` in the folder of `fast.onnx`, `fast.ort.so` in that of
+`fast.ort`.
 
 The digest in the name of a region's domain ties the two. A library of another model is not registered: its domain
 would be that of no node.
@@ -14,12 +15,17 @@ from pathlib import Path
 from xrlflow.backends.protocol import BackendError, ModelSource
 
 SUFFIX = ".so"
+_ONNX = ".onnx"
 _DOMAIN = re.compile(rb"xrlflow\.[0-9a-f]{16}(?![0-9a-f])")
 
 
 def library_path(model: str | os.PathLike[str]) -> Path:
-    """Where the library of a model is: under its name, with the suffix of a shared library."""
-    return Path(model).with_suffix(SUFFIX)
+    """Where the library of a model is: under its name, which ends in the suffix of a shared library instead of .onnx.
+
+    Another suffix stays: it may be what tells models in one folder apart.
+    """
+    path = Path(model)
+    return path.with_suffix(SUFFIX) if path.suffix == _ONNX else path.with_name(path.name + SUFFIX)
 
 
 def library_of(model: ModelSource) -> str | None:
@@ -34,16 +40,22 @@ def library_of(model: ModelSource) -> str | None:
 
 
 def check_library_path(model: str | os.PathLike[str]) -> None:
-    """Raise BackendError if the library of a model that is to be written would replace another file."""
+    """Raise BackendError if the library of a model that is to be written would replace another file, or the library of
+    another model."""
     library = library_path(model)
-    if library == Path(model):
+    if Path(model).suffix == SUFFIX:
         raise BackendError(
-            f"{library}: is a model's name as a library: give it another suffix, such as .onnx"
+            f"{os.fspath(model)}: is a model's name as a library: give it another suffix, such as .onnx"
         )
     if library.is_dir() or (library.exists() and library.stat().st_size and not domains_in(library)):
         raise BackendError(
             f"{library}: xrlflow did not write this: choose another name for {Path(model).name}, or --portable"
         )
+    for other in (library.with_suffix(_ONNX), library.with_suffix("")):
+        if other != Path(model) and library_of(other) is not None:
+            raise BackendError(
+                f"{library}: has the kernels of {other.name}: choose another name for {Path(model).name}, or --portable"
+            )
 
 
 def domains_in(path: str | os.PathLike[str]) -> set[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
 from xrlflow.prover import Certificate
 from xrlflow.report.report import Report
@@ -90,7 +90,7 @@ def optimization(report: Report, output: str) -> None:
     if report.returned_original:
         _console.print(f"\n{output}: the original, unchanged ({report.reason})")
     else:
-        library = f" and {Path(output).with_suffix('.so').name}, its kernels" if report.kernel_nodes else ""
+        library = f" and {library_path(output).name}, its kernels" if report.kernel_nodes else ""
         _console.print(f"\n{output}{library}: written ({report.reason})")
 
 
