@@ -152,7 +152,7 @@ class Bounds:
         shape = sizes(tensor)
         if shape is not None and 0 in shape:
             return
-        if (known := _value(tensor)) is not None:
+        if (known := known_value(tensor)) is not None:
             complain([check], ends_of(known if column is None else known[..., column]))
         elif not any(s.check == check and s.tensor.same_as(tensor) and s.column == column for s in self.seen):
             self.seen.append(_Seen(check, tensor, column))
@@ -171,14 +171,14 @@ class Bounds:
             room = f"{low} to {high}" if extent else "none"
             text = (f"{node.title}: index ", f" ({origin}) is outside of its table{table}, which has {room}")
             self.look(Check(text, low, high), tensor, column if len(extents) > 1 else None)
-        if _value(tensor) is None and 0 not in (sizes(tensor) or ()):
+        if known_value(tensor) is None and 0 not in (sizes(tensor) or ()):
             given[operand] = self.builder.emit_te(
                 inside, tensor, list(extents), wraps, primfunc_name_hint="inside"
             )
 
 
-def _value(tensor: Any) -> Any | None:
-    """The numbers of a constant; None for other tensors."""
+def known_value(tensor: Any) -> Any | None:
+    """The numbers of a constant, or of sizes that are numbers, as an array; None for other expressions."""
     import numpy as np
     from tvm import relax, tirx
     from tvm.ir import GenericConst
@@ -332,7 +332,7 @@ def _coordinates(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[st
 def _top(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
     shape = _known(node, given[0])
     extent = shape[_axis(node, attrs, len(shape), -1)]
-    known = _value(given[1]) if len(given) > 1 else None
+    known = known_value(given[1]) if len(given) > 1 else None
     count = int(attrs.get("k", 1)) if known is None else int(known.item())
     if not 0 <= count <= extent:
         raise BackendError(f"{node.title}: asked for the first {count} of {extent}")
@@ -343,7 +343,7 @@ def _padded(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, An
     if attrs.get("mode", b"constant") != b"reflect":
         return given
     shape = _known(node, given[0])
-    known, chosen = (_value(given[i]) if len(given) > i and given[i] is not None else None for i in (1, 3))
+    known, chosen = (known_value(given[i]) if len(given) > i and given[i] is not None else None for i in (1, 3))
     pads = list(attrs.get("pads", ())) if known is None else known.ravel().tolist()
     axes = list(range(len(shape))) if chosen is None else [int(axis) % len(shape) for axis in chosen.ravel()]
     for axis, before, after in zip(axes, pads, pads[len(axes) :]):
@@ -421,7 +421,7 @@ def _divided(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, A
     if not all(isinstance(getattr(x, "ty", None), relax.TensorType) for x in given):
         return given
     (x, y), kind = given, str(given[1].ty.dtype)
-    known, signed = _value(y), kind.startswith("int")
+    known, signed = known_value(y), kind.startswith("int")
     if not kind.startswith(("int", "uint")):
         return given
     text = f"{node.title}: a divisor ({node.origin(1)}) is zero"
@@ -454,7 +454,7 @@ def cast(builder: Any, x: Any, kind: str) -> Any | None:
 
     if kind not in ("int32", "int64") or not isinstance(getattr(x, "ty", None), relax.TensorType):
         return None
-    if _value(x) is not None or not str(x.ty.dtype).startswith("float") or sizes(x) is None:
+    if known_value(x) is not None or not str(x.ty.dtype).startswith("float") or sizes(x) is None:
         return None
     return builder.emit_te(whole_numbers, x, kind, primfunc_name_hint="cast")
 

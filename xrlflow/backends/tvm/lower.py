@@ -14,14 +14,14 @@ from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
-from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, settle, with_checks
+from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, known_value, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import with_pads
-from xrlflow.backends.tvm.reading import operator, sizes
+from xrlflow.backends.tvm.reading import constant, operator, sizes
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
@@ -205,6 +205,40 @@ def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
     return result
 
 
+def _kept(builder: Any, inputs: Sequence[Any], results: int) -> Any:
+    """Dropout that drops nothing: its input, and a mask of True if there are two results.
+
+    Raises BackendError if it may drop elements. TVM's own operator has a mask of numbers, and its change of layouts
+    fails on it.
+    """
+    from tvm import relax
+
+    training = inputs[2] if len(inputs) > 2 else None
+    if training is not None and (known_value(training) is None or known_value(training)):
+        raise BackendError("TVM cannot lower Dropout in training mode: use --backend onnxruntime for this model")
+    if results == 1:
+        return inputs[0]
+    return relax.Tuple([inputs[0], builder.normalize(relax.op.ones(inputs[0].ty.shape, "bool"))])
+
+
+def _as_tensor(name: str, value: Any) -> Any:
+    """An output of the model. The importer computes sizes as shapes and numbers, which are tensors in ONNX.
+
+    Raises BackendError for a size that depends on values.
+    """
+    from tvm import relax
+
+    if isinstance(value.ty, relax.TensorType | relax.TupleType):
+        return value
+    known = known_value(value)
+    if known is None:
+        raise BackendError(
+            f"TVM cannot compile output {name}, a size that depends on values: use --backend onnxruntime for this "
+            "model"
+        )
+    return constant(known)
+
+
 def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     from tvm.ir import GenericConst
     from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
@@ -229,6 +263,8 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
 
         def _construct_nodes(self, graph: Any) -> None:
             super()._construct_nodes(graph)
+            for value in graph.output:
+                self._nodes[value.name] = _as_tensor(value.name, self._nodes[value.name])
             if (ends := self.bounds.output()) is not None:
                 self._nodes[_ENDS] = ends
                 self._outputs.append(_ENDS)
@@ -237,6 +273,8 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             inputs = type(inputs)(self.bounds.operands(next(self._told), op_name, inputs, attrs))
             if op_name in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
                 return _fold(self.bb, op_name, list(inputs))
+            if op_name == "Dropout":
+                return _kept(self.bb, inputs, attrs["tvm_custom"]["num_outputs"])
             if op_name == "Clip" and opset >= 11:
                 result, *bounds = inputs
                 known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
