@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import pytest
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.import_tvm import tvm
 
-Floats = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.floating[Any]]
 
 
 def _sigmoid(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -34,7 +35,7 @@ def evaluate(name: str, x: Floats, lanes: int) -> Floats:
     from tvm import te, tirx
     from tvm.s_tir import Schedule
 
-    a = te.placeholder(x.shape, name="a")
+    a = te.placeholder(x.shape, str(x.dtype), name="a")
     b = te.compute(x.shape, lambda i: getattr(tirx, name)(a[i]), name="b")
     sch = Schedule(package.IRModule({"main": te.create_prim_func([a, b])}))
     (loop,) = sch.get_loops(sch.get_sblock("b"))
@@ -79,3 +80,30 @@ def test_exp_at_the_ends(lanes: int) -> None:
     with np.errstate(over="ignore", under="ignore"):
         exact = np.exp(x)
     np.testing.assert_allclose(evaluate("exp", x, lanes), exact, rtol=1e-6, atol=1e-44)
+
+
+FROM_C: dict[str, Callable[..., npt.NDArray[np.float64]]] = {
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+}
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("name", [*REFERENCES, *FROM_C])
+def test_every_element_in_every_precision(name: str, kind: type[np.floating[Any]], lanes: int) -> None:
+    """The C library computes one number at a time, in single or double precision."""
+    reference = FROM_C[name] if name in FROM_C else REFERENCES[name][0]
+    x = np.linspace(-0.97, 0.97, 64).astype(kind)
+    x = x + kind(2) if name == "acosh" else x
+    exact = reference(x.astype(np.float64))
+    found = evaluate(name, x, lanes)
+    assert found.dtype == kind
+    spacing = np.spacing(np.abs(exact).astype(kind)).astype(np.float64)
+    assert float(np.max(np.abs(found.astype(np.float64) - exact) / spacing)) <= 5
