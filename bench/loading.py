@@ -28,7 +28,7 @@ from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.hybrid import hybrid, types_of
 from xrlflow.backends.tvm.kernel_library import compile_region, kernel_library
 from xrlflow.onnxio import ImportedModel, load, save, to_proto
-from xrlflow.onnxio.regions import extracted, region_of, with_functions
+from xrlflow.onnxio.regions import region_of, with_functions
 
 DEFAULT = ("squeezenet", "mobilenetv2", "resnet50", "bert-classifier", "rapidocr-rec", "basic-pitch")
 VARIANTS = ("original", "with kernels", "without the library", "weights as inputs", "original again")
@@ -107,8 +107,8 @@ def _with_weights_as_inputs(imported: ImportedModel, path: Path, threads: int) -
     """Write a model of fixed sizes as one region that has its weights as inputs, and its library."""
     model, machine = to_proto(imported, imported.graph), detect(None, threads)
     region = region_of(model.graph, range(len(model.graph.node)))
-    part = extracted(model, region, types_of(model, {}))
-    library = kernel_library({"R": compile_region(part, machine, weights_as_inputs=True)}, machine)
+    compiled = compile_region(model, region, types_of(model, {}), machine, weights_as_inputs=True)
+    library = kernel_library({"R": compiled}, machine)
     library.save(library_path(path))
     onnx.save(with_functions(model, {"R": region}, library.domain, weights_as_inputs=True), path)
 

@@ -25,7 +25,7 @@ from xrlflow.backends.tvm.kernel_library import (
     kernel_library,
 )
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.onnxio.regions import Region, extracted, region_of, with_functions
+from xrlflow.onnxio.regions import Region, region_of, with_functions
 
 
 def numbers(*shape: int) -> str:
@@ -101,7 +101,7 @@ def carried(name: str, model: ModelProto, machine: Machine, *, weights_as_inputs
         for dim in types[value].tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_value = SIZES[dim.dim_param]
-    compiled = compile_region(extracted(model, region, types), machine, weights_as_inputs=weights_as_inputs)
+    compiled = compile_region(model, region, types, machine, weights_as_inputs=weights_as_inputs)
     return Carried(model, region, compiled, name)
 
 

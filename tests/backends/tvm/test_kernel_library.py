@@ -34,7 +34,7 @@ from tests.backends.tvm.carried import (
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.hybrid import hybrid
-from xrlflow.backends.tvm.kernel_library import KernelLibrary, compile_region, kernel_library
+from xrlflow.backends.tvm.kernel_library import KernelLibrary, kernel_library
 from xrlflow.onnxio.regions import region_of, with_functions
 
 NAME = "it's \"quoted\" \\back\\ %s %n ??/ ??' é 漢字 \x07\x1b"
@@ -517,7 +517,7 @@ def test_what_needs_the_runtime_of_tvm_is_refused() -> None:
     machine = detect(None, 2, None)
     top = parsed("(float[4,8] x) => (float[4,2] y, int64[4,2] i) <int64[1] k = {2}> { y, i = TopK(x, k) }")
     with pytest.raises(BackendError, match="TVM's runtime"):
-        kernel_library({"Region_0": compile_region(top, machine)}, machine)
+        carried("Region_0", top, machine)
 
 
 def test_a_kernel_that_needs_the_runtime_of_tvm_is_refused() -> None:
@@ -552,4 +552,4 @@ def test_types_that_kernels_do_not_take_are_refused() -> None:
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", [value], [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     with pytest.raises(BackendError, match="bfloat16"):
-        compile_region(model, detect(None, 2, None))
+        carried("Region_0", model, detect(None, 2, None))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.backends.tvm.carried import carried, numbers, parsed
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.kernel_library import compile_region
 from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Life, Place, Plan, arranged, np_dtype
 
 
@@ -87,7 +86,7 @@ def test_checks_are_computed_with_the_outputs() -> None:
 )
 def test_functions_of_the_runtime_are_refused_by_name(text: str, name: str) -> None:
     with pytest.raises(BackendError, match=f"^{name} needs TVM's runtime"):
-        compile_region(parsed(text), detect(None, 2, None))
+        carried("Region_0", parsed(text), detect(None, 2, None))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "int4", "complex64", "handle", ""])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.backends.tvm.carried import carried
 from tests.backends.tvm.test_kernels import network
 from tests.backends.tvm.test_pooling import compare
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.kernel_library import compile_region
 
 GRAPHS = {
     "branches": (
@@ -76,7 +76,7 @@ def test_narrower_machines(name: str) -> None:
 def test_parts_are_written_where_the_whole_has_them(name: str) -> None:
     """Copies remain for parts that have a place elsewhere."""
     text, copies = GRAPHS[name]
-    calls = [call.kernel for call in compile_region(network(text), detect()).plan.calls]
+    calls = [call.kernel for call in carried("Region_0", network(text), detect()).compiled.plan.calls]
     assert not [kernel for kernel in calls if "concat" in kernel]
     assert sum(kernel.startswith("copy_slice") for kernel in calls) == copies
 
@@ -88,4 +88,4 @@ def test_what_is_only_moved_stays_one_kernel() -> None:
         " int64[1] e = {64}, int64[1] a = {2}> { l = Slice(x, o, h, a)\n r = Slice(x, h, e, a)\n n = Neg(r)"
         " t = Concat<axis=2>(n, l)\n y = Mul(t, c) }"
     )
-    assert len(compile_region(network(text), detect()).plan.calls) == 1
+    assert len(carried("Region_0", network(text), detect()).compiled.plan.calls) == 1

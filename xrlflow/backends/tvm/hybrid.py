@@ -23,7 +23,6 @@ from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.regions import (
     Region,
     cut,
-    extracted,
     names_read,
     region_of,
     save_regions,
@@ -196,9 +195,10 @@ def _compiled(
     done: dict[str, CompiledRegion] = {}
     remarks: list[str] = []
     for region in found:
-        part = extracted(model, region, types)
         try:
-            compiled = compile_region(part, machine, tuned, weights_as_inputs=weights_as_inputs)
+            compiled = compile_region(
+                model, region, types, machine, tuned, weights_as_inputs=weights_as_inputs
+            )
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue

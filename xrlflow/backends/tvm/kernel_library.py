@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import ModelProto
+from onnx import ModelProto, TypeProto
 
 from xrlflow import files
 from xrlflow.backends.interrupts import heeding_interrupts
@@ -27,6 +27,7 @@ from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Place, Plan, Tensor, np_d
 from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine, compiler, instructions, linker
 from xrlflow.backends.tvm.unaligned import marked
+from xrlflow.onnxio.regions import Region, extracted
 
 NATIVE = Path(__file__).parent / "native"
 _SOURCES = ("runtime.c", "processor.c")
@@ -59,25 +60,27 @@ class CompiledRegion:
 
 def compile_region(
     model: ModelProto,
+    region: Region,
+    types: Mapping[str, TypeProto],
     machine: Machine,
     tuned: lower.Tuned | None = None,
     *,
     weights_as_inputs: bool = False,
 ) -> CompiledRegion:
-    """Lower and schedule a model of fixed sizes, as one region. `weights_as_inputs`: see `regions.with_functions`.
+    """Lower and schedule a region of a model. The ports of its node have the region's order, which may be another one
+    than the model's. `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see
+    `regions.with_functions`.
 
     Raises BackendError for models that cannot be lowered (see `lower.import_model`), or not without TVM's runtime.
     """
-    weights = {tensor.name for tensor in model.graph.initializer}
-    module = lower.import_model(model)
+    part = extracted(model, region, types)
+    module = lower.import_model(part)
     scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
     with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)
-    inputs = tuple(value.name for value in model.graph.input if value.name not in weights)
-    outputs = tuple(value.name for value in model.graph.output)
-    ignored = [(t.name, t.data_type) for t in model.graph.initializer] if weights_as_inputs else []
-    return CompiledRegion(plan, listed, inputs, outputs, tuple(ignored))
+    ignored = [(t.name, t.data_type) for t in part.graph.initializer] if weights_as_inputs else []
+    return CompiledRegion(plan, listed, region.inputs, region.outputs, tuple(ignored))
 
 
 @dataclass(frozen=True, slots=True)
