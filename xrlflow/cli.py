@@ -316,9 +316,7 @@ def run(
         from xrlflow.report import show
 
         if output is not None:
-            api.check_apart(
-                model=model, inputs=options["inputs"], output=output, library=library_path(model)
-            )
+            api.check_apart(model=model, inputs=options["inputs"], output=output, library=library_path(model))
             api.check_writable(output)
         outputs = api.run_once(model, **with_shapes(options))
         if output is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,33 @@ def test_the_kernels_run_where_the_library_is_in_the_folder(written: Path) -> No
         pytest.raises(BackendError, match=r"index 48 \(input i\) is outside of its table"),
     ):
         opened.run({"i": np.int64([0, 48])})
+
+
+FORKED = """
+import os, signal, sys
+import numpy as np
+import xrlflow
+
+def run():
+    (y,) = xrlflow.session(sys.argv[1]).run(None, {"x": np.ones((64, 48), np.float32)})
+    return y.tobytes()
+
+expected = run()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    os._exit(0 if run() == expected else 1)
+assert os.waitpid(child, 0)[1] == 0
+print([name for name in sys.modules if name.split(".")[0] in ("tvm", "tvm_ffi")])
+"""
+
+
+def test_a_session_runs_in_a_forked_process(written: Path) -> None:
+    """It has nothing of TVM, whose threads do not survive a fork."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(written)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
 
 
 def test_operators_that_cannot_be_lowered_stay(tmp_path: Path) -> None:

@@ -50,3 +50,37 @@ def test_help_needs_nothing_heavy() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+def forking(source: str) -> list[str]:
+    """Calls that fork this process, or may do so by default, on some versions of Python."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name, given = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+        context = name.endswith(("get_context", "set_start_method")) and "spawn" not in ast.unparse(call)
+        bare = name in ("multiprocessing.Process", "multiprocessing.Pool", "Process")
+        pool = name.endswith("ProcessPoolExecutor") and "mp_context" not in given
+        if name in ("os.fork", "os.forkpty") or "preexec_fn" in given or context or bare or pool:
+            found.append(name)
+    return found
+
+
+def test_only_processes_of_one_thread_fork() -> None:
+    """Threads of runtimes do not survive it: TVM's would be waited for forever. These two are fork servers."""
+    found = {name: forking(file.read_text()) for name, file in modules().items()}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        "xrlflow.backends.onnxruntime.worker": ["os.fork"],
+        "xrlflow.tuning.worker": ["os.fork"],
+    }
+
+
+def test_what_forks_is_found() -> None:
+    for source in (
+        "multiprocessing.get_context('fork')",
+        "multiprocessing.get_context()",
+        "ProcessPoolExecutor(2)",
+        "Process(target=f)",
+        "subprocess.run([], preexec_fn=f)",
+    ):
+        assert forking(source), source
+    assert not forking("multiprocessing.get_context('spawn')\nProcessPoolExecutor(2, mp_context=c)")

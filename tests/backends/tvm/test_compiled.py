@@ -656,3 +656,30 @@ def test_tvm_is_set_up_once_though_caches_are_cleared() -> None:
     """TVM refuses what is registered twice. The tests of mutated rules clear all caches of the package."""
     forget("xrlflow")
     assert import_tvm.tvm() is import_tvm.tvm()
+
+
+FORKED = """
+import os, signal, sys
+import numpy as np
+from xrlflow.backends import BackendError
+from xrlflow.backends.tvm import load_compiled
+
+with load_compiled(sys.argv[1], threads=2) as loaded:
+    feeds = {name: np.zeros((4, 8), np.float32) for name in loaded.input_names}
+    loaded.run(feeds)
+    if os.fork() == 0:
+        signal.alarm(30)
+        try:
+            loaded.run(feeds)
+        except BackendError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(library: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(library)], capture_output=True, text=True, check=True
+    )
+    assert "which was forked from one where it ran: start a new one instead" in done.stdout

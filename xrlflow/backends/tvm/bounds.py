@@ -343,7 +343,9 @@ def _padded(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, An
     if attrs.get("mode", b"constant") != b"reflect":
         return given
     shape = _known(node, given[0])
-    known, chosen = (known_value(given[i]) if len(given) > i and given[i] is not None else None for i in (1, 3))
+    known, chosen = (
+        known_value(given[i]) if len(given) > i and given[i] is not None else None for i in (1, 3)
+    )
     pads = list(attrs.get("pads", ())) if known is None else known.ravel().tolist()
     axes = list(range(len(shape))) if chosen is None else [int(axis) % len(shape) for axis in chosen.ravel()]
     for axis, before, after in zip(axes, pads, pads[len(axes) :]):

@@ -322,7 +322,16 @@ _configured: dict[str, int] = {}
 
 
 def _use_threads(count: int) -> None:
-    """Set the number of threads of TVM's pool. A process has one pool."""
+    """Set the number of threads of TVM's pool. A process has one pool.
+
+    Raises BackendError in a process that was forked from one with a pool: its threads stayed there, and a kernel would
+    wait for them forever.
+    """
+    if _configured.setdefault("process", os.getpid()) != os.getpid():
+        raise BackendError(
+            "TVM cannot run in this process, which was forked from one where it ran: start a new one instead "
+            '(multiprocessing.get_context("spawn"))'
+        )
     if _configured.get("threads") != count:
         tvm().get_global_func("runtime.config_threadpool")(1, count)
         _configured["threads"] = count

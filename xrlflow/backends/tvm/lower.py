@@ -215,7 +215,9 @@ def _kept(builder: Any, inputs: Sequence[Any], results: int) -> Any:
 
     training = inputs[2] if len(inputs) > 2 else None
     if training is not None and (known_value(training) is None or known_value(training)):
-        raise BackendError("TVM cannot lower Dropout in training mode: use --backend onnxruntime for this model")
+        raise BackendError(
+            "TVM cannot lower Dropout in training mode: use --backend onnxruntime for this model"
+        )
     if results == 1:
         return inputs[0]
     return relax.Tuple([inputs[0], builder.normalize(relax.op.ones(inputs[0].ty.shape, "bool"))])
