@@ -14,7 +14,7 @@ from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
-from xrlflow.backends.tvm.bounds import Bounds, cast, nodes_of, known_value, settle, with_checks
+from xrlflow.backends.tvm.bounds import Bounds, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
