@@ -155,6 +155,7 @@ class _Trials:
         Raises BackendError if kernels were asked for and no graph compiles.
         """
         chosen, base = proposal.chosen, self.start.base
+        before: str | bytes
         for index, found in enumerate(self._different([base] if chosen is None else [chosen, base])):
             begun = time.monotonic()
             made = self._made(how, found)
