@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx.numpy_helper
 import onnx.parser
 import pytest
 
-from tests.backends.tvm.test_kernels import network
+import xrlflow
+from tests.backends.tvm.test_kernels import network, numbers
 from tests.backends.tvm.test_pooling import compare
 from xrlflow.backends import BackendError
+from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Tvm, detect
 from xrlflow.backends.tvm.hybrid import hybrid
 
@@ -35,7 +39,7 @@ def test_a_dropout_that_may_drop_is_refused(trains: bool) -> None:
         (y,) = Tvm().compile(model.SerializeToString()).run({"x": x})
         np.testing.assert_array_equal(y, x)
         return
-    with pytest.raises(BackendError, match="TVM cannot lower Dropout in training mode: use --backend"):
+    with pytest.raises(BackendError, match=r"TVM cannot lower Dropout y \(in training mode\): use --backend"):
         Tvm().compile(model.SerializeToString())
     with pytest.raises(BackendError, match="no part of the model can be lowered"):
         hybrid(model, {}, detect())
@@ -59,3 +63,125 @@ def test_a_size_that_depends_on_values_is_no_output() -> None:
     model = network("(float[3,4] x) => (int64[2] sizes) { i = NonZero(x)\n sizes = Shape(i) }")
     with pytest.raises(BackendError, match="TVM cannot compile output sizes, a size that depends on values"):
         Tvm().compile(model.SerializeToString())
+
+
+def after_a_convolution(node: str, weights: str = "", outputs: str = "float[p,q,r,s] y") -> str:
+    """A node that reads an image with channels last."""
+    return (
+        f"(float[2,8,6,5] x, float[8,8,1,1] w) => ({outputs}) <int64 none = {{0}}{weights}>"
+        f" {{ a = Conv(x, w)\n {node} }}"
+    )
+
+
+@pytest.mark.parametrize("axes", ["-1, -2", "-1", "3"])
+def test_dimensions_that_are_left_out(axes: str) -> None:
+    """Negative axes, as exporters write them."""
+    count = axes.count(",") + 1
+    text = after_a_convolution(
+        "b = ReduceMean(a, axes)\n c = Squeeze(b, axes)\n y = Relu(c)",
+        f", int64[{count}] axes = {{{axes}}}",
+        "float[p] y",
+    )
+    compare(text, detect())
+
+
+@pytest.mark.parametrize("axis", range(-4, 0))
+@pytest.mark.parametrize("outputs", ["y", "y, mean, deviation"])
+def test_a_normalized_image(axis: int, outputs: str) -> None:
+    """Over several axes, of which a change of layouts moves one. Scale and bias may have fewer dimensions."""
+    shape = ",".join(map(str, (2, 8, 6, 5)[axis:]))
+    named = ", ".join(f"float[p,q,r,s] {name}" for name in outputs.split(", "))
+    node = f"{outputs} = LayerNormalization<axis={axis}>(a, scale, bias)"
+    text = after_a_convolution(node, "", named).replace(
+        ") =>", f", float[{shape}] scale, float[{shape}] bias) =>", 1
+    )
+    compare(text, detect())
+    compare(text.replace(f"float[{shape}] bias", "float[5] bias"), detect())
+    compare(text.replace(f", float[{shape}] bias", "").replace(", bias", ""), detect())
+
+
+def test_a_scale_that_differs_between_rows_is_refused() -> None:
+    model = network("(float[4,8] x, float[4,8] s) => (float[4,8] y) { y = LayerNormalization(x, s) }")
+    with pytest.raises(
+        BackendError, match=r"LayerNormalization y \(with a scale or bias that differs between"
+    ):
+        Tvm().compile(model.SerializeToString())
+
+
+@pytest.mark.parametrize("axis", range(-3, 0))
+def test_root_mean_squares(axis: int) -> None:
+    shape = ",".join(map(str, (2, 7, 20)[axis:]))
+    text = f"(float[2,7,20] x, float[{shape}] s) => (float[2,7,20] y) {{ y = RMSNormalization<axis={axis}>(x, s) }}"
+    model = network(text)
+    model.opset_import[0].version, model.ir_version = 23, 11
+    feeds = numbers(model)
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (expected,) = runtime.run(feeds)
+    (found,) = Tvm().compile(model.SerializeToString()).run(feeds)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("pad", ["NOTSET", "SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("shape", [(12, 10), (11, 9), (13, 11), (14, 12)])
+def test_a_transposed_convolution_to_a_shape(shape: tuple[int, int], pad: str) -> None:
+    attributes = f'strides=[2,2], output_shape=[{shape[0]},{shape[1]}], auto_pad="{pad}"'
+    text = (
+        "(float[1,8,6,5] x, float[8,4,3,3] w, float[4] b) => (float[1,4,p,q] y)"
+        f" {{ y = ConvTranspose<{attributes}>(x, w, b) }}"
+    )
+    compare(text, detect())
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ("scales = Identity(half)\n y = Resize(a,, scales)", "by a scale that does not give whole numbers"),
+        ("y = Resize<antialias=1>(a,, double)", "with antialias"),
+        ('y = Resize<keep_aspect_ratio_policy="not_larger">(a,,, size)', "that keeps the ratio of sides"),
+        ("y = Resize(a,, batch)", "of images or channels"),
+        ('y = Resize<axes=[2,3], coordinate_transformation_mode="half_pixel">(a,, two)', ""),
+        ("y = Resize<axes=[-1,2]>(a,,, sides)", ""),
+        ('y = Resize<mode="linear">(a,, double)', ""),
+        ("y = Resize(a, empty, empty, size)", ""),
+        ('y = Resize<coordinate_transformation_mode="align_corners", mode="linear">(a,, half)', ""),
+    ],
+)
+def test_an_image_is_resized_as_it_says_or_refused(node: str, reason: str) -> None:
+    weights = (
+        ", float[4] half = {1, 1, 0.5, 0.5}, float[4] double = {1, 1, 2, 2}, float[4] batch = {2, 1, 2, 2},"
+        " float[2] two = {2, 2}, float[0] empty = {}, int64[4] size = {2, 8, 12, 10}, int64[2] sides = {10, 12}"
+    )
+    text = after_a_convolution(node, weights)
+    if not reason:
+        compare(text, detect())
+        return
+    with pytest.raises(BackendError, match=rf"TVM cannot lower Resize y \({reason}\)"):
+        Tvm().compile(network(text).SerializeToString())
+
+
+@pytest.mark.parametrize("sides", ["", "<detect_negative=0>", "<detect_positive=0>"])
+def test_infinities_of_either_sign(sides: str) -> None:
+    model = network(f"(float[4] x) => (bool[4] y) {{ y = IsInf{sides}(x) }}")
+    x = np.float32([-np.inf, np.inf, np.nan, 1])
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (expected,) = runtime.run({"x": x})
+    np.testing.assert_array_equal(Tvm().compile(model.SerializeToString()).run({"x": x})[0], expected)
+
+
+def test_kernels_stand_around_a_node_that_is_refused(tmp_path: Path) -> None:
+    """One node is left to ONNX Runtime, not all that a region could have."""
+    text = after_a_convolution(
+        "b = Relu(a)\n c = Resize(b,, half)\n d = Conv(c, w)\n y = Relu(d)",
+        ", float[4] half = {1, 1, 0.5, 0.5}",
+    )
+    model = network(text)
+    made = hybrid(model, {}, detect())
+    assert sorted(len(region.nodes) for region in made.regions) == [2, 2]
+    (remark,) = made.remarks
+    assert remark.startswith("Resize c is left to ONNX Runtime: TVM cannot lower Resize c")
+    made.save(tmp_path / "fast.onnx")
+    feeds = numbers(model)
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (expected,) = runtime.run(feeds)
+    (found,) = xrlflow.session(tmp_path / "fast.onnx").run(None, feeds)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)

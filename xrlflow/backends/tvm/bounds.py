@@ -69,9 +69,10 @@ def with_checks(module: Any, checks: Sequence[Check]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the graph, as messages name it, and the origins of its operands."""
+    """A node of the graph, as messages name it, with its results and the origins of its operands."""
 
     title: str
+    results: tuple[str, ...]
     operands: tuple[str, ...]
     sources: Callable[[str], Sequence[str]]
     """The inputs of the model that a tensor is computed from."""
@@ -103,7 +104,9 @@ def nodes_of(graph: Any) -> list[Node]:
     def title(node: Any) -> str:
         return f"{node.op_type} {node.name or next((o for o in node.output if o), '')}".strip()
 
-    return [Node(title(node), tuple(node.input), sources) for node in graph.node]
+    return [
+        Node(title(node), tuple(filter(None, node.output)), tuple(node.input), sources) for node in graph.node
+    ]
 
 
 @dataclass(frozen=True, slots=True)

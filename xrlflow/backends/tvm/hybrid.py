@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
-from onnx import ModelProto, NodeProto, TypeProto
+from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
 from xrlflow.backends.beside import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError, one_line
@@ -35,9 +35,9 @@ from xrlflow.onnxio.regions import (
 # Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does, or find
 # another index where numbers are infinite.
 _LEFT = frozenset(
-    {"ArgMax", "ArgMin", "Compress", "NonMaxSuppression", "NonZero", "TopK", "Unique", "ConvInteger"}
+    {"ArgMax", "ArgMin", "Compress", "CumSum", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
     | {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
-    | {"QuantizeLinear"}
+    | {"ConvInteger", "QuantizeLinear"}
 )
 # What may give whole numbers: it moves them, or makes them of others. Arithmetic of them wraps around in ONNX Runtime,
 # and a compiler takes it that it does not.
@@ -194,11 +194,17 @@ def _compiled(
     regions: dict[str, Region] = {}
     done: dict[str, CompiledRegion] = {}
     remarks: list[str] = []
-    for region in found:
+    waiting = [*reversed(found)]
+    while waiting:
+        region = waiting.pop()
         try:
             compiled = compile_region(
                 model, region, types, machine, tuned, weights_as_inputs=weights_as_inputs
             )
+        except lower.NodeRefused as error:
+            remarks.append(f"{error.title} is left to ONNX Runtime: {error}")
+            waiting += reversed(_around(model.graph, region, error.results))
+            continue
         except BackendError as error:
             remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
             continue
@@ -207,6 +213,12 @@ def _compiled(
     if not regions:
         raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
     return _Compiled(regions, done, len(model.graph.node), tuple(remarks))
+
+
+def _around(graph: GraphProto, region: Region, results: Sequence[str]) -> list[Region]:
+    """The parts of a region around the node that has these results."""
+    inside = {name for i in region.nodes for name in graph.node[i].output} - set(results)
+    return cut(graph, lambda node: bool(inside.intersection(node.output)))
 
 
 def _digest(model: ModelProto) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, with_main
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, with_calls, with_main
 
 _TRANSPOSE = "relax.permute_dims"
 _POOLS = {"relax.nn.max_pool2d": "max_pool2d", "relax.nn.avg_pool2d": "avg_pool2d"}
@@ -53,6 +53,23 @@ def keep_layouts() -> None:
         known = Op.get(f"relax.{like}").get_attr("FRelaxInferLayout")
         if Op.get(f"relax.{name}").get_attr("FRelaxInferLayout") is None:
             register_op_attr(f"relax.{name}", "FRelaxInferLayout", known)
+
+
+def counted_axes(module: Any) -> Any:
+    """The module with axes of "main" that are counted from the first. Relax's change of layouts takes a negative axis
+    of a squeeze for a large one, and reads foreign memory."""
+
+    def replace(call: Any, builder: Any) -> Any | None:
+        from tvm import relax
+
+        if operator(call) != "relax.squeeze" or call.attrs.axis is None:
+            return None
+        axes = numbers(call.attrs.axis)
+        if min(axes, default=0) >= 0:
+            return None
+        return relax.op.squeeze(call.args[0], [axis % call.args[0].ty.ndim for axis in axes])
+
+    return with_calls(module, replace)
 
 
 def without_detours(module: Any) -> Any:

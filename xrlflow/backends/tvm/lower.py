@@ -14,10 +14,11 @@ from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
-from xrlflow.backends.tvm.bounds import Bounds, cast, known_value, nodes_of, settle, with_checks
+from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
-from xrlflow.backends.tvm.layouts import border, keep_layouts, without_detours
+from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
+from xrlflow.backends.tvm.operators import Imported, lowered
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import with_pads
@@ -41,6 +42,14 @@ _OTHERS = frozenset({"Attention"})
 _SYMBOL = "global_symbol"
 _ENDS = object()
 """The importer's name of our additional output."""
+
+
+class NodeRefused(BackendError):
+    """A node that TVM's importer, or our part of it, does not take. `title`: how messages name it."""
+
+    def __init__(self, message: str, title: str, results: Sequence[str]) -> None:
+        super().__init__(message)
+        self.title, self.results = title, tuple(results)
 
 
 def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
@@ -67,7 +76,8 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     """A Relax module for an ONNX ModelProto, with weights as constants. `bounds.checks_of` gives its checks of indices.
 
     Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
-    numbers (bind them with `shapes`), for constant indices outside their tables, and for what TVM's importer refuses.
+    numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for what
+    TVM's importer refuses.
     """
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
     if missing:
@@ -195,6 +205,19 @@ def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
     return builder.normalize(relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype)))
 
 
+def _of_two(builder: Any, op: str, inputs: Sequence[Any], opset: int) -> Any | None:
+    """Clip, or one of `_FOLDED`, by operators of two operands. None for constants, and for computed bounds."""
+    from tvm.ir import GenericConst
+
+    if op in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
+        return _fold(builder, op, list(inputs))
+    if op == "Clip" and opset >= 11:
+        result, *bounds = inputs
+        if all(b is None or isinstance(b, GenericConst) for b in bounds):
+            return _clip(builder, result, bounds)
+    return None
+
+
 def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
     """A tensor within its lower and its upper bound (None: no bound)."""
     from tvm import relax
@@ -203,24 +226,6 @@ def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
         if bound is not None:
             result = builder.normalize(nearest(result, bound))
     return result
-
-
-def _kept(builder: Any, inputs: Sequence[Any], results: int) -> Any:
-    """Dropout that drops nothing: its input, and a mask of True if there are two results.
-
-    Raises BackendError if it may drop elements. TVM's own operator has a mask of numbers, and its change of layouts
-    fails on it.
-    """
-    from tvm import relax
-
-    training = inputs[2] if len(inputs) > 2 else None
-    if training is not None and (known_value(training) is None or known_value(training)):
-        raise BackendError(
-            "TVM cannot lower Dropout in training mode: use --backend onnxruntime for this model"
-        )
-    if results == 1:
-        return inputs[0]
-    return relax.Tuple([inputs[0], builder.normalize(relax.op.ones(inputs[0].ty.shape, "bool"))])
 
 
 def _as_tensor(name: str, value: Any) -> Any:
@@ -242,7 +247,6 @@ def _as_tensor(name: str, value: Any) -> Any:
 
 
 def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
-    from tvm.ir import GenericConst
     from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
@@ -272,16 +276,20 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 self._outputs.append(_ENDS)
 
         def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
-            inputs = type(inputs)(self.bounds.operands(next(self._told), op_name, inputs, attrs))
-            if op_name in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
-                return _fold(self.bb, op_name, list(inputs))
-            if op_name == "Dropout":
-                return _kept(self.bb, inputs, attrs["tvm_custom"]["num_outputs"])
-            if op_name == "Clip" and opset >= 11:
-                result, *bounds = inputs
-                known = [b for b in bounds if b is None or isinstance(b, GenericConst)]
-                if len(known) == len(bounds):
-                    return _clip(self.bb, result, bounds)
+            node = next(self._told)
+            try:
+                with answering("import"):
+                    return self._converted(node, op_name, inputs, attrs, opset)
+            except BackendError as error:
+                raise NodeRefused(str(error), node.title, node.results) from error
+
+        def _converted(self, told: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            inputs = type(inputs)(self.bounds.operands(told, op_name, inputs, attrs))
+            own = lowered(op_name, Imported(self.bb, told.title, inputs, attrs))
+            if own is None:
+                own = _of_two(self.bb, op_name, inputs, opset)
+            if own is not None:
+                return own
             if op_name in ("AveragePool", "MaxPool"):
                 shape = sizes(inputs[0])
                 attrs = with_pads(attrs, None if shape is None else shape[2:])
@@ -312,6 +320,7 @@ def fuse(module: Any, machine: Machine) -> Any:
         relax.transform.FoldConstant(),
         settle,
         by_phases,
+        counted_axes,
         lambda module: (
             relax.transform.ConvertLayout(LAYOUTS)(module) if _gains_from_channels_last(module) else module
         ),
