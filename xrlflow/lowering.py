@@ -19,6 +19,7 @@ from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
 from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
+from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.ir import Graph
@@ -204,6 +205,21 @@ class Lowering:
         import onnx
 
         return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned())
+
+    def operator_times(self, operators: Sequence[Operator], channels_last: bool) -> Sequence[Times | None]:
+        """How long kernels of single operators take on this machine. Raises BackendError (see `operator_times`)."""
+        return operator_times(
+            operators, self.target.machine, self.threads, self._tuned(), channels_last=channels_last
+        )
+
+    @property
+    def tuned_version(self) -> str:
+        """Changes when kernels may have been tuned further."""
+        try:
+            about = os.stat(self.store.path)
+        except FileNotFoundError:
+            return "untuned"
+        return f"tuned {self.store.path} {about.st_mtime_ns}"
 
     def _tuned(self) -> Tuned:
         target = self.target

@@ -20,8 +20,10 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.tvm.operator_times import Times
+from xrlflow.cost import Database
 from xrlflow.options import OptionError, Options
-from xrlflow.pipeline import kernels
+from xrlflow.pipeline import kernels, placement
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.verify import Status
 
@@ -451,3 +453,40 @@ def test_paths_of_the_library_are_checked_first(
 def test_a_fixed_input_has_one_size() -> None:
     with pytest.raises(BackendError, match=r"input x is 64x48: it cannot have the shape 5x48"):
         asked(network(), further_shapes=[{"x": (5, 48)}])
+
+
+def slow_softmax(how: Any, operators: Any, channels_last: bool) -> list[Times]:
+    """Prices of kernels: a second for a Softmax, a microsecond for others."""
+    return [Times(np.full(5, 1.0 if b"Softmax" in proto else 1e-6), 0.0) for proto, _ in operators]
+
+
+def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And a trace of that makes the same file again."""
+    monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
+    monkeypatch.setattr(kernels._Trials, "_faster", lambda self, *_: True)
+    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    proto = network(more="e = Softmax(d) y = Add(e, x)")
+    result = asked(proto, measure=True, threads=1, cost="profiled")
+    assert result.hybrid is not None
+    assert [node.op_type for node in result.hybrid.model.graph.node] == ["Region_0", "Softmax", "Add"]
+    assert "LeaveToRuntime" in [step.rule for step in result.trace]
+    result.save(tmp_path / "fast.onnx")
+    expected = ort.InferenceSession(proto.SerializeToString()).run(None, feeds(64))
+    for found in (ort.InferenceSession(tmp_path / "fast.onnx"), xrlflow.session(tmp_path / "fast.onnx")):
+        np.testing.assert_allclose(found.run(None, feeds(64))[0], expected[0], rtol=1e-4, atol=1e-5)
+    result.save_trace(tmp_path / "trace.json")
+    again = asked(proto, replay=tmp_path / "trace.json")
+    assert again.hybrid is not None
+    assert [node.op_type for node in again.hybrid.model.graph.node] == ["Region_0", "Softmax", "Add"]
+    assert again.graph.fingerprint == result.graph.fingerprint
+
+
+def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def failing(*_: Any) -> None:
+        raise BackendError("a kernel failed")
+
+    monkeypatch.setattr(kernels.Lowering, "operator_times", failing)
+    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    result = asked(network(), measure=True, threads=1)
+    assert result.hybrid is not None
+    assert "kernels of our own have no prices: a kernel failed" in result.report.notes

@@ -3,9 +3,11 @@
 from xrlflow.cost.calibrate import calibrated
 from xrlflow.cost.database import Database
 from xrlflow.cost.in_context import InContextBenchmark
+from xrlflow.cost.kernels import KernelPrices
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
+from xrlflow.cost.placed import Placed
 from xrlflow.cost.profiled import Profiled, Tally
 from xrlflow.cost.roofline import Roofline
 
@@ -14,8 +16,10 @@ __all__ = [
     "CostModel",
     "Database",
     "InContextBenchmark",
+    "KernelPrices",
     "Machine",
     "Measured",
+    "Placed",
     "Profiled",
     "Provenance",
     "Roofline",

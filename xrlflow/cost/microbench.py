@@ -23,6 +23,7 @@ import numpy.typing as npt
 from xrlflow.backends.interleave import time_alone
 from xrlflow.backends.onnxruntime.session import OrtModel, open_model
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.system_load import waited
 from xrlflow.ir import ABSENT, NO_ATTRS, DType, Node, TensorType, Value
 from xrlflow.ops.subgraph import NotStandalone, input_name, model_of, numpy_type
 from xrlflow.ops.work import dimensions, number_of
@@ -175,20 +176,6 @@ def in_quiet(once: Callable[[], Sample], tolerance: float = QUIET) -> tuple[Samp
             return samples[-1], True
     best = min(samples, key=lambda s: s.low)
     return replace(best, median=best.low), False
-
-
-def waited() -> float:
-    """Seconds that this process's threads were ready to run but had no processor.
-
-    Linux counts this exactly; counters of processor time are too coarse for milliseconds. 0 on other systems.
-    """
-    total = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        try:
-            total += int(file.read_text().split()[1])
-        except (OSError, IndexError):  # the thread has just ended
-            continue
-    return total * 1e-9
 
 
 def call_seconds(threads: int) -> Sample:

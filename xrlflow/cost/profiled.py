@@ -98,11 +98,7 @@ class Profiled(AdditiveCost):
         """As in `AdditiveCost`, but the values of integer constants (axes, shapes) matter as well."""
         if node.types[0].const:
             return 0.0
-        key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
-        consts = graph.leaves.consts
-        for value, type in zip(node.inputs, in_types):
-            if type is not None and type.const and value in consts and _by_value(node, type):
-                key = (*key, value)  # a value's name stands for its contents
+        key = price_key(graph, node, in_types)
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self.price(graph, node, in_types)
@@ -127,7 +123,7 @@ class Profiled(AdditiveCost):
         if not is_bound((*in_types, *node.types), self.bindings):
             self.tally.modelled["with a dimension that has no number"] += 1
             return None
-        known = _known(graph, node)
+        known = small_constants(graph, node)
         subject = self._subject(node, in_types, known)
         found = self.database.get(subject)
         if found is not None:
@@ -175,24 +171,44 @@ class Profiled(AdditiveCost):
         return self._call
 
     def _subject(self, node: Node, in_types: InTypes, known: Mapping[Value, npt.NDArray[Any]]) -> Subject:
-        def shown(value: Value, type: TensorType | None) -> str:
-            if type is None or value == ABSENT:
-                return "_"
-            dims = ",".join(map(str, dimensions(type, self.bindings)))
-            array = known.get(value) if type.const and _by_value(node, type) else None
-            held = "" if array is None else f"={blake2b(array.tobytes(), digest_size=8).hexdigest()}"
-            return f"{type.dtype.name.lower()}[{dims}]{':const' if type.const else ''}{held}"
+        shown = operands(node, in_types, known, self.bindings)
+        return Subject(self._device, self._runtime, self.machine.threads, node.op, repr(node.attrs), shown)
 
-        # A value that is read twice is in the cache once.
-        places = {v: i for i, v in reversed(list(enumerate(node.inputs)))}
-        ins = ", ".join(
-            shown(v, t) if places[v] == i else f"${places[v]}"
-            for i, (v, t) in enumerate(zip(node.inputs, in_types))
-        )
-        outs = ", ".join(shown(v, t) for v, t in zip(node.outputs, node.types))
-        return Subject(
-            self._device, self._runtime, self.machine.threads, node.op, repr(node.attrs), f"{ins} -> {outs}"
-        )
+
+def price_key(graph: Graph, node: Node, in_types: InTypes) -> tuple[object, ...]:
+    """What nodes of one price share: operator, attributes, types, and the constants whose values matter."""
+    key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
+    consts = graph.leaves.consts
+    for value, type in zip(node.inputs, in_types):
+        if type is not None and type.const and value in consts and _by_value(node, type):
+            key = (*key, value)  # a value's name stands for its contents
+    return key
+
+
+def operands(
+    node: Node,
+    in_types: InTypes,
+    known: Mapping[Value, npt.NDArray[Any]],
+    bindings: Mapping[str, int],
+) -> str:
+    """The types of a node's inputs and outputs as text, with digests of the constants whose values matter."""
+
+    def shown(value: Value, type: TensorType | None) -> str:
+        if type is None or value == ABSENT:
+            return "_"
+        dims = ",".join(map(str, dimensions(type, bindings)))
+        array = known.get(value) if type.const and _by_value(node, type) else None
+        held = "" if array is None else f"={blake2b(array.tobytes(), digest_size=8).hexdigest()}"
+        return f"{type.dtype.name.lower()}[{dims}]{':const' if type.const else ''}{held}"
+
+    # A value that is read twice is in the cache once.
+    places = {v: i for i, v in reversed(list(enumerate(node.inputs)))}
+    ins = ", ".join(
+        shown(v, t) if places[v] == i else f"${places[v]}"
+        for i, (v, t) in enumerate(zip(node.inputs, in_types))
+    )
+    outs = ", ".join(shown(v, t) for v, t in zip(node.outputs, node.types))
+    return f"{ins} -> {outs}"
 
 
 def _by_value(node: Node, type: TensorType) -> bool:
@@ -200,7 +216,7 @@ def _by_value(node: Node, type: TensorType) -> bool:
     return type.dtype is not DType.FLOAT or node.op in _BY_VALUE
 
 
-def _known(graph: Graph, node: Node) -> dict[Value, npt.NDArray[Any]]:
+def small_constants(graph: Graph, node: Node) -> dict[Value, npt.NDArray[Any]]:
     """The small constants that the node reads."""
     consts = graph.leaves.consts
     return {v: array for v in node.inputs if v in consts and (array := consts[v].array) is not None}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from xrlflow.ir.graph import Graph
 
 _MASK = (1 << 60) - 1
+_LEFT = 0x6C656674
 _digests: dict[str, int] = {}
 
 
@@ -99,7 +100,7 @@ class Node:
 
     `op` is the operator's name, with its domain in front if it is not ONNX's own ("com.microsoft::Gelu"). `inputs` have
     ABSENT for missing optional inputs; the last `captured` ones are the values that bodies read from outside. Every
-    output has a value, even an unused one.
+    output has a value, even an unused one. `left`: ONNX Runtime runs the node even where kernels of our own run others.
     """
 
     op: str
@@ -108,15 +109,17 @@ class Node:
     types: tuple[TensorType, ...]
     attrs: Attrs = NO_ATTRS
     captured: int = 0
+    left: bool = False
     # A number for operator, attributes and inputs: what the node computes.
     key: int = field(init=False)
-    # The same including the outputs: the node's part of the graph's fingerprint.
+    # The same including the outputs and `left`: the node's part of the graph's fingerprint.
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
         key = node_key(self.op, self.attrs, self.inputs)
         object.__setattr__(self, "key", key)
-        object.__setattr__(self, "fingerprint", mix(key, *self.outputs))
+        named = (key, *self.outputs, _LEFT) if self.left else (key, *self.outputs)
+        object.__setattr__(self, "fingerprint", mix(*named))
 
     @property
     def id(self) -> Value:
@@ -133,10 +136,14 @@ class Node:
         return self.inputs[: len(self.inputs) - self.captured] if self.captured else self.inputs
 
     def with_inputs(self, inputs: tuple[Value, ...]) -> Node:
-        return Node(self.op, inputs, self.outputs, self.types, self.attrs, self.captured)
+        return Node(self.op, inputs, self.outputs, self.types, self.attrs, self.captured, self.left)
 
     def with_outputs(self, outputs: tuple[Value, ...]) -> Node:
-        return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured)
+        return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured, self.left)
+
+    def placed(self, left: bool) -> Node:
+        """The same node in kernels of our own, or left to ONNX Runtime."""
+        return Node(self.op, self.inputs, self.outputs, self.types, self.attrs, self.captured, left)
 
 
 def node_key(op: str, attrs: Attrs, inputs: tuple[Value, ...]) -> Value:

@@ -47,6 +47,8 @@ from xrlflow.ops.infer import (
 )
 from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
+LEFT = "xrlflow.left"
+"""Metadata of a node that ONNX Runtime runs even where kernels of our own run others."""
 # Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
 EXTERNAL_ABOVE = 3 << 29
 # Rough bytes of a node or a constant in a file, besides names and data.
@@ -476,6 +478,8 @@ class _Writer:
                 proto.doc_string = label.doc_string
             for key, value in label.metadata:
                 proto.metadata_props.add(key=key, value=value)
+        if node.left:
+            proto.metadata_props.add(key=LEFT, value="1")
         return proto
 
     def _body(self, body: Body, outer: list[str]) -> onnx.GraphProto:

@@ -31,8 +31,8 @@ class Clock:
     """The time of one optimisation, and what it was spent on. Moments are those of time.monotonic, times in seconds.
 
     `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
-    run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that compiling kernels
-    is expected to take.
+    run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that finding and
+    compiling kernels are expected to take, and `reserved` what is left of them.
     """
 
     begin: float
@@ -42,6 +42,7 @@ class Clock:
     latency: float = 0.0
     loading: float = 0.0
     compiling: float = 0.0
+    reserved: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)
     _hurried_at: float | None = field(default=None, init=False)
@@ -63,6 +64,7 @@ class Clock:
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
             hurried=self.hurried, compiled=self.compiled, compiling=0.0 if self.hurried else self.compiling,
+            reserved=0.0 if self.hurried else self.reserved,
         )  # fmt: skip
 
     def hurry(self) -> None:

@@ -27,6 +27,7 @@ from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.placement import search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.search import SearchNode
 from xrlflow.tuning.store import Store
@@ -35,13 +36,16 @@ MARGIN = 1.02
 """With kernels, a model must be so many times faster than the plain file for sure: two files are more to deploy."""
 # Seconds of a comparison with the plain file, and the relative width of its interval.
 _COMPARING, _NARROW = 5.0, 0.02
-# Compiling: seconds to load TVM, seconds a node, and the most of the time limit that is reserved for it.
-_LOADING, _PER_NODE, _AT_MOST = 3.0, 0.06, 0.35
+# Compiling: seconds to load TVM, seconds a node to measure its kernels and to compile it, the number of graphs that are
+# compiled, and the most of the time limit that is reserved for all that.
+_LOADING, _LEARNING, _PER_NODE, _GRAPHS, _AT_MOST = 3.0, 0.06, 0.06, 2, 0.4
 
 
 def compile_seconds(graph: Graph, limit: float) -> float:
-    """Seconds to reserve for compiling a graph and comparing it with the plain file."""
-    return min(_LOADING + _PER_NODE * sum(1 for _ in graph.nodes()) + _COMPARING, _AT_MOST * limit)
+    """Seconds to reserve for prices of kernels, and for compiling and comparing graphs."""
+    nodes = sum(1 for _ in graph.nodes())
+    wanted = _LOADING + _LEARNING * nodes + _GRAPHS * (_PER_NODE * nodes + _COMPARING)
+    return min(wanted, _AT_MOST * limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     if lacking is not None or (context.clock.hurried and not asked):
         context.notes.append(f"no kernels of our own: {lacking or 'interrupted'}")
         return judged(context, start, explored, proposal)
-    made = _best(context, start, proposal)
-    context.clock.compiling = 0.0
+    made = _best(context, start, explored, proposal)
+    context.clock.reserved = 0.0
     if made is not None:
         context.notes.append(_told(made))
         context = with_kernels(context, made.path)
@@ -82,21 +86,46 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     return judged(context, start, explored, proposal)
 
 
+def _candidates(
+    context: Context, start: Start, explored: Explored, proposal: Proposal, how: Lowering
+) -> list[SearchNode]:
+    """Graphs to compile: of the choice without kernels and the imported graph the cheaper one by the prices of both
+    runtimes, then what a search by these prices finds, then the other. Of a trace, the graph that it leads to."""
+    options = context.options
+    if options.replay is not None:
+        return [explored.result.best]
+    known = [found for found in (proposal.chosen, start.base) if found is not None]
+    further: Sequence[SearchNode] = ()
+    if context.feeds is not None and options.search != "random":
+        try:
+            searched = search_with_kernels(context, start, how)
+        except BackendError as error:
+            context.notes.append(f"kernels of our own have no prices: {error}")
+        else:
+            known.sort(key=lambda found: searched.cost(found.state.graph))
+            further = searched.proposals
+    different: dict[int, SearchNode] = {}
+    for found in (known[0], *further[:1], *known[1:], *further[1:]):
+        different.setdefault(found.state.graph.fingerprint, found)
+    return list(different.values())
+
+
 def with_kernels(context: Context, path: str) -> Context:
     """The context for measuring and verifying a file with its library. Other models have no operators of it."""
     options = with_library(context.options.session_options, str(library_path(path)))
     return replace(context, options=replace(context.options, session_options=options))
 
 
-def _best(context: Context, start: Start, proposal: Proposal) -> _Made | None:
+def _best(context: Context, start: Start, explored: Explored, proposal: Proposal) -> _Made | None:
     """See `_Trials.best`. On Ctrl-C the best so far is kept: a graph with kernels, or the plain proposal (None).
 
     Raises KeyboardInterrupt if kernels were asked for and there are none yet, and for the second Ctrl-C.
     """
-    trials = _Trials(context, start, context.options.backend == "hybrid")
+    trials = _Trials(context, context.options.backend == "hybrid")
     try:
         with _lowering(context) as how:
-            return trials.best(how, proposal)
+            candidates = _candidates(context, start, explored, proposal, how)
+            return trials.best(how, proposal.chosen, candidates)
     except KeyboardInterrupt:
         fastest = trials.fastest
         if context.clock.hurried or (fastest is None and trials.asked):
@@ -145,18 +174,18 @@ class _Trials:
     """
 
     context: Context
-    start: Start
     asked: bool
     fastest: _Made | None = field(default=None, init=False)
 
-    def best(self, how: Lowering, proposal: Proposal) -> _Made | None:
+    def best(
+        self, how: Lowering, chosen: SearchNode | None, candidates: Sequence[SearchNode]
+    ) -> _Made | None:
         """The fastest graph with kernels; None if that is not faster than the plain proposal, or none compiles.
 
         Raises BackendError if kernels were asked for and no graph compiles.
         """
-        chosen, base = proposal.chosen, self.start.base
         before: str | bytes
-        for index, found in enumerate(self._different([base] if chosen is None else [chosen, base])):
+        for found in candidates:
             begun = time.monotonic()
             made = self._made(how, found)
             if made is None:
@@ -169,22 +198,16 @@ class _Trials:
                 self.fastest = made if self.asked else None
             if self._faster(before, made.path, margin, name):
                 self.fastest = made
-            if index == 0 and not self._has_time(time.monotonic() - begun):
+            if not self._has_time(time.monotonic() - begun):
                 break
         if self.fastest is None and self.asked:
             raise BackendError(self.context.notes.pop())
         return self.fastest
 
-    def _different(self, nodes: Sequence[SearchNode]) -> list[SearchNode]:
-        return list({found.state.graph.fingerprint: found for found in nodes}.values())
-
     def _has_time(self, seconds: float) -> bool:
         """Whether another graph may be compiled and compared, if that takes so many seconds."""
-        self.context.clock.compiling = 0.0
-        return (
-            self.context.options.measure
-            and time.monotonic() + seconds < self.context.clock.budget.select_until
-        )
+        budget = self.context.clock.budget
+        return self.context.options.measure and time.monotonic() + seconds < budget.compile_until
 
     def _made(self, how: Lowering, found: SearchNode) -> _Made | None:
         """A graph with kernels; None, with a note, if it cannot be compiled."""

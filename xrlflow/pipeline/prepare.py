@@ -37,9 +37,10 @@ _SLOW = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The node that the search begins with, and the substitutions that were made before the search."""
+    """The node that the search begins with, its cost model, and the substitutions that were made before the search."""
 
     base: SearchNode
+    model: CostModel
     early: tuple[TraceStep, ...] = ()
 
 
@@ -216,4 +217,4 @@ def start(context: Context, model: CostModel) -> Start:
     elif options.compiling:  # operators that TVM lacks must be written out in any case
         graph = tidy(graph)
     base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
-    return Start(base, tuple(early))
+    return Start(base, model, tuple(early))

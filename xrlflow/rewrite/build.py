@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 class Draft:
     """A node whose outputs are not named yet."""
 
-    __slots__ = ("attrs", "captured", "inputs", "names", "op", "temporary", "types")
+    __slots__ = ("attrs", "captured", "inputs", "left", "names", "op", "temporary", "types")
 
     def __init__(
         self,
@@ -49,13 +49,16 @@ class Draft:
         types: tuple[TensorType, ...],
         temporary: tuple[Value, ...],
         captured: int = 0,
+        left: bool | None = None,
     ) -> None:
+        """`left`: as of a node; None: as of the nodes that the edit replaces."""
         self.op = op
         self.inputs = inputs
         self.attrs = attrs
         self.types = types
         self.temporary = temporary
         self.captured = captured
+        self.left = left
         self.names: tuple[Value, ...] = ()
 
 
@@ -152,6 +155,14 @@ class GraphBuilder(Op):
         made = tuple([Val(self.graph, v, t) for v, t in zip(temporary, out_types)])
         return made[0] if outputs == 1 else made
 
+    def again(self, node: Node, left: bool, changed: Mapping[Value, Val]) -> tuple[Val, ...]:
+        """A node of the graph once more, with another `left`, reading `changed` values. Returns its outputs."""
+        inputs = tuple([changed[v].value if v in changed else v for v in node.inputs])
+        temporary = tuple([Value(self.next - k) for k in range(len(node.outputs))])
+        self.next -= len(node.outputs)
+        self.drafts.append(Draft(node.op, inputs, node.attrs, node.types, temporary, node.captured, left))
+        return tuple([Val(self.graph, v, t) for v, t in zip(temporary, node.types)])
+
     @staticmethod
     def _attrs(
         name: str, attrs: Attrs | None, named: dict[str, Any], types: list[TensorType | None]
@@ -197,6 +208,8 @@ class GraphBuilder(Op):
         named: dict[Value, Value] = {}
         nodes: list[Node] = []
         fresh: dict[Value, Node] = {}
+        # What replaces nodes that are left to the runtime is left to it.
+        all_left = all(v in graph.producers and graph.producers[v].left for v in replaced)
         for draft in self._live(results):
             inputs = tuple([named[i] if i < 0 else i for i in draft.inputs])
             key = node_key(draft.op, draft.attrs, inputs)
@@ -224,7 +237,8 @@ class GraphBuilder(Op):
                     for o, t, temp in zip(outs, draft.types, draft.temporary)
                 ]
             )
-            node = Node(draft.op, inputs, outs, types, draft.attrs, draft.captured)
+            left = all_left if draft.left is None else draft.left
+            node = Node(draft.op, inputs, outs, types, draft.attrs, draft.captured, left)
             nodes.append(node)
             for o in outs:
                 fresh[o] = node

@@ -41,7 +41,7 @@ class MatchSignature:
     """What matching sees of a node and its inputs alone. Many nodes of a graph share a signature.
 
     `types` are the types of the inputs, `above` the operators that make the inputs (None: no operator does). `key`
-    holds both, the operator, the attributes, the output types, and which inputs are the same value.
+    holds both, the operator, the attributes, the output types, which inputs are the same value, and `Node.left`.
     """
 
     types: tuple[TensorType | None, ...]
@@ -56,7 +56,9 @@ class MatchSignature:
         types = tuple([type_of[v] for v in inputs])
         above = tuple([None if (p := producers.get(v)) is None else p.op for v in inputs])
         same = tuple(map(inputs.index, inputs)) if len(set(inputs)) < len(inputs) else None
-        return MatchSignature(types, above, (node.op, node.attrs.digest, types, above, node.types, same))
+        return MatchSignature(
+            types, above, (node.op, node.attrs.digest, types, above, node.types, same, node.left)
+        )
 
 
 class Plans:
@@ -205,6 +207,10 @@ class Library:
         """The library with only the rules of these names."""
         wanted = set(names)
         return self._part(r for r in self.rules.values() if r.name in wanted)
+
+    def extended(self, rules: Iterable[AnyRule]) -> Library:
+        """The library with further rules."""
+        return self._part((*self.rules.values(), *rules))
 
     def canonicalising(self) -> Library:
         """The library with only the canonicalising rules."""

@@ -119,7 +119,9 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
             if constants is not None:
                 folded.update(zip(node.outputs, constants))
             elif found is not None and found != node.types:
-                refined.append(Node(node.op, node.inputs, node.outputs, found, node.attrs, node.captured))
+                refined.append(
+                    Node(node.op, node.inputs, node.outputs, found, node.attrs, node.captured, node.left)
+                )
         if folded:  # before types: a refined node may read a folded value
             more = plan_edit(after, edit.rule, (), folded)
             looked = {v for v in looked if v not in folded} | {n.outputs[0] for _, n in more.rewired}

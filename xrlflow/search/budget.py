@@ -31,7 +31,8 @@ class Budget:
 
     `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
     the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
-    `compiled`: the processes of the last comparison load TVM. `compiling`: seconds that compiling kernels will take.
+    `compiled`: the processes of the last comparison load TVM. `compiling`: seconds for finding and compiling kernels;
+    `reserved`: those of them that are still needed.
     """
 
     begin: float
@@ -42,6 +43,7 @@ class Budget:
     hurried: bool = False
     compiled: bool = False
     compiling: float = 0.0
+    reserved: float = 0.0
 
     @property
     def until(self) -> float:
@@ -89,7 +91,12 @@ class Budget:
     @property
     def select_until(self) -> float:
         """The moment at which comparisons of whole models must be over."""
-        return self.end - self.ending - self.compiling
+        return self.compile_until - self.reserved
+
+    @property
+    def compile_until(self) -> float:
+        """The moment at which kernels must be compiled and compared."""
+        return self.end - self.ending
 
     @property
     def begin_comparing_until(self) -> float:

@@ -17,6 +17,10 @@ MIDDLES = {
     "Clip": "c = Clip(a, zero, six)",
     "Where": "k = Greater(a, zero)\n h = Mul(a, a)\n c = Where(k, a, h)",
     "Expand": "g = GlobalAveragePool(a)\n e = Expand(g, like)\n c = Add(e, a)",
+    "means and maxima of a border": (
+        "p = LeakyRelu(a)\n t = Pad(p, sides, zero)\n m = ReduceMean<keepdims=1>(t, rows)\n"
+        " n = ReduceMax<keepdims=1>(t, every)\n d = Add(m, t)\n e = Add(d, n)\n c = AveragePool<kernel_shape=[3,3]>(e)"
+    ),
     "several readers": (
         "p = Pad(a, sides, zero)\n q = AveragePool<kernel_shape=[3,3]>(p)\n r = MaxPool<kernel_shape=[3,3]>(p)\n"
         " d = Add(q, r)\n e = Conv(a, v)\n f = Add(d, e)\n c = LeakyRelu(f)"
@@ -37,6 +41,7 @@ def between_convolutions(middle: str) -> str:
         "(float[1,16,11,9] x, float[32,16,1,1] w, float[32,32,1,1] v, float[32] b, float[32] s) =>"
         " (float[1,32,p,q] y)"
         " <int64[8] sides = {0, 0, 1, 1, 0, 0, 1, 1}, int64[8] corner = {0, 0, 0, 0, 0, 0, 2, 1},"
+        " int64[2] rows = {2, 3}, int64[1] every = {-3},"
         " int64[4] like = {1, 32, 11, 9}, float zero = {0.0}, float six = {6.0}>"
         f" {{ a = Conv(x, w)\n {middle}\n y = Conv(c, v) }}"
     )

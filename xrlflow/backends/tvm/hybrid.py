@@ -19,7 +19,7 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.onnxio import load, to_proto
-from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
+from xrlflow.onnxio.exporter import EXTERNAL_ABOVE, LEFT
 from xrlflow.onnxio.regions import (
     Region,
     cut,
@@ -270,12 +270,15 @@ def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]
 
 
 def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
-    """Whether a node can be in a region: a known operator on tensors of fixed sizes, floats of single precision.
+    """Whether a node can be in a region: a known operator on tensors of fixed sizes, floats of single precision, that
+    is not marked to be left.
 
     Whole numbers and truth values may be moved, compared and converted.
     """
 
     def fits(node: NodeProto) -> bool:
+        if any(entry.key == LEFT for entry in node.metadata_props):
+            return False
         if node.op_type in _LEFT or lower.unsupported([(node.domain, node.op_type)]):
             return False
         if node.op_type == "Dropout" and len(node.input) > 2:  # it may be random
@@ -287,6 +290,11 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
         return not whole or node.op_type in _MOVES
 
     return fits
+
+
+def takes(model: ModelProto, types: Mapping[str, TypeProto]) -> bool:
+    """Whether all nodes of a model of fixed sizes can be in a region. `types`: of its values (`types_of`)."""
+    return all(map(_fitting(types), model.graph.node))
 
 
 def _is_fixed(kind: TypeProto) -> bool:

@@ -66,16 +66,18 @@ def compile_region(
     tuned: lower.Tuned | None = None,
     *,
     weights_as_inputs: bool = False,
+    channels_last: bool | None = None,
 ) -> CompiledRegion:
     """Lower and schedule a region of a model. The ports of its node have the region's order, which may be another one
-    than the model's. `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see
-    `regions.with_functions`.
+    than the model's.
 
-    Raises BackendError for models that cannot be lowered (see `lower.import_model`), or not without TVM's runtime.
+    `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see `regions.with_functions`.
+    `channels_last`: see `lower.fuse`. Raises BackendError for models that cannot be lowered (see `lower.import_model`),
+    or not without TVM's runtime.
     """
     part = extracted(model, region, types)
     module = lower.import_model(part)
-    scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
+    scheduled = lower.schedule_all(lower.fuse(module, machine, channels_last), machine, tuned)
     with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)
@@ -93,9 +95,10 @@ class KernelLibrary:
     constants: tuple[Array, ...]
     domain: str
 
-    def save(self, path: Path, options: Sequence[str] = ()) -> None:
+    def save(self, path: Path, options: Sequence[str] = (), profiled: int = 0) -> None:
         """Compile and link the library, with further options of the C compiler. It is written completely or not at all.
 
+        `profiled`: the number of steps in all plans, for a library that measures each of them (see `operator_times`).
         Raises BackendError if there is no C compiler, if it fails, or if the file cannot be written.
         """
         triple = self.machine.triple
@@ -105,7 +108,7 @@ class KernelLibrary:
         try:
             target = Path(files.destination(path))
             with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
-                built = self._build(command, Path(folder), options)
+                built = self._build(command, Path(folder), options, profiled)
                 files.put(built, target)
         except OSError as error:
             raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
@@ -115,7 +118,7 @@ class KernelLibrary:
         """Where constants go. On x86-64, code cannot reach beyond 2 GB, and linkers put .lrodata behind all of it."""
         return ".lrodata" if self.machine.triple.startswith("x86_64") else ".rodata"
 
-    def _build(self, command: str, folder: Path, options: Sequence[str]) -> Path:
+    def _build(self, command: str, folder: Path, options: Sequence[str], profiled: int) -> Path:
         (folder / "kernels.o").write_bytes(self.code)
         (folder / "tables.c").write_text(_domain(self.domain) + self.tables)
         with (folder / "constants.bin").open("wb") as file:
@@ -123,7 +126,10 @@ class KernelLibrary:
                 file.write(b"\0" * (-file.tell() % ALIGNMENT))
                 file.write(array.tobytes())
         (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT, section=self._section))
-        (folder / "exports").write_text("{ global: RegisterCustomOps; local: *; };\n")
+        names = "RegisterCustomOps; xrlflow_spent;" if profiled else "RegisterCustomOps;"
+        (folder / "exports").write_text(f"{{ global: {names} local: *; }};\n")
+        if profiled:
+            options = (*options, f"-DXRLFLOW_PROFILE={profiled}")
         sources = [str(NATIVE / name) for name in _SOURCES]
         done = subprocess.run(
             [

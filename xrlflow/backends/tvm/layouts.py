@@ -39,7 +39,8 @@ _SEVERAL = frozenset(
     )
 )
 ELEMENTWISE = _ONE | _SEVERAL
-_OTHERS = frozenset({"relax.nn.pad", "relax.broadcast_to", "relax.concat", *_POOLS})
+_REDUCTIONS = frozenset({"relax.mean", "relax.sum", "relax.max", "relax.min"})
+_OTHERS = frozenset({"relax.nn.pad", "relax.broadcast_to", "relax.concat", *_POOLS, *_REDUCTIONS})
 # An operand that is not transposed may have this part of the result's elements: it is transposed then.
 _SMALL = 1 / 16
 _LIKE = {"nn.leakyrelu": "nn.relu", "clip": "nn.relu"}
@@ -248,6 +249,15 @@ def _concatenated(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> An
     return relax.op.concat(list(operands), axes[int(call.attrs.axis) % len(axes)])
 
 
+def _reduced(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> Any | None:
+    from tvm import relax
+
+    if not call.attrs.keepdims or call.attrs.axis is None:
+        return None
+    turned = [axes[axis % len(axes)] for axis in numbers(call.attrs.axis)]
+    return getattr(relax.op, operator(call).removeprefix("relax."))(operands[0], turned, True)
+
+
 def _pooled(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> Any | None:
     from tvm import relax
 
@@ -264,6 +274,7 @@ def _pooled(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> Any | No
 _TURNS: Mapping[str, Callable[[Any, Sequence[Any], Sequence[int]], Any | None]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_POOLS, _pooled),
+    **dict.fromkeys(_REDUCTIONS, _reduced),
     "relax.nn.pad": _padded,
     "relax.broadcast_to": _broadcast,
     "relax.concat": _concatenated,

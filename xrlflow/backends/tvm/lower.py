@@ -306,9 +306,10 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
 
 
-def fuse(module: Any, machine: Machine) -> Any:
+def fuse(module: Any, machine: Machine, channels_last: bool | None = None) -> Any:
     """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
 
+    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it.
     Raises BackendError if TVM refuses the module.
     """
     package = tvm()
@@ -322,7 +323,9 @@ def fuse(module: Any, machine: Machine) -> Any:
         by_phases,
         counted_axes,
         lambda module: (
-            relax.transform.ConvertLayout(LAYOUTS)(module) if _gains_from_channels_last(module) else module
+            relax.transform.ConvertLayout(LAYOUTS)(module)
+            if (_gains_from_channels_last(module) if channels_last is None else channels_last)
+            else module
         ),
         relax.transform.FoldConstant(),
         without_detours,

@@ -380,6 +380,24 @@ static Status* check_indices(const struct kernel* kernel, const struct instance*
   return NULL;
 }
 
+#ifdef XRLFLOW_PROFILE
+#include <time.h>
+/* Nanoseconds of the last call of each step, region after region. Calls at the same time overwrite each other's. */
+__attribute__((visibility("default"))) int64_t xrlflow_spent[XRLFLOW_PROFILE];
+
+static int64_t now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static int64_t* spent_by(const struct region* region) {
+  int64_t* found = xrlflow_spent;
+  for (const struct region* other = xrlflow_region; other != region; other++) found += other->steps;
+  return found;
+}
+#endif
+
 static Status* run(struct kernel* kernel, struct instance* instance, void* context) {
   const struct region* region = kernel->region;
   Status* status = bind(kernel, instance, context);
@@ -393,7 +411,13 @@ static Status* run(struct kernel* kernel, struct instance* instance, void* conte
     const struct step* step = &region->step[i];
     Any result = {ANY_NONE, 0, {0}};
     said[0] = 0;
+#ifdef XRLFLOW_PROFILE
+    int64_t begun = now();
+#endif
     failed = step->kernel(NULL, arguments, step->count, &result) != 0;
+#ifdef XRLFLOW_PROFILE
+    spent_by(region)[i] = now() - begun;
+#endif
     arguments += step->count;
   }
   running = outer;

@@ -1,0 +1,136 @@
+"""The cost of a graph of which a part runs in kernels of our own, and the rest in ONNX Runtime.
+
+A node costs what its kernel costs where it runs. An elementwise operator that follows its only source in a kernel is
+computed in that source's kernel and costs nothing. A value that crosses from one side to the other is converted: the
+two sides keep images in layouts of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import fsum
+
+from xrlflow.cost.kernels import KernelPrices
+from xrlflow.cost.machine import Machine
+from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.cost.roofline import seconds as roofline_seconds
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
+from xrlflow.ops.work import OpKind, Work, dimensions, work
+
+# Images have a layout of their own in kernels; what has fewer dimensions does not.
+_IMAGE = 4
+# Kernels of these can go on with an elementwise operator before they write.
+_GOES_ON = frozenset(
+    {OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.ELEMENTWISE, OpKind.VIEW}
+)
+
+
+class Placed(AdditiveCost):
+    """Prices on both sides. A node runs in kernels of our own unless it is `left`, or can be no kernel."""
+
+    def __init__(self, runtime: AdditiveCost, kernels: KernelPrices, machine: Machine) -> None:
+        super().__init__(runtime.bindings)
+        self.runtime = runtime
+        self.kernels = kernels
+        self.machine = machine
+
+    @property
+    def name(self) -> str:
+        return "placed"
+
+    def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        own = None if node.left else self.kernels.seconds(graph, node, in_types)
+        return self.runtime.seconds(graph, node, in_types) if own is None else own
+
+    def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        return 0.0 if node.const else self.price(graph, node, in_types)
+
+    def breakdown(self, graph: Graph) -> dict[Value, float]:
+        return {node.id: self._at(graph, node) for node in graph.nodes()}
+
+    def delta(self, graph: Graph, edit: Edit) -> float:
+        """Seconds of the successor minus those of the graph: of the nodes that change, and of those around them."""
+        successor, _ = apply_edit(graph, edit)
+        before = [*edit.removed, *(old for old, _ in edit.rewired)]
+        after = [*edit.added, *(new for _, new in edit.rewired)]
+        outputs = set(graph.outputs) ^ set(edit.outputs)
+        near = _around(graph, before, outputs) | _around(successor, after, outputs)
+        return self._sum(successor, near) - self._sum(graph, near)
+
+    def loses(self, graph: Graph, node: Node) -> bool:
+        """Whether ONNX Runtime runs the node faster than a kernel of our own would."""
+        if node.const or node.left:
+            return False
+        in_types = _in_types(graph, node)
+        own = self.kernels.seconds(graph, node, in_types)
+        return own is not None and own > self.runtime.seconds(graph, node, in_types)
+
+    def is_left(self, graph: Graph, node: Node) -> bool:
+        """Whether ONNX Runtime runs the node."""
+        return node.left or self.kernels.seconds(graph, node, _in_types(graph, node)) is None
+
+    def _sum(self, graph: Graph, ids: Iterable[Value]) -> float:
+        producers = graph.producers
+        return fsum(
+            self._at(graph, producers[i]) for i in ids if i in producers and producers[i].outputs[0] == i
+        )
+
+    def _at(self, graph: Graph, node: Node) -> float:
+        """Seconds of a node where it stands, with the conversions of its results."""
+        if node.const:
+            return 0.0
+        in_types = _in_types(graph, node)
+        left = self.is_left(graph, node)
+        fused = not left and self._follows(graph, node, in_types)
+        return (0.0 if fused else self.price(graph, node, in_types)) + self._borders(graph, node, left)
+
+    def _follows(self, graph: Graph, node: Node, in_types: InTypes) -> bool:
+        """Whether a node is computed within the kernel of what it reads."""
+        if work(node, in_types, self.bindings).kind is not OpKind.ELEMENTWISE:
+            return False
+        for value in node.inputs:
+            source = graph.producers.get(value)
+            if source is None or source.const or len(graph.uses.get(value, ())) > 1 or value in graph.outputs:
+                continue
+            if graph.type(value).shape != node.types[0].shape or self.is_left(graph, source):
+                continue
+            if work(source, _in_types(graph, source), self.bindings).kind in _GOES_ON:
+                return True
+        return False
+
+    def _borders(self, graph: Graph, node: Node, left: bool) -> float:
+        """Seconds to convert the results of a node for readers on the other side."""
+        total = 0.0
+        for value, type in zip(node.outputs, node.types):
+            readers = (user for user in graph.users(value) if not user.const)
+            if any(self.is_left(graph, reader) != left for reader in readers):
+                total += self._crossing(type)
+        return total
+
+    def _crossing(self, type: TensorType) -> float:
+        shape = dimensions(type, self.bindings)
+        if len(shape) < _IMAGE:
+            return self.machine.overhead
+        elements = 1
+        for size in shape:
+            elements *= size
+        # Both sides convert: one to ONNX's layout, the other from it.
+        return 2 * roofline_seconds(Work(0.0, 8.0 * elements, OpKind.SHUFFLE), self.machine)
+
+
+def _around(graph: Graph, nodes: Iterable[Node], outputs: Iterable[Value]) -> set[Value]:
+    """Ids of nodes, and of the producers and readers of what they read or compute and of `outputs`."""
+    found: set[Value] = set()
+    values = set(outputs)
+    for node in nodes:
+        found.add(node.id)
+        values.update(node.inputs, node.outputs)
+    for value in values:
+        if value in graph.producers:
+            found.add(graph.producers[value].id)
+            found.update(graph.uses.get(value, ()))
+    return found
+
+
+def _in_types(graph: Graph, node: Node) -> InTypes:
+    return tuple([graph.type(v) if v != ABSENT else None for v in node.inputs])

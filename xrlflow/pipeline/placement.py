@@ -1,0 +1,75 @@
+"""The search for graphs with kernels of our own: by prices of both runtimes, with placement among the candidates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from xrlflow.backends.tvm.operator_times import code_version
+from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline, calibrated
+from xrlflow.ir import Graph
+from xrlflow.lowering import Lowering
+from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import search
+from xrlflow.pipeline.prepare import Start
+from xrlflow.rewrite import RewriteState
+from xrlflow.rewrite.placement import placement_rules
+from xrlflow.search import SearchNode
+
+# Searches, each with the prices of the operators that the one before came to.
+_ROUNDS = 3
+# The part of the time until comparisons must be over that measuring operators may take.
+_LEARNING = 0.4
+# The part that compiling needs: the search may take the rest.
+_COMPILING = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search by the prices of both runtimes found, the cheapest first; and the modelled cost of any graph."""
+
+    proposals: tuple[SearchNode, ...]
+    cost: Callable[[Graph], float]
+
+
+def search_with_kernels(context: Context, start: Start, how: Lowering) -> Found:
+    """Search by the prices of both runtimes.
+
+    Operators are measured first. A search may come to operators that were not measured: it is repeated with their
+    prices. Raises BackendError if an operator's kernel does not run.
+    """
+    machine = calibrated(context.threads)
+    bindings = context.imported.bindings
+    runtime = start.model if isinstance(start.model, AdditiveCost) else Roofline(machine, bindings)
+    with Database() as database:
+        version = f"{code_version()} {how.tuned_version}"
+        prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)
+        model = Placed(runtime, prices, machine)
+        result = _search(context, start, model)
+    context.notes.append(f"kernels of our own: {prices}")
+    proposals = sorted((found for found in result if context.fits(found)), key=lambda found: found.cost)
+    return Found(tuple(proposals), model.cost)
+
+
+def _search(context: Context, start: Start, model: Placed) -> tuple[SearchNode, ...]:
+    """The best and the shortlist of the last of several searches."""
+    clock, graph = context.clock, start.base.state.graph
+    found: tuple[SearchNode, ...] = ()
+    for _ in range(_ROUNDS):
+        now = time.monotonic()
+        left = clock.budget.compile_until - now
+        with clock.phase("profile"):
+            new = model.kernels.learn(graph, now + _LEARNING * left)
+        if found and not new:
+            break
+        clock.reserved = _COMPILING * left
+        library = context.library.extended(placement_rules(model.loses))
+        state = RewriteState.start(start.base.state.graph, library, model.delta)
+        base = SearchNode(state, None, model.cost(state.graph))
+        with clock.phase("search"):
+            result = search(replace(context, library=library), base, model)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        found, graph = (result.best, *result.shortlist), result.best.state.graph
+    return found

@@ -1,0 +1,84 @@
+"""Placement as substitutions: which operators run in kernels of our own, and which are left to ONNX Runtime.
+
+They change nothing that is computed, so there is nothing to prove. A search applies them like rules: what is left
+splits a region, what is taken back merges regions, and both move a border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xrlflow.ir import Graph, Node, Value
+from xrlflow.ops.work import COUNTS, ELEMENTWISE
+from xrlflow.rewrite.rule import Op, Reader, Region, RegionRule
+
+PLACEMENT = "placement"
+_OPERATORS = tuple(sorted({*COUNTS, *ELEMENTWISE}))
+# Elementwise operators that are moved with the one that they follow, at most.
+_MOST = 8
+
+Loses = Callable[[Graph, Node], bool]
+"""Whether ONNX Runtime runs a node faster than a kernel of our own would."""
+
+
+class _Placement(RegionRule, family=PLACEMENT):
+    """An operator and the elementwise operators that follow it alone, on the other side."""
+
+    anchors = _OPERATORS
+    left = False
+
+    def target(self, op: Op, region: Region, *inputs: Any) -> Any:
+        changed: dict[Value, Any] = {}
+        results = []
+        for node in region.nodes:
+            made = op.again(node, self.left, changed)
+            changed.update(zip(node.outputs, made))
+            results.extend(made)
+        return [changed[value] for value in region.outputs]
+
+    def _region(self, graph: Reader, anchor: Node) -> Region:
+        nodes = [anchor]
+        while len(nodes) < _MOST:
+            last = nodes[-1]
+            if len(last.outputs) != 1 or graph.is_output(last.id):
+                break
+            users = graph.users(last.id)
+            if len(users) != 1 or users[0].op not in ELEMENTWISE or users[0].left == self.left:
+                break
+            nodes.append(users[0])
+        outputs = tuple(value for node in nodes for value in node.outputs)
+        inside = set(outputs)
+        inputs = tuple(dict.fromkeys(v for node in nodes for v in node.inputs if v and v not in inside))
+        return Region(outputs, inputs, tuple(nodes), None)
+
+
+class LeaveToRuntime(_Placement):
+    """kernel(x) == runtime(x)"""
+
+    left = True
+
+    def __init__(self, loses: Loses) -> None:
+        self.loses = loses
+
+    def find(self, graph: Reader, node: Node) -> Region | None:
+        if node.left or node.captured:
+            return None
+        beside = any(
+            (source := graph.producer(v)) is not None and source.left for v in node.inputs if v
+        ) or any(user.left for value in node.outputs for user in graph.users(value))
+        if not (beside or self.loses(graph.graph, node)):
+            return None
+        return self._region(graph, node)
+
+
+class TakeFromRuntime(_Placement):
+    """runtime(x) == kernel(x)"""
+
+    def find(self, graph: Reader, node: Node) -> Region | None:
+        return self._region(graph, node) if node.left and not node.captured else None
+
+
+def placement_rules(loses: Loses = lambda graph, node: True) -> tuple[RegionRule, ...]:
+    """Both rules. Nodes are left to the runtime where they lose (by default: anywhere), and next to others that are."""
+    return LeaveToRuntime(loses), TakeFromRuntime()
