@@ -242,20 +242,11 @@ class GraphBuilder(Op):
             nodes.append(node)
             for o in outs:
                 fresh[o] = node
-        aliases: dict[Value, Value] = {}
-        for old, new in zip(replaced, results):
-            target = named[new.value] if new.value < 0 else new.value
+        targets = [named[new.value] if new.value < 0 else new.value for new in results]
+        for old, new, target in zip(replaced, results, targets):
             if target != old:
                 _adopt(rule, graph.type(old), new.type)
-                aliases[old] = target
-        for old in aliases:  # the value that replaces `old` may itself be replaced
-            seen = {old}
-            while aliases[old] in aliases:
-                aliases[old] = aliases[aliases[old]]
-                if aliases[old] in seen:
-                    raise RuleError(f"{rule}: its results stand for each other in a circle")
-                seen.add(aliases[old])
-        return self._propagate(plan_edit(graph, rule, nodes, aliases))
+        return self._propagate(plan_edit(graph, rule, nodes, _aliases(rule, replaced, targets)))
 
     def _propagate(self, edit: Edit) -> Edit:
         """The edit, extended by constants and types that follow from it (`propagate.propagated`)."""
@@ -276,6 +267,19 @@ class GraphBuilder(Op):
                 needed.update(draft.inputs)
                 live.append(draft)
         return live[::-1]
+
+
+def _aliases(rule: str, replaced: Sequence[Value], targets: Sequence[Value]) -> dict[Value, Value]:
+    """For each replaced value, the value that its readers read instead. Raises RuleError for a circle."""
+    aliases = {old: target for old, target in zip(replaced, targets) if target != old}
+    for old in aliases:  # the value that replaces `old` may itself be replaced
+        seen = {old}
+        while aliases[old] in aliases:
+            aliases[old] = aliases[aliases[old]]
+            if aliases[old] in seen:
+                raise RuleError(f"{rule}: its results stand for each other in a circle")
+            seen.add(aliases[old])
+    return aliases
 
 
 def _adopt(rule: str, old: TensorType, new: TensorType) -> TensorType:

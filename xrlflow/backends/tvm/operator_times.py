@@ -96,10 +96,14 @@ def operator_times(
             with open_model(model, threads=threads, session_options=_options(path)) as opened:
                 end = begin + len(region.plan.calls)
                 found[index] = _quietest(
-                    opened.bound_caller(feeds[index]), lambda b=begin, e=end: sum(spent[b:e])
+                    opened.bound_caller(feeds[index]), functools.partial(_sum, spent, begin, end)
                 )
             begin = end
     return found
+
+
+def _sum(spent: Any, begin: int, end: int) -> int:
+    return sum(spent[begin:end])
 
 
 def _quietest(run: Callable[[], object], spent: Callable[[], int]) -> Times:
