@@ -36,16 +36,29 @@ MARGIN = 1.02
 """With kernels, a model must be so many times faster than the plain file for sure: two files are more to deploy."""
 # Seconds of a comparison with the plain file, and the relative width of its interval.
 _COMPARING, _NARROW = 5.0, 0.02
-# Compiling: seconds to load TVM, seconds a node to measure its kernels and to compile it, the number of graphs that are
-# compiled, and the most of the time limit that is reserved for all that.
-_LOADING, _LEARNING, _PER_NODE, _GRAPHS, _AT_MOST = 3.0, 0.06, 0.06, 2, 0.4
+# Seconds to load TVM; for each node, to measure its kernel and to compile it; and for a search.
+_LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.06, 0.06, 2.0
+# The most of the time limit that is reserved for all that, where a model needs the whole limit.
+_AT_MOST = 0.35
 
 
-def compile_seconds(graph: Graph, limit: float) -> float:
-    """Seconds to reserve for prices of kernels, and for compiling and comparing graphs."""
-    nodes = sum(1 for _ in graph.nodes())
-    wanted = _LOADING + _LEARNING * nodes + _GRAPHS * (_PER_NODE * nodes + _COMPARING)
-    return min(wanted, _AT_MOST * limit)
+def compile_seconds(context: Context) -> float:
+    """Seconds to reserve for kernels: for a search by their prices and two graphs, or without time for that, one."""
+    clock = context.clock
+    limit, other = clock.limit - clock.begin, clock.budget.end - clock.begin
+    one = _LOADING + _one_graph(context.imported.graph)
+    more = one + _further(context.imported.graph)
+    return more if more <= _AT_MOST * limit or other + more <= limit else min(one, _AT_MOST * limit)
+
+
+def _one_graph(graph: Graph) -> float:
+    """Seconds to compile a graph and to compare it."""
+    return _COMPILE * sum(1 for _ in graph.nodes()) + _COMPARING
+
+
+def _further(graph: Graph) -> float:
+    """Seconds to search for another graph by the prices of its operators, and to compile that."""
+    return _PRICE * sum(1 for _ in graph.nodes()) + _SEARCH + _one_graph(graph)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +109,12 @@ def _candidates(
         return [explored.result.best]
     known = [found for found in (proposal.chosen, start.base) if found is not None]
     further: Sequence[SearchNode] = ()
-    if context.feeds is not None and options.search != "random":
+    graph = start.base.state.graph
+    until = context.clock.budget.compile_until - 2 * _one_graph(graph)
+    in_time = time.monotonic() + _LOADING + _further(graph) - _one_graph(graph) <= until
+    if context.feeds is not None and options.search != "random" and in_time:
         try:
-            searched = search_with_kernels(context, start, how)
+            searched = search_with_kernels(context, start, how, until)
         except BackendError as error:
             context.notes.append(f"kernels of our own have no prices: {error}")
         else:

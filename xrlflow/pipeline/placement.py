@@ -19,10 +19,6 @@ from xrlflow.search import SearchNode
 
 # Searches, each with the prices of the operators that the one before came to.
 _ROUNDS = 3
-# The part of the time until comparisons must be over that measuring operators may take.
-_LEARNING = 0.4
-# The part that compiling needs: the search may take the rest.
-_COMPILING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +29,8 @@ class Found:
     cost: Callable[[Graph], float]
 
 
-def search_with_kernels(context: Context, start: Start, how: Lowering) -> Found:
-    """Search by the prices of both runtimes.
+def search_with_kernels(context: Context, start: Start, how: Lowering, until: float) -> Found:
+    """Search by the prices of both runtimes, until then (time.monotonic).
 
     Operators are measured first. A search may come to operators that were not measured: it is repeated with their
     prices. Raises BackendError if an operator's kernel does not run.
@@ -46,24 +42,22 @@ def search_with_kernels(context: Context, start: Start, how: Lowering) -> Found:
         version = f"{code_version()} {how.tuned_version}"
         prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)
         model = Placed(runtime, prices, machine)
-        result = _search(context, start, model)
+        result = _search(context, start, model, until)
     context.notes.append(f"kernels of our own: {prices}")
     proposals = sorted((found for found in result if context.fits(found)), key=lambda found: found.cost)
     return Found(tuple(proposals), model.cost)
 
 
-def _search(context: Context, start: Start, model: Placed) -> tuple[SearchNode, ...]:
+def _search(context: Context, start: Start, model: Placed, until: float) -> tuple[SearchNode, ...]:
     """The best and the shortlist of the last of several searches."""
     clock, graph = context.clock, start.base.state.graph
+    clock.reserved = clock.budget.compile_until - until
     found: tuple[SearchNode, ...] = ()
     for _ in range(_ROUNDS):
-        now = time.monotonic()
-        left = clock.budget.compile_until - now
         with clock.phase("profile"):
-            new = model.kernels.learn(graph, now + _LEARNING * left)
-        if found and not new:
+            new = model.kernels.learn(graph, until)
+        if found and (not new or time.monotonic() >= until):
             break
-        clock.reserved = _COMPILING * left
         library = context.library.extended(placement_rules(model.loses))
         state = RewriteState.start(start.base.state.graph, library, model.delta)
         base = SearchNode(state, None, model.cost(state.graph))

@@ -30,8 +30,7 @@ def optimize(source: Source, options: Options, listener: Listener | None = None)
     with opened(source, options, listener, time.monotonic()) as context:
         context = with_feeds(context)
         if options.with_kernels and missing_for_kernels() is None:
-            needed = compile_seconds(context.imported.graph, options.time_limit)
-            context.clock.compiling = context.clock.reserved = needed
+            context.clock.compiling = context.clock.reserved = compile_seconds(context)
         with context.clock.phase("calibrate"):
             model = cost_model(context)
             begin = start(context, model)
