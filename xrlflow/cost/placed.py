@@ -1,7 +1,8 @@
 """The cost of a graph of which a part runs in kernels of our own, and the rest in ONNX Runtime.
 
 A node costs what its kernel costs where it runs. An elementwise operator that follows its only source in a kernel is
-computed in that source's kernel and costs nothing. A value that crosses from one side to the other is converted: the
+computed in that source's kernel and costs nothing, and so does a concatenation of what kernels compute for it alone:
+they write it. A value that crosses from one side to the other is converted: the
 two sides keep images in layouts of their own.
 """
 
@@ -85,18 +86,26 @@ class Placed(AdditiveCost):
         return (0.0 if fused else self.price(graph, node, in_types)) + self._borders(graph, node, left)
 
     def _follows(self, graph: Graph, node: Node, in_types: InTypes) -> bool:
-        """Whether a node is computed within the kernel of what it reads."""
+        """Whether a node is computed within the kernels of what it reads: an elementwise operator in one of them, a
+        concatenation in all, which write their parts of it."""
+        own = [self._source(graph, value) for value in node.inputs]
+        if node.op == "Concat":
+            return all(source is not None for source in own)
         if work(node, in_types, self.bindings).kind is not OpKind.ELEMENTWISE:
             return False
-        for value in node.inputs:
-            source = graph.producers.get(value)
-            if source is None or source.const or len(graph.uses.get(value, ())) > 1 or value in graph.outputs:
-                continue
-            if graph.type(value).shape != node.types[0].shape or self.is_left(graph, source):
-                continue
-            if work(source, _in_types(graph, source), self.bindings).kind in _GOES_ON:
-                return True
-        return False
+        return any(
+            source is not None
+            and graph.type(value).shape == node.types[0].shape
+            and work(source, _in_types(graph, source), self.bindings).kind in _GOES_ON
+            for value, source in zip(node.inputs, own)
+        )
+
+    def _source(self, graph: Graph, value: Value) -> Node | None:
+        """The node that computes a value in a kernel for one reader alone; None if that is not so."""
+        source = graph.producers.get(value)
+        if source is None or source.const or len(graph.uses.get(value, ())) > 1 or value in graph.outputs:
+            return None
+        return None if self.is_left(graph, source) else source
 
     def _borders(self, graph: Graph, node: Node, left: bool) -> float:
         """Seconds to convert the results of a node for readers on the other side."""

@@ -111,7 +111,7 @@ def _candidates(
     further: Sequence[SearchNode] = ()
     graph = start.base.state.graph
     until = context.clock.budget.compile_until - 2 * _one_graph(graph)
-    in_time = time.monotonic() + _LOADING + _further(graph) - _one_graph(graph) <= until
+    in_time = time.monotonic() + _LOADING + _SEARCH <= until  # in which case not all prices may be measured
     if context.feeds is not None and options.search != "random" and in_time:
         try:
             searched = search_with_kernels(context, start, how, until)
