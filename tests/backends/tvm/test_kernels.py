@@ -441,7 +441,7 @@ def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> N
     untuned = heuristic(found, detect())
     assert untuned is not None
     assert untuned.tile.lanes == detect().lanes
-    assert padded_columns(columns, detect().lanes) % untuned.tile.columns == 0
+    assert padded_columns(columns, detect().lanes, detect().in_halves) % untuned.tile.columns == 0
     model = network(GRAPHS[name])
     feeds = numbers(model)
     with open_model(model.SerializeToString()) as runtime:
@@ -457,9 +457,9 @@ def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> N
             np.testing.assert_allclose(lowered.run(feeds)[0], expected, rtol=2e-5, atol=2e-6)
 
 
-@given(columns=st.integers(1, 100_000), lanes=st.sampled_from([4, 8, 16]))
-def test_padding_of_columns(columns: int, lanes: int) -> None:
-    width = padded_columns(columns, lanes)
+@given(columns=st.integers(1, 100_000), lanes=st.sampled_from([4, 8, 16]), in_halves=st.booleans())
+def test_padding_of_columns(columns: int, lanes: int, in_halves: bool) -> None:
+    width = padded_columns(columns, lanes, in_halves)
     assert columns <= width <= max(1.05 * (columns + lanes - 1), columns)
     assert width % lanes == 0 or width == columns
     assert columns % lanes or width == columns
@@ -468,7 +468,11 @@ def test_padding_of_columns(columns: int, lanes: int) -> None:
 
 
 def test_half_vectors_are_left_where_they_are_few() -> None:
-    assert [padded_columns(n, 16) for n in (8, 24, 40, 20, 37, 88)] == [8, 24, 40, 32, 48, 96]
+    few = (8, 24, 40, 20, 37, 88)
+    assert [padded_columns(n, 16, True) for n in few] == [8, 24, 40, 32, 48, 96]
+    assert [padded_columns(n, 16, False) for n in few] == [8, 32, 48, 32, 48, 96]
+    assert detect("znver4").in_halves
+    assert not detect("znver5").in_halves
 
 
 @pytest.mark.parametrize("name", [n for n in GRAPHS if n.startswith("Conv, transposed")])

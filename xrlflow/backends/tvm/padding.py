@@ -60,14 +60,16 @@ def crop(x: Any, shape: Sequence[int]) -> Any:
     return te.compute(list(shape), lambda *i: x[i], name="crop")
 
 
-def padded_columns(columns: int, lanes: int) -> int:
+def padded_columns(columns: int, lanes: int, in_halves: bool = False) -> int:
     """The number of columns to compute: a multiple of several vectors, if that is hardly more than one of a vector.
 
-    A few columns that half vectors divide stay: 24 take 0.86 to 0.78 of the time of 32 (measured; 88 and 1,000 do not).
+    `in_halves`: see `Machine`. A few columns that half vectors divide stay there: 24 take 0.86 to 0.78 of the time of 32
+    (measured on Zen 4; 88 and 1,000 do not). Elsewhere only a single half vector stays: 24 columns took 1.45 to 1.8
+    times as long as 32, and 40 1.65 times as long as 48 (measured on Zen 5).
     """
     if columns % lanes == 0 or columns == 1:
         return columns
-    if columns % (lanes // 2) == 0 and columns <= _FEW_VECTORS * lanes:
+    if columns % (lanes // 2) == 0 and columns <= (_FEW_VECTORS * lanes if in_halves else lanes // 2):
         return columns
     least = -(-columns // lanes) * lanes
     for vectors in (4, 3, 2):
@@ -107,7 +109,7 @@ def padded_width(rows: Rows, columns: int, row_stride: int, reduction: int, mach
 def _matmul(call: Any, result: Sequence[int], weights: Sequence[int], machine: Machine) -> Any | None:
     from tvm import relax
 
-    width = padded_columns(weights[-1], machine.lanes)
+    width = padded_columns(weights[-1], machine.lanes, machine.in_halves)
     if len(weights) != 2 or width == weights[-1]:
         return None
     return relax.Call(call.op, [call.args[0], _widened(call.args[1], width)], call.attrs, call.ty_args)
@@ -122,7 +124,7 @@ def _conv(call: Any, result: Sequence[int], weights: Sequence[int], machine: Mac
     batch, height, width, columns = result
     strides, padding = numbers(attrs.strides), numbers(attrs.padding)
     flat = list(weights[:2]) == [1, 1] and strides == [1, 1] and not any(padding)
-    wide_columns = padded_columns(columns, machine.lanes)
+    wide_columns = padded_columns(columns, machine.lanes, machine.in_halves)
     image = sizes(call.args[0])
     # An image with a border is copied anyway.
     copied = 0 if image is None or any(padding) else math.prod(image)

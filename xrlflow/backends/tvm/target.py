@@ -13,6 +13,9 @@ from xrlflow.backends.tvm.import_tvm import tvm
 
 # LLVM's names of features, each with the floats in a vector register and the number of registers.
 _VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
+# Processors that multiply and add whole vectors half by half (Agner Fog, "The microarchitecture of Intel, AMD and VIA
+# CPUs"): half vectors lose nothing there. On all others a half vector takes as long as a whole one.
+_IN_HALVES = frozenset({"znver4", "cannonlake", "icelake-client", "tigerlake", "rocketlake", "znver1"})
 # The prefixes of LLVM's features that are instructions which a compiler uses on its own: x86, then ARM. Most other
 # features only guide tuning, or are used where a program asks for them (AES, random numbers).
 _INSTRUCTIONS = (
@@ -35,7 +38,7 @@ _ARCHITECTURES = {
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, vector registers, and bytes of
-    a core's second-level cache."""
+    a core's second-level cache. `in_halves`: vectors are computed half by half."""
 
     triple: str
     cpu: str
@@ -43,6 +46,7 @@ class Machine:
     lanes: int
     registers: int
     second_level: int = 512 << 10
+    in_halves: bool = False
 
     def target(self) -> Any:
         """The target in TVM's form."""
@@ -64,7 +68,9 @@ def detect(cpu: str | None = None, cores: int | None = None, triple: str | None 
     system, name = triple or ours, cpu or own
     features = _features(system, name)
     lanes, registers = next(((n, r) for feature, n, r in _VECTORS if feature in features), (4, 16))
-    machine = Machine(system, name, cores or default_threads(), lanes, registers)
+    machine = Machine(
+        system, name, cores or default_threads(), lanes, registers, in_halves=name in _IN_HALVES
+    )
     if (system, name) != (ours, own):
         return machine
     return replace(machine, second_level=cache_levels().get(2, machine.second_level))
