@@ -63,8 +63,8 @@ def crop(x: Any, shape: Sequence[int]) -> Any:
 def padded_columns(columns: int, lanes: int, in_halves: bool = False) -> int:
     """The number of columns to compute: a multiple of several vectors, if that is hardly more than one of a vector.
 
-    `in_halves`: see `Machine`. A few columns that half vectors divide stay there: 24 take 0.86 to 0.78 of the time of 32
-    (measured on Zen 4; 88 and 1,000 do not). Elsewhere only a single half vector stays: 24 columns took 1.45 to 1.8
+    `in_halves`: see `Machine`. A few columns that half vectors divide stay there: 24 take 0.86 to 0.78 of the time of
+    32 (measured on Zen 4; 88 and 1,000 do not). Elsewhere only a single half vector stays: 24 columns took 1.45 to 1.8
     times as long as 32, and 40 1.65 times as long as 48 (measured on Zen 5).
     """
     if columns % lanes == 0 or columns == 1:
