@@ -4,6 +4,9 @@ For each model: the original, the file with kernels and its library, and the sam
 is created and run once in a process of its own; the variants take turns. Seconds are those of creating the session,
 megabytes are what the process's peak resident memory has grown by since before, medians over turns. Sizes are those of
 the files. The ratio of the seconds of two runs of the original is the control.
+
+`--guard` measures another thing: for models of open sizes, how many times as fast the same kernels are in a model of
+fixed sizes, without the comparison of sizes, in turns in one process.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 from bench import latency, pages
 from xrlflow.backends.beside import library_path
+from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.hybrid import hybrid, types_of
 from xrlflow.backends.tvm.kernel_library import compile_region, kernel_library
 from xrlflow.onnxio import ImportedModel, load, save, to_proto
 from xrlflow.onnxio.regions import region_of, with_functions
+from xrlflow.pipeline.use import options_with_kernels
 
 DEFAULT = ("squeezenet", "mobilenetv2", "resnet50", "bert-classifier", "rapidocr-rec", "basic-pitch")
 VARIANTS = ("original", "with kernels", "without the library", "weights as inputs", "original again")
@@ -113,6 +118,23 @@ def _with_weights_as_inputs(imported: ImportedModel, path: Path, threads: int) -
     onnx.save(with_functions(model, {"R": region}, library.domain, weights_as_inputs=True), path)
 
 
+def guard(name: str, seconds: float, threads: int) -> str:
+    """A line: how many times as fast a model of fixed sizes is as one whose sizes are compared first."""
+    with tempfile.TemporaryDirectory(prefix="xrlflow-bench-") as temporary:
+        folder = Path(temporary)
+        path, _, given = latency.source(name, folder)
+        sizes = {input: np.shape(value) for input, value in given.items()}
+        files = [folder / "guarded.onnx", folder / "fixed.onnx"]
+        for file, imported in zip(files, (load(path), load(path, shapes=sizes, fix_shapes=True))):
+            hybrid(to_proto(imported, imported.graph), sizes, detect(None, threads)).save(file)
+        nodes = [len(onnx.load(file).graph.node) for file in files]
+        compared = measure(
+            list(map(str, files)), given, threads=threads, time_limit=seconds, control=True,
+            session_options=options_with_kernels(*map(str, files)),
+        )  # fmt: skip
+    return f"| {name} | {nodes[0]} and {nodes[1]} nodes | {compared.control} | {compared.speedup} |"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| model | original MB | with kernels MB + library MB | session s: original | with kernels | "
@@ -140,9 +162,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, default=Path("out/loading.json"), help="rows are kept here")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
+    parser.add_argument("--guard", action="store_true", help="the cost of comparing sizes, instead")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(latency.names()):
         sys.exit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(latency.names())}")
+    if arguments.guard:
+        for name in arguments.names:
+            print(guard(name, 20.0, arguments.threads), flush=True)
+        return
     rows = []
     for name in arguments.names:
         rows.append(row(name, arguments.turns, arguments.threads))
