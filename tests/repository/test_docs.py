@@ -88,6 +88,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_readme_shows_rows_of_the_latency_table() -> None:
     assert pages.read("latency-short") == latency.short(pages.read("latency"))
+    assert pages.read("latency-kernels-short") == latency.kernels_short(pages.read("latency-kernels"))
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
