@@ -111,8 +111,11 @@ def _candidates(
     further: Sequence[SearchNode] = ()
     graph = start.base.state.graph
     until = context.clock.budget.compile_until - 2 * _one_graph(graph)
-    in_time = time.monotonic() + _LOADING + _SEARCH <= until  # in which case not all prices may be measured
-    if context.feeds is not None and options.search != "random" and in_time:
+    if context.feeds is None or options.search == "random":
+        pass
+    elif time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
+        context.notes.append("no search by the prices of kernels: there was no time (--time-limit)")
+    else:
         try:
             searched = search_with_kernels(context, start, how, until)
         except BackendError as error:
