@@ -37,7 +37,7 @@ MARGIN = 1.02
 # Seconds of a comparison with the plain file, and the relative width of its interval.
 _COMPARING, _NARROW = 5.0, 0.02
 # Seconds to load TVM; for each node, to measure its kernel and to compile it; and for a search.
-_LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.06, 0.06, 2.0
+_LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.035, 2.0
 # The most of the time limit that is reserved for all that, where a model needs the whole limit.
 _AT_MOST = 0.35
 
