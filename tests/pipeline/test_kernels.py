@@ -22,6 +22,7 @@ from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm.operator_times import Times
 from xrlflow.cost import Database
+from xrlflow.onnxio.model import LEFT
 from xrlflow.options import OptionError, Options
 from xrlflow.pipeline import kernels, placement
 from xrlflow.pipeline.use import options_with_kernels
@@ -474,11 +475,60 @@ def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tm
     expected = ort.InferenceSession(proto.SerializeToString()).run(None, feeds(64))
     for found in (ort.InferenceSession(tmp_path / "fast.onnx"), xrlflow.session(tmp_path / "fast.onnx")):
         np.testing.assert_allclose(found.run(None, feeds(64))[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert result.report.cost_after < result.report.cost_before  # by the same prices
     result.save_trace(tmp_path / "trace.json")
-    again = asked(proto, replay=tmp_path / "trace.json")
-    assert again.hybrid is not None
-    assert [node.op_type for node in again.hybrid.model.graph.node] == ["Region_0", "Softmax", "Add"]
-    assert again.graph.fingerprint == result.graph.fingerprint
+    for measure in (False, True):
+        again = asked(proto, replay=tmp_path / "trace.json", measure=measure, cost="profiled", threads=1)
+        assert again.hybrid is not None
+        assert [node.op_type for node in again.hybrid.model.graph.node] == ["Region_0", "Softmax", "Add"]
+        assert again.graph.fingerprint == result.graph.fingerprint
+    plain = asked(proto, replay=tmp_path / "trace.json", backend="onnxruntime")
+    assert not any(node.left for node in plain.graph.nodes())
+
+
+def test_placement_is_excluded_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
+    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    proto = network(more="e = Softmax(d) y = Add(e, x)")
+    for option in ({"exclude": ["placement"]}, {"only": ["CancelTransposes"]}):
+        result = asked(proto, measure=True, threads=1, cost="profiled", **option)
+        assert "LeaveToRuntime" not in [step.rule for step in result.trace]
+
+
+def test_what_a_file_leaves_is_decided_again(tmp_path: Path) -> None:
+    """A result that is optimised once more, perhaps on another machine."""
+    proto = network()
+    for node in proto.graph.node:
+        node.metadata_props.add(key=LEFT, value="1")
+    result = asked(proto)
+    assert result.hybrid is not None
+    assert [node.op_type for node in result.hybrid.model.graph.node] == ["Region_0"]
+    kept = [e.key for f in result.hybrid.model.functions for n in f.node for e in n.metadata_props]
+    assert LEFT not in kept
+
+
+def test_all_sizes_are_exercised() -> None:
+    """What one verification does not reach, that of another size does."""
+    result = asked(network("N"), shapes={"x": (32, 48)}, further_shapes=[{"x": (8, 48)}])
+    assert result.verification is not None
+    assert not [note for note in result.report.notes if "not exercised" in note and "then" in note]
+    assert {"N": 32} in [dict(b) for b in result.verification.bindings]
+    assert {"N": 8} in [dict(b) for b in result.verification.bindings]
+
+
+def test_graphs_without_kernels_do_not_matter_where_others_have_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here the search leaves everything."""
+
+    def slow(how: Any, operators: Any, channels_last: bool) -> list[Times]:
+        return [Times(np.full(5, 1.0), 0.0) for _ in operators]
+
+    monkeypatch.setattr(kernels.Lowering, "operator_times", slow)
+    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    result = asked(network(), measure=True, threads=1, cost="profiled")
+    assert result.hybrid is not None
+    assert not [note for note in result.report.notes if "no kernels of our own" in note]
 
 
 def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from random import Random
 from tests.rules.harness import model
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load, to_proto
-from xrlflow.onnxio.exporter import LEFT
+from xrlflow.onnxio.model import LEFT
 from xrlflow.rewrite import Library, Match, Op, RewriteState, Rule, Val
 from xrlflow.rewrite.placement import placement_rules
 

@@ -33,7 +33,7 @@ from xrlflow.ir import (
 from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio.beside import replacing_model
 from xrlflow.onnxio.errors import GrowthError, ModelError
-from xrlflow.onnxio.model import ImportedModel, Recipe
+from xrlflow.onnxio.model import LEFT, ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
@@ -47,8 +47,6 @@ from xrlflow.ops.infer import (
 )
 from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
 
-LEFT = "xrlflow.left"
-"""Metadata of a node that ONNX Runtime runs even where kernels of our own run others."""
 # Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
 EXTERNAL_ABOVE = 3 << 29
 # Rough bytes of a node or a constant in a file, besides names and data.

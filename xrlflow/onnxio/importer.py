@@ -42,7 +42,7 @@ from xrlflow.onnxio.backwards import write_ends
 from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.malformed import check_functions, check_inputs, check_nodes, check_structure, reading
-from xrlflow.onnxio.model import ImportedModel, NodeLabel, Recipe
+from xrlflow.onnxio.model import LEFT, ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
 from xrlflow.ops import symbolic_values
@@ -433,8 +433,10 @@ class _Importer:
         node = self._add(read, [t.as_const(is_const) for t in found], scope)
         if not is_const:
             self._compute_elements(read, node, found[0], scope)
+        if any(p.key == LEFT for p in proto.metadata_props):
+            scope.nodes[-1] = node.placed(True)
         if proto.name or proto.doc_string or proto.metadata_props:
-            metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props)
+            metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props if p.key != LEFT)
             self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
 
     def _read(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _Read:

@@ -11,6 +11,10 @@ from xrlflow.ir import Attrs, Const, Graph, Value
 from xrlflow.onnxio.tensors import TensorStore
 
 
+LEFT = "xrlflow.left"
+"""Metadata of a node that ONNX Runtime runs even where kernels of our own run others (`Node.left`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeLabel:
     """What a file says about a node that runtimes do not read."""

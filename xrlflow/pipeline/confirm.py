@@ -51,7 +51,9 @@ def propose(context: Context, start: Start, explored: Explored) -> Proposal:
     leaner = _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
     chosen: SearchNode | None = None
-    if options.measure and options.search != "random":
+    if options.replay is not None:
+        chosen = explored.result.best if context.fits(explored.result.best) else None
+    elif options.measure and options.search != "random":
         selection = _selected(context, start, explored, leaner)
         chosen = selection.chosen
     elif explored.proposals:

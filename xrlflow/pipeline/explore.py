@@ -12,8 +12,6 @@ from xrlflow.options import AGENT, LOOKAHEAD, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import read_trace
-from xrlflow.rewrite import RewriteState
-from xrlflow.rewrite.placement import PLACEMENT, placement_rules
 from xrlflow.search import (
     SEARCH_UNTIL,
     Limits,
@@ -178,9 +176,6 @@ def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> 
     steps = read_trace(trace)
     steps = steps[len(start.early) :]  # those before the search were made again
     base = start.base
-    if any(step.family == PLACEMENT for step in steps):
-        library = context.library.extended(placement_rules())
-        base = replace(base, state=RewriteState.start(base.state.graph, library, base.state.delta))
     state, path, cost = base.state, None, base.cost
     for step, successor in zip(steps, replay(base.state, steps)):
         match = state.find(step.key)

@@ -20,7 +20,8 @@ class Finished:
     """The decision: `kept` replaces the original (None: the original stays), and `reason` says why.
 
     `compiled`: the compiled model, if one was asked for; `threads`: the number of threads that it was compiled for.
-    `hybrid`: `kept` with kernels of our own.
+    `hybrid`: `kept` with kernels of our own. `costs`: the modelled cost of the imported graph and of `kept`, by the
+    prices that led there; None: those of the search.
     """
 
     kept: SearchNode | None
@@ -31,6 +32,7 @@ class Finished:
     compiled: TvmModel | None = None
     threads: int | None = None
     hybrid: Hybrid | None = None
+    costs: tuple[float, float] | None = None
 
 
 class Finisher(Protocol):

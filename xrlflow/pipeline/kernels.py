@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +27,7 @@ from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
-from xrlflow.pipeline.placement import search_with_kernels
+from xrlflow.pipeline.placement import Found, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.search import SearchNode
 from xrlflow.tuning.store import Store
@@ -63,11 +63,24 @@ def _further(graph: Graph) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A graph with kernels, as a file."""
+    """A graph with kernels, as a file. `costs`: see `Finished`."""
 
     found: SearchNode
     hybrid: Hybrid
     path: str
+    costs: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Graphs to compile, in this order, and the modelled cost of a graph by the prices of both runtimes, if known."""
+
+    nodes: Sequence[SearchNode]
+    base: Graph
+    cost: Callable[[Graph], float] | None = None
+
+    def costs(self, found: SearchNode) -> tuple[float, float] | None:
+        return None if self.cost is None else (self.cost(self.base), self.cost(found.state.graph))
 
 
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
@@ -94,39 +107,45 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         judging = Judging(context, start, made.found, made.path, kernels=_sizes(context), decides=not asked)
         finished = replace(judging.finished(), selection=proposal.selection)
         if finished.kept is not None:
-            return replace(finished, hybrid=made.hybrid)
+            return replace(finished, hybrid=made.hybrid, costs=made.costs)
         context.notes.append(f"not kept with kernels: {finished.reason}")
     return judged(context, start, explored, proposal)
 
 
 def _candidates(
     context: Context, start: Start, explored: Explored, proposal: Proposal, how: Lowering
-) -> list[SearchNode]:
+) -> _Candidates:
     """Graphs to compile: of the choice without kernels and the imported graph the cheaper one by the prices of both
     runtimes, then what a search by these prices finds, then the other. Of a trace, the graph that it leads to."""
-    options = context.options
-    if options.replay is not None:
-        return [explored.result.best]
+    base = start.base.state.graph
+    if context.options.replay is not None:
+        return _Candidates([explored.result.best], base)
     known = [found for found in (proposal.chosen, start.base) if found is not None]
     further: Sequence[SearchNode] = ()
-    graph = start.base.state.graph
-    until = context.clock.budget.compile_until - 2 * _one_graph(graph)
-    if context.feeds is None or options.search == "random":
-        pass
-    elif time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
-        context.notes.append("no search by the prices of kernels: there was no time (--time-limit)")
-    else:
-        try:
-            searched = search_with_kernels(context, start, how, until)
-        except BackendError as error:
-            context.notes.append(f"kernels of our own have no prices: {error}")
-        else:
-            known.sort(key=lambda found: searched.cost(found.state.graph))
-            further = searched.proposals
+    searched = _searched(context, start, how)
+    if searched is not None:
+        known.sort(key=lambda found: searched.cost(found.state.graph))
+        further = searched.proposals
     different: dict[int, SearchNode] = {}
     for found in (known[0], *further[:1], *known[1:], *further[1:]):
         different.setdefault(found.state.graph.fingerprint, found)
-    return list(different.values())
+    return _Candidates(list(different.values()), base, None if searched is None else searched.cost)
+
+
+def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
+    """What a search by the prices of both runtimes finds; None, with a note, if there is no time or there are no
+    prices."""
+    if context.feeds is None or context.options.search == "random":
+        return None
+    until = context.clock.budget.compile_until - 2 * _one_graph(start.base.state.graph)
+    if time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
+        context.notes.append("no search by the prices of kernels: there was no time (--time-limit)")
+        return None
+    try:
+        return search_with_kernels(context, start, how, until)
+    except BackendError as error:
+        context.notes.append(f"kernels of our own have no prices: {error}")
+        return None
 
 
 def with_kernels(context: Context, path: str) -> Context:
@@ -189,26 +208,27 @@ def _told(made: _Made) -> str:
 class _Trials:
     """Graphs with kernels, compiled and compared with the plain proposal. `asked`: the result has kernels anyway.
 
-    `fastest`: what would be kept now; None: the plain proposal.
+    `fastest`: what would be kept now; None: the plain proposal. `refused`: why graphs could not be compiled.
     """
 
     context: Context
     asked: bool
     fastest: _Made | None = field(default=None, init=False)
+    refused: list[str] = field(default_factory=list, init=False)
 
-    def best(
-        self, how: Lowering, chosen: SearchNode | None, candidates: Sequence[SearchNode]
-    ) -> _Made | None:
+    def best(self, how: Lowering, chosen: SearchNode | None, candidates: _Candidates) -> _Made | None:
         """The fastest graph with kernels; None if that is not faster than the plain proposal, or none compiles.
 
         Raises BackendError if kernels were asked for and no graph compiles.
         """
         before: str | bytes
-        for found in candidates:
+        compiled = 0
+        for found in candidates.nodes:
             begun = time.monotonic()
-            made = self._made(how, found)
+            made = self._made(how, found, candidates.costs(found))
             if made is None:
                 continue
+            compiled += 1
             if self.fastest is not None:
                 before, margin, name = self.fastest.path, 1.0, "the other graph with kernels"
             else:
@@ -220,7 +240,9 @@ class _Trials:
             if not self._has_time(time.monotonic() - begun):
                 break
         if self.fastest is None and self.asked:
-            raise BackendError(self.context.notes.pop())
+            raise BackendError(self.refused[0])
+        if not compiled:  # of other graphs it does not matter
+            self.context.notes.extend(dict.fromkeys(self.refused))
         return self.fastest
 
     def _has_time(self, seconds: float) -> bool:
@@ -228,8 +250,8 @@ class _Trials:
         budget = self.context.clock.budget
         return self.context.options.measure and time.monotonic() + seconds < budget.compile_until
 
-    def _made(self, how: Lowering, found: SearchNode) -> _Made | None:
-        """A graph with kernels; None, with a note, if it cannot be compiled."""
+    def _made(self, how: Lowering, found: SearchNode, costs: tuple[float, float] | None) -> _Made | None:
+        """A graph with kernels; None if it cannot be compiled."""
         context = self.context
         with context.clock.phase("compile"):
             context.say("compile", note="kernels of our own")
@@ -238,9 +260,9 @@ class _Trials:
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
                 hybrid.save(path)
             except BackendError as error:
-                context.notes.append(f"no kernels of our own: {error}")
+                self.refused.append(f"no kernels of our own: {error}")
                 return None
-        return _Made(found, hybrid, path)
+        return _Made(found, hybrid, path, costs)
 
     def _faster(self, before: str | bytes, after: str, margin: float, name: str) -> bool:
         """Whether a file is so many times faster for sure, measured in this process. Without measuring: yes."""

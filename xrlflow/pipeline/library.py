@@ -16,8 +16,10 @@ from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, Options, check_seed
+from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_in_processes
 from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
+from xrlflow.rewrite.placement import PLACEMENT, Loses, placement_rules
 
 
 def library_for(options: Options) -> Library:
@@ -28,13 +30,28 @@ def library_for(options: Options) -> Library:
     rules: tuple[AnyRule, ...] = tuple(LIBRARY)
     if options.rules is not None:
         rules += own_rules(options.rules, proven=not options.trust_rules, seed=options.seed)
+    placing = placement_rules()
+    kept = _kept((*rules, *placing), options)
+    steps = () if options.replay is None else read_trace(options.replay)
+    placed = any(step.family == PLACEMENT for step in steps)
+    return Library(
+        [rule for rule in kept if placed or rule not in placing], backend=options.runtime, contrib=options.backend_ops,
+        assuming=options.assumptions, runs=lowering.runs if options.compiling else None,
+    )  # fmt: skip
+
+
+def placing_rules(options: Options, loses: Loses) -> tuple[RegionRule, ...]:
+    """The rules that a search with kernels of our own has besides those of the library (see `placement_rules`)."""
+    rules = placement_rules(loses)
+    return tuple(rule for rule in _kept((*LIBRARY, *rules), options) if rule in rules)
+
+
+def _kept(rules: tuple[AnyRule, ...], options: Options) -> list[AnyRule]:
+    """The rules that `only` and `exclude` leave. Raises OptionError for unknown names."""
     if options.only:
         rules = tuple(_named(rules, options.only, "only"))
     dropped = set(_named(rules, options.exclude, "exclude"))
-    return Library(
-        [rule for rule in rules if rule not in dropped], backend=options.runtime, contrib=options.backend_ops,
-        assuming=options.assumptions, runs=lowering.runs if options.compiling else None,
-    )  # fmt: skip
+    return [rule for rule in rules if rule not in dropped]
 
 
 def _named(rules: Sequence[AnyRule], names: Iterable[str], option: str) -> list[AnyRule]:

@@ -12,9 +12,9 @@ from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import search
+from xrlflow.pipeline.library import placing_rules
 from xrlflow.pipeline.prepare import Start
 from xrlflow.rewrite import RewriteState
-from xrlflow.rewrite.placement import placement_rules
 from xrlflow.search import SearchNode
 
 # Searches, each with the prices of the operators that the one before came to.
@@ -58,7 +58,7 @@ def _search(context: Context, start: Start, model: Placed, until: float) -> tupl
             new = model.kernels.learn(graph, until)
         if found and (not new or time.monotonic() >= until):
             break
-        library = context.library.extended(placement_rules(model.loses))
+        library = context.library.extended(placing_rules(context.options, model.loses))
         state = RewriteState.start(start.base.state.graph, library, model.delta)
         base = SearchNode(state, None, model.cost(state.graph))
         with clock.phase("search"):

@@ -24,6 +24,7 @@ from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
 from xrlflow.report import Listener
 from xrlflow.rewrite import RewriteState
+from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import Limits, SearchNode, TraceStep, greedy, simplify, with_bodies
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
@@ -211,7 +212,7 @@ def start(context: Context, model: CostModel) -> Start:
         early.extend(found.trace)
         return found.state.graph if found.path is not None else graph
 
-    graph = context.imported.graph
+    graph = without_placement(context.imported.graph)
     if options.search != "random" and options.cost_name != "measured":
         graph = with_bodies(tidy(graph), improve, tidy)
     elif options.compiling:  # operators that TVM lacks must be written out in any case

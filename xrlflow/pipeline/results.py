@@ -22,6 +22,7 @@ from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import write_trace
 from xrlflow.pipeline.verifier import remarks
 from xrlflow.report import Report, finite, operators
+from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Verification
 
@@ -97,11 +98,12 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
     """Put the result together, with its report."""
     found = finished.kept if finished.kept is not None else start.base
     steps = (*start.early, *found.trace) if finished.kept is not None else ()
+    graph = found.state.graph if finished.hybrid is not None else without_placement(found.state.graph)
     return Result(
         _report(context, start, explored, finished, steps),
         steps,
         context.imported,
-        found.state.graph,
+        graph,
         context.source,
         context.options.max_growth,
         context.options.opset,
@@ -118,6 +120,7 @@ def _report(
     options, imported, base, kept = context.options, context.imported, start.base, finished.kept
     verification, compared = finished.verification, finished.compared
     shipped: RepeatedComparison | None = compared if kept is not None else None
+    costs = finished.costs or (base.cost, kept.cost if kept is not None else base.cost)
     before = operators(base.state.graph)
     after = operators(kept.state.graph) if kept is not None else before
     return Report(
@@ -131,8 +134,8 @@ def _report(
         operators_before=before,
         operators_after=after,
         substitutions=Counter(s.rule for s in steps),
-        cost_before=base.cost,
-        cost_after=kept.cost if kept is not None else base.cost,
+        cost_before=costs[0],
+        cost_after=costs[1],
         expanded=explored.result.expanded,
         latency_before=compared.before if compared else None,
         latency_after=shipped.after if shipped else None,

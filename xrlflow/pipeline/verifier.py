@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.onnxio import load
@@ -11,7 +11,15 @@ from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.prover.thresholds import limits, written
 from xrlflow.search import SearchNode, TraceStep, replay
-from xrlflow.verify import NotASubstitution, NotRepeatable, Reference, Status, Verification, blame
+from xrlflow.verify import (
+    NotASubstitution,
+    NotRepeatable,
+    Reference,
+    Status,
+    Verification,
+    blame,
+    not_exercised,
+)
 
 
 class VerificationFailed(Exception):
@@ -38,11 +46,11 @@ class Verifier:
     ) -> Verification:
         """Verify a file with kernels of our own for inputs of each of these sizes."""
         context = self.context
-        found = self.check(path, steps)
+        checks = [self.check(path, steps)]
         references = [self._original()]
         for sizes in wanted[1:]:
-            if not found.verified:
-                return found
+            if not checks[-1].verified:
+                return checks[-1]
             imported = load(context.source, shapes={**context.shapes, **sizes})
             references.append(
                 Reference.of(
@@ -50,7 +58,8 @@ class Verifier:
                     threads=context.threads, session_options=context.options.session_options,
                 )
             )  # fmt: skip
-            found = references[-1].check(path)
+            checks.append(references[-1].check(path))
+        found = together(checks)
         tried = all(reference.tries(sizes) for reference, sizes in zip(references, wanted))
         if found.verified and not tried:
             why = "no input has the sizes that its kernels are for"
@@ -101,6 +110,26 @@ class Verifier:
                 seed=options.seed, threads=context.threads, session_options=options.session_options,
             )  # fmt: skip
         return self._reference
+
+
+def together(checks: Sequence[Verification]) -> Verification:
+    """What several verifications of one model say: the last verdict, on all that was tried. `outputs`: the worst."""
+    last = checks[-1]
+    unexercised = tuple(arm for arm in last.unexercised if all(arm in check.unexercised for check in checks))
+    exercised = {
+        not_exercised(arm) for check in checks for arm in check.unexercised if arm not in unexercised
+    }
+    notes = dict.fromkeys(note for check in checks for note in check.notes if note not in exercised)
+    return replace(
+        last,
+        outputs=max(checks, key=lambda check: check.max_error).outputs,
+        notes=tuple(notes),
+        bindings=tuple(b for check in checks for b in check.bindings),
+        cases=sum(check.cases for check in checks),
+        values=tuple(dict.fromkeys(value for check in checks for value in check.values)),
+        left_out=tuple(dict.fromkeys(text for check in checks for text in check.left_out)),
+        unexercised=unexercised,
+    )
 
 
 def remarks(verification: Verification) -> Iterator[str]:

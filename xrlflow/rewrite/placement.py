@@ -79,6 +79,14 @@ class TakeFromRuntime(_Placement):
         return self._region(graph, node) if node.left and not node.captured else None
 
 
+def without_placement(graph: Graph) -> Graph:
+    """The graph with no node left."""
+    if not any(node.left for node in graph.nodes()):
+        return graph
+    nodes = [node.placed(False) for node in graph.topological()]
+    return Graph.make(nodes, graph.inputs, graph.outputs, graph.leaves)
+
+
 def placement_rules(loses: Loses = lambda graph, node: True) -> tuple[RegionRule, ...]:
     """Both rules. Nodes are left to the runtime where they lose (by default: anywhere), and next to others that are."""
     return LeaveToRuntime(loses), TakeFromRuntime()

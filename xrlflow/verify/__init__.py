@@ -2,7 +2,15 @@
 
 from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
 from xrlflow.verify.cases import feeds_for_measurement
-from xrlflow.verify.equivalence import HEADERS, OutputReport, Reference, Status, Verification, verify
+from xrlflow.verify.equivalence import (
+    HEADERS,
+    OutputReport,
+    Reference,
+    Status,
+    Verification,
+    not_exercised,
+    verify,
+)
 from xrlflow.verify.errors import BadInputs, InputsNeeded, OriginalFails, VerificationError
 from xrlflow.verify.inputs import Case
 
@@ -21,5 +29,6 @@ __all__ = [
     "VerificationError",
     "blame",
     "feeds_for_measurement",
+    "not_exercised",
     "verify",
 ]

@@ -184,6 +184,11 @@ class _Wanted:
     sizes: int
 
 
+def not_exercised(arm: str) -> str:
+    """The note on a branch that no input reached."""
+    return f"not exercised: {arm}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tried:
     """Cases that the original was run on. `empty`: cases with a size of 0; `strange`: notes on those left out."""
@@ -300,7 +305,7 @@ class Reference:
         )
         notes.extend(found._by_deviation())
         notes.extend(_empty_outputs(self.declared, known))
-        notes.extend(f"not exercised: {arm}" for arm in tried.unexercised)
+        notes.extend(map(not_exercised, tried.unexercised))
         return replace(found, notes=tuple(notes))
 
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:

@@ -185,3 +185,27 @@ def test_kernels_stand_around_a_node_that_is_refused(tmp_path: Path) -> None:
         (expected,) = runtime.run(feeds)
     (found,) = xrlflow.session(tmp_path / "fast.onnx").run(None, feeds)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+BATCH_NORM = (
+    "(float[2,8,5,5] x, float[8] s, float[8] b, float[8] m, float[8] v) =>"
+    " (float[2,8,5,5] y, float[8] n, float[8] w) { r = Relu(x)\n t = Tanh(r)\n"
+    " y, n, w = BatchNormalization<training_mode=1>(t, s, b, m, v) }"
+)
+
+
+def test_statistics_of_a_batch_are_left_to_the_runtime() -> None:
+    """ONNX Runtime computes them of the input; TVM's importer takes the node for one with fixed statistics."""
+    with pytest.raises(BackendError, match=r"TVM cannot lower BatchNormalization y \(in training mode\)"):
+        Tvm().compile(network(BATCH_NORM).SerializeToString())
+    made = hybrid(network(BATCH_NORM), {}, detect())
+    assert [node.op_type for node in made.model.graph.node] == ["Region_0", "BatchNormalization"]
+
+
+def test_a_region_that_is_not_given_is_no_region() -> None:
+    text = (
+        "(float[1,2,6,6] x) => (float[1,2,4,4] y) <int64[4] to = {1, 2, 4, 4}> "
+        '{ y = Resize<mode="linear", coordinate_transformation_mode="tf_crop_and_resize">(x, , , to) }'
+    )
+    with pytest.raises(BackendError, match=r"TVM cannot lower Resize y \(to a region that is not given\)"):
+        Tvm().compile(network(text).SerializeToString())

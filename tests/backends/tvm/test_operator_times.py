@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -74,3 +75,9 @@ def test_images_are_turned_around_operators_on_images_only() -> None:
 
 def test_the_code_has_a_version() -> None:
     assert code_version().startswith("kernels of tvm ")
+
+
+def test_libraries_that_measured_are_unloaded() -> None:
+    for _ in range(2):
+        operator_times([PRODUCT], detect(None, 1), 1)
+    assert "operators.so" not in Path("/proc/self/maps").read_text()

@@ -19,7 +19,8 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.onnxio import load, to_proto
-from xrlflow.onnxio.exporter import EXTERNAL_ABOVE, LEFT
+from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
+from xrlflow.onnxio.model import LEFT
 from xrlflow.onnxio.regions import (
     Region,
     cut,

@@ -32,7 +32,9 @@ from xrlflow.onnxio.regions import Region, extracted
 NATIVE = Path(__file__).parent / "native"
 _SOURCES = ("runtime.c", "processor.c")
 _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
-_LINKING = ("-Wl,-z,nodelete", "-Wl,-z,noexecstack", "-lm", "-lpthread")
+_LINKING = ("-Wl,-z,noexecstack", "-lm", "-lpthread")
+# A session may outlive its options, which unload the library.
+_STAYS = "-Wl,-z,nodelete"
 # A kernel that calls this looks for functions of TVM's runtime by name.
 _RUNTIME = b"TVMFFIEnvModLookupFromImports"
 # DLPack's codes of kinds of elements.
@@ -128,8 +130,7 @@ class KernelLibrary:
         (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT, section=self._section))
         names = "RegisterCustomOps; xrlflow_spent;" if profiled else "RegisterCustomOps;"
         (folder / "exports").write_text(f"{{ global: {names} local: *; }};\n")
-        if profiled:
-            options = (*options, f"-DXRLFLOW_PROFILE={profiled}")
+        options = (*options, f"-DXRLFLOW_PROFILE={profiled}" if profiled else _STAYS)
         sources = [str(NATIVE / name) for name in _SOURCES]
         done = subprocess.run(
             [

@@ -7,6 +7,7 @@ an operator gets such an image and gives one: conversions that are left are thos
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import functools
 import hashlib
@@ -87,7 +88,8 @@ def operator_times(
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
         path = Path(folder) / "operators.so"
         library.save(path, profiled=total)
-        spent = (ctypes.c_int64 * total).in_dll(ctypes.CDLL(str(path)), "xrlflow_spent")
+        opened_library = ctypes.CDLL(str(path))
+        spent = (ctypes.c_int64 * total).in_dll(opened_library, "xrlflow_spent")
         begin = 0
         for index, region in enumerate(compiled):
             if region is None:
@@ -99,6 +101,7 @@ def operator_times(
                     opened.bound_caller(feeds[index]), functools.partial(_sum, spent, begin, end)
                 )
             begin = end
+        _ctypes.dlclose(opened_library._handle)
     return found
 
 

@@ -67,6 +67,12 @@ def _dropout(node: Imported) -> Any:
     return relax.Tuple([x, node.emit(relax.op.ones(x.ty.shape, "bool"))])
 
 
+def _batch_norm(node: Imported) -> None:
+    """TVM's importer takes a node in training mode for one with fixed statistics."""
+    if node.attributes.get("training_mode", 0) or node.results > 1:
+        raise node.refused("in training mode")
+
+
 def _layer_norm(node: Imported) -> Any | None:
     """Several axes become one, since a change of layouts would not turn scale and bias. TVM's mean and deviation are
     constants: they are computed here."""
@@ -211,8 +217,15 @@ def _resize(node: Imported) -> None:
         raise node.refused("with antialias")
     if attributes.get("keep_aspect_ratio_policy", b"stretch") not in (b"stretch", "stretch"):
         raise node.refused("that keeps the ratio of sides")
+    region = node.given(1)
+    crops = attributes.get("coordinate_transformation_mode", b"") in (
+        b"tf_crop_and_resize",
+        "tf_crop_and_resize",
+    )
+    if crops and (region is None or 0 in (sizes(region) or ())):
+        raise node.refused("to a region that is not given")
     axes = attributes.pop("axes", None)
-    if axes is not None and node.given(1) is not None:
+    if axes is not None and region is not None:
         raise node.refused("with axes and a region")
     by = None if (scales := node.given(2)) is None else known_value(scales)
     to = None if (wanted := node.given(3)) is None else known_value(wanted)
@@ -254,6 +267,7 @@ def _is_infinite(node: Imported) -> Any | None:
 
 
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
+    "BatchNormalization": _batch_norm,
     "ConvTranspose": _transposed_convolution,
     "Dropout": _dropout,
     "IsInf": _is_infinite,
