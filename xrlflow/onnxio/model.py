@@ -10,7 +10,6 @@ import onnx
 from xrlflow.ir import Attrs, Const, Graph, Value
 from xrlflow.onnxio.tensors import TensorStore
 
-
 LEFT = "xrlflow.left"
 """Metadata of a node that ONNX Runtime runs even where kernels of our own run others (`Node.left`)."""
 
