@@ -34,8 +34,8 @@ from xrlflow.tuning.store import Store
 
 MARGIN = 1.02
 """With kernels, a model must be so many times faster than the plain file for sure: two files are more to deploy."""
-# Seconds of a comparison with the plain file, and the relative width of its interval.
-_COMPARING, _NARROW = 5.0, 0.02
+# A comparison with the plain file: seconds besides loading and runs, runs, and the relative width of the interval.
+_COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02
 # Seconds to load TVM; for each node, to measure its kernel and to compile it; and for a search.
 _LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.035, 2.0
 # The most of the time limit that is reserved for all that, where a model needs the whole limit.
@@ -46,19 +46,24 @@ def compile_seconds(context: Context) -> float:
     """Seconds to reserve for kernels: for a search by their prices and two graphs, or without time for that, one."""
     clock = context.clock
     limit, other = clock.limit - clock.begin, clock.budget.end - clock.begin
-    one = _LOADING + _one_graph(context.imported.graph)
-    more = one + _further(context.imported.graph)
+    one = _LOADING + _one_graph(context, context.imported.graph)
+    more = one + _further(context, context.imported.graph)
     return more if more <= _AT_MOST * limit or other + more <= limit else min(one, _AT_MOST * limit)
 
 
-def _one_graph(graph: Graph) -> float:
+def _comparing(context: Context) -> float:
+    """Seconds to compare two files."""
+    return _COMPARING + 2 * context.clock.loading + _RUNS * context.clock.latency
+
+
+def _one_graph(context: Context, graph: Graph) -> float:
     """Seconds to compile a graph and to compare it."""
-    return _COMPILE * sum(1 for _ in graph.nodes()) + _COMPARING
+    return _COMPILE * sum(1 for _ in graph.nodes()) + _comparing(context)
 
 
-def _further(graph: Graph) -> float:
+def _further(context: Context, graph: Graph) -> float:
     """Seconds to search for another graph by the prices of its operators, and to compile that."""
-    return _PRICE * sum(1 for _ in graph.nodes()) + _SEARCH + _one_graph(graph)
+    return _PRICE * sum(1 for _ in graph.nodes()) + _SEARCH + _one_graph(context, graph)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +142,7 @@ def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
     prices."""
     if context.feeds is None or context.options.search == "random":
         return None
-    until = context.clock.budget.compile_until - 2 * _one_graph(start.base.state.graph)
+    until = context.clock.budget.compile_until - 2 * _one_graph(context, start.base.state.graph)
     if time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
         context.notes.append("no search by the prices of kernels: there was no time (--time-limit)")
         return None
@@ -277,7 +282,7 @@ class _Trials:
                     if not isinstance(path, bytes) and library_path(path).is_file():
                         options = with_library(options, str(library_path(path)))
                 measured = measure(
-                    [before, after], dict(context.feeds), threads=context.threads, time_limit=_COMPARING,
+                    [before, after], dict(context.feeds), threads=context.threads, time_limit=_comparing(context),
                     target_width=_NARROW, control=False, session_options=options,
                 )  # fmt: skip
             except BackendError as error:
