@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,9 @@ from xrlflow.verify import (
     blame,
     not_exercised,
 )
+
+# A branch of a comparison of sizes (`regions.with_guard`), as `branches` names it.
+_GUARD = re.compile(r"If xrlflow\.[0-9a-f]{16}\.\w+\.guard")
 
 
 class VerificationFailed(Exception):
@@ -113,9 +117,16 @@ class Verifier:
 
 
 def together(checks: Sequence[Verification]) -> Verification:
-    """What several verifications of one model say: the last verdict, on all that was tried. `outputs`: the worst."""
+    """What several verifications of one model say: the last verdict, on all that was tried. `outputs`: the worst.
+
+    A guard of one size inside the graph for another size is never true. That each size was tried is known otherwise.
+    """
     last = checks[-1]
-    unexercised = tuple(arm for arm in last.unexercised if all(arm in check.unexercised for check in checks))
+    unexercised = tuple(
+        arm
+        for arm in last.unexercised
+        if not _GUARD.match(arm) and all(arm in check.unexercised for check in checks)
+    )
     exercised = {
         not_exercised(arm) for check in checks for arm in check.unexercised if arm not in unexercised
     }
