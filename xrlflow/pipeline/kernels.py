@@ -1,8 +1,8 @@
 """The end of an optimisation with kernels of our own: an ONNX file and a library, if the measurements say so.
 
-The proposal that ONNX Runtime runs fastest is compiled, and so is the imported graph. If one is faster with kernels
-than the plain file, by a margin, it is compared with the original and verified like any other result. Otherwise the
-result is a plain ONNX file.
+Several graphs are compiled, as long as there is time: the proposal that ONNX Runtime runs fastest, the imported graph,
+and what a search by the prices of both runtimes finds. If one is faster with kernels than the plain file, by a margin,
+it is compared with the original and verified like any other result. Otherwise the result is a plain ONNX file.
 """
 
 from __future__ import annotations
