@@ -56,6 +56,12 @@ def _comparing(context: Context) -> float:
     return _COMPARING + 2 * context.clock.loading + _RUNS * context.clock.latency
 
 
+def _patience(context: Context) -> float:
+    """Seconds that a comparison may take if it is not clear before: up to twice the usual ones, if there is time."""
+    usual = _comparing(context)
+    return max(usual, min(2 * usual, context.clock.budget.compile_until - time.monotonic()))
+
+
 def _one_graph(context: Context, graph: Graph) -> float:
     """Seconds to compile a graph and to compare it."""
     return _COMPILE * sum(1 for _ in graph.nodes()) + _comparing(context)
@@ -282,7 +288,7 @@ class _Trials:
                     if not isinstance(path, bytes) and library_path(path).is_file():
                         options = with_library(options, str(library_path(path)))
                 measured = measure(
-                    [before, after], dict(context.feeds), threads=context.threads, time_limit=_comparing(context),
+                    [before, after], dict(context.feeds), threads=context.threads, time_limit=_patience(context),
                     target_width=_NARROW, control=False, session_options=options,
                 )  # fmt: skip
             except BackendError as error:
