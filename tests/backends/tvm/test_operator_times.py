@@ -56,6 +56,13 @@ def test_each_operator_has_its_times(channels_last: bool) -> None:
         assert times.waiting >= 0
 
 
+def test_a_number_is_a_tensor() -> None:
+    """NumPy's numbers are no arrays, and ONNX Runtime takes arrays only."""
+    proto = model("agraph (float[] x) => (float[] y) { y = Exp(x) }").SerializeToString()
+    (times,) = operator_times([(proto, {"x": np.float32(1.0)})], detect(None, 1), 1)
+    assert times is not None
+
+
 def test_without_kernels_nothing_is_built() -> None:
     assert operator_times([UNIQUE], detect(None, 1), 1) == [None]
     assert operator_times([], detect(None, 1), 1) == []

@@ -74,7 +74,7 @@ def operator_times(
     Raises BackendError if there is no C compiler, or if a kernel fails.
     """
     models = [onnx.load_from_string(model) for model, _ in operators]
-    feeds = [dict(given) for _, given in operators]
+    feeds = [{name: np.asarray(value) for name, value in given.items()} for _, given in operators]
     if channels_last:
         for proto, given in zip(models, feeds):
             _turn_images(proto, given)
