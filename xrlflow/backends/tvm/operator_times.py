@@ -14,6 +14,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -85,10 +86,11 @@ def operator_times(
     library = kernel_library(regions, machine)
     total = max(1, sum(len(region.plan.calls) for region in regions.values()))
     found: list[Times | None] = [None] * len(operators)
-    with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+    with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, ExitStack() as at_end:
         path = Path(folder) / "operators.so"
         library.save(path, profiled=total)
         opened_library = ctypes.CDLL(str(path))
+        at_end.callback(_ctypes.dlclose, opened_library._handle)
         spent = (ctypes.c_int64 * total).in_dll(opened_library, "xrlflow_spent")
         begin = 0
         for index, region in enumerate(compiled):
@@ -101,7 +103,6 @@ def operator_times(
                     opened.bound_caller(feeds[index]), functools.partial(_sum, spent, begin, end)
                 )
             begin = end
-        _ctypes.dlclose(opened_library._handle)
     return found
 
 
