@@ -61,7 +61,7 @@ class _Reader:
         self._uses: Counter[Any] = Counter()
 
         def count(expression: Any) -> None:
-            for part in _parts_of(expression):
+            for part in parts_of(expression):
                 if isinstance(part, relax.Var):
                     self._uses[part] += 1
 
@@ -147,17 +147,17 @@ class _Reader:
         return None if shape is None else (Array(shape, tuple(range(len(shape)))), expression)
 
 
-def _parts_of(expression: Any) -> Iterator[Any]:
+def parts_of(expression: Any) -> Iterator[Any]:
     from tvm import relax
 
     if isinstance(expression, relax.Call):
         for argument in expression.args:
-            yield from _parts_of(argument)
+            yield from parts_of(argument)
     elif isinstance(expression, relax.Tuple):
         for field in expression.fields:
-            yield from _parts_of(field)
+            yield from parts_of(field)
     elif isinstance(expression, relax.TupleGetItem):
-        yield from _parts_of(expression.tuple_value)
+        yield from parts_of(expression.tuple_value)
     elif isinstance(expression, relax.If):
         yield from relax.analysis.all_vars(expression)
     else:
