@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -88,9 +87,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A convolution with channels last, 3 x 3 weights, and steps of 1. `image` and `out`: [batch, row, column, channel].
+    """A convolution with channels last, 3 x 3 weights, and steps of 1.
 
-    `top` and `left`: rows and columns of zeros before the image. `m`: the results of a tile along one side.
+    `image` and `out`: [batch, row, column, channel]. `top` and `left`: rows and columns of zeros before the image. `m`: the results of a tile along one side.
     """
 
     image: tuple[int, int, int, int]
@@ -198,7 +197,7 @@ def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArr
 
 
 def kernel(form: Form, how: Plan) -> Any:
-    """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and the result."""
+    """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
