@@ -12,6 +12,7 @@ from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
@@ -27,6 +28,7 @@ from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
+from xrlflow.backends.tvm.winograd_fusion import use_winograd
 
 LAYOUTS = {
     "relax.nn.conv2d": ["NHWC", "HWIO"],
@@ -306,10 +308,16 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
 
 
-def fuse(module: Any, machine: Machine, channels_last: bool | None = None) -> Any:
+def fuse(
+    module: Any,
+    machine: Machine,
+    channels_last: bool | None = None,
+    algorithms: Algorithms = DEFAULT,
+) -> Any:
     """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
 
-    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it.
+    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
+    that convolutions may use; `winograd_fusion.chosen_in` says which they got.
     Raises BackendError if TVM refuses the module.
     """
     package = tvm()
@@ -330,6 +338,7 @@ def fuse(module: Any, machine: Machine, channels_last: bool | None = None) -> An
         relax.transform.FoldConstant(),
         without_detours,
         lambda module: fuse_attention(module, machine),
+        lambda module: use_winograd(module, machine, algorithms),
         lambda module: pad_to_tiles(module, machine),
         separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),

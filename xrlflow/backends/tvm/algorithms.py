@@ -1,0 +1,110 @@
+"""Which algorithm each convolution gets: the fastest ones whose errors together stay within a budget.
+
+Errors of layers add up as variances. A layer that rounds r times as much as its direct kernel takes r^2 shares of
+the variance; the direct kernel, and each other layer with weights, takes one. The shares of a graph of n layers may
+add up to n times the budget squared: then the whole graph rounds about as many times as much as with direct kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+BUDGET = 3.5
+"""The verification of a result accepts four times the original's own error."""
+
+
+class Algorithm(Enum):
+    """How a convolution is computed. F(m, 3): tiles of m x m results (see `winograd`)."""
+
+    DIRECT = "direct"
+    F23 = "F(2,3)"
+    F43 = "F(4,3)"
+
+    @property
+    def m(self) -> int | None:
+        return {Algorithm.F23: 2, Algorithm.F43: 4}.get(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An algorithm for a layer. `cost`: estimated time, in any unit. `error`: relative to the direct kernel's."""
+
+    algorithm: Algorithm
+    cost: float
+    error: float = 1.0
+
+    @property
+    def shares(self) -> float:
+        return self.error**2
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The algorithm of a layer in a compiled graph. `share`: its part of the estimated variance of rounding errors of
+    all layers with weights. `layer`: the kind and sizes of the layer."""
+
+    layer: str
+    algorithm: str
+    error: float
+    share: float
+
+    def stored(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.algorithm}, {self.error:.1f} times the direct error, {self.share:.0%} of all"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithms:
+    """What convolutions may use. `exact`: nothing that rounds more than the direct kernel. `only`: this algorithm
+    wherever it can be used, whatever it costs (for measurements)."""
+
+    exact: bool = False
+    budget: float = BUDGET
+    only: Algorithm | None = None
+
+    def choose(self, layers: Sequence[Sequence[Choice]], others: int) -> list[Choice]:
+        """A choice for each layer. The first choice of a layer is the direct kernel. `others`: how many more layers
+        with weights the graph has."""
+        if self.only is not None:
+            return [next((c for c in layer if c.algorithm is self.only), layer[0]) for layer in layers]
+        if self.exact:
+            layers = [[c for c in layer if c.error <= 1.0] for layer in layers]
+        spare = (len(layers) + others) * self.budget**2 - others
+        return _cheapest(layers, spare)
+
+
+def _cheapest(layers: Sequence[Sequence[Choice]], shares: float) -> list[Choice]:
+    """The choices that cost least, of at most so many shares together: from the cheapest of all, those are given up
+    that save least for the shares that they take (a greedy solution of the knapsack problem)."""
+    chosen = [min(layer, key=lambda c: (c.cost, c.shares)) for layer in layers]
+    while sum(c.shares for c in chosen) > shares:
+        steps = [
+            (_price(now, other), at, other)
+            for at, (now, layer) in enumerate(zip(chosen, layers))
+            for other in layer
+            if other.shares < now.shares
+        ]
+        if not steps:
+            break
+        _, at, other = min(steps, key=lambda step: step[:2])
+        chosen[at] = other
+    return chosen
+
+
+def _price(now: Choice, other: Choice) -> float:
+    """What is lost for each share that is gained by another choice."""
+    return (other.cost - now.cost) / (now.shares - other.shares)
+
+
+def shared_out(names: Sequence[str], chosen: Sequence[Choice], others: int) -> list[Chosen]:
+    """What was chosen, with each layer's part of the variance."""
+    total = math.fsum(c.shares for c in chosen) + others
+    return [Chosen(name, c.algorithm.value, c.error, c.shares / total) for name, c in zip(names, chosen)]
+
+
+DEFAULT = Algorithms()

@@ -1,0 +1,124 @@
+"""The rounding error of 3x3 convolutions by fewer multiplications, relative to that of the direct kernel.
+
+Both are computed for some tiles and output channels as the kernels compute them, in single precision, and compared with
+double precision. Weights are the layer's own. Pixels are drawn from distributions that networks have: what a large
+number does to its neighbours in a tile depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.tvm.winograd import CHUNK, transforms
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Doubles: TypeAlias = npt.NDArray[np.float64]
+_TILES, _COLUMNS, _SIDE = 8, 16, 4
+_OUTLIERS, _LARGE = 8, 50.0
+# Terms of a sum of the direct kernel: ONNX Runtime sums over blocks of 16 channels, ours in chunks of up to 192 terms.
+_DIRECT_CHUNK = 16 * 9
+
+
+def _outlier_channels(rng: np.random.Generator, shape: tuple[int, ...]) -> Doubles:
+    """Normal numbers, in one of eight channels 50 times as large, with heavy tails (Student's t)."""
+    scales = np.where(np.arange(shape[-1]) % _OUTLIERS == 0, _LARGE, 1.0)
+    return rng.standard_t(3.0, shape) * scales
+
+
+DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Doubles]] = MappingProxyType(
+    {
+        "normal": lambda rng, shape: rng.standard_normal(shape),
+        "after relu": lambda rng, shape: np.maximum(rng.standard_normal(shape), 0.0),
+        "0 to 255": lambda rng, shape: rng.integers(0, 256, shape).astype(np.float64),
+        "outlier channels": _outlier_channels,
+    }
+)
+
+
+def relative_errors(weights: Floats, m: int, groups: int = 1, seed: int = 0) -> dict[str, float]:
+    """The root mean square error of F(m, 3) over that of the direct kernel, by distribution of pixels.
+
+    `weights`: [3, 3, channels of a group, output channels].
+    """
+    rng = np.random.default_rng(seed)
+    columns = np.unique(np.linspace(0, weights.shape[3] // groups - 1, _COLUMNS).astype(int))
+    some = weights[..., columns]
+    size = (_TILES, _SIDE + 2, _SIDE + 2, weights.shape[2])
+    pixels = np.stack([draw(rng, size).astype(np.float32) for draw in DISTRIBUTIONS.values()])
+    exact = _exact(pixels, some)
+    fast, direct = (_square(found - exact) for found in (_fast(pixels, some, m), _direct(pixels, some)))
+    ratios = np.sqrt(fast / np.maximum(direct, np.finfo(np.float64).tiny))
+    return {name: float(ratio) for name, ratio in zip(DISTRIBUTIONS, ratios)}
+
+
+def _square(difference: Doubles) -> Doubles:
+    """The mean square for each distribution."""
+    return np.asarray(np.mean(difference**2, axis=tuple(range(1, difference.ndim))))
+
+
+def _exact(pixels: Floats, weights: Floats) -> Doubles:
+    """The convolution [distribution, tile, row, column, output channel] in double precision."""
+    windows = np.lib.stride_tricks.sliding_window_view(pixels.astype(np.float64), (3, 3), axis=(2, 3))
+    return np.asarray(np.einsum("dtyxcij,ijck->dtyxk", windows, weights.astype(np.float64), optimize=True))
+
+
+def _summed(a: Floats, b: Floats, chunk: int) -> Doubles:
+    """The sums over the first axis of a[r, ..., 1] b[r, ...], one term after the other in chunks, and those added up;
+    rounded after each addition to single precision. (A product of two such numbers is exact in double precision.)"""
+    total: Doubles | None = None
+    for begin in range(0, len(a), chunk):
+        part: Doubles = np.zeros(())
+        for x, y in zip(a[begin : begin + chunk], b[begin : begin + chunk]):
+            part = _rounded(part + x.astype(np.float64) * y.astype(np.float64))
+        total = part if total is None else _rounded(total + part)
+    assert total is not None
+    return total
+
+
+def _rounded(value: Doubles) -> Doubles:
+    return np.asarray(value.astype(np.float32), np.float64)
+
+
+def _direct(pixels: Floats, weights: Floats) -> Doubles:
+    windows = np.lib.stride_tricks.sliding_window_view(pixels, (3, 3), axis=(2, 3))
+    terms = windows.transpose(4, 5, 6, 0, 1, 2, 3)
+    flat = terms.reshape(-1, *terms.shape[3:], 1)
+    return _summed(flat, weights.transpose(2, 0, 1, 3).reshape(len(flat), 1, 1, 1, 1, -1), _DIRECT_CHUNK)
+
+
+def _fast(pixels: Floats, weights: Floats, m: int) -> Doubles:
+    matrices = transforms(m)
+    windows = np.lib.stride_tricks.sliding_window_view(pixels, (m + 2, m + 2), axis=(2, 3))[:, :, ::m, ::m]
+    before = _both_ways(matrices.pixels, windows.transpose(5, 6, 4, 0, 1, 2, 3))
+    wide = np.einsum(
+        "ai,bj,ijck->abck", matrices.weights, matrices.weights, weights.astype(np.float64)
+    ).astype(np.float32)
+    a = np.moveaxis(before, 2, 0)[..., None]
+    b = np.moveaxis(wide, 2, 0)[:, :, :, None, None, None, None, :]
+    total = _summed(a, b, CHUNK)
+    after = _both_ways(matrices.results, total.astype(np.float32))  # [m, m, distribution, tile, y, x, column]
+    _, _, kinds, tiles, high, across, columns = after.shape
+    found = after.transpose(2, 3, 4, 0, 5, 1, 6).reshape(kinds, tiles, high * m, across * m, columns)
+    return np.asarray(found, np.float64)
+
+
+def _both_ways(matrix: Doubles, values: Floats) -> Floats:
+    """matrix x values x matrix transposed, over the first two axes, rounded after each addition."""
+    return _applied(matrix, _applied(matrix, values).swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def _applied(matrix: Doubles, values: Floats) -> Floats:
+    small = matrix.astype(np.float32)
+    rows = []
+    for row in small:
+        total = np.zeros(values.shape[1:], np.float32)
+        for factor, value in zip(row, values):
+            if factor:
+                total = total + factor * value
+        rows.append(total)
+    return np.stack(rows)
