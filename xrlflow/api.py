@@ -99,6 +99,7 @@ def optimize(
     measure: bool = True,
     verify: bool = True,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    exact_kernels: bool = False,
     max_growth: float = 1.2,
     opset: int | None = None,
     replay: str | os.PathLike[str] | None = None,
@@ -142,6 +143,8 @@ def optimize(
     installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its folder,
     a library that ONNX Runtime registers; without the library the file runs as usual. "hybrid": in any case.
     "onnxruntime", or `portable`: never. Open dimensions get kernels for `shapes`, and for each of `further_shapes`.
+    3x3 convolutions may use algorithms with fewer multiplications, which round more than the direct one: within the
+    tolerance of verification, or with `exact_kernels` not at all.
 
     With `backend="tvm"` the result is compiled, and `save` writes a shared library. Its latency is compared with that
     of the original in ONNX Runtime; the report says which is faster. The result is the library in both cases. Operators
@@ -177,6 +180,7 @@ def tune(
     measure: bool = True,
     verify: bool = True,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    exact_kernels: bool = False,
     listener: Listener | None = None,
 ) -> Tuned:
     """Compile a model with TVM and tune its kernels by measurement.
@@ -187,8 +191,8 @@ def tune(
     timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
     second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take
     the faster graph; this needs `measure`. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
-    verification and measurement. Raises ModelError, BackendError, VerificationError, StoreError or OptionError if the
-    caller can correct the error, and VerificationFailed.
+    verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
+    VerificationError, StoreError or OptionError if the caller can correct the error, and VerificationFailed.
     """
     arguments = dict(locals())
     model, listener = arguments.pop("model"), arguments.pop("listener")

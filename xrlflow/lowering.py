@@ -16,6 +16,7 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
 from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
@@ -183,13 +184,15 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
 @dataclass(frozen=True, slots=True)
 class Lowering:
     """What is needed to compile the graphs of a model: input sizes, a folder for libraries, stored measurements of
-    kernels, and the options of ONNX Runtime, with which the results are compared."""
+    kernels, the options of ONNX Runtime, with which the results are compared, and the algorithms that convolutions may
+    use."""
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
     folder: str
     store: Store
     session_options: Any = None
+    algorithms: Algorithms = DEFAULT
 
     @property
     def threads(self) -> int:
@@ -198,28 +201,30 @@ class Lowering:
     def backend(self, tuned: bool = True) -> Tvm:
         """The TVM backend. `tuned`: use tuned kernels where the store has them."""
         target = self.target
-        return Tvm(target.machine, self.shapes or None, self._tuned() if tuned else None)
+        return Tvm(target.machine, self.shapes or None, self._tuned() if tuned else None, self.algorithms)
 
     def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]]) -> Hybrid:
         """The model of a file, with kernels of our own. Raises BackendError (see `hybrid`)."""
         import onnx
 
-        return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned())
+        return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned(), self.algorithms)
 
     def operator_times(self, operators: Sequence[Operator], channels_last: bool) -> Sequence[Times | None]:
         """How long kernels of single operators take on this machine. Raises BackendError (see `operator_times`)."""
         return operator_times(
-            operators, self.target.machine, self.threads, self._tuned(), channels_last=channels_last
-        )
+            operators, self.target.machine, self.threads, self._tuned(),
+            channels_last=channels_last, algorithms=self.algorithms,
+        )  # fmt: skip
 
     @property
-    def tuned_version(self) -> str:
-        """Changes when kernels may have been tuned further."""
+    def kernels_version(self) -> str:
+        """Changes with the algorithms, and when kernels may have been tuned further."""
+        exact = " exact" if self.algorithms.exact else ""
         try:
             about = os.stat(self.store.path)
         except FileNotFoundError:
-            return "untuned"
-        return f"tuned {self.store.path} {about.st_mtime_ns}"
+            return f"untuned{exact}"
+        return f"tuned {self.store.path} {about.st_mtime_ns}{exact}"
 
     def _tuned(self) -> Tuned:
         target = self.target
@@ -436,7 +441,7 @@ def tune_model(
     how.target.check_runs()
     # First of all, because a graph that cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
-    lowered, remarks = _lowered_first(graphs, how.shapes, how.target.machine)
+    lowered, remarks = _lowered_first(how, graphs)
     found = _tuned(how, lowered.values(), plan, listener)
     models = [untuned, *_compiled(how, list(lowered), remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
@@ -514,9 +519,7 @@ def _fastest_there(
     return times, better if times[better] <= times[0] else 0, repeated(there)
 
 
-def _lowered_first(
-    graphs: Sequence[str], shapes: Mapping[str, Sequence[int]], machine: Machine
-) -> tuple[dict[str, Any], list[str]]:
+def _lowered_first(how: Lowering, graphs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The fused modules of ONNX files by path, and remarks. Files that cannot be lowered are left out, except the
     first.
     """
@@ -526,7 +529,8 @@ def _lowered_first(
     remarks: list[str] = []
     for graph in graphs:
         try:
-            modules[graph] = fuse(import_model(onnx.load(graph), shapes or None), machine)
+            module = import_model(onnx.load(graph), how.shapes or None)
+            modules[graph] = fuse(module, how.target.machine, algorithms=how.algorithms)
         except BackendError as error:
             if not modules:
                 raise

@@ -90,6 +90,9 @@ class Common:
         None, "Threads of the runtime; default: the physical cores.", int | None, least=1
     )
     seed: int = option(0, "Seed of everything random.", int, least=0)
+    exact_kernels: bool = option(
+        False, "Kernels: no algorithm that rounds more than the direct one.", bool, name="--exact-kernels"
+    )
     store: str | os.PathLike[str] | None = option(
         None, "tvm: the file of tuned kernels; default: in the user's cache.", Path | None
     )
@@ -158,6 +161,7 @@ class Options(Common):
         kernels = {"cpu": self.cpu, "triple": self.triple, "store": self.store}
         self._check_backend(("tvm", "hybrid"), kernels)
         self._check_backend(("tvm",), {"remote": self.remote})
+        self._check_backend(("auto", "tvm", "hybrid"), {"exact_kernels": self.exact_kernels or None})
         plain = {"opset": self.opset, "backend_ops": self.backend_ops or None}
         self._check_backend(("onnxruntime", "auto", "hybrid"), plain)
         if self.portable and self.backend in ("hybrid", "tvm"):

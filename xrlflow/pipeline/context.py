@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
+from xrlflow.backends.tvm.algorithms import Algorithms
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
@@ -121,7 +122,11 @@ class Context:
         """What compiling with TVM needs."""
         assert self.target is not None
         assert self.store is not None
-        return Lowering(self.target, self.shapes, self.folder, self.store, self.options.session_options)
+        options = self.options
+        return Lowering(
+            self.target, self.shapes, self.folder, self.store, options.session_options,
+            Algorithms(exact=options.exact_kernels),
+        )  # fmt: skip
 
     @property
     def original(self) -> str | bytes:

@@ -112,15 +112,28 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         return judged(context, start, explored, proposal)
     made = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
-    if made is not None:
+    while made is not None:
         context.notes.append(_told(made))
-        context = with_kernels(context, made.path)
-        judging = Judging(context, start, made.found, made.path, kernels=_sizes(context), decides=not asked)
-        finished = replace(judging.finished(), selection=proposal.selection)
+        finished = _judged(context, start, made)
         if finished.kept is not None:
-            return replace(finished, hybrid=made.hybrid, costs=made.costs)
+            return replace(finished, hybrid=made.hybrid, costs=made.costs, selection=proposal.selection)
         context.notes.append(f"not kept with kernels: {finished.reason}")
+        different = finished.verification is not None and not finished.verification.verified
+        if not different or not any(chosen.error > 1.0 for chosen in made.hybrid.chosen):
+            break
+        context.notes.append("compiled again, with kernels that round no more than direct ones")
+        context = replace(context, options=replace(context.options, exact_kernels=True))
+        made = _best(context, start, explored, proposal, made)
     return judged(context, start, explored, proposal)
+
+
+def _judged(context: Context, start: Start, made: _Made) -> Finished:
+    """A graph with kernels, verified and compared with the original."""
+    asked = context.options.backend == "hybrid"
+    context = with_kernels(context, made.path)
+    return Judging(
+        context, start, made.found, made.path, kernels=_sizes(context), decides=not asked
+    ).finished()
 
 
 def _candidates(
@@ -165,15 +178,21 @@ def with_kernels(context: Context, path: str) -> Context:
     return replace(context, options=replace(context.options, session_options=options))
 
 
-def _best(context: Context, start: Start, explored: Explored, proposal: Proposal) -> _Made | None:
-    """See `_Trials.best`. On Ctrl-C the best so far is kept: a graph with kernels, or the plain proposal (None).
+def _best(
+    context: Context, start: Start, explored: Explored, proposal: Proposal, before: _Made | None = None
+) -> _Made | None:
+    """See `_Trials.best`. `before`: the only candidate, which was compiled with other algorithms. On Ctrl-C the best so
+    far is kept: a graph with kernels, or the plain proposal (None).
 
     Raises KeyboardInterrupt if kernels were asked for and there are none yet, and for the second Ctrl-C.
     """
     trials = _Trials(context, context.options.backend == "hybrid")
     try:
         with _lowering(context) as how:
-            candidates = _candidates(context, start, explored, proposal, how)
+            if before is not None:
+                candidates = _Candidates([before.found], start.base.state.graph)
+            else:
+                candidates = _candidates(context, start, explored, proposal, how)
             return trials.best(how, proposal.chosen, candidates)
     except KeyboardInterrupt:
         fastest = trials.fastest
@@ -194,7 +213,7 @@ def _lowering(context: Context) -> Iterator[Lowering]:
         if options.measure or options.verify:
             target.check_runs()
     with Store(options.store) as store:
-        yield Lowering(target, context.shapes, context.folder, store, options.session_options)
+        yield replace(context, target=target, store=store).lowering
 
 
 def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:

@@ -39,7 +39,7 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
     bindings = context.imported.bindings
     runtime = start.model if isinstance(start.model, AdditiveCost) else Roofline(machine, bindings)
     with Database() as database:
-        version = f"{code_version()} {how.tuned_version}"
+        version = f"{code_version()} {how.kernels_version}"
         prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)
         model = Placed(runtime, prices, machine)
         result = _search(context, start, model, until)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.results import Latency, SpeedUp
+from xrlflow.backends.tvm.algorithms import Chosen
 from xrlflow.ir import Body, Graph
 from xrlflow.search import Ratio, Trial
 
@@ -18,7 +19,8 @@ class Report:
     """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified.
 
     `decided` is the interval that decided whether the result is kept. `speedup` was measured afterwards, in other
-    `processes`. `phases`: seconds, by phase. `kernel_nodes`: nodes that kernels of our own run.
+    `processes`. `phases`: seconds, by phase. `kernel_nodes`: nodes that kernels of our own run,
+    with these `algorithms` of convolutions.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Report:
     processes: int = 0
     trials: tuple[Trial, ...] = field(default=())
     kernel_nodes: int = 0
+    algorithms: tuple[Chosen, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data. Times are in milliseconds if the key says so, else in seconds."""
@@ -78,6 +81,7 @@ class Report:
             "backend": self.backend,
             "threads": self.threads,
             "kernel_nodes": self.kernel_nodes,
+            "algorithms": [chosen.stored() for chosen in self.algorithms],
             "expanded": self.expanded,
             "operators_before": dict(self.operators_before),
             "operators_after": dict(self.operators_after),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
+from xrlflow.backends.tvm.algorithms import Algorithm, Chosen
 from xrlflow.prover import Certificate
 from xrlflow.report.report import Report
 from xrlflow.text import printable, printable_words
@@ -33,6 +34,7 @@ class _Table(Table):
         super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
 
 
+_DIRECT = Algorithm.DIRECT.value
 _console = _Console(markup=False, emoji=False)
 
 
@@ -66,6 +68,8 @@ def optimization(report: Report, output: str) -> None:
         for rule, count in sorted(report.substitutions.items(), key=lambda item: (-item[1], item[0])):
             table.add_row(rule, str(count))
         _console.print(table)
+    if any(chosen.algorithm != _DIRECT for chosen in report.algorithms):
+        _console.print(_algorithms(report.algorithms))
     summary = _grid("", "", title="\nResult")
     summary.show_header = False
     summary.add_row("search", f"{report.search}, {report.expanded} graphs, guided by {report.cost_model}")
@@ -92,6 +96,19 @@ def optimization(report: Report, output: str) -> None:
     else:
         library = f" and {library_path(output).name}, its kernels" if report.kernel_nodes else ""
         _console.print(f"\n{output}{library}: written ({report.reason})")
+
+
+def _algorithms(chosen: Sequence[Chosen]) -> Table:
+    """The algorithms of convolutions, by kind of layer."""
+    table = _grid(
+        "layer", "times", "algorithm", "error", "share of all errors", title="\nAlgorithms of convolutions"
+    )
+    for layer, algorithm in dict.fromkeys((c.layer, c.algorithm) for c in chosen):
+        alike = [c for c in chosen if (c.layer, c.algorithm) == (layer, algorithm)]
+        error = max(c.error for c in alike)
+        share = sum(c.share for c in alike)
+        table.add_row(layer, str(len(alike)), algorithm, f"{error:.1f}x direct", f"{share:.0%}")
+    return table
 
 
 # The names of an optimisation's phases, in order.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.protocol import BackendError, ModelSource
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.compiled import SUFFIX, TvmModel, compiled, is_compiled, load_compiled
 from xrlflow.backends.tvm.target import Machine, detect
 
@@ -27,11 +28,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tvm:
-    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes` bind dimensions of inputs."""
+    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes` bind dimensions of inputs.
+    `algorithms`: those that convolutions may use."""
 
     machine: Machine = field(default_factory=detect)
     shapes: Mapping[str, Sequence[int]] | None = None
     tuned: Callable[[Any], Any | None] | None = None
+    algorithms: Algorithms = DEFAULT
 
     @property
     def name(self) -> str:
@@ -60,4 +63,11 @@ class Tvm:
             if not os.path.isfile(model):
                 raise BackendError(f"{os.fspath(model)}: there is no such file")
             proto = onnx.load(os.fspath(model))
-        return compiled(proto, self.machine, threads=threads, shapes=self.shapes, tuned=self.tuned)
+        return compiled(
+            proto,
+            self.machine,
+            threads=threads,
+            shapes=self.shapes,
+            tuned=self.tuned,
+            algorithms=self.algorithms,
+        )

@@ -17,6 +17,7 @@ import numpy as np
 from xrlflow import files
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
@@ -344,8 +345,10 @@ def compiled(
     threads: int | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     tuned: Callable[[Any], Any | None] | None = None,
+    algorithms: Algorithms = DEFAULT,
 ) -> TvmModel:
     """Compile an ONNX ModelProto for `machine`. `tuned` returns tuned schedules of functions (see `lower`).
+    `algorithms`: those that convolutions may use.
 
     Raises BackendError for models that cannot be lowered (see `lower.import_model`).
     """
@@ -353,6 +356,6 @@ def compiled(
 
     module = lower.import_model(model, shapes)
     interface = interface_of(module, model, machine)
-    scheduled = lower.schedule_all(lower.fuse(module, machine), machine, tuned)
+    scheduled = lower.schedule_all(lower.fuse(module, machine, algorithms=algorithms), machine, tuned)
     executable = lower.compile_module(scheduled, machine)
     return TvmModel(executable, interface, threads or machine.cores)

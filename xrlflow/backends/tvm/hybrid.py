@@ -16,6 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 from xrlflow.backends.beside import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import lower
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.onnxio import load, to_proto
@@ -70,7 +71,8 @@ _SMALL = 1024
 class Hybrid:
     """A model with regions, and the library of their kernels.
 
-    `total`: the nodes of the model. `remarks`: which parts were left to ONNX Runtime, and why.
+    `total`: the nodes of the model. `remarks`: which parts were left to ONNX Runtime, and why. `chosen`: the algorithms
+    of convolutions.
     """
 
     model: ModelProto
@@ -78,6 +80,7 @@ class Hybrid:
     regions: tuple[Region, ...]
     total: int
     remarks: tuple[str, ...]
+    chosen: tuple[Chosen, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -103,9 +106,11 @@ def hybrid(
     sizes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
     tuned: lower.Tuned | None = None,
+    algorithms: Algorithms = DEFAULT,
 ) -> Hybrid:
     """Compile a model, as a whole or in regions. Inputs with open dimensions get kernels for these `sizes` (several:
-    for each of them); for inputs of other sizes the graph itself runs (see `regions.with_guard`).
+    for each of them); for inputs of other sizes the graph itself runs (see `regions.with_guard`). `algorithms`: those
+    that convolutions may use.
 
     Raises BackendError if no part can be lowered, and for what cannot be lowered at all (see `kernel_library`).
     """
@@ -115,10 +120,10 @@ def hybrid(
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
-        done = _compiled(model, whole, machine, tuned, weights_as_inputs=large)
+        done = _compiled(model, whole, machine, tuned, algorithms, weights_as_inputs=large)
         library = kernel_library(done.compiled, machine, _digest(model))
         made = with_functions(model, done.regions, library.domain, weights_as_inputs=large)
-        return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks)
+        return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks, done.chosen)
     if weight_bytes(model.graph) > EXTERNAL_ABOVE:
         raise BackendError(
             f"input {opened[0]} has open dimensions, and a model of this size gets kernels for fixed ones only: "
@@ -126,7 +131,7 @@ def hybrid(
         )
     different = {tuple(tuple(each[name]) for name in opened): each for each in wanted}
     sizes = [{name: each[name] for name in opened} for each in different.values()]
-    return _guarded(model, sizes, machine, tuned)
+    return _guarded(model, sizes, machine, tuned, algorithms)
 
 
 def _guarded(
@@ -134,6 +139,7 @@ def _guarded(
     wanted: Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
     tuned: lower.Tuned | None,
+    algorithms: Algorithms,
 ) -> Hybrid:
     """Kernels for each of these sizes of the open inputs."""
     parts = []
@@ -141,7 +147,8 @@ def _guarded(
     for number, sizes in enumerate(wanted):
         fixed = _with_sizes(model, sizes)
         prefix = f"Size{number}_" if len(wanted) > 1 else ""
-        parts.append((fixed, _compiled(fixed, whole_region(fixed.graph, outputs), machine, tuned, prefix)))
+        whole = whole_region(fixed.graph, outputs)
+        parts.append((fixed, _compiled(fixed, whole, machine, tuned, algorithms, prefix)))
     compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
     library = kernel_library(compiled, machine, _digest(model))
     made = model
@@ -150,7 +157,7 @@ def _guarded(
         inner = None if done.whole else with_functions(fixed, done.regions, library.domain)
         made = with_guard(made, name, sizes, library.domain, inner)
     first = parts[0][1]
-    return Hybrid(made, library, tuple(first.regions.values()), first.total, first.remarks)
+    return Hybrid(made, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,10 @@ class _Compiled:
     compiled: Mapping[str, CompiledRegion]
     total: int
     remarks: tuple[str, ...]
+
+    @property
+    def chosen(self) -> tuple[Chosen, ...]:
+        return tuple(each for region in self.compiled.values() for each in region.chosen)
 
     @property
     def whole(self) -> bool:
@@ -181,6 +192,7 @@ def _compiled(
     whole: Region,
     machine: Machine,
     tuned: lower.Tuned | None,
+    algorithms: Algorithms,
     prefix: str = "",
     *,
     weights_as_inputs: bool = False,
@@ -200,7 +212,13 @@ def _compiled(
         region = waiting.pop()
         try:
             compiled = compile_region(
-                model, region, types, machine, tuned, weights_as_inputs=weights_as_inputs
+                model,
+                region,
+                types,
+                machine,
+                tuned,
+                weights_as_inputs=weights_as_inputs,
+                algorithms=algorithms,
             )
         except lower.NodeRefused as error:
             remarks.append(f"{error.title} is left to ONNX Runtime: {error}")

@@ -21,12 +21,14 @@ from xrlflow import files
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm import lower
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.bounds import Check
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Place, Plan, Tensor, np_dtype, plan_of, sequence
 from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine, compiler, instructions, linker
 from xrlflow.backends.tvm.unaligned import marked
+from xrlflow.backends.tvm.winograd_fusion import chosen_in
 from xrlflow.onnxio.regions import Region, extracted
 
 NATIVE = Path(__file__).parent / "native"
@@ -50,7 +52,7 @@ class CompiledRegion:
     """A region's plan, and the module that has its kernels. `inputs` and `outputs` are their names in the model.
 
     `weights`: the further inputs of its node, with their types as ONNX numbers them. The kernels have copies, and
-    read none of them.
+    read none of them. `chosen`: the algorithms of convolutions.
     """
 
     plan: Plan
@@ -58,6 +60,7 @@ class CompiledRegion:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     weights: tuple[tuple[str, int], ...] = ()
+    chosen: tuple[Chosen, ...] = ()
 
 
 def compile_region(
@@ -69,22 +72,24 @@ def compile_region(
     *,
     weights_as_inputs: bool = False,
     channels_last: bool | None = None,
+    algorithms: Algorithms = DEFAULT,
 ) -> CompiledRegion:
     """Lower and schedule a region of a model. The ports of its node have the region's order, which may be another one
     than the model's.
 
     `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see `regions.with_functions`.
-    `channels_last`: see `lower.fuse`. Raises BackendError for models that cannot be lowered (see `lower.import_model`),
-    or not without TVM's runtime.
+    `channels_last`, `algorithms`: see `lower.fuse`. Raises BackendError for models that cannot be lowered (see
+    `lower.import_model`), or not without TVM's runtime.
     """
     part = extracted(model, region, types)
     module = lower.import_model(part)
-    scheduled = lower.schedule_all(lower.fuse(module, machine, channels_last), machine, tuned)
+    fused = lower.fuse(module, machine, channels_last, algorithms)
+    scheduled = lower.schedule_all(fused, machine, tuned)
     with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)
     ignored = [(t.name, t.data_type) for t in part.graph.initializer] if weights_as_inputs else []
-    return CompiledRegion(plan, listed, region.inputs, region.outputs, tuple(ignored))
+    return CompiledRegion(plan, listed, region.inputs, region.outputs, tuple(ignored), chosen_in(fused))
 
 
 @dataclass(frozen=True, slots=True)

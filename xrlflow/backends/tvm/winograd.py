@@ -109,8 +109,8 @@ class Form:
     `m`: the results of a tile along one side.
     """
 
-    image: tuple[int, int, int, int]
-    out: tuple[int, int, int, int]
+    image: tuple[int, ...]
+    out: tuple[int, ...]
     top: int
     left: int
     m: int

@@ -104,7 +104,9 @@ def _choices(match: Match, machine: Machine) -> list[Choice]:
 
 def _title(form: Form) -> str:
     groups = f" in {form.groups} groups" if form.groups > 1 else ""
-    return f"3x3 convolution of {form.image[3]} to {form.out[3]} channels{groups} at {form.out[1]}x{form.out[2]}"
+    return (
+        f"3x3 convolution of {form.image[3]} to {form.out[3]} channels{groups} at {form.out[1]}x{form.out[2]}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +184,7 @@ class _Reader:
             steps.append(step[0])
             extras += step[1]
             numbered[variable] = len(steps)
-            inside = Counter(
-                part for v in numbered for part in parts_of(self._values[v]) if part in numbered
-            )
+            inside = Counter(part for v in numbered for part in parts_of(self._values[v]) if part in numbered)
             if all(inside[v] == self._uses[v] for v in numbered if v is not variable):
                 form = replace(match.form, steps=tuple(steps))
                 best = set(numbered), replace(match, form=form, extras=tuple(extras), last=variable)
