@@ -271,6 +271,7 @@ class _Block:
         self._pixels = T.alloc_buffer((points, how.block, form.channels), _FLOAT)
         self._sums = T.alloc_buffer((points, how.block, how.columns), _FLOAT)
         self._near = T.alloc_buffer((points, how.lanes), _FLOAT, scope=_LOCAL)
+        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), _FLOAT, scope=_LOCAL)
 
     def write(self, block: Any, part: Any) -> None:
         from tvm import tirx
@@ -278,7 +279,7 @@ class _Block:
 
         form, how = self._form, self._how
         first = block * how.block
-        last = tirx.const(form.tiles - 1, "int32")
+        last = _number(form.tiles - 1)
         with T.serial(0, how.block) as turn:  # after the last tile it is the last one again
             tile = first + turn if form.tiles % how.block == 0 else tirx.Min(first + turn, last)
             self._transform(turn, *self._place(tile))
@@ -306,10 +307,9 @@ class _Block:
 
         def take(first: Any, width: int, load: Callable[[Any, int, int], Any]) -> None:
             """Transform the pixels that `load` gives, from this channel of the group on."""
-            from_image = tirx.Ramp(self._group * form.channels + first, 1, width) if width > 1 else None
-            c = self._group * form.channels + first if from_image is None else from_image
+            c = _ramp(self._group * form.channels + first, width)
             vectors = [[load(c, i, j) for j in range(n)] for i in range(n)]
-            at = first if width == 1 else tirx.Ramp(first, 1, width)
+            at = _ramp(first, width)
             for i, line in enumerate(_both_ways(matrix, vectors)):
                 for j, vector in enumerate(line):
                     T.buffer_store(self._pixels, vector, [i * n + j, turn, at])
@@ -319,7 +319,7 @@ class _Block:
 
         def edge(c: Any, i: int, j: int) -> Any:
             width = _width(c)
-            lanes = tirx.Ramp(0, 1, width) if width > 1 else tirx.const(0, "int32")
+            lanes = _ramp(_number(0), width)
             y, x = top + i, left + j
             T.buffer_store(self._near, _spread(0.0, width), [i * n + j, lanes])
             with T.If(tirx.all(y >= 0, y < height, x >= 0, x < wide)), T.Then():
@@ -335,7 +335,6 @@ class _Block:
 
     def _panel(self, panel: Any, first: Any) -> None:
         """The products of all tiles of the block with one panel of weights, and the results."""
-        from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         form, how = self._form, self._how
@@ -361,12 +360,12 @@ class _Block:
                     )  # fmt: skip
 
             if whole:
-                chunk(tirx.const(0, "int32"), CHUNK, False)
+                chunk(_number(0), CHUNK, False)
             if whole > 1:
                 with T.serial(1, whole) as step:
                     chunk(step * CHUNK, CHUNK, True)
             if rest:
-                chunk(tirx.const(whole * CHUNK, "int32"), rest, whole > 0)
+                chunk(_number(whole * CHUNK), rest, whole > 0)
         exact = form.tiles % how.block == 0
         with T.serial(0, how.block) as turn:
             _where(None if exact else first + turn < form.tiles, lambda: self._leave(panel, first, turn))
@@ -421,9 +420,11 @@ class _Block:
         from tvm.script.ir_builder import tirx as T
 
         extras = iter(self._extras)
+        width = _width(index[3])
+        lanes = _ramp(_number(0), width)
         found = [T.bind(value)]
-        for step in self._form.steps:
-            operands = []
+        for number, step in enumerate(self._form.steps):
+            operands: list[Any] = []
             for given in step.operands:
                 if isinstance(given, Earlier):
                     operands.append(found[given.step])
@@ -431,8 +432,10 @@ class _Block:
                     buffer = next(extras)
                     operands.append(buffer[index[3]] if given.by_channel else buffer[tuple(index)])
                 else:
-                    operands.append(_spread(given, _width(index[3])))
-            found.append(T.bind(STEPS[step.operator](*operands)))
+                    operands.append(_spread(given, width))
+            # TVM inlines what is bound. It must not do so with functions: it computes them with bindings of its own.
+            T.buffer_store(self._done, STEPS[step.operator](*operands), [number, lanes])
+            found.append(T.bind(self._done[number, lanes]))
         return found[-1]
 
 
@@ -449,7 +452,6 @@ def _pieces(extent: int, lanes: int) -> list[tuple[int, int]]:
 
 def _along(extent: int, lanes: int, body: Callable[[Any, int], None]) -> None:
     """`body` for each piece (start, length) of `extent`: a loop over whole vectors, and what is left."""
-    from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 
     whole = extent // lanes
@@ -457,7 +459,13 @@ def _along(extent: int, lanes: int, body: Callable[[Any, int], None]) -> None:
         with T.serial(0, whole) as turn:
             body(turn * lanes, lanes)
     for start, length in _pieces(extent % lanes, lanes):
-        body(tirx.const(whole * lanes + start, "int32"), length)
+        body(_number(whole * lanes + start), length)
+
+
+def _number(value: int) -> Any:
+    from tvm import tirx
+
+    return tirx.const(value, "int32")
 
 
 def _ramp(first: Any, lanes: int) -> Any:
