@@ -251,6 +251,7 @@ def test_a_plan_fits_registers(cpu: str | None) -> None:
         vectors = how.columns // how.lanes
         assert how.rows * vectors + vectors + 1 <= machine.registers
         assert how.block % how.rows == 0
+    assert plan(form, machine).ahead
     assert cost(form, plan(form, machine), machine) == min(
         cost(form, how, machine) for how in plans(form, machine)
     )

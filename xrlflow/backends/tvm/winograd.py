@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -151,7 +151,8 @@ class Plan:
     """How a kernel is blocked.
 
     `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the tiles of pixels of a task. `parts`:
-    among how many tasks the panels of a block are divided; each transforms the pixels for itself.
+    among how many tasks the panels of a block are divided; each transforms the pixels for itself. `ahead`: weights are
+    fetched a chunk ahead, since they come from beyond the second-level cache.
     """
 
     rows: int
@@ -159,6 +160,7 @@ class Plan:
     lanes: int
     block: int
     parts: int
+    ahead: bool = False
 
     def panels(self, form: Form) -> int:
         """The panels of weights of a group."""
@@ -182,7 +184,12 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
 
 def plan(form: Form, machine: Machine) -> Plan:
     """The blocking with the least estimated time."""
-    return min(plans(form, machine), key=lambda how: cost(form, how, machine))
+    best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
+    return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
+
+
+def _weight_bytes(form: Form) -> int:
+    return 4 * form.n * form.n * form.groups * form.channels * form.columns
 
 
 def cost(form: Form, how: Plan, machine: Machine) -> float:
@@ -201,7 +208,7 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     loads = products * (how.rows + vectors) / accumulators
     sums = points * how.block * vectors * -(-form.channels // CHUNK)
     weights = points * form.channels * vectors
-    size = 4 * points * form.groups * form.channels * form.columns
+    size = _weight_bytes(form)
     distance = _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
     held = 4 * points * how.block * (form.channels + how.columns)
     pixels = points * how.block * form.channels / how.lanes
@@ -347,6 +354,14 @@ class _Block:
                 with T.serial(0, how.block // how.rows) as group:
                     begin = group * how.rows
 
+                    def ahead(c: Any) -> None:
+                        """Fetch what the next chunk reads: weights are in the order in which they are read."""
+                        vectors = how.columns // how.lanes
+                        each = -(-vectors // (how.block // how.rows))
+                        for turn in range(each):
+                            k = (group * each + turn) * how.lanes
+                            _prefetch(self._panels, [self._group, panel, point, start + c + length, k])
+
                     def leave(i: Any, k: Any, total: Any) -> None:
                         if more:
                             total = self._sums[point, begin + i, k] + total
@@ -357,6 +372,7 @@ class _Block:
                         lambda i, c: self._pixels[point, begin + i, start + c],
                         lambda c, k: self._panels[self._group, panel, point, start + c, k],
                         leave,
+                        ahead if how.ahead else None,
                     )  # fmt: skip
 
             if whole:
@@ -577,9 +593,20 @@ def _where(condition: Any | None, body: Callable[[], None]) -> None:
             body()
 
 
+def _prefetch(buffer: Any, index: Sequence[Any]) -> None:
+    """Bring a line of a buffer into the caches, to be read soon."""
+    from tvm import tirx
+    from tvm.script.ir_builder import tirx as T
+
+    address = tirx.call_intrin("handle", "tirx.address_of", buffer[tuple(index)])
+    read, locality, data = (tirx.const(n, "int32") for n in (0, 3, 1))
+    T.evaluate(tirx.call_intrin("void", "tirx.prefetch", address, read, locality, data))
+
+
 def _product(
     tile: tuple[int, int, int], reduction: int,
     a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
+    ahead: Callable[[Any], None] | None = None,
 ) -> None:  # fmt: skip
     """A tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them."""
     from tvm import tirx
@@ -598,5 +625,7 @@ def _product(
 
     each(lambda i, n: T.buffer_store(sums, tirx.const(0.0, _FLOAT), [i, n]))
     with T.serial(0, reduction) as r:
+        if ahead is not None:
+            ahead(r)
         each(lambda i, n: T.buffer_store(sums, sums[i, n] + a(i, r) * b(r, n), [i, n]))
     each(lambda i, n: leave(i, n, sums[i, n]))
