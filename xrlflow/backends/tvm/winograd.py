@@ -16,18 +16,30 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.backends.tvm.building import (
+    FLOAT,
+    LOCAL,
+    OPAQUE,
+    SCHEDULED,
+    along,
+    lanes_of,
+    number,
+    pieces,
+    prefetch,
+    product,
+    ramp,
+    spread,
+    where,
+)
 from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.steps import Extra, Step, extras_of, stepped
 from xrlflow.backends.tvm.target import Machine
 
-SCHEDULED = "tirx.is_scheduled"
-_FLOAT = "float32"
-_LOCAL = "local"
-_OPAQUE = 8
 _KERNEL = 3
 # Channels that one accumulator sums up.
 CHUNK = 32
@@ -77,31 +89,6 @@ def transforms(m: int) -> Transforms:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """A further operand of a step: one number for each output channel, or one for each result."""
-
-    by_channel: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """The result of the convolution (0), or of the step of this number (the first is 1)."""
-
-    step: int
-
-
-Operand: TypeAlias = "float | Extra | Earlier"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An operator after the convolution. The last step gives the result."""
-
-    operator: str
-    operands: tuple[Operand, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Form:
     """A convolution with channels last, 3 x 3 weights, and strides and dilations of 1.
 
@@ -143,7 +130,7 @@ class Form:
 
     @property
     def extras(self) -> list[Extra]:
-        return [o for step in self.steps for o in step.operands if isinstance(o, Extra)]
+        return extras_of(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +235,12 @@ def kernel(form: Form, how: Plan) -> Any:
     blocks = -(-form.tiles // how.block)
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
-            T.func_attr({SCHEDULED: True, "op_pattern": _OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer(form.image, _FLOAT))
-            panels = T.arg("weights", T.buffer(weights, _FLOAT))
+            T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+            image = T.arg("image", T.buffer(form.image, FLOAT))
+            panels = T.arg("weights", T.buffer(weights, FLOAT))
             shapes = [form.out[3:] if extra.by_channel else form.out for extra in form.extras]
-            extras = [T.arg(f"x{i}", T.buffer(shape, _FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(form.out, _FLOAT))
+            extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
+            out = T.arg("out", T.buffer(form.out, FLOAT))
             tasks = T.parallel(0, form.groups * blocks * how.parts)
             with T.sblock("root"), tasks as task, T.sblock("winograd"):
                 T.reads([])
@@ -275,10 +262,10 @@ class _Block:
         self._form, self._how, self._group = form, how, group
         self._image, self._panels, self._extras, self._out = image, panels, extras, out
         points = form.n * form.n
-        self._pixels = T.alloc_buffer((points, how.block, form.channels), _FLOAT)
-        self._sums = T.alloc_buffer((points, how.block, how.columns), _FLOAT)
-        self._near = T.alloc_buffer((points, how.lanes), _FLOAT, scope=_LOCAL)
-        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), _FLOAT, scope=_LOCAL)
+        self._pixels = T.alloc_buffer((points, how.block, form.channels), FLOAT)
+        self._sums = T.alloc_buffer((points, how.block, how.columns), FLOAT)
+        self._near = T.alloc_buffer((points, how.lanes), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
 
     def write(self, block: Any, part: Any) -> None:
         from tvm import tirx
@@ -286,7 +273,7 @@ class _Block:
 
         form, how = self._form, self._how
         first = block * how.block
-        last = _number(form.tiles - 1)
+        last = number(form.tiles - 1)
         with T.serial(0, how.block) as turn:  # after the last tile it is the last one again
             tile = first + turn if form.tiles % how.block == 0 else tirx.Min(first + turn, last)
             self._transform(turn, *self._place(tile))
@@ -294,7 +281,7 @@ class _Block:
         with T.serial(0, share) as turn:
             panel = part * share + turn
             exact = share * how.parts == how.panels(form)
-            _where(None if exact else panel < how.panels(form), lambda: self._panel(panel, first))
+            where(None if exact else panel < how.panels(form), lambda: self._panel(panel, first))
 
     def _place(self, tile: Any) -> tuple[Any, Any, Any]:
         """(image, first row, first column) of the results of a tile."""
@@ -314,9 +301,9 @@ class _Block:
 
         def take(first: Any, width: int, load: Callable[[Any, int, int], Any]) -> None:
             """Transform the pixels that `load` gives, from this channel of the group on."""
-            c = _ramp(self._group * form.channels + first, width)
+            c = ramp(self._group * form.channels + first, width)
             vectors = [[load(c, i, j) for j in range(n)] for i in range(n)]
-            at = _ramp(first, width)
+            at = ramp(first, width)
             for i, line in enumerate(_both_ways(matrix, vectors)):
                 for j, vector in enumerate(line):
                     T.buffer_store(self._pixels, vector, [i * n + j, turn, at])
@@ -325,10 +312,10 @@ class _Block:
             return T.bind(self._image[image, top + i, left + j, c])
 
         def edge(c: Any, i: int, j: int) -> Any:
-            width = _width(c)
-            lanes = _ramp(_number(0), width)
+            width = lanes_of(c)
+            lanes = ramp(number(0), width)
             y, x = top + i, left + j
-            T.buffer_store(self._near, _spread(0.0, width), [i * n + j, lanes])
+            T.buffer_store(self._near, spread(0.0, width), [i * n + j, lanes])
             with T.If(tirx.all(y >= 0, y < height, x >= 0, x < wide)), T.Then():
                 T.buffer_store(self._near, self._image[image, y, x, c], [i * n + j, lanes])
             return T.bind(self._near[i * n + j, lanes])
@@ -336,9 +323,9 @@ class _Block:
         within = tirx.all(top >= 0, top + n <= height, left >= 0, left + n <= wide)
         with T.If(within):
             with T.Then():
-                _along(form.channels, how.lanes, lambda first, width: take(first, width, inner))
+                along(form.channels, how.lanes, lambda first, width: take(first, width, inner))
             with T.Else():
-                _along(form.channels, how.lanes, lambda first, width: take(first, width, edge))
+                along(form.channels, how.lanes, lambda first, width: take(first, width, edge))
 
     def _panel(self, panel: Any, first: Any) -> None:
         """The products of all tiles of the block with one panel of weights, and the results."""
@@ -360,14 +347,13 @@ class _Block:
                         each = -(-vectors // (how.block // how.rows))
                         for turn in range(each):
                             k = (group * each + turn) * how.lanes
-                            _prefetch(self._panels, [self._group, panel, point, start + c + length, k])
+                            prefetch(self._panels, [self._group, panel, point, start + c + length, k])
 
                     def leave(i: Any, k: Any, total: Any) -> None:
-                        if more:
-                            total = self._sums[point, begin + i, k] + total
-                        T.buffer_store(self._sums, total, [point, begin + i, k])
+                        at = [point, begin + i, ramp(k, how.lanes)]
+                        T.buffer_store(self._sums, self._sums[tuple(at)] + total if more else total, at)
 
-                    _product(
+                    product(
                         (how.rows, how.columns, how.lanes), length,
                         lambda i, c: self._pixels[point, begin + i, start + c],
                         lambda c, k: self._panels[self._group, panel, point, start + c, k],
@@ -376,15 +362,15 @@ class _Block:
                     )  # fmt: skip
 
             if whole:
-                chunk(_number(0), CHUNK, False)
+                chunk(number(0), CHUNK, False)
             if whole > 1:
                 with T.serial(1, whole) as step:
                     chunk(step * CHUNK, CHUNK, True)
             if rest:
-                chunk(_number(whole * CHUNK), rest, whole > 0)
+                chunk(number(whole * CHUNK), rest, whole > 0)
         exact = form.tiles % how.block == 0
         with T.serial(0, how.block) as turn:
-            _where(None if exact else first + turn < form.tiles, lambda: self._leave(panel, first, turn))
+            where(None if exact else first + turn < form.tiles, lambda: self._leave(panel, first, turn))
 
     def _leave(self, panel: Any, first: Any, turn: Any) -> None:
         """Transform the sums of one tile back, and store the results of the steps."""
@@ -399,15 +385,15 @@ class _Block:
 
         def vector(part: Any, start: int, lanes: int) -> None:
             """Some columns of the panel: `lanes` from `start` on in the vector of this number."""
-            k = _ramp(part * how.lanes + start, lanes)
-            out = _ramp(self._group * columns + panel * how.columns + part * how.lanes + start, lanes)
+            k = ramp(part * how.lanes + start, lanes)
+            out = ramp(self._group * columns + panel * how.columns + part * how.lanes + start, lanes)
             sums = [[T.bind(self._sums[i * n + j, turn, k]) for j in range(n)] for i in range(n)]
             for i, line in enumerate(_both_ways(matrix, sums)):
                 for j, value in enumerate(line):
                     y, x = row + i, column + j
 
                     def store(value: Any = value, y: Any = y, x: Any = x) -> None:
-                        done = self._stepped(value, [image, y, x, out])
+                        done = stepped(form.steps, self._extras, value, [image, y, x, out], self._done)
                         T.buffer_store(self._out, done, [image, y, x, out])
 
                     checks = []
@@ -415,127 +401,21 @@ class _Block:
                         checks.append(y < height)
                     if width % form.m and j:
                         checks.append(x < width)
-                    _where(tirx.all(*checks) if checks else None, store)
+                    where(tirx.all(*checks) if checks else None, store)
 
         whole = columns // how.lanes
         per_panel = how.columns // how.lanes
         with T.serial(0, per_panel) as part:
             at = panel * per_panel + part
             exact = columns % how.columns == 0
-            _where(None if exact else at < whole, lambda: vector(part, 0, how.lanes))
+            where(None if exact else at < whole, lambda: vector(part, 0, how.lanes))
             if columns % how.lanes:
 
                 def rest(part: Any = part) -> None:
-                    for piece in _pieces(columns % how.lanes, how.lanes):
+                    for piece in pieces(columns % how.lanes, how.lanes):
                         vector(part, *piece)
 
-                _where(at == whole, rest)
-
-    def _stepped(self, value: Any, index: Sequence[Any]) -> Any:
-        """A vector of results after the steps."""
-        from tvm.script.ir_builder import tirx as T
-
-        extras = iter(self._extras)
-        width = _width(index[3])
-        lanes = _ramp(_number(0), width)
-        found = [T.bind(value)]
-        for number, step in enumerate(self._form.steps):
-            operands: list[Any] = []
-            for given in step.operands:
-                if isinstance(given, Earlier):
-                    operands.append(found[given.step])
-                elif isinstance(given, Extra):
-                    buffer = next(extras)
-                    operands.append(buffer[index[3]] if given.by_channel else buffer[tuple(index)])
-                else:
-                    operands.append(_spread(given, width))
-            # TVM inlines what is bound. It must not do so with functions: it computes them with bindings of its own.
-            T.buffer_store(self._done, STEPS[step.operator](*operands), [number, lanes])
-            found.append(T.bind(self._done[number, lanes]))
-        return found[-1]
-
-
-def _pieces(extent: int, lanes: int) -> list[tuple[int, int]]:
-    """(start, length): `extent` as vectors of `lanes`, a half, a quarter, ... of them."""
-    found, start = [], 0
-    while start < extent:
-        while lanes > extent - start:
-            lanes //= 2
-        found.append((start, lanes))
-        start += lanes
-    return found
-
-
-def _along(extent: int, lanes: int, body: Callable[[Any, int], None]) -> None:
-    """`body` for each piece (start, length) of `extent`: a loop over whole vectors, and what is left."""
-    from tvm.script.ir_builder import tirx as T
-
-    whole = extent // lanes
-    if whole:
-        with T.serial(0, whole) as turn:
-            body(turn * lanes, lanes)
-    for start, length in _pieces(extent % lanes, lanes):
-        body(_number(whole * lanes + start), length)
-
-
-def _number(value: int) -> Any:
-    from tvm import tirx
-
-    return tirx.const(value, "int32")
-
-
-def _ramp(first: Any, lanes: int) -> Any:
-    from tvm import tirx
-
-    return first if lanes == 1 else tirx.Ramp(first, 1, lanes)
-
-
-def _spread(value: float, lanes: int) -> Any:
-    from tvm import tirx
-
-    number = tirx.const(value, _FLOAT)
-    return number if lanes == 1 else tirx.Broadcast(number, lanes)
-
-
-def _width(vector: Any) -> int:
-    """The lanes of a vector, or of vector indices."""
-    return int(vector.ty.dtype.lanes)
-
-
-def _of(name: str) -> Callable[..., Any]:
-    """A function of TVM's, that is imported when it is called."""
-
-    def call(*operands: Any) -> Any:
-        from tvm import tirx
-
-        return getattr(tirx, name)(*operands)
-
-    return call
-
-
-def _sigmoid(x: Any) -> Any:
-    from tvm import tirx
-
-    one = _spread(1.0, _width(x))
-    return one / (one + tirx.exp(_spread(0.0, _width(x)) - x))
-
-
-def _relu(x: Any) -> Any:
-    from tvm import tirx
-
-    return tirx.Max(x, _spread(0.0, _width(x)))
-
-
-STEPS: dict[str, Callable[..., Any]] = {
-    "relax.add": lambda a, b: a + b,
-    "relax.subtract": lambda a, b: a - b,
-    "relax.multiply": lambda a, b: a * b,
-    "relax.maximum": _of("Max"),
-    "relax.minimum": _of("Min"),
-    "relax.nn.relu": _relu,
-    "relax.sigmoid": _sigmoid,
-}
-"""The operators that may follow the convolution, by Relax's name."""
+                where(at == whole, rest)
 
 
 def _both_ways(matrix: Matrix, vectors: list[list[Any]]) -> list[list[Any]]:
@@ -574,58 +454,10 @@ def _sum(factors: npt.NDArray[np.float64], vectors: Sequence[Any]) -> Any | None
     for factor, vector in sorted(zip(factors, vectors), key=lambda pair: -pair[0]):
         if factor == 0.0:
             continue
-        lanes = _width(vector)
-        scaled = vector if abs(factor) == 1.0 else vector * _spread(abs(float(factor)), lanes)
+        lanes = lanes_of(vector)
+        scaled = vector if abs(factor) == 1.0 else vector * spread(abs(float(factor)), lanes)
         if total is None:
-            total = scaled if factor > 0 else _spread(0.0, lanes) - scaled
+            total = scaled if factor > 0 else spread(0.0, lanes) - scaled
         else:
             total = total + scaled if factor > 0 else total - scaled
     return total
-
-
-def _where(condition: Any | None, body: Callable[[], None]) -> None:
-    from tvm.script.ir_builder import tirx as T
-
-    if condition is None:
-        body()
-    else:
-        with T.If(condition), T.Then():
-            body()
-
-
-def _prefetch(buffer: Any, index: Sequence[Any]) -> None:
-    """Bring a line of a buffer into the caches, to be read soon."""
-    from tvm import tirx
-    from tvm.script.ir_builder import tirx as T
-
-    address = tirx.call_intrin("handle", "tirx.address_of", buffer[tuple(index)])
-    read, locality, data = (tirx.const(n, "int32") for n in (0, 3, 1))
-    T.evaluate(tirx.call_intrin("void", "tirx.prefetch", address, read, locality, data))
-
-
-def _product(
-    tile: tuple[int, int, int], reduction: int,
-    a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
-    ahead: Callable[[Any], None] | None = None,
-) -> None:  # fmt: skip
-    """A tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them."""
-    from tvm import tirx
-    from tvm.script.ir_builder import tirx as T
-
-    rows, columns, lanes = tile
-    sums = T.alloc_buffer((rows, columns), _FLOAT, scope=_LOCAL)
-
-    def each(body: Callable[[Any, Any], None]) -> None:
-        with (
-            T.unroll(0, rows) as i,
-            T.unroll(0, columns // lanes) as vector,
-            T.vectorized(0, lanes) as lane,
-        ):
-            body(i, vector * lanes + lane)
-
-    each(lambda i, n: T.buffer_store(sums, tirx.const(0.0, _FLOAT), [i, n]))
-    with T.serial(0, reduction) as r:
-        if ahead is not None:
-            ahead(r)
-        each(lambda i, n: T.buffer_store(sums, sums[i, n] + a(i, r) * b(r, n), [i, n]))
-    each(lambda i, n: leave(i, n, sums[i, n]))
