@@ -67,15 +67,22 @@ class _BeginWith:
 
     def __init__(self, first: Candidate, tuner: Tuner) -> None:
         self.name = tuner.name
-        self._first: Candidate | None = first
+        self._first = first
+        self._proposed = False
         self._tuner = tuner
 
     def propose(self, count: int) -> Sequence[Candidate]:
-        if self._first is None or count < 1:
-            return self._tuner.propose(count)
-        first, self._first = self._first, None
-        own = self._tuner.propose(count - 1) if count > 1 else ()
-        return [first, *(candidate for candidate in own if candidate.key != first.key)]
+        begin: list[Candidate] = []
+        if count > 0 and not self._proposed:
+            self._proposed = True
+            begin.append(self._first)
+        others: list[Candidate] = []
+        while len(begin) + len(others) < count and not others:
+            own = self._tuner.propose(count - len(begin))
+            others = [candidate for candidate in own if candidate.key != self._first.key]
+            if not own:
+                break
+        return [*begin, *others]
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         self._tuner.update(measured)

@@ -545,10 +545,11 @@ def test_depthwise_convolutions_alone_stay_channels_first() -> None:
 
 def test_rows_of_pointwise_convolutions_are_one_dimension() -> None:
     """7 rows of 5 pixels are 35, in tiles of 7."""
+    machine = detect(cpu="znver5")
     graph = "(float[1,24,7,5] x, float[48,24,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
-    module = fuse(import_model(network(graph)), detect())
+    module = fuse(import_model(network(graph)), machine)
     (kernel,) = (f for v, f in module.functions.items() if "conv" in v.name_hint)
-    chosen = heuristic(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), detect())
+    chosen = heuristic(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), machine)
     assert chosen is not None
     assert chosen.tile.rows == 7
 

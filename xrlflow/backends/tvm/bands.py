@@ -153,11 +153,13 @@ def kernel(form: Form, how: Plan) -> Any:
             image = T.arg("image", T.buffer(form.image, FLOAT))
             stages = [_stage(form, how, name) for name in ("expand", "depthwise", "project")]
             out = T.arg("out", T.buffer(form.out, FLOAT))
-            with T.sblock("root"):
+            with T.sblock("root"), T.sblock("bands"):
+                T.reads([])
+                T.writes([])
                 shares = None
                 if how.parts > 1 and form.project is not None:
                     shares = T.alloc_buffer((how.parts, *form.out[:3], columns), FLOAT)
-                with T.parallel(0, form.out[0] * how.bands(form) * how.parts) as task, T.sblock("bands"):
+                with T.parallel(0, form.out[0] * how.bands(form) * how.parts) as task, T.sblock("band"):
                     T.reads([])
                     T.writes([])
                     band, part = task // how.parts, task % how.parts

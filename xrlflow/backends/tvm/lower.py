@@ -15,6 +15,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
+from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
@@ -338,6 +339,7 @@ def fuse(
         relax.transform.FoldConstant(),
         without_detours,
         lambda module: fuse_attention(module, machine),
+        lambda module: fuse_bands(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
         lambda module: pad_to_tiles(module, machine),
         separate,

@@ -1,0 +1,22 @@
+"""Whether ONNX Runtime saturates sums of products of bytes on this machine."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import onnx.parser
+
+from xrlflow.backends.onnxruntime.session import open_model
+
+_PRODUCT = """<ir_version: 9, opset_import: ["": 17]>
+agraph (uint8[2,64] x, int8[64,16] w) => (int32[2,16] y) { y = MatMulInteger(x, w) }"""
+
+
+@functools.cache
+def saturates() -> bool:
+    """Whether products of unsigned with signed bytes are wrong: without VNNI two of them are added in 16 bits."""
+    feeds = {"x": np.full((2, 64), 255, np.uint8), "w": np.full((64, 16), 127, np.int8)}
+    with open_model(onnx.parser.parse_model(_PRODUCT).SerializeToString(), threads=1) as model:
+        (found,) = model.run(feeds)
+    return bool((found != 64 * 255 * 127).any())
