@@ -45,10 +45,9 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
 
 
 def _tiles(machine: Machine, lanes: int) -> Iterator[Tile]:
-    """The tiles of accumulators that leave registers for a row of weights and a number. (LLVM spills some if less than
-    four are left: a kernel then takes twice the time.)"""
+    """The tiles of accumulators that fit into the registers."""
     for vectors in range(1, _MOST_VECTORS + 1):
-        rows = min((machine.registers - max(4, vectors + 1)) // vectors, _MOST_ROWS)
+        rows = min(machine.accumulators(vectors) // vectors, _MOST_ROWS)
         for each in range(max(1, rows // 2), rows + 1):
             yield Tile(each, vectors * lanes)
 

@@ -387,9 +387,9 @@ def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
                 continue
             for height in range(1, min(grid.rows, most) + 1):
                 accumulators = height * vectors
-                if (
-                    grid.rows % height and not grid.pad_rows
-                ) or accumulators + vectors + 1 > machine.registers:
+                if grid.rows % height and not grid.pad_rows:
+                    continue
+                if accumulators > machine.accumulators(vectors):
                     continue
                 busy = min(1.0, accumulators / 8)
                 loads = (height + vectors) / accumulators

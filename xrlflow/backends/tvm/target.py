@@ -48,6 +48,11 @@ class Machine:
     second_level: int = 512 << 10
     in_halves: bool = False
 
+    def accumulators(self, vectors: int) -> int:
+        """How many vectors of sums fit into the registers, next to a row of so many vectors and a number. LLVM spills
+        some if fewer than four registers are left (measured with AVX2: twice to four times the time)."""
+        return self.registers - max(4, vectors + 1)
+
     def target(self) -> Any:
         """The target in TVM's form."""
         options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
