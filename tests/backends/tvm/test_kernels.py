@@ -272,7 +272,7 @@ GRAPHS = {
 
 
 # Inputs of these names are weights.
-WEIGHTS = ("b", "s", "v", "w")
+WEIGHTS = ("b", "b1", "b2", "s", "v", "w", "w1", "w2", "w3")
 
 
 def network(text: str) -> onnx.ModelProto:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from xrlflow.backends.tvm.building import (
     SCHEDULED,
     along,
     number,
+    pieces,
     product,
     ramp,
     spread,
@@ -289,9 +291,18 @@ class _Band:
 
         def one(row: Any, y: Any) -> None:
             with T.serial(0, self._used) as x, T.serial(0, how.block // how.lanes) as v:
-                at, start = ramp(v * how.lanes, how.lanes), block * how.block + v * how.lanes
-                value = self._image[image, y, x, ramp(start, how.lanes)]
-                T.buffer_store(self._wide, value, [row, form.left + x, at])
+                start = block * how.block + v * how.lanes
+
+                def vector(offset: int, lanes: int) -> None:
+                    value = self._image[image, y, x, ramp(start + offset, lanes)]
+                    to = ramp(v * how.lanes + offset, lanes)
+                    T.buffer_store(self._wide, value, [row, form.left + x, to])
+
+                whole, rest = divmod(form.image[3], how.lanes)
+                exact = form.image[3] % how.block == 0
+                where(None if exact else start < whole * how.lanes, lambda: vector(0, how.lanes))
+                for piece in pieces(rest, how.lanes):
+                    where(start == whole * how.lanes, partial(vector, *piece))
 
         self._rows_of_image(first, one)
 
@@ -334,7 +345,15 @@ class _Band:
             def one() -> None:
                 place = [image, first + row]
                 with T.serial(0, how.block // how.lanes) as v:
-                    tiles(form.middle[2], _PIXELS, lambda x, n: self._filter(row, x, n, (block, v), place))
+                    # Without a projection, nothing may be stored after the last channel.
+                    exact = form.project is not None or form.middle[3] % how.block == 0
+                    channel = block * how.block + v * how.lanes
+                    where(
+                        None if exact else channel < form.middle[3],
+                        lambda: tiles(
+                            form.middle[2], _PIXELS, lambda x, n: self._filter(row, x, n, (block, v), place)
+                        ),
+                    )
                 if form.project is not None:
                     self._multiply(place, row, block, part, more)
 
