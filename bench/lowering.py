@@ -1,5 +1,5 @@
 """TVM against ONNX Runtime: `python bench/lowering.py TABLE [--tune SECONDS] [--json FILE] [NAMES]`; TABLE is one of
-operators, models, networks, bounds.
+operators, models, networks, bounds, convolutions.
 
 Operators: single operators of sizes that are common in networks, with tensors that stay in the runtime. Models: whole
 networks, from arrays to arrays, as a program calls them: ONNX Runtime on the original; TVM on the original graph,
@@ -9,6 +9,7 @@ none knows the others' measurements. All variants are timed in turns in one proc
 Networks: every network of the zoo at full size, and every model of a package, as `optimize --backend tvm --search
 greedy --cost roofline --no-measure` handles it: compiled and verified, or the error. Bounds: the cost of moving indices
 inside their tables and checking them: models that look rows up, compiled with and without that, timed in turns.
+Convolutions: see `bench/convolutions.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import onnx
 
 import models
 import xrlflow
-from bench import pages
+from bench import convolutions, pages
 from bench.operators import OPERATORS, operator
 from models import wheels
 from xrlflow.api import UserError, VerificationFailed
@@ -239,7 +240,7 @@ def cost_of_bounds(names: Sequence[str], threads: int, seconds: float, path: Pat
 def _parsed() -> argparse.Namespace:
     """The parsed command line. Ends the program if options do not fit together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("table", choices=("operators", "models", "networks", "bounds"))
+    parser.add_argument("table", choices=("operators", "models", "networks", "bounds", "convolutions"))
     parser.add_argument("names", nargs="*", help="some of them; default: all")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds of tuning for each")
     parser.add_argument(
@@ -249,17 +250,21 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--write", action="store_true", help="operators, models: put the table into docs/benchmarks"
+        "--write",
+        action="store_true",
+        help="operators, models, convolutions: put the table into docs/benchmarks",
     )
     options = parser.parse_intermixed_args()
     if options.write and (options.names or options.table in ("networks", "bounds")):
-        parser.error("--write takes the whole table of operators or models: leave the names out")
+        parser.error(
+            "--write takes a whole table (of operators, models or convolutions): leave the names out"
+        )
     if options.write and _table_name(options) not in pages.tables():
         parser.error(f"--write: no page has a table {_table_name(options)}")
     if options.table == "networks" and options.tune:
         parser.error("networks are not tuned: leave --tune out")
-    if options.table == "bounds" and options.tune:
-        parser.error("checks are not tuned: leave --tune out")
+    if options.table in ("bounds", "convolutions") and options.tune:
+        parser.error(f"{options.table} are not tuned: leave --tune out")
     return options
 
 
@@ -269,6 +274,9 @@ def main() -> None:
         networks(options.names, options.threads, options.json)
     elif options.table == "bounds":
         cost_of_bounds(options.names, options.threads, options.seconds, options.json)
+    elif options.table == "convolutions":
+        name = _table_name(options) if options.write else None
+        convolutions.table(options.names, options.threads, options.seconds, options.json, name)
     else:
         _compare_variants(options)
 

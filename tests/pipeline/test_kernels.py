@@ -20,6 +20,7 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.tvm import winograd_fusion
 from xrlflow.backends.tvm.operator_times import Times
 from xrlflow.cost import Database
 from xrlflow.onnxio.model import LEFT
@@ -540,3 +541,27 @@ def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, t
     result = asked(network(), measure=True, threads=1)
     assert result.hybrid is not None
     assert "kernels of our own have no prices: a kernel failed" in result.report.notes
+
+
+def test_what_fails_verification_is_compiled_again_with_exact_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels with fewer multiplications that are wrong here are found out, and direct ones take their place."""
+    weights = (RNG.standard_normal((3, 32, 32, 3, 3)) / 17).astype(np.float32)
+    proto = model(
+        "agraph (float[1,32,24,24] x) => (float[1,32,24,24] y) { a = Conv<pads=[1,1,1,1]>(x, w) b = Relu(a)"
+        " c = Conv<pads=[1,1,1,1]>(b, w1) d = Relu(c) y = Conv<pads=[1,1,1,1]>(d, w2) }",
+        w=weights[0], w1=weights[1], w2=weights[2],
+    )  # fmt: skip
+    right = winograd_fusion.packed
+    monkeypatch.setattr(winograd_fusion, "relative_errors", lambda *_: {"normal": 2.0})
+    monkeypatch.setattr(winograd_fusion, "direct_cost", lambda *_: float("inf"))
+    monkeypatch.setattr(winograd_fusion, "packed", lambda *given: 1.01 * right(*given))
+    result = asked(proto)
+    assert result.verification is not None
+    assert result.verification.status is Status.VERIFIED
+    notes = " ".join(result.report.notes)
+    assert "not kept with kernels" in notes
+    assert "compiled again, with kernels that round no more than direct ones" in notes
+    assert result.hybrid is not None
+    assert {chosen.algorithm for chosen in result.hybrid.chosen} == {"direct"}
