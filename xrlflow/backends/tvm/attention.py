@@ -133,7 +133,7 @@ def plan(form: Form, machine: Machine) -> TilePlan:
     for rows in range(1, min(form.rows, _WAYS if apart else _MOST_ROWS) + 1):
         for first in range(1, 7):
             for second in range(1, 7):
-                if rows * max(first, second) > machine.accumulators(max(first, second)):
+                if not machine.keeps(rows, max(first, second)):
                     continue
                 tiles = -(-form.rows // rows)
                 keys = _whole(form.keys, first * lanes) / lanes

@@ -47,9 +47,9 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
 def _tiles(machine: Machine, lanes: int) -> Iterator[Tile]:
     """The tiles of accumulators that fit into the registers."""
     for vectors in range(1, _MOST_VECTORS + 1):
-        rows = min(machine.accumulators(vectors) // vectors, _MOST_ROWS)
-        for each in range(max(1, rows // 2), rows + 1):
-            yield Tile(each, vectors * lanes)
+        most = max(rows for rows in range(1, _MOST_ROWS + 1) if rows == 1 or machine.keeps(rows, vectors))
+        for rows in range(max(1, most // 2), most + 1):
+            yield Tile(rows, vectors * lanes)
 
 
 def cost(form: Form, how: Plan, machine: Machine) -> float:

@@ -36,7 +36,7 @@ _LOCAL = "local"
 # Marks the packing of a constant: SplitLayoutRewritePreproc makes it a function, which constant folding runs.
 _PACKING = "meta_schedule.layout_rewrite_preproc"
 _MOST_ROWS = 14
-# The speed of a tile that LLVM does not keep in registers.
+# The relative speed of a tile that LLVM does not keep in registers.
 _SPILLS = 0.5
 _PLANE_ROWS = 4
 # Groups with fewer columns are not treated as contractions.
@@ -371,10 +371,10 @@ def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
     tile loads less. But the vectors come from the second-level cache, where the panel is, and cost as much as three
     broadcasts: a higher tile loads fewer of them. (For 21 shapes that networks have, the tile that this chooses took
     1.02 times as long as the best one on average, at most 1.11; without this 1.06 and 1.33.) It may not need more
-    registers than there are, and is slower where it needs almost all of them (`Machine.accumulators`). With fewer than 8 accumulators, multipliers wait for their own results. Rows must not
-    evict each other from the first-level cache. A panel of reduction x columns stays in half of the second-level cache.
-    A tile divides the output; if that may be padded, useless work is weighed against the better shape. For channelwise
-    tiles see `_channelwise`.
+    registers than there are, and is slower if LLVM spills some. With fewer than 8 accumulators, multipliers wait
+    for their own results. Rows must not evict each other from the first-level cache. A panel of reduction x columns
+    stays in half of the second-level cache. A tile divides the output; if that may be padded, useless work is
+    weighed against the better shape. For channelwise tiles see `_channelwise`.
     """
     if grid.channelwise:
         yield from _channelwise(grid, machine)
@@ -393,7 +393,7 @@ def rated_tiles(grid: Grid, machine: Machine) -> Iterator[tuple[float, Tile]]:
                     continue
                 if accumulators + vectors + 1 > machine.registers:
                     continue
-                kept = 1.0 if accumulators <= machine.accumulators(vectors) else _SPILLS
+                kept = 1.0 if machine.keeps(height, vectors) else _SPILLS
                 busy = min(1.0, accumulators / 8)
                 loads = (height + vectors) / accumulators
                 far = 1.0 / height

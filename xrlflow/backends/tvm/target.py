@@ -48,10 +48,14 @@ class Machine:
     second_level: int = 512 << 10
     in_halves: bool = False
 
-    def accumulators(self, vectors: int) -> int:
-        """How many vectors of sums fit into the registers, next to a row of so many vectors and a number. LLVM spills
-        some if fewer than four registers are left (measured with AVX2: twice to four times the time)."""
-        return self.registers - max(4, vectors + 1)
+    def keeps(self, rows: int, vectors: int) -> bool:
+        """Whether LLVM keeps a tile of `rows` x `vectors` sums in registers, next to a row of vectors and a number.
+
+        With AVX2's 16 registers it spills some if fewer than four are left, and more than 8 rows have more addresses
+        than general registers hold (measured: twice to four times the time).
+        """
+        few = self.registers <= 16
+        return rows * vectors <= self.registers - max(4, vectors + 1) and not (few and rows > 8)
 
     def target(self) -> Any:
         """The target in TVM's form."""

@@ -162,7 +162,7 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
     most = -(-form.columns // lanes)
     for rows in range(2, _MOST_ROWS + 1):
         for vectors in range(1, min(4, most) + 1):
-            if rows * vectors > machine.accumulators(vectors):
+            if not machine.keeps(rows, vectors):
                 continue
             for block in range(rows, max(rows, min(form.tiles + rows - 1, 8 * rows)) + 1, rows):
                 for parts in range(1, min(-(-most // vectors), machine.cores) + 1):
