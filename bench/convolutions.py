@@ -104,6 +104,8 @@ def measure(layer: Layer, threads: int, seconds: float) -> Comparison:
     with ExitStack() as stack:
         runtime = stack.enter_context(open_model(data, threads=threads, cpus=cpus))
         ours = [Tvm(machine, algorithms=how).compile(data, threads=threads) for how in VARIANTS.values()]
+        for model in ours:  # starts threads, which must not inherit that the caller is pinned
+            model.run(feeds)
         calls = [model.bound_caller(feeds) for model in (runtime, *ours)]
         stack.enter_context(pinned(cpus))
         return interleave(calls, threads=threads, time_limit=seconds, target_width=0.01)

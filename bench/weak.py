@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -206,6 +207,16 @@ def feeds_of(model: onnx.ModelProto) -> dict[str, Any]:
     }
 
 
+def check(name: str, results: Sequence[Sequence[Any]]) -> None:
+    """Raise SystemExit if a variant computes something else than the first one. (Runs also start threads, which must
+    not inherit that the caller is pinned.)"""
+    for result in results[1:]:
+        for a, b in zip(results[0], result, strict=True):
+            scale = max(float(np.abs(a).max()), 1.0)
+            if a.shape != b.shape or not np.allclose(a, b, rtol=1e-4, atol=1e-5 * scale):
+                raise SystemExit(f"{name}: a variant computes something else")
+
+
 def measured(name: str, machine: Machine, threads: int, seconds: float) -> Row:
     """One pair, with the variants that there are."""
     model = operator(PAIRS[name])
@@ -224,11 +235,10 @@ def measured(name: str, machine: Machine, threads: int, seconds: float) -> Row:
             variants.append(Tvm(detect(cores=threads)).compile(data, threads=threads))
         except BackendError as error:
             why = str(error)
+        check(name, [variant.run(feeds) for variant in variants])
+        calls = [v.bound_caller(feeds) for v in (*variants, *variants[: 2 - len(variants)])]
         stack.enter_context(pinned(cpus))
-        found = interleave(
-            [v.bound_caller(feeds) for v in variants] if len(variants) > 1 else [variants[0].bound_caller(feeds)] * 2,
-            threads=threads, time_limit=seconds, target_width=0.01,
-        )  # fmt: skip
+        found = interleave(calls, threads=threads, time_limit=seconds, target_width=0.01)
     speedups = list(found.speedups) if len(variants) > 1 else []
     rewritten = speedups.pop(0) if changed else None
     runtime = found.latencies[0].median_ms

@@ -123,6 +123,18 @@ def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pyt
     assert chosen
 
 
+@pytest.mark.parametrize("size", [3e38, np.inf])
+def test_infinities_stay_in_their_channel(size: float) -> None:
+    """Activations make them finite. Channels that only fill up vectors have weights of 0, and 0 times infinity is not a
+    number."""
+    model = network(GRAPHS["channels that no vector divides"])
+    x = np.random.default_rng(0).standard_normal((1, 23, 13, 10)).astype(np.float32)
+    x[0, 3, 4, 5] = size
+    expected, found = results(model, Algorithm.F23, detect(), {"x": x})
+    assert np.isfinite(expected).all()
+    assert_close(expected, found)
+
+
 def test_one_kernel_for_a_block() -> None:
     (only,) = (k for k in kernels(GRAPHS["a residual"]) if "transpose" not in k)
     assert "bands" in only
@@ -136,6 +148,7 @@ LEFT = {
         " e = Conv<group=32, pads=[1,1,1,1]>(x, w) f = Relu(e) y = Conv(f, w1) }"
     ),
     "doubles": block().replace("float", "double"),
+    "long sums": block("1,520,20,20", 32, "1,8,20,20"),
     "a large window": block("1,8,31,31", 24, "1,8,31,31", depthwise="pads=[4,4,4,4]", window="9,9"),
 }
 

@@ -529,7 +529,7 @@ def test_rows_that_are_prime_get_longer() -> None:
         (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
         chosen = heuristic(found, detect())
         assert chosen is not None
-        assert chosen.tile.rows > 2
+        assert chosen.tile.rows > 1
     assert not any("crop" in n for n in kernels("Conv, prime rows, pointwise, a batch"))
 
 

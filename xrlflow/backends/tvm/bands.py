@@ -386,7 +386,18 @@ class _Band:
             if form.project is None:
                 T.buffer_store(self._out, done, [*place, x + n, channel])
             else:
-                T.buffer_store(self._row, done, [x + n, within])
+                T.buffer_store(self._row, self._known(done, channel), [x + n, within])
+
+    def _known(self, value: Any, channel: Any) -> Any:
+        """A vector with zeros after the last channel: there infinity times a weight of 0 would be not a number."""
+        from tvm import tirx
+
+        form, lanes = self._form, self._how.lanes
+        if form.middle[3] % self._how.block == 0:
+            return value
+        last = number(form.middle[3])
+        known = channel < (last if lanes == 1 else tirx.Broadcast(last, lanes))
+        return tirx.Select(known, value, spread(0.0, lanes))
 
     def _multiply(self, place: Sequence[Any], row: Any, block: Any, part: Any, more: bool) -> None:
         """Add the products of one row with a block's projection to the sums."""

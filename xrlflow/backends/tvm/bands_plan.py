@@ -14,6 +14,8 @@ _BUSY = 10
 _MOST_ROWS, _MOST_VECTORS, _MOST_BLOCK = 14, 4, 96
 # All taps are written out. With few pixels, products of a kernel of their own have poor tiles.
 _MOST_TAPS, _FEW_PIXELS = 49, 256
+# An expansion sums up all channels of a pixel in one accumulator: more terms would round more than the direct kernel.
+_MOST_TERMS = 512
 # Multiply-adds of vectors that take as long as: a vector's step; one with a function; storing and loading a vector of
 # sums; a vector that has left the second-level cache; one of weights from the third-level cache.
 _STEP, _FUNCTION, _SUM, _SPILLED, _FAR = 2.0, 30.0, 2.0, 10.0, 1.0
@@ -126,4 +128,6 @@ def gains(form: Form, machine: Machine) -> bool:
     """
     if form.middle[3] < machine.lanes or math.prod(form.window) > _MOST_TAPS:
         return False
-    return form.expand is not None or math.prod(form.middle[1:3]) <= _FEW_PIXELS
+    if form.expand is not None:
+        return form.image[3] <= _MOST_TERMS
+    return math.prod(form.middle[1:3]) <= _FEW_PIXELS
