@@ -554,6 +554,35 @@ def test_rows_of_pointwise_convolutions_are_one_dimension() -> None:
     assert chosen.tile.rows == 7
 
 
+ACTIVATED = {
+    "Relu": "y = Relu(x)",
+    "Clip": "y = Clip(x, l, h)",
+    "after a product": "c = Conv(x, w) y = Relu(c)",
+    "clipped after a product": "c = Conv(x, w) y = Clip(c, l, h)",
+    "after fewer multiplications": "c = Conv<pads=[1,1,1,1]>(x, v) y = Relu(c)",
+    "inside of a block": (
+        "c = Conv(x, w) d = Relu(c) e = Conv<group=16, pads=[1,1,1,1]>(d, w1) f = Clip(e, l, h) y = Conv(f, w2)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_activations_keep_what_is_not_a_number(name: str) -> None:
+    model = network(
+        "(float[1,16,6,6] x, float[16,16,1,1] w, float[16,16,3,3] v, float[16,1,3,3] w1, float[16,16,1,1] w2)"
+        f" => (float[1,16,6,6] y) <float l = {{-0.5}}, float h = {{1.5}}> {{ {ACTIVATED[name]} }}"
+    )
+    x = np.random.default_rng(0).standard_normal((1, 16, 6, 6)).astype(np.float32)
+    x[0, 3, 2, 2] = np.nan
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (expected,) = runtime.run({"x": x})
+    with Tvm().compile(model.SerializeToString(), threads=1) as compiled:
+        (found,) = compiled.run({"x": x})
+    assert np.isnan(expected).any()
+    # A tile of the fast algorithms has all of them.
+    assert np.isnan(np.asarray(found))[np.isnan(expected)].all()
+
+
 def test_type() -> None:
     assert isinstance(Tvm().compile(network(GRAPHS["product"]).SerializeToString()), TvmModel)
 

@@ -64,7 +64,11 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
         return legal
 
+    def legal_relu(builder: Any, call: Any) -> Any:
+        return builder.call_te(relu, call.args[0], primfunc_name_hint="relu")
+
     return {
+        "relax.nn.relu": legal_relu,
         "relax.nn.max_pool2d": own("nn.max_pool2d", legal_max_pool),
         "relax.nn.avg_pool2d": own("nn.avg_pool2d", legal_average_pool),
         "relax.scatter_elements": legal_scatter,
@@ -77,6 +81,14 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         "relax.mean": along_rows("mean", mean),
         "relax.variance": along_rows("variance", variance),
     }
+
+
+def relu(x: Any) -> Any:
+    """max(0, x). TVM's own max(x, 0) is 0 for NaN: the greater of two operands is the second, unless it is less."""
+    from tvm import te, tirx
+
+    zero = tirx.const(0, x.dtype)
+    return te.compute(x.shape, lambda *i: te.max(zero, x[i]), name="relu")
 
 
 def _default(name: str) -> Callable[[Any, Any], Any]:

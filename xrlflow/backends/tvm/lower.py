@@ -227,7 +227,7 @@ def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
 
     for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
         if bound is not None:
-            result = builder.normalize(nearest(result, bound))
+            result = builder.normalize(nearest(bound, result))  # NaN is kept only in the second operand
     return result
 
 

@@ -55,7 +55,7 @@ def _sigmoid(x: Any) -> Any:
 def _relu(x: Any) -> Any:
     from tvm import tirx
 
-    return tirx.Max(x, spread(0.0, lanes_of(x)))
+    return tirx.Max(spread(0.0, lanes_of(x)), x)  # of two operands, NaN is kept only in the second
 
 
 STEPS: dict[str, Callable[..., Any]] = {
