@@ -557,6 +557,7 @@ def test_rows_of_pointwise_convolutions_are_one_dimension() -> None:
 ACTIVATED = {
     "Relu": "y = Relu(x)",
     "Clip": "y = Clip(x, l, h)",
+    "Max": "y = Max(x, l, h)",
     "after a product": "c = Conv(x, w) y = Relu(c)",
     "clipped after a product": "c = Conv(x, w) y = Clip(c, l, h)",
     "after fewer multiplications": "c = Conv<pads=[1,1,1,1]>(x, v) y = Relu(c)",

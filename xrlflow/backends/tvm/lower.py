@@ -200,8 +200,11 @@ _FOLDED = {"Max": "maximum", "Min": "minimum", "Sum": "add", "Mean": "add"}
 def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
     """One of `_FOLDED`, of two operands at a time."""
     from tvm import relax
+    from tvm.ir import GenericConst
 
     two = getattr(relax.op, _FOLDED[op])
+    # The greater and the smaller of two keep NaN only in the second: constants come first.
+    inputs = sorted(inputs, key=lambda x: not isinstance(x, GenericConst))
     folded = functools.reduce(lambda a, b: builder.normalize(two(a, b)), inputs)
     if op != "Mean":
         return folded
