@@ -38,10 +38,8 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         return legal
 
     def legal_log_softmax(builder: Any, call: Any) -> Any:
-        axis = int(call.attrs.axis)
-        return builder.call_te(
-            log_softmax, call.args[0], axis, machine.lanes, primfunc_name_hint="log_softmax"
-        )
+        given = (call.args[0], int(call.attrs.axis), machine.lanes)
+        return builder.call_te(log_softmax, *given, primfunc_name_hint="log_softmax")
 
     def legal_layer_norm(builder: Any, call: Any) -> Any:
         x, scale, bias = call.args
@@ -64,11 +62,8 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
         return legal
 
-    def legal_relu(builder: Any, call: Any) -> Any:
-        return builder.call_te(relu, call.args[0], primfunc_name_hint="relu")
-
     return {
-        "relax.nn.relu": legal_relu,
+        "relax.nn.relu": _legal_relu,
         "relax.nn.max_pool2d": own("nn.max_pool2d", legal_max_pool),
         "relax.nn.avg_pool2d": own("nn.avg_pool2d", legal_average_pool),
         "relax.scatter_elements": legal_scatter,
@@ -81,6 +76,10 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         "relax.mean": along_rows("mean", mean),
         "relax.variance": along_rows("variance", variance),
     }
+
+
+def _legal_relu(builder: Any, call: Any) -> Any:
+    return builder.call_te(relu, call.args[0], primfunc_name_hint="relu")
 
 
 def relu(x: Any) -> Any:
