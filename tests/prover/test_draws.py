@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from xrlflow.ir import DType, Graph
+from xrlflow.ir import DType, Graph, TensorType
 from xrlflow.onnxio import load
 from xrlflow.prover.cases import (
     RuntimeResult,
@@ -22,7 +26,7 @@ from xrlflow.prover.draw import Draw
 from xrlflow.prover.equivalence_classes import Kind, shown
 from xrlflow.prover.proof import Source, different, in_turn, library_of, parse
 from xrlflow.prover.sketch import Problem, build, sketch_of
-from xrlflow.prover.variations import neighbours
+from xrlflow.prover.variations import _CHANGES, neighbours, resize_to
 from xrlflow.rewrite import Op, Rule, Val
 
 
@@ -96,6 +100,47 @@ def test_neighbours_differ_in_one_thing() -> None:
     assert given == [[-2, 1], [0, 1], [-1, 0], [-1, 2]]
     # What is not told is known still.
     assert {n.hidden[0] for n in found if n.hidden} == {sketch.inputs[0]}
+
+
+def test_what_is_not_told_follows_what_is() -> None:
+    """Input 0 has 3 rows, which the graph is not told. Its full type never contradicts what the graph is told."""
+    sketch = sketch_of(read("agraph (float[3,4] x, float[4,5] w) => (y) { a = MatMul(x, w) y = Neg(a) }"))
+    told = replace(
+        sketch,
+        inputs=(TensorType(DType.FLOAT, (None, 4)), sketch.inputs[1]),
+        hidden={0: sketch.inputs[0]},
+    )
+    assert resize_to(told, 4, 12, Draw(0)).hidden[0].shape == (3, 12)
+    for seed in range(30):
+        for change in _CHANGES:
+            change(told, Draw(seed))  # a contradiction would raise
+    with pytest.raises(ValueError, match="for the graph"):
+        replace(told, inputs=(TensorType(DType.FLOAT, (None, 7)), sketch.inputs[1]))
+
+
+_PROVE = """
+import json, sys
+from rewrite_rules import LIBRARY
+from xrlflow.prover import prove
+for rule in LIBRARY:
+    if rule.name in sys.argv[1:]:
+        print(json.dumps({**prove(rule).to_json(), "seconds": 0}))
+"""
+
+
+def test_a_seed_gives_one_certificate() -> None:
+    """Whatever the order of Python's sets, which differs from process to process."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROVE, "PushConvBeforeResize", "CancelTransposes"],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+        )
+        for seed in ("0", "1")
+    ]
+    first, second = (process.communicate()[0] for process in running)
+    assert first.count(b"\n") == 2
+    assert first == second
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -227,11 +227,10 @@ def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
     new: int | str = "N" if wish.name == "a name" else int(wish.name)
     if isinstance(old, int) and isinstance(new, int):
         return resize_to(sketch, old, new, draw)
-    inputs = [
+    return sketch.with_inputs(
         t if t.shape is None else replace_dims(t, tuple(new if d == old else d for d in t.shape))
         for t in sketch.inputs
-    ]
-    return replace(sketch, inputs=tuple(inputs))
+    )
 
 
 def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
@@ -250,14 +249,17 @@ def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
         else:
             dims = shape[1:] if front else shape[:-1]
         inputs[i] = replace_dims(inputs[i], dims)
-    return replace(sketch, inputs=tuple(inputs), drawn=frozenset({wish}))
+    return replace(sketch.with_inputs(inputs), drawn=frozenset({wish}))
 
 
 def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
     """Change the type of all floats; if there are none, of all that has the type of the first input."""
     given = {t.dtype for t in sketch.inputs} | {c.dtype for c in sketch.consts}
     old = FLOATS if given & FLOATS else frozenset(t.dtype for t in sketch.inputs[:1])
-    inputs = [TensorType(dtype, t.shape, t.const) if t.dtype in old else t for t in sketch.inputs]
+
+    def changed(type: TensorType) -> TensorType:
+        return TensorType(dtype, type.shape, type.const) if type.dtype in old else type
+
     with np.errstate(invalid="ignore", over="ignore"):
         consts = [
             SketchConst(c.array.astype(numpy_dtype(dtype)), dtype, c.opaque and dtype in FLOATS)
@@ -265,7 +267,8 @@ def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
             else c
             for c in sketch.consts
         ]
-    return replace(sketch, inputs=tuple(inputs), consts=tuple(consts))
+    hidden = {at: changed(full) for at, full in sketch.hidden.items()}
+    return replace(sketch, inputs=tuple(map(changed, sketch.inputs)), consts=tuple(consts), hidden=hidden)
 
 
 def _grouped(
@@ -291,7 +294,7 @@ def _grouped(
     elif given.kind == "input":
         inputs = list(sketch.inputs)
         inputs[given.index] = replace_dims(inputs[given.index], shape)
-        sketch = replace(sketch, inputs=tuple(inputs))
+        sketch = sketch.with_inputs(inputs)
     else:
         raise Unlucky("the weight is computed")
     return with_node(sketch, at, attrs={**node.attrs, "group": groups})

@@ -130,7 +130,7 @@ class _Sample:
         # The shape to which open dimensions, and variables without dimensions, broadcast.
         self.base = tuple(draw.dim() for _ in range(draw.integer(0, 5 if draw.chance(0.2) else 3)))
         self.used_base = False
-        self.absent = {n for n in pattern.optional if draw.chance(0.4)}
+        self.absent = {n for n in sorted(pattern.optional) if draw.chance(0.4)}
         self.dtype = self._element_type()
         self._heed()
         # The numbers of constants: "opaque" (rules cannot read them), "read" (they can), or "uniform" (all alike).

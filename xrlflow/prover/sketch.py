@@ -6,7 +6,7 @@ Those that can be built and that the rule admits become its cases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,12 +66,22 @@ class SketchNode:
     outputs: int = 1
 
 
+def _says_less(told: TensorType, full: TensorType) -> bool:
+    """Whether every tensor of the type `full` is one of the type `told`."""
+    if told.dtype != full.dtype or told.shape is None or full.shape is None:
+        return told.dtype == full.dtype
+    return len(told.shape) == len(full.shape) and all(
+        t == f or t is None or isinstance(t, str) for t, f in zip(told.shape, full.shape)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """A graph without inferred types. `nodes` are in topological order.
 
     `hidden`: the full types of inputs whose types in the graph say less, by index. `drawn`: kinds that the sketch is
-    known to show. `dims`: the sizes of the dimensions that a rule's declaration names.
+    known to show. `dims`: the sizes of the dimensions that a rule's declaration names. Raises ValueError if a hidden
+    type contradicts what the graph says.
     """
 
     inputs: tuple[TensorType, ...]
@@ -81,6 +91,17 @@ class Sketch:
     hidden: Mapping[int, TensorType] = field(default_factory=dict)
     drawn: frozenset[Kind] = frozenset()
     dims: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for at, full in self.hidden.items():
+            if not _says_less(self.inputs[at], full):
+                raise ValueError(f"input {at} is {self.inputs[at]} for the graph, but {full}")
+
+    def with_inputs(self, inputs: Iterable[TensorType]) -> Sketch:
+        """The sketch with other types of inputs. The full types of those that change are forgotten."""
+        new = tuple(inputs)
+        hidden = {at: full for at, full in self.hidden.items() if new[at] == self.inputs[at]}
+        return replace(self, inputs=new, hidden=hidden)
 
     @property
     def varied(self) -> bool:

@@ -137,7 +137,7 @@ def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
         if shape is not None and at not in sketch.hidden:
             type = replace_dims(type, (*(draw.integer(1, 2) for _ in range(rank - len(shape))), *shape))
         inputs.append(type)
-    return replace(sketch, inputs=tuple(inputs), drawn=frozenset(), dims={})
+    return replace(sketch.with_inputs(inputs), drawn=frozenset(), dims={})
 
 
 def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
@@ -219,9 +219,10 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
     def changed(dims: tuple[int | str | None, ...]) -> tuple[int | str | None, ...]:
         return tuple(new if d == old else d for d in dims)
 
-    inputs = tuple(
-        t if t.shape is None else TensorType(t.dtype, changed(t.shape), t.const) for t in sketch.inputs
-    )
+    def resized(type: TensorType) -> TensorType:
+        return type if type.shape is None else replace_dims(type, changed(type.shape))
+
+    hidden = {at: resized(type) for at, type in sketch.hidden.items()}
     consts = []
     for const in sketch.consts:
         if const.dtype in _DATA and old in const.array.shape:
@@ -237,7 +238,7 @@ def resize_to(sketch: Sketch, old: int, new: int, draw: Draw) -> Sketch:
             consts.append(replace(const, array=np.where(const.array == old, new, const.array)))
         else:
             consts.append(const)
-    return replace(sketch, inputs=inputs, consts=tuple(consts))
+    return replace(sketch, inputs=tuple(map(resized, sketch.inputs)), consts=tuple(consts), hidden=hidden)
 
 
 def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
@@ -276,11 +277,10 @@ def _name_dimension(sketch: Sketch, draw: Draw) -> Sketch:
         return sketch
     old = draw.choice(dims)
     new: int | str = draw.choice(["N", "M", "K"]) if isinstance(old, int) else draw.integer(1, 4)
-    inputs = [
+    return sketch.with_inputs(
         TensorType(t.dtype, tuple(new if d == old else d for d in t.shape)) if t.shape is not None else t
         for t in sketch.inputs
-    ]
-    return replace(sketch, inputs=tuple(inputs))
+    )
 
 
 def _change_attribute(sketch: Sketch, draw: Draw) -> Sketch:
@@ -505,7 +505,7 @@ def _replaced(sketch: Sketch, old: Place, new: Place, consts: tuple[SketchConst,
 def _with_input(sketch: Sketch, index: int, type: TensorType) -> Sketch:
     inputs = list(sketch.inputs)
     inputs[index] = type
-    return replace(sketch, inputs=tuple(inputs))
+    return sketch.with_inputs(inputs)
 
 
 _CHANGES: tuple[Callable[[Sketch, Draw], Sketch], ...] = (
