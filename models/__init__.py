@@ -27,6 +27,7 @@ from models.attention import (
     vit,
     vit_classifier,
 )
+from models.dense import unet, yolo
 from models.inception import inceptionv3
 from models.mobile import efficientnet_b0, mobilenetv2, squeezenet
 from models.nasnet import nasnet_a
@@ -99,6 +100,16 @@ ZOO: Mapping[str, Model] = MappingProxyType(
             _model(
                 "nasnet-a", nasnet_a, 15, "15 normal and 3 reduction cells, 224x224", 3, width=8, image=32
             ),
+            _model(
+                "unet",
+                unet,
+                2,
+                "two levels of a diffusion UNet, attention between them",
+                1,
+                width=16,
+                image=8,
+            ),
+            _model("yolo", yolo, 6, "a detector like YOLOv8n, 640x640", 4, width=8, image=64),
             _model("nasrnn", nasrnn, 5, "5 steps, own weights, 512 hidden", 2, width=32),
             _model("nasrnn-shared", nasrnn_shared, 10, "10 steps, shared weights, 512 hidden", 3, width=32),
             _model("lstm-unrolled", lstm_unrolled, 32, "LSTMCell over 32 steps, 512 hidden", 4, width=32),

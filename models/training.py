@@ -25,7 +25,7 @@ from xrlflow.onnxio import load
 from xrlflow.rl.curriculum import Curriculum, Source, mixed, split
 
 # Architectures that no training sees.
-UNSEEN = frozenset({"inceptionv3", "mobilenetv2", "gru-unrolled", "dalle"})
+UNSEEN = frozenset({"inceptionv3", "mobilenetv2", "gru-unrolled", "dalle", "unet", "yolo"})
 
 # Sizes besides those of `models.small`; of depths, all from the network's small one to four blocks.
 _WIDER: Mapping[str, tuple[Mapping[str, int], ...]] = MappingProxyType(
