@@ -114,7 +114,7 @@ def yolo(
     ratio = width / 16
 
     def conv(x: str, channels: int, kernel: int = 1, stride: int = 1) -> str:
-        return net.silu(net.conv(x, channels, kernel, stride=stride, norm=1.6))
+        return net.silu(net.conv(x, channels, kernel, stride=stride, norm=1.04))
 
     def stage(x: str, channels: int, blocks: int, add: bool) -> str:
         """Half of the channels go through the blocks; the results of all blocks are joined."""

