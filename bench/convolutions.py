@@ -1,20 +1,25 @@
-"""3x3 convolutions of ours against ONNX Runtime's: the table `convolutions` of `bench/lowering.py`.
+"""Convolutions of ours against ONNX Runtime's: the table `convolutions` of `bench/lowering.py`.
 
-In a network no layer finds its weights in the cache. So a layer is measured as a chain of four with different weights,
-each with bias and ReLU; where the numbers of channels differ, a 1x1 convolution after each layer brings them back (as
-in SqueezeNet; its time counts). `direct`, `f23`, `f43`: ONNX Runtime's time over that of our kernels with only this
-algorithm; `best`: with the default choice. `rms` and `max`: errors of the default choice for one layer against double
-precision, over those of our direct kernel, for the same normal pixels and weights.
+In a network no layer finds its weights in the cache. So a layer is measured as a chain of four with different weights.
+A 3x3 convolution has bias and ReLU; where the numbers of channels differ, a 1x1 convolution after each layer brings
+them back (as in SqueezeNet; its time counts). An inverted residual is a 1x1, a depthwise and a 1x1 convolution, with
+Clip and a residual; those with a stride stand side by side, and their results are added up.
+
+`direct`, `f23`, `f43`: ONNX Runtime's time over that of our kernels with only this algorithm (an inverted residual as
+three kernels); `best`: with the default choice. `rms` and `max`: errors of the default choice for one layer against
+double precision, over those of `direct`, for the same normal pixels and weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +32,10 @@ from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison, SpeedUp
-from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.tvm import Tvm, TvmModel, detect, lower
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
+from xrlflow.onnxio import load
+from xrlflow.ops.evaluate import evaluate_graph
 
 _CHAIN = 4
 VARIANTS = {
@@ -39,8 +46,58 @@ VARIANTS = {
 }
 
 
+@dataclass(slots=True)
+class _Body:
+    """The nodes of a model, and its weights."""
+
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    lines: list[str] = field(default_factory=list)
+    tensors: list[onnx.TensorProto] = field(default_factory=list)
+
+    def conv(self, given: str, shape: tuple[int, ...], more: str = "") -> str:
+        """Append a convolution with weights of this shape and a bias, and return its result."""
+        name = f"c{len(self.tensors)}"
+        weights = self.rng.standard_normal(shape) * np.sqrt(2.0 / np.prod(shape[1:]))
+        bias = self.rng.standard_normal(shape[0]) / 8
+        for kind, array in (("w", weights), ("b", bias)):
+            self.tensors.append(numpy_helper.from_array(array.astype(np.float32), f"{kind}{name}"))
+        return self.node(f"Conv{more}({given}, w{name}, b{name})")
+
+    def node(self, call: str) -> str:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {call}")
+        return name
+
+
+class Chain(ABC):
+    """Layers one after the other."""
+
+    variants: Sequence[str] = tuple(VARIANTS)
+    image: tuple[int, int, int]
+    """Channels, rows and columns."""
+
+    @abstractmethod
+    def layers(self, body: _Body, count: int) -> str:
+        """Append so many layers to a model whose input is x, and return the result."""
+
+    def model(self, count: int = _CHAIN) -> onnx.ModelProto:
+        body = _Body()
+        result = self.layers(body, count)
+        sizes = ",".join(map(str, self.image))
+        text = (
+            f'<ir_version: 9, opset_import: ["": 20]> agraph (float[1,{sizes}] x) => (float[1,c,h,w] y) '
+            f"<float low = {{0}}, float high = {{6}}> {{ {' '.join(body.lines)} y = Identity({result}) }}"
+        )
+        model = onnx.parser.parse_model(text)
+        model.graph.initializer.extend(body.tensors)
+        return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+
+    def pixels(self) -> npt.NDArray[np.float32]:
+        return np.random.default_rng(1).standard_normal((1, *self.image)).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(Chain):
     """A 3x3 convolution with a border of one pixel: channels, and rows of a square image."""
 
     channels: int
@@ -52,110 +109,144 @@ class Layer:
             return f"{self.channels} at {self.side}"
         return f"{self.channels} to {self.columns} at {self.side}"
 
-    def model(self, layers: int = _CHAIN) -> onnx.ModelProto:
-        """A chain of layers. A single one has neither ReLU nor a 1x1 convolution."""
-        rng = np.random.default_rng(0)
-        lines, tensors, at = [], [], "x"
+    @property
+    def image(self) -> tuple[int, int, int]:  # type: ignore[override]
+        return self.channels, self.side, self.side
 
-        def conv(name: str, given: str, shape: tuple[int, ...], more: str = "") -> None:
-            weights = rng.standard_normal(shape) * np.sqrt(2.0 / np.prod(shape[1:]))
-            bias = rng.standard_normal(shape[0]) / 8
-            tensors.append(numpy_helper.from_array(weights.astype(np.float32), f"w{name}"))
-            tensors.append(numpy_helper.from_array(bias.astype(np.float32), f"b{name}"))
-            lines.append(f"c{name} = Conv{more}({given}, w{name}, b{name})")
+    def layers(self, body: _Body, count: int) -> str:
+        """A single layer has neither ReLU nor a 1x1 convolution."""
+        at = "x"
+        for _ in range(count):
+            at = body.conv(at, (self.columns, self.channels, 3, 3), "<pads = [1, 1, 1, 1]>")
+            if count > 1:
+                at = body.node(f"Relu({at})")
+            if count > 1 and self.columns != self.channels:
+                at = body.conv(at, (self.channels, self.columns, 1, 1))
+        return at
 
-        channels = self.columns if layers == 1 else self.channels
-        for i in range(layers):
-            conv(f"{i}", at, (self.columns, self.channels, 3, 3), "<pads = [1, 1, 1, 1]>")
-            at = f"c{i}"
-            if layers > 1:
-                lines.append(f"r{i} = Relu(c{i})")
-                at = f"r{i}"
-            if channels != self.columns:
-                conv(f"n{i}", at, (channels, self.columns, 1, 1))
-                at = f"cn{i}"
-        square = f"{self.side},{self.side}"
-        text = (
-            f'<ir_version: 9, opset_import: ["": 20]> agraph (float[1,{self.channels},{square}] x) => '
-            f"(float[1,{channels},{square}] y) {{ {' '.join(lines)} y = Identity({at}) }}"
+
+@dataclass(frozen=True, slots=True)
+class Block(Chain):
+    """An inverted residual: channels, expanded channels, rows of a square image, and the depthwise stride."""
+
+    channels: int
+    wide: int
+    side: int
+    stride: int = 1
+
+    def __str__(self) -> str:
+        strided = f", stride {self.stride}" if self.stride > 1 else ""
+        return f"block of {self.channels} to {self.wide} at {self.side}{strided}"
+
+    @property
+    def variants(self) -> Sequence[str]:  # type: ignore[override]
+        return "direct", "best"
+
+    @property
+    def image(self) -> tuple[int, int, int]:  # type: ignore[override]
+        return self.channels, self.side, self.side
+
+    def layers(self, body: _Body, count: int) -> str:
+        at = "x"
+        for turn in range(count):
+            given, before = ("x" if self.stride > 1 else at), at
+            at = body.node(f"Clip({body.conv(given, (self.wide, self.channels, 1, 1))}, low, high)")
+            window = f"<group = {self.wide}, pads = [1, 1, 1, 1], strides = [{self.stride}, {self.stride}]>"
+            at = body.node(f"Clip({body.conv(at, (self.wide, 1, 3, 3), window)}, low, high)")
+            at = body.conv(at, (self.channels, self.wide, 1, 1))
+            if self.stride == 1 or turn:
+                at = body.node(f"Add({before}, {at})")
+        return at
+
+
+LAYERS: Sequence[Chain] = (
+    *(
+        Layer(*sizes)
+        for sizes in (
+            (64, 64, 56), (128, 128, 28), (256, 256, 14), (512, 512, 7), (32, 32, 112), (64, 64, 80),
+            (16, 64, 55), (32, 128, 27), (64, 256, 13),
         )
-        model = onnx.parser.parse_model(text)
-        model.graph.initializer.extend(tensors)
-        return model
-
-    def pixels(self) -> npt.NDArray[np.float32]:
-        rng = np.random.default_rng(1)
-        return rng.standard_normal((1, self.channels, self.side, self.side)).astype(np.float32)
-
-
-LAYERS = [
-    Layer(*sizes)
-    for sizes in (
-        (64, 64, 56), (128, 128, 28), (256, 256, 14), (512, 512, 7), (32, 32, 112), (64, 64, 80),
-        (16, 64, 55), (32, 128, 27), (64, 256, 13),
-    )
-]  # fmt: skip
+    ),
+    *(
+        Block(*sizes)
+        for sizes in ((16, 96, 112), (24, 144, 56), (32, 192, 28), (96, 576, 14), (160, 960, 7), (16, 96, 112, 2))
+    ),
+)  # fmt: skip
 
 
-def measure(layer: Layer, threads: int, seconds: float) -> Comparison:
-    """ONNX Runtime, and our kernels in the order of `VARIANTS`, in turns."""
-    data, machine, cpus = layer.model().SerializeToString(), detect(cores=threads), choose_cpus(threads)
-    feeds = {"x": layer.pixels()}
+@contextmanager
+def _only(name: str) -> Iterator[Algorithms]:
+    """The algorithms of a variant. `direct` has a kernel for each convolution."""
+    if name == "direct":
+        with mock.patch.object(lower, "fuse_bands", lambda module, machine: module):
+            yield VARIANTS[name]
+    else:
+        yield VARIANTS[name]
+
+
+def compiled(model: onnx.ModelProto, name: str, threads: int) -> TvmModel:
+    with _only(name) as algorithms:
+        return Tvm(detect(cores=threads), algorithms=algorithms).compile(
+            model.SerializeToString(), threads=threads
+        )
+
+
+def measure(chain: Chain, threads: int, seconds: float) -> Comparison:
+    """ONNX Runtime, and our kernels in the order of the chain's variants, in turns."""
+    model, cpus, feeds = chain.model(), choose_cpus(threads), {"x": chain.pixels()}
     with ExitStack() as stack:
-        runtime = stack.enter_context(open_model(data, threads=threads, cpus=cpus))
-        ours = [Tvm(machine, algorithms=how).compile(data, threads=threads) for how in VARIANTS.values()]
-        for model in ours:  # starts threads, which must not inherit that the caller is pinned
-            model.run(feeds)
-        calls = [model.bound_caller(feeds) for model in (runtime, *ours)]
+        runtime = stack.enter_context(open_model(model.SerializeToString(), threads=threads, cpus=cpus))
+        ours = [compiled(model, name, threads) for name in chain.variants]
+        for variant in ours:  # starts threads, which must not inherit that the caller is pinned
+            variant.run(feeds)
+        calls = [runtime.bound_caller(feeds), *(each.bound_caller(feeds) for each in ours)]
         stack.enter_context(pinned(cpus))
         return interleave(calls, threads=threads, time_limit=seconds, target_width=0.01)
 
 
-def errors(layer: Layer) -> tuple[float, float]:
-    """The error of the default choice over that of the direct kernel: root mean square, and greatest."""
-    model, x = layer.model(1), layer.pixels()
-    weights, bias = (numpy_helper.to_array(t).astype(np.float64) for t in model.graph.initializer)
-    padded = np.pad(x[0].astype(np.float64), ((0, 0), (1, 1), (1, 1)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
-    exact = np.tensordot(weights, windows, axes=((1, 2, 3), (0, 3, 4))) + bias[:, None, None]
+def errors(chain: Chain) -> tuple[float, float]:
+    """The error of the default choice over that of the direct kernels: root mean square, and greatest."""
+    model, x = chain.model(1), chain.pixels()
+    graph = load(model).graph
+    (exact,) = evaluate_graph(graph, {graph.inputs[0]: x})
 
-    def of(how: Algorithms) -> tuple[float, float]:
-        compiled: TvmModel = Tvm(detect(), algorithms=how).compile(model.SerializeToString())
-        with compiled:
-            (found,) = compiled.run({"x": x})
-        difference = np.abs(np.asarray(found)[0] - exact)
+    def of(name: str) -> tuple[float, float]:
+        with compiled(model, name, 1) as kernels:
+            (found,) = kernels.run({"x": x})
+        difference = np.abs(np.asarray(found) - exact)
         return float(np.sqrt(np.mean(difference**2))), float(difference.max())
 
-    direct, best = of(VARIANTS["direct"]), of(VARIANTS["best"])
+    direct, best = of("direct"), of("best")
     return best[0] / direct[0], best[1] / direct[1]
 
 
 def table(names: Sequence[str], threads: int, seconds: float, path: Path | None, write: str | None) -> None:
     """Print a row for each layer. `path`: a file for {layer: figures}. `write`: the name of the table of a page."""
-    unknown = sorted({*names} - {str(layer) for layer in LAYERS})
+    unknown = sorted({*names} - {str(chain) for chain in LAYERS})
     if unknown:
         raise SystemExit(f"{unknown[0]} is none of {', '.join(map(str, LAYERS))}")
     lines = [
-        "| 3x3 | ONNX Runtime ms | A/A | " + " | ".join(VARIANTS) + " | rms | max |",
+        "| layer | ONNX Runtime ms | A/A | " + " | ".join(VARIANTS) + " | rms | max |",
         "|---" * (5 + len(VARIANTS)) + "|",
     ]
     print("\n".join(lines), flush=True)
     rows: dict[str, dict[str, Any]] = {}
-    for layer in LAYERS:
-        if names and str(layer) not in names:
+    for chain in LAYERS:
+        if names and str(chain) not in names:
             continue
-        found = measure(layer, threads, seconds)
-        rms, greatest = errors(layer)
+        found = measure(chain, threads, seconds)
+        rms, greatest = errors(chain)
         runtime = found.latencies[0].median_ms / _CHAIN
         assert found.control is not None
-        rows[str(layer)] = {
-            "ort_ms": runtime, "threads": threads, "disturbed": found.load.disturbed, "rms": rms, "max": greatest,
-            "control": asdict(found.control),
-            **{name: asdict(interval) for name, interval in zip(VARIANTS, found.speedups, strict=True)},
+        speedups = dict(zip(chain.variants, found.speedups, strict=True))
+        rows[str(chain)] = {
+            "ort_ms": runtime, **{name: speedup.median for name, speedup in speedups.items()},
+            "rms": rms, "max": greatest, "threads": threads, "disturbed": found.load.disturbed,
+            "intervals": {name: asdict(each) for name, each in {"A/A": found.control, **speedups}.items()},
         }  # fmt: skip
-        cells = [_cell(interval) for interval in (found.control, *found.speedups)]
+        cells = [_cell(found.control), *(_cell(speedups.get(name)) for name in VARIANTS)]
         star = " *" if found.load.disturbed else ""
-        lines.append(f"| {layer}{star} | {runtime:.3f} | {' | '.join(cells)} | {rms:.2f} | {greatest:.2f} |")
+        lines.append(f"| {chain}{star} | {runtime:.3f} | {' | '.join(cells)} | {rms:.2f} | {greatest:.2f} |")
         print(lines[-1], flush=True)
         if path is not None:
             path.write_text(json.dumps(rows, indent=1))
@@ -163,5 +254,5 @@ def table(names: Sequence[str], threads: int, seconds: float, path: Path | None,
         pages.write(write, "\n".join(lines))
 
 
-def _cell(interval: SpeedUp) -> str:
-    return f"{interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+def _cell(interval: SpeedUp | None) -> str:
+    return "-" if interval is None else f"{interval.median:.3f} [{interval.low:.3f}, {interval.high:.3f}]"

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from xrlflow.tuning.session import tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
 
+_STANDARD_OUTPUT = Path("-")
 MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "resnet18": lambda: models.build("resnet18"),
     "mobilenetv2": lambda: models.build("mobilenetv2"),
@@ -65,6 +66,10 @@ MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
     "nasnet-a": lambda: models.build("nasnet-a"),
     "squeezenet": lambda: models.build("squeezenet"),
     "inceptionv3": lambda: models.build("inceptionv3"),
+    "resnet50": lambda: models.build("resnet50"),
+    "unet": lambda: models.build("unet"),
+    "yolo": lambda: models.build("yolo"),
+    "nudenet": lambda: wheel("nudenet"),
     "gpt2, 2 layers": lambda: models.build("gpt2", depth=2),
     "rapidocr-det": lambda: wheel("rapidocr-det"),
     "rapidocr-rec": lambda: wheel("rapidocr-rec"),
@@ -248,7 +253,10 @@ def _parsed() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--json", type=Path, nargs="?", const=_STANDARD_OUTPUT,
+        help="put the figures into this file; without a name: print them, and the table as an error",
+    )  # fmt: skip
     parser.add_argument(
         "--write",
         action="store_true",
@@ -270,6 +278,17 @@ def _parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = _parsed()
+    if options.json != _STANDARD_OUTPUT:
+        _print_table(options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        options.json = Path(folder) / "figures.json"
+        with redirect_stdout(sys.stderr):
+            _print_table(options)
+        print(options.json.read_text())
+
+
+def _print_table(options: argparse.Namespace) -> None:
     if options.table == "networks":
         networks(options.names, options.threads, options.json)
     elif options.table == "bounds":
