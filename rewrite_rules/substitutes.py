@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rewrite_rules.axes import front, fronts, reshape_numbers
-from rewrite_rules.convolution import worthwhile_data
+from rewrite_rules.convolution import meets_whole, pads_of, per_axis, worthwhile_data
 from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape
 from rewrite_rules.examples import graphs
 from rewrite_rules.reading import number_beside
+from rewrite_rules.shapes import per_rank
 from xrlflow.ir import Dim, DType
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite import Captures, Op, Rule, Val, accurate, profitable, require
@@ -495,3 +496,60 @@ class SplitDepthToSpace(_Substitute):
         rows = (out, size, height, width * size) if crd else (1, size, out * height, width * size)
         lines = op.Transpose(_viewed(op, pixels, (batch, *rows)), perm=[0, 1, 3, 2, 4])
         return _viewed(op, lines, (batch, out, height * size, width * size))
+
+
+# Convolutions to few channels
+
+
+class ReplaceNarrowConvByConvTranspose(_Substitute):
+    """conv(x, w, b) -> convtranspose(x, w', b)  with w' = w, its channels exchanged and its taps reversed; no strides.
+
+    Its padding is what the kernel's reach leaves of the other. ONNX Runtime copies an image as often as the kernel has
+    taps, and then multiplies; of a transposed convolution it multiplies first, and then moves the results, which are
+    less for few output channels.
+    """
+
+    nonempty = True
+    optional = ("b",)
+    shapes = per_rank("x[i,c{h}] w[m,c{k}]:const b[m]", ranks=(1, 2))
+    examples = graphs(
+        "(float[N,8,3,4] x) => (float[N,1,3,4] y) <float[1,8,3,3] w = {" + ",".join("123456789" * 8) + "}> "
+        "{ y = Conv<pads=[1,1,1,1]>(x, w, [3.0]) }",
+        "(float[2,8,7] x) => (float[2,2,5] y) <float[2,8,3] w = {" + ",".join("12345678" * 6) + "}> "
+        "{ y = Conv<dilations=[2], pads=[0,2]>(x, w) }",
+    )
+    near_misses = graphs(
+        "(float[2,4,7] x) => (float[2,1,3] y) <float[1,4,3] w = {1,2,3,4,5,6,7,8,9,1,2,3}> "
+        "{ y = Conv<strides=[2]>(x, w) }",
+        "(float[2,4,7] x) => (float[2,1,11] y) <float[1,4,3] w = {1,2,3,4,5,6,7,8,9,1,2,3}> "
+        "{ y = Conv<pads=[3,3]>(x, w) }",
+        "(float[2,4,7] x) => (float[2,1,7] y) <float[1,4,3] w = {1,2,3,4,5,6,7,8,9,1,2,3}> "
+        '{ y = Conv<auto_pad="SAME_UPPER">(x, w) }',
+    )
+
+    def source(self, op: Op, x: Any, w: Any, b: Any) -> Any:
+        return op.Conv(x, w, b, attrs="c")
+
+    def where(self, m: Captures, x: Val, w: Val) -> None:
+        require("strides" not in m.c, "it strides")
+        require("auto_pad" not in m.c, "it pads as the image demands")
+        profitable(w.size(0) * 4 <= w.size(1), "it has many output channels")
+        profitable(prod(w.sizes[2:]) > 1, "the kernel has one tap")
+        require(min(self._pads(m, w)) >= 0, "it pads by more than the kernel's reach")
+        worthwhile_data(x, w)
+        profitable(meets_whole(x, w.sizes[2:], m.c), "the kernel is larger than the image")
+
+    @staticmethod
+    def _pads(m: Captures, w: Val) -> list[int]:
+        """The padding of the transposed convolution."""
+        kernel = w.sizes[2:]
+        reach = [d * (k - 1) for d, k in zip(per_axis(m.c, "dilations", len(kernel)), kernel)]
+        before, after = pads_of(m.c, len(kernel))
+        return [r - p for r, p in zip([*reach, *reach], [*before, *after])]
+
+    def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
+        kernel = w.sizes[2:]
+        axes = list(range(2, w.rank))
+        back = op.Slice(w, [-1] * len(kernel), [-k - 1 for k in kernel], axes, [-1] * len(kernel))
+        weights = op.Transpose(back, perm=[1, 0, *axes])
+        return op.ConvTranspose(x, weights, b, attrs=m.c, group=None, pads=self._pads(m, w))

@@ -11,6 +11,7 @@ from rewrite_rules.substitutes import (
     ReplaceCeluByExp,
     ReplaceEluByExp,
     ReplaceMishByExp,
+    ReplaceNarrowConvByConvTranspose,
     ReplaceNearestResize,
     ReplacePowByProducts,
     ReplacePReluByMax,
@@ -196,3 +197,33 @@ def test_pixels_out_of_channels(mode: str, type: str) -> None:
         assert [n.op for n in graph.nodes() if not n.const].count("Transpose") == 2
     refuses(rule, of(f'DepthToSpace<blocksize=1, mode="{mode}">(x)', "2,8,3,5", type), "single pixels")
     refuses(rule, of(f'DepthToSpace<blocksize=2, mode="{mode}">(x)', "2,8,H,W", type), "not a known number")
+
+
+CONVOLUTIONS = (
+    ("2,8,5,6", (2, 8, 3, 3), "pads=[1,1,1,1]"),
+    ("N,8,5,6", (1, 8, 3, 2), "pads=[0,1,2,0]"),
+    ("1,16,9,7", (3, 16, 3, 1), "dilations=[2,3], pads=[4,0,0,0]"),
+    ("2,4,H,W", (1, 4, 1, 5), "pads=[0,2,0,2]"),
+    ("2,4,7", (1, 4, 3), "pads=[1,1]"),
+)
+
+
+@pytest.mark.parametrize(("image", "kernel", "attributes"), CONVOLUTIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_to_few_channels(
+    image: str, kernel: tuple[int, ...], attributes: str, bias: bool
+) -> None:
+    given = {"w": normal(*kernel), **({"b": normal(kernel[0])} if bias else {})}
+    call = f"Conv<{attributes}>(x, w{', b' if bias else ''})"
+    applies(ReplaceNarrowConvByConvTranspose(), of(call, image, **given), ops=["ConvTranspose"])
+
+
+def test_convolutions_refuse() -> None:
+    rule, w = ReplaceNarrowConvByConvTranspose(), normal(1, 8, 3, 3)
+    refuses(rule, of("Conv<strides=[2,1]>(x, w)", "2,8,5,5", w=w), "strides")
+    refuses(rule, of("Conv<pads=[3,0,0,0]>(x, w)", "2,8,5,5", w=w), "reach")
+    refuses(rule, of('Conv<auto_pad="SAME_LOWER">(x, w)', "2,8,5,5", w=w), "image demands")
+    refuses(rule, of("Conv(x, w)", "2,8,2,5", w=w), "larger")
+    refuses(rule, of("Conv(x, w)", "2,8,5,5", w=normal(3, 8, 3, 3)), "many output channels")
+    refuses(rule, of("Conv(x, w)", "2,8,5,5", w=normal(1, 8, 1, 1)), "one tap")
+    refuses(rule, of("Conv<group=2>(x, w)", "2,16,5,5", w=normal(2, 8, 3, 3)))
