@@ -22,6 +22,7 @@ from rewrite_rules import (
     shared_weights,
     slice_pushdown,
     slices,
+    substitutes,
     transpose,
     weights_algebra,
 )
@@ -52,7 +53,7 @@ _MODULES = (
         exporter_cleanup,
         logic,
     ),
-    *(weights_algebra, microsoft, expansion),
+    *(weights_algebra, microsoft, expansion, substitutes),
 )
 
 LIBRARY: tuple[AnyRule, ...] = tuple(rule for module in _MODULES for rule in declared_in(module))
