@@ -14,6 +14,7 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.bounds import known_value
+from xrlflow.backends.tvm.elementwise import with_exponent
 from xrlflow.backends.tvm.reading import constant, sizes
 
 # A size may be so far from a whole number, in pixels: it was multiplied in single precision.
@@ -272,6 +273,7 @@ _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "Dropout": _dropout,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
+    "Pow": with_exponent,
     "RMSNormalization": _rms_norm,
     "Resize": _resize,
 }
