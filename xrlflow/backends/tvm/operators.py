@@ -16,6 +16,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.bounds import known_value
 from xrlflow.backends.tvm.elementwise import with_exponent
 from xrlflow.backends.tvm.reading import constant, sizes
+from xrlflow.backends.tvm.scanning import greatest, running_sums
 
 # A size may be so far from a whole number, in pixels: it was multiplied in single precision.
 _WHOLE = 1e-3
@@ -270,10 +271,12 @@ def _is_infinite(node: Imported) -> Any | None:
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
     "ConvTranspose": _transposed_convolution,
+    "CumSum": running_sums,
     "Dropout": _dropout,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
     "Pow": with_exponent,
     "RMSNormalization": _rms_norm,
     "Resize": _resize,
+    "TopK": greatest,
 }
