@@ -1,4 +1,4 @@
-"""Element-wise operators that are lowered here."""
+"""Element-wise operators and norms that are lowered here."""
 
 from __future__ import annotations
 
@@ -43,3 +43,31 @@ def with_exponent(node: Imported) -> None:
     kind = str(x.ty.dtype)
     if isinstance(y, GenericConst) and kind.startswith("float") and str(y.ty.dtype) != kind:
         node.inputs[1] = constant(y.value.numpy().astype(kind))
+
+
+def celu(node: Imported) -> Any:
+    """max(0, x) + min(0, alpha (exp(x / alpha) - 1))."""
+    from tvm import relax
+
+    x, alpha = node.inputs[0], float(node.attributes.get("alpha", 1.0))
+    op, kind = relax.op, str(x.ty.dtype)
+    power = node.emit(op.exp(x if alpha == 1.0 else node.emit(op.divide(x, relax.const(alpha, kind)))))
+    less = node.emit(op.subtract(power, relax.const(1.0, kind)))
+    scaled = less if alpha == 1.0 else node.emit(op.multiply(relax.const(alpha, kind), less))
+    below = node.emit(op.minimum(relax.const(0.0, kind), scaled))
+    return node.emit(op.add(node.emit(op.nn.relu(x)), below))
+
+
+def normalized(node: Imported) -> Any:
+    """LpNormalization: x by its norm along an axis; zeros where that is zero, as in ONNX Runtime."""
+    from tvm import relax
+
+    x, axis = node.inputs[0], int(node.attributes.get("axis", -1))
+    op, kind = relax.op, str(x.ty.dtype)
+    if int(node.attributes.get("p", 2)) == 1:
+        norm = node.emit(op.sum(node.emit(op.abs(x)), [axis], keepdims=True))
+    else:
+        norm = node.emit(op.sqrt(node.emit(op.sum(node.emit(op.multiply(x, x)), [axis], keepdims=True))))
+    zero, one = relax.const(0.0, kind), relax.const(1.0, kind)
+    divisor = node.emit(op.where(node.emit(op.equal(norm, zero)), one, norm))
+    return node.emit(op.divide(x, divisor))

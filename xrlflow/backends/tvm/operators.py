@@ -14,7 +14,7 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.bounds import known_value
-from xrlflow.backends.tvm.elementwise import with_exponent
+from xrlflow.backends.tvm.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.reading import constant, sizes
 from xrlflow.backends.tvm.scanning import greatest, running_sums
 
@@ -268,13 +268,18 @@ def _is_infinite(node: Imported) -> Any | None:
     return node.emit(relax.op.equal(x, relax.const(math.inf if above else -math.inf, str(x.ty.dtype))))
 
 
+ADDED = frozenset({"Celu", "LpNormalization"})
+"""Operators that TVM's importer lacks."""
+
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
+    "Celu": celu,
     "ConvTranspose": _transposed_convolution,
     "CumSum": running_sums,
     "Dropout": _dropout,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
+    "LpNormalization": normalized,
     "Pow": with_exponent,
     "RMSNormalization": _rms_norm,
     "Resize": _resize,
