@@ -17,9 +17,12 @@ _LOG2_E = 1.44269504088896341
 # ln 2 in two parts. The first has few bits, so that n * _LN2_HIGH is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_MINUS = tuple(c if i % 2 else -c for i, c in enumerate(_EXP))
 # Above and below these, the result is infinite or zero without further code.
 _EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
 _ROUNDING = 1.5 * 2**23 + 254
+# Of one factor, whose exponent reaches from that of zero to that of infinity.
+_SHORT_ROUNDING, _SIGMOID_HIGHEST = 1.5 * 2**23 + 127, 88.0
 _TANH_LIMIT = 7.90531110763549805
 _TANH_ABOVE = (
     -2.76076847742355e-16,
@@ -164,7 +167,8 @@ def _exp(x: Any) -> Any:
         def shifted(places: int) -> Any:
             return bits << tirx.const(places, bits.ty.dtype)
 
-        fraction = horner(r, _EXP) * r * r + r + tirx.const(1.0, x.ty.dtype)
+        one = tirx.const(1.0, x.ty.dtype)
+        fraction = (horner(r, _EXP) * r + one) * r + one
         exponent = tirx.const(0xFF800000, bits.ty.dtype)  # the sign and the exponent of a float
         return bound(
             shifted(22) & exponent,  # half of the exponent, rounded down
@@ -196,8 +200,27 @@ def _erf(x: Any) -> Any:
 
 
 def _sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """1 / (1 + exp(-x)). The power of `_exp` needs one factor: beyond its range the result is 0 or 1."""
     from tvm import tirx
 
     one = tirx.const(1.0, x.ty.dtype)
-    return one / (one + bound(tirx.const(0.0, x.ty.dtype) - x, _exp))
+    rounding = tirx.const(_SHORT_ROUNDING, x.ty.dtype)
+
+    def reduced(bounded: Any) -> Any:
+        rounded = bounded * tirx.const(-_LOG2_E, x.ty.dtype) + rounding
+        return bound(rounded, lambda rounded: remainder(bounded, rounded))
+
+    def remainder(bounded: Any, rounded: Any) -> Any:
+        def of(n: Any) -> Any:
+            r = bounded + n * tirx.const(_LN2_HIGH, x.ty.dtype) + n * tirx.const(_LN2_LOW, x.ty.dtype)
+            return bound(r, lambda r: divided(r, rounded))
+
+        return bound(rounded - rounding, of)
+
+    def divided(r: Any, rounded: Any) -> Any:
+        bits = like(x, "uint32")
+        scale = tirx.reinterpret(bits, rounded) << tirx.const(23, bits)
+        power = (horner(r, _EXP_MINUS) * r - one) * r + one  # exp(-r)
+        return one / (one + power * tirx.reinterpret(x.ty.dtype, scale))
+
+    return bound(clamped(x, -_EXP_HIGHEST, _SIGMOID_HIGHEST), reduced)
