@@ -3,7 +3,7 @@
 LLVM compiles `exp`, `tanh` and `erf` of a vector to one call of the C library for each lane: 400,000 sigmoids in an
 activation of EfficientNet take milliseconds. These are the usual polynomial and rational approximations in single
 precision: exp within 1 unit in the last place, sigmoid 2, tanh and erf 5 (see the tests), infinities and NaN as in IEEE
-754. Coefficients: Cephes (Moshier) for exp, Eigen's rational approximations for tanh and erf.
+754. (Powers: see `powers`.) Coefficients: Cephes (Moshier) for exp, Eigen's rational approximations for tanh and erf.
 
 Half precision is computed in single precision. Double precision, and other functions, are those of the C library.
 """
@@ -17,9 +17,12 @@ _LOG2_E = 1.44269504088896341
 # ln 2 in two parts. The first has few bits, so that n * _LN2_HIGH is exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_EXP_MINUS = tuple(c if i % 2 else -c for i, c in enumerate(_EXP))
 # Above and below these, the result is infinite or zero without further code.
 _EXP_HIGHEST, _EXP_LOWEST = 89.0, -105.0
 _ROUNDING = 1.5 * 2**23 + 254
+# Of one factor, whose exponent reaches from that of zero to that of infinity.
+_SHORT_ROUNDING, _SIGMOID_HIGHEST = 1.5 * 2**23 + 127, 88.0
 _TANH_LIMIT = 7.90531110763549805
 _TANH_ABOVE = (
     -2.76076847742355e-16,
@@ -70,9 +73,9 @@ def _lowering(name: str, single: Callable[[Any], Any] | None) -> Callable[[Any],
 
     def lower(call: Any) -> Any:
         (x,) = call.args
-        kind = _kind(x)
+        kind = kind_of(x)
         if kind == "float16":
-            return in_single(x.astype(_like(x, "float32"))).astype(x.ty.dtype)
+            return in_single(x.astype(like(x, "float32"))).astype(x.ty.dtype)
         if kind == "float32":
             return in_single(x)
         if name == "exp":
@@ -83,17 +86,17 @@ def _lowering(name: str, single: Callable[[Any], Any] | None) -> Callable[[Any],
         return _each(name, x)
 
     def in_single(x: Any) -> Any:
-        return _each(f"{name}f", x) if single is None else _bound(x, single)
+        return _each(f"{name}f", x) if single is None else bound(x, single)
 
     return lower
 
 
-def _kind(x: Any) -> str:
+def kind_of(x: Any) -> str:
     """The type of a vector's elements."""
     return str(x.ty.dtype).partition("x")[0]
 
 
-def _like(x: Any, kind: str) -> str:
+def like(x: Any, kind: str) -> str:
     """The type of a vector of as many elements of another type."""
     _, by, lanes = str(x.ty.dtype).partition("x")
     return kind + by + lanes
@@ -103,19 +106,19 @@ def _each(name: str, x: Any) -> Any:
     """A function of the C library, of each element: called with a vector, it would compute the first one only."""
     from tvm import tirx
 
-    lanes = int(_like(x, "").removeprefix("x") or 1)
+    lanes = int(like(x, "").removeprefix("x") or 1)
     if lanes == 1:
         return tirx.call_pure_extern(x.ty.dtype, name, x)
 
     def computed(vector: Any) -> Any:
         places = [tirx.IntImm("int32", lane) for lane in range(lanes)]
         parts = [tirx.Shuffle([vector], [place]) for place in places]
-        return tirx.Shuffle([tirx.call_pure_extern(_kind(x), name, part) for part in parts], places)
+        return tirx.Shuffle([tirx.call_pure_extern(kind_of(x), name, part) for part in parts], places)
 
-    return _bound(x, computed)
+    return bound(x, computed)
 
 
-def _bound(value: Any, body: Callable[[Any], Any]) -> Any:
+def bound(value: Any, body: Callable[[Any], Any]) -> Any:
     """`body` of a variable that holds `value`, so that it is computed once."""
     from tvm import tirx
 
@@ -123,7 +126,7 @@ def _bound(value: Any, body: Callable[[Any], Any]) -> Any:
     return tirx.Let(variable, value, body(variable))
 
 
-def _horner(x: Any, coefficients: Sequence[float]) -> Any:
+def horner(x: Any, coefficients: Sequence[float]) -> Any:
     from tvm import tirx
 
     result = tirx.const(coefficients[0], x.ty.dtype)
@@ -132,7 +135,7 @@ def _horner(x: Any, coefficients: Sequence[float]) -> Any:
     return result
 
 
-def _clamped(x: Any, low: float, high: float) -> Any:
+def clamped(x: Any, low: float, high: float) -> Any:
     """x limited to [low, high]. NaN stays: max(a, b) is `a > b ? a : b` and min(a, b) `a < b ? a : b`, which keep b."""
     from tvm import tirx
 
@@ -150,23 +153,24 @@ def _exp(x: Any) -> Any:
 
     def reduced(bounded: Any) -> Any:
         rounded = bounded * tirx.const(_LOG2_E, x.ty.dtype) + tirx.const(_ROUNDING, x.ty.dtype)
-        return _bound(rounded, lambda rounded: scaled(bounded, rounded))
+        return bound(rounded, lambda rounded: scaled(bounded, rounded))
 
     def scaled(bounded: Any, rounded: Any) -> Any:
         def remainder(n: Any) -> Any:
             return bounded - n * tirx.const(_LN2_HIGH, x.ty.dtype) - n * tirx.const(_LN2_LOW, x.ty.dtype)
 
-        r = _bound(rounded - tirx.const(_ROUNDING, x.ty.dtype), remainder)
-        bits = tirx.reinterpret(_like(x, "uint32"), rounded)
-        return _bound(r, lambda r: _bound(bits, lambda bits: product(r, bits)))
+        r = bound(rounded - tirx.const(_ROUNDING, x.ty.dtype), remainder)
+        bits = tirx.reinterpret(like(x, "uint32"), rounded)
+        return bound(r, lambda r: bound(bits, lambda bits: product(r, bits)))
 
     def product(r: Any, bits: Any) -> Any:
         def shifted(places: int) -> Any:
             return bits << tirx.const(places, bits.ty.dtype)
 
-        fraction = _horner(r, _EXP) * r * r + r + tirx.const(1.0, x.ty.dtype)
+        one = tirx.const(1.0, x.ty.dtype)
+        fraction = (horner(r, _EXP) * r + one) * r + one
         exponent = tirx.const(0xFF800000, bits.ty.dtype)  # the sign and the exponent of a float
-        return _bound(
+        return bound(
             shifted(22) & exponent,  # half of the exponent, rounded down
             lambda half: (
                 fraction
@@ -175,16 +179,16 @@ def _exp(x: Any) -> Any:
             ),
         )
 
-    return _bound(_clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
+    return bound(clamped(x, _EXP_LOWEST, _EXP_HIGHEST), reduced)
 
 
 def _rational(x: Any, limit: float, above: Sequence[float], below: Sequence[float]) -> Any:
     def of(bounded: Any) -> Any:
-        return _bound(
-            bounded * bounded, lambda square: bounded * _horner(square, above) / _horner(square, below)
+        return bound(
+            bounded * bounded, lambda square: bounded * horner(square, above) / horner(square, below)
         )
 
-    return _bound(_clamped(x, -limit, limit), of)
+    return bound(clamped(x, -limit, limit), of)
 
 
 def _tanh(x: Any) -> Any:
@@ -196,8 +200,27 @@ def _erf(x: Any) -> Any:
 
 
 def _sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """1 / (1 + exp(-x)). The power of `_exp` needs one factor: beyond its range the result is 0 or 1."""
     from tvm import tirx
 
     one = tirx.const(1.0, x.ty.dtype)
-    return one / (one + _bound(tirx.const(0.0, x.ty.dtype) - x, _exp))
+    rounding = tirx.const(_SHORT_ROUNDING, x.ty.dtype)
+
+    def reduced(bounded: Any) -> Any:
+        rounded = bounded * tirx.const(-_LOG2_E, x.ty.dtype) + rounding
+        return bound(rounded, lambda rounded: remainder(bounded, rounded))
+
+    def remainder(bounded: Any, rounded: Any) -> Any:
+        def of(n: Any) -> Any:
+            r = bounded + n * tirx.const(_LN2_HIGH, x.ty.dtype) + n * tirx.const(_LN2_LOW, x.ty.dtype)
+            return bound(r, lambda r: divided(r, rounded))
+
+        return bound(rounded - rounding, of)
+
+    def divided(r: Any, rounded: Any) -> Any:
+        bits = like(x, "uint32")
+        scale = tirx.reinterpret(bits, rounded) << tirx.const(23, bits)
+        power = (horner(r, _EXP_MINUS) * r - one) * r + one  # exp(-r)
+        return one / (one + power * tirx.reinterpret(x.ty.dtype, scale))
+
+    return bound(clamped(x, -_EXP_HIGHEST, _SIGMOID_HIGHEST), reduced)

@@ -37,7 +37,7 @@ from xrlflow.onnxio.regions import (
 # Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does, or find
 # another index where numbers are infinite.
 _LEFT = frozenset(
-    {"ArgMax", "ArgMin", "Compress", "CumSum", "NonMaxSuppression", "NonZero", "TopK", "Unique"}
+    {"ArgMax", "ArgMin", "Compress", "NonMaxSuppression", "NonZero", "Unique"}
     | {"DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
     | {"ConvInteger", "QuantizeLinear"}
 )
@@ -56,13 +56,15 @@ _MOVES = frozenset(
         "Gather",
     }
     | {"GatherElements", "GatherND", "Identity", "Pad", "Reshape", "Shape", "Size", "Slice", "SpaceToDepth"}
-    | {"Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where"}
+    | {"Split", "Squeeze", "Tile", "TopK", "Transpose", "Unsqueeze", "Where"}
 )
 _FLOAT, _BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
 _WHOLE = frozenset(
     {onnx.TensorProto.INT8, onnx.TensorProto.INT16, onnx.TensorProto.INT32, onnx.TensorProto.INT64}
     | {onnx.TensorProto.UINT8, onnx.TensorProto.UINT16, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 )
+# What there are kernels of TopK for (`scanning.greatest`).
+_ORDERED = frozenset({_FLOAT, onnx.TensorProto.INT32})
 # Initialisers of more elements are not read to infer sizes.
 _SMALL = 1024
 
@@ -304,6 +306,8 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
             return False
         results = [name for name in node.output if name]
         if not all(name in types and _is_fixed(types[name]) for name in (*names_read(node), *results)):
+            return False
+        if node.op_type == "TopK" and types[node.input[0]].tensor_type.elem_type not in _ORDERED:
             return False
         whole = any(types[name].tensor_type.elem_type in _WHOLE for name in results)
         return not whole or node.op_type in _MOVES

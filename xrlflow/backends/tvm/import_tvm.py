@@ -9,7 +9,7 @@ from typing import Any
 
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm import functions, stack, unaligned
+from xrlflow.backends.tvm import functions, powers, stack, unaligned
 
 # Tensor intrinsics of other targets. MetaSchedule imports them all, and parsing their scripts takes 25 s in every fresh
 # process. They are replaced by empty modules.
@@ -53,6 +53,7 @@ def _load() -> Any:
             f"TVM cannot be loaded ({one_line(error)}): install it with `pip install 'xrlflow[tvm]'`"
         ) from error
     functions.register()
+    powers.register()
     stack.register()
     unaligned.register()
     return package

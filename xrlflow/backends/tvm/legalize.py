@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import add
 from typing import Any
 
+from xrlflow.backends.tvm.elementwise import legal_power
 from xrlflow.backends.tvm.pooling import legal_average_pool, legal_max_pool
 from xrlflow.backends.tvm.reading import numbers, sizes
+from xrlflow.backends.tvm.resizing import legal_resize
 from xrlflow.backends.tvm.schedules import partial_lanes
 from xrlflow.backends.tvm.target import Machine
 
@@ -64,6 +66,8 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
     return {
         "relax.nn.relu": _legal_relu,
+        "relax.power": own("power", legal_power),
+        "relax.image.resize2d": own("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
         "relax.nn.max_pool2d": own("nn.max_pool2d", legal_max_pool),
         "relax.nn.avg_pool2d": own("nn.avg_pool2d", legal_average_pool),
         "relax.scatter_elements": legal_scatter,

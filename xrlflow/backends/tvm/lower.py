@@ -20,7 +20,7 @@ from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_o
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
-from xrlflow.backends.tvm.operators import Imported, lowered
+from xrlflow.backends.tvm.operators import ADDED, Imported, lowered
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import with_pads
@@ -70,7 +70,7 @@ def _converters() -> Mapping[str, Any]:
     # The importer also has an If that runs both branches, whatever they index and divide by, and prevents fusion in the
     # whole model. So If counts as missing, like Loop and Scan.
     table: Mapping[str, Any] = onnx_frontend._get_convert_map()
-    known = {**table, "Constant": None}
+    known = {**table, "Constant": None, **dict.fromkeys(ADDED)}
     return {name: converter for name, converter in known.items() if name not in _OTHERS}
 
 
@@ -272,6 +272,9 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 ),
                 opset,
             )
+
+        def _check_for_unsupported_ops(self, graph: Any) -> None:
+            """`import_model` has checked operators, with those that only we have."""
 
         def _construct_nodes(self, graph: Any) -> None:
             super()._construct_nodes(graph)

@@ -14,7 +14,9 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.bounds import known_value
+from xrlflow.backends.tvm.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.reading import constant, sizes
+from xrlflow.backends.tvm.scanning import greatest, running_sums
 
 # A size may be so far from a whole number, in pixels: it was multiplied in single precision.
 _WHOLE = 1e-3
@@ -266,12 +268,20 @@ def _is_infinite(node: Imported) -> Any | None:
     return node.emit(relax.op.equal(x, relax.const(math.inf if above else -math.inf, str(x.ty.dtype))))
 
 
+ADDED = frozenset({"Celu", "LpNormalization"})
+"""Operators that TVM's importer lacks."""
+
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
+    "Celu": celu,
     "ConvTranspose": _transposed_convolution,
+    "CumSum": running_sums,
     "Dropout": _dropout,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
+    "LpNormalization": normalized,
+    "Pow": with_exponent,
     "RMSNormalization": _rms_norm,
     "Resize": _resize,
+    "TopK": greatest,
 }
