@@ -213,19 +213,21 @@ def measure_layers(
     layers: Sequence[Layer],
     machine: Machine,
     store: Store,
-    options: PoolOptions,
+    pool: Pool | PoolOptions,
     limits: Limits,
     tell: Tell | None = None,
 ) -> list[str]:
     """Measure the algorithms and blockings of layers, those that take longest first. What the store knows already is
-    not measured again. Returns remarks on layers that could not be measured.
+    not measured again. Returns remarks on layers that could not be measured. `pool`: from options one starts when there
+    is something to measure.
 
     Raises PoolError if nothing can be measured.
     """
     remarks = []
+    options, given = (pool.options, pool) if isinstance(pool, Pool) else (pool, None)
     setting = Setting.on(options.device, machine.target(), options.threads, flushed=True)
-    session = _Session(machine, store, options, setting, limits)
-    with contextlib.closing(session):
+    with contextlib.ExitStack() as at_end:
+        session = _Session(machine, store, options, setting, limits, at_end, given)
         for done, layer in enumerate(sorted(layers, key=lambda each: -_work(each))):
             if tell is not None:
                 tell(done, len(layers), layer.name)
@@ -249,6 +251,7 @@ class _Session:
     options: PoolOptions
     setting: Setting
     limits: Limits
+    at_end: contextlib.ExitStack
     _pool: Pool | None = None
     _expected: dict[str, Floats] = field(default_factory=dict)
 
@@ -264,10 +267,6 @@ class _Session:
                 break
             self._time(layer, again, CONFIRMED - 1)
         self._expected.clear()
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
 
     def _over(self) -> bool:
         return time.monotonic() >= self.limits.until
@@ -318,7 +317,7 @@ class _Session:
     ) -> Iterator[list[list[Kernel | Measurement | None]]]:
         """The kernels of several ways, which consist of several each."""
         if self._pool is None:
-            self._pool = Pool(self.options)
+            self._pool = self.at_end.enter_context(Pool(self.options))
         flat = [module for several in modules for module in several]
         with self._pool.built(self.machine.target(), flat, self.limits.until) as found:
             left = iter(found)
