@@ -150,7 +150,9 @@ def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
         assert Way.stored(way.text) == way
 
 
-def test_layers_are_measured_once(store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_measured_once(
+    store: Store, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[Way] = []
     deviation = layer_times._Session._deviation
 
@@ -173,6 +175,7 @@ def test_layers_are_measured_once(store: Store, pool: Pool, monkeypatch: pytest.
     monkeypatch.setattr(layer_times._Session, "_built", None)
     measure_layers([LAYER], MACHINE, store, pool, Limits(2))
     assert len(store) == len(records), "nothing is measured again"
+    assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
 
 
 def test_kernels_that_compute_something_else_are_no_choice(

@@ -275,16 +275,18 @@ class _Session:
         return _kept(self.store, layer, self.setting)
 
     def _unsettled(self, layer: Layer) -> list[Way]:
-        """The leading kernels of each algorithm and the untuned ones, if one of them was measured too seldom."""
+        """The leading kernels of algorithms, with the untuned ones, where one of them was measured too seldom."""
         kept = [k for k in self._kept(layer) if not k.failed]
         kept = [k for k in kept if is_current(layer, k.way, k.key, self.machine)]
-        found: list[_Known] = []
+        found: list[Way] = []
         for algorithm in (Algorithm.DIRECT, *FAST):
             some = sorted((k for k in kept if k.way.algorithm is algorithm), key=lambda k: k.seconds)
             untuned = usual(layer, algorithm, self.machine)
             near = [k for k in some if k.seconds <= _NEAR * some[0].seconds][:_LEADERS]
-            found += [k for k in some if k in near or k.way == untuned]
-        return [k.way for k in found] if any(k.count < CONFIRMED for k in found) else []
+            leading = [k for k in some if k in near or k.way == untuned]
+            if any(k.count < CONFIRMED for k in leading):
+                found += [k.way for k in leading]
+        return found
 
     def _time(self, layer: Layer, some: Sequence[Way], rounds: int) -> None:
         """Build kernels, check them, and time them in turns."""
@@ -333,8 +335,10 @@ class _Session:
             (found,) = self._pool.called(kernel, arguments(layer, way))
         except BackendError as error:
             return str(error)
-        off = float(np.abs(found - wanted).max() / np.abs(wanted).max())
-        return None if off <= _DEVIATION else f"its results are off by {off:.1e} of the largest"
+        off, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
+        if off <= _DEVIATION * largest:
+            return None
+        return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
 
     def _timed(self, layer: Layer, parts: Sequence[Kernel]) -> Measurement:
         """The time of all kernels of a way."""
