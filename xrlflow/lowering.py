@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,21 +17,25 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
-from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
 from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
 from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
+from xrlflow.backends.tvm.winograd_fusion import chosen_in
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import SearchNode
+from xrlflow.tuning import layer_times
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
+from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, Tell
+from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import PoolOptions
-from xrlflow.tuning.session import Progress, TuningResult, tune
+from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method
@@ -112,6 +117,8 @@ COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
 _AT_MOST = 3
 # Seconds for the comparison of tuned models.
 _COMPARING, _COMPARING_HURRIED = 20.0, 5.0
+# Blockings of each algorithm that are measured, and the part of the time limit that all of this may take.
+_BLOCKINGS, _FOR_LAYERS = 8, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,21 +206,33 @@ class Lowering:
         return self.target.machine.cores
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """The TVM backend. `tuned`: use tuned kernels where the store has them."""
-        target = self.target
-        return Tvm(target.machine, self.shapes or None, self._tuned() if tuned else None, self.algorithms)
+        """The TVM backend. `tuned`: use tuned kernels, and measured times of algorithms, where the store has them."""
+        machine, shapes = self.target.machine, self.shapes or None
+        if not tuned:
+            return Tvm(machine, shapes, None, self.algorithms)
+        return Tvm(machine, shapes, self._tuned(), self.tuned_algorithms)
+
+    @property
+    def tuned_algorithms(self) -> Algorithms:
+        """The algorithms, with the times that the store has of them."""
+        return replace(self.algorithms, timings=self.layer_times)
+
+    @property
+    def layer_times(self) -> StoredTimes:
+        """What the store knows of convolutions."""
+        return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
     def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]]) -> Hybrid:
         """The model of a file, with kernels of our own. Raises BackendError (see `hybrid`)."""
         import onnx
 
-        return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned(), self.algorithms)
+        return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned(), self.tuned_algorithms)
 
     def operator_times(self, operators: Sequence[Operator], channels_last: bool) -> Sequence[Times | None]:
         """How long kernels of single operators take on this machine. Raises BackendError (see `operator_times`)."""
         return operator_times(
             operators, self.target.machine, self.threads, self._tuned(),
-            channels_last=channels_last, algorithms=self.algorithms,
+            channels_last=channels_last, algorithms=self.tuned_algorithms,
         )  # fmt: skip
 
     @property
@@ -395,7 +414,8 @@ class TunedModel:
     """A model with tuned kernels: the results of tuning, and the fastest compiled model.
 
     The candidates are the original graph untuned and tuned, and the graph of the search, tuned. `written`: which of
-    them it is. `compared`: the best tuned one against the untuned one, on a remote device.
+    them it is. `layers`: the algorithms of its graph's convolutions. `compared`: the best tuned one against the untuned
+    one, on a remote device.
     """
 
     tuning: TuningResult
@@ -408,6 +428,7 @@ class TunedModel:
     rewritten_ms: float | None = None
     compared: RepeatedComparison | None = None
     remarks: tuple[str, ...] = ()
+    layers: tuple[LayerResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,26 +450,30 @@ def tune_model(
     plan: TuningPlan,
     listener: Callable[[Progress], None] | None = None,
     hurried: bool = False,
+    tell: Tell | None = None,
 ) -> TunedModel:
-    """Tune the kernels of one or two ONNX files within one budget, and compile them.
+    """Measure the algorithms of convolutions of one or two ONNX files, tune their kernels within one budget, and
+    compile them.
 
-    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a remote
-    device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or `hurried`.
-    Without `feeds` the result is the original's graph, tuned.
+    `graphs`: the original's graph, and that of a search. `tell` hears of convolutions, `listener` of kernels. With
+    `feeds`, the original in ONNX Runtime (not on a remote device), the untuned and the tuned models are compared, in
+    less time if the tuning was interrupted or `hurried`. Without `feeds` the result is the original's graph, tuned.
 
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
     how.target.check_runs()
     # First of all, because a graph that cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
-    lowered, remarks = _lowered_first(how, graphs)
-    found = _tuned(how, lowered.values(), plan, listener)
-    models = [untuned, *_compiled(how, list(lowered), remarks)]
+    fused, remarks = _fused(how, graphs)
+    found, layers = _tuned(how, fused, plan, listener, tell, remarks)
+    models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
     for path, model in made:
         model.save(path)
     if feeds is None:
-        return TunedModel(found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks))
+        return TunedModel(
+            found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks), layers=layers[0]
+        )
     limit = _COMPARING_HURRIED if hurried or found.interrupted else _COMPARING
     runtime: float | None = None
     compared: RepeatedComparison | None = None
@@ -460,20 +485,72 @@ def tune_model(
     untuned_ms, tuned_ms, *rewritten = times
     return TunedModel(
         found, model, path, _WRITTEN[best], runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None,
-        compared, tuple(remarks),
+        compared, tuple(remarks), layers[max(0, best - 1)],
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fused:
+    """A file as a fused module, with its convolutions, and the algorithms that they have by estimates."""
+
+    path: str
+    module: Any
+    layers: tuple[Layer, ...]
+    chosen: tuple[Chosen, ...]
 
 
 def _tuned(
-    how: Lowering, modules: Iterable[Any], plan: TuningPlan, listener: Callable[[Progress], None] | None
-) -> TuningResult:
-    machine = how.target.machine
-    return tune(
-        _together(kernel_tasks(module, machine) for module in modules), blocked(plan.method, machine),
-        trials=plan.trials, batch=plan.batch, time_limit=plan.time_limit, seed=plan.seed, store=how.store,
-        pool=PoolOptions(threads=how.threads, timing=COLD_PRIVATE_CACHES, remote=how.target.remote), listener=listener,
-        usual=untuned_kernel(machine),
+    how: Lowering,
+    graphs: Sequence[_Fused],
+    plan: TuningPlan,
+    listener: Callable[[Progress], None] | None,
+    tell: Tell | None,
+    remarks: list[str],
+) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
+    """Measure convolutions, then tune the kernels of the graphs that have the algorithms chosen so: the result, and
+    what became of each graph's convolutions."""
+    begin, machine = time.monotonic(), how.target.machine
+    options = PoolOptions(threads=how.threads, timing=COLD_PRIVATE_CACHES, remote=how.target.remote)
+    interrupted = _measured(how, graphs, plan, options, tell, remarks)
+    again = [_fuse(how, graph.path, how.tuned_algorithms) for graph in graphs]
+    layers = [
+        tuple(layer_times.results(graph.layers, graph.chosen, chosen_in(module), how.layer_times))
+        for graph, module in zip(graphs, again)
+    ]
+    left = max(1e-3, plan.time_limit - (time.monotonic() - begin))
+    found = tune(
+        _together(kernel_tasks(module, machine) for module in again), blocked(plan.method, machine),
+        trials=0 if interrupted else plan.trials, batch=plan.batch, time_limit=left, seed=plan.seed, store=how.store,
+        pool=options, listener=listener, usual=untuned_kernel(machine),
     )  # fmt: skip
+    return replace(found, stop=Stop.INTERRUPTED) if interrupted else found, layers
+
+
+def _measured(
+    how: Lowering,
+    graphs: Sequence[_Fused],
+    plan: TuningPlan,
+    options: PoolOptions,
+    tell: Tell | None,
+    remarks: list[str],
+) -> bool:
+    """Measure the convolutions of graphs. True if that was interrupted: what was measured is in the store."""
+    layers = layer_times.together(layer for graph in graphs for layer in graph.layers)
+    if not layers or plan.trials == 0:
+        return False
+    if how.target.remote is not None:
+        remarks.append(
+            "algorithms of convolutions are chosen by estimates: they are not measured on a remote device"
+        )
+        return False
+    limits = layer_times.Limits(
+        blockings=min(_BLOCKINGS, plan.trials), until=time.monotonic() + _FOR_LAYERS * plan.time_limit
+    )
+    try:
+        remarks += layer_times.measure_layers(layers, how.target.machine, how.store, options, limits, tell)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
@@ -519,23 +596,29 @@ def _fastest_there(
     return times, better if times[better] <= times[0] else 0, repeated(there)
 
 
-def _lowered_first(how: Lowering, graphs: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The fused modules of ONNX files by path, and remarks. Files that cannot be lowered are left out, except the
-    first.
-    """
-    import onnx
-
-    modules: dict[str, Any] = {}
+def _fused(how: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str]]:
+    """ONNX files as fused modules, and remarks. Files that cannot be lowered are left out, except the first."""
+    found: list[_Fused] = []
     remarks: list[str] = []
     for graph in graphs:
+        seen = Seen()
         try:
-            module = import_model(onnx.load(graph), how.shapes or None)
-            modules[graph] = fuse(module, how.target.machine, algorithms=how.algorithms)
+            module = _fuse(how, graph, replace(how.algorithms, timings=seen))
         except BackendError as error:
-            if not modules:
+            if not found:
                 raise
             remarks.append(_left_out(error))
-    return modules, remarks
+        else:
+            found.append(_Fused(graph, module, tuple(seen.layers), chosen_in(module)))
+    return found, remarks
+
+
+def _fuse(how: Lowering, path: str, algorithms: Algorithms) -> Any:
+    """A file as a fused module. Raises BackendError if it cannot be lowered."""
+    import onnx
+
+    module = import_model(onnx.load(path), how.shapes or None)
+    return fuse(module, how.target.machine, algorithms=algorithms)
 
 
 def _left_out(error: BackendError) -> str:

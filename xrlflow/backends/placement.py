@@ -43,6 +43,11 @@ def cache_levels() -> dict[int, int]:
     return found
 
 
+def last_level() -> int:
+    """Bytes of the largest cache of the first core; 32 MB if the system does not tell."""
+    return max(cache_levels().values(), default=0) or 32_000_000
+
+
 def choose_cpus(threads: int) -> tuple[int, ...] | None:
     """One CPU (by number) for each of `threads` threads, on different cores. The first is the calling thread's.
 

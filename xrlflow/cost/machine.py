@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from xrlflow.backends.placement import cache_levels
+from xrlflow.backends.placement import last_level
 from xrlflow.ops.work import OpKind
 
 
@@ -100,4 +100,4 @@ def cpu_name() -> str:
 
 def cache_bytes() -> float:
     """Bytes of the largest cache of the first core, or 32 MB if the system does not tell."""
-    return float(max(cache_levels().values(), default=0) or 32e6)
+    return float(last_level())

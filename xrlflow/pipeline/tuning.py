@@ -62,6 +62,14 @@ class Tuned:
                 }
                 for result in tuning.tasks
             ],
+            "layers": [
+                {
+                    "name": layer.name, "calls": layer.calls, "direct_us": _us(layer.direct_seconds),
+                    "heuristic": layer.heuristic, "heuristic_us": _us(layer.heuristic_seconds),
+                    "algorithm": layer.chosen, "best_us": _us(layer.chosen_seconds),
+                }
+                for layer in self.found.layers
+            ],
             "device": self.device, "against": "onnxruntime" if self.device is None else "untuned",
             "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
             "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
@@ -73,6 +81,10 @@ class Tuned:
             "max_error": finite(self.verification.max_error) if self.verification is not None else None,
             "written": self.found.written,
         }  # fmt: skip
+
+
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e6
 
 
 def tune(source: Source, options: TuneOptions, listener: Listener | None = None) -> Tuned:
@@ -125,9 +137,12 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
         note = f"{progress.task.name} {progress.best * 1e6:.1f} us"
         context.say("tune", progress.spent, progress.budget, note)
 
+    def tell_layers(done: int, total: int, layer: str) -> None:
+        context.say("layers", done, total, layer)
+
     try:
         return lowering.tune_model(
-            context.lowering, context.original, graphs, context.feeds, plan, tell, hurried
+            context.lowering, context.original, graphs, context.feeds, plan, tell, hurried, tell_layers
         )
     except PoolError as error:
         raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error

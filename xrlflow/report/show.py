@@ -238,6 +238,8 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
             row["name"], str(row["calls"]), f"{best:.1f}" if best else "untuned", rate, str(row["trials"])
         )
     _console.print(table)
+    if report["layers"]:
+        _console.print(_layers(report["layers"]))
     if report["device"] is None:
         _console.print(f"ONNX Runtime: {ms(report['onnxruntime_ms'])}")
     _console.print(f"TVM, untuned: {ms(report['untuned_ms'])}")
@@ -255,6 +257,21 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
         _console.print(f"note: {note}")
     _console.print(f"{report['seconds']:.1f} s of tuning ({report['stop']})")
     _console.print(f"{output}: written ({report['written']})")
+
+
+def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The algorithms of convolutions: the direct kernel, the heuristic's choice, and the tuned one."""
+    table = _grid(
+        "layer", "calls", "direct us", "heuristic", "us", "chosen", "us", title="\nAlgorithms of convolutions"
+    )
+    for row in rows:
+        times = [
+            "" if row[key] is None else f"{row[key]:.1f}" for key in ("direct_us", "heuristic_us", "best_us")
+        ]
+        table.add_row(
+            row["name"], str(row["calls"]), times[0], row["heuristic"], times[1], row["algorithm"], times[2]
+        )
+    return table
 
 
 def verification(found: Verification) -> None:

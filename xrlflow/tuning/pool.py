@@ -58,6 +58,8 @@ from xrlflow.tuning.worker import (
 )
 
 if TYPE_CHECKING:
+    from tvm.ir import IRModule
+    from tvm.target import Target
     from typing_extensions import Self
 
     from xrlflow.tuning.knobs import Candidate
@@ -81,6 +83,14 @@ class PoolError(RuntimeError):
 
     The message is one line.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that was built: its library, and the data types and shapes of its parameters."""
+
+    path: str
+    arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,7 @@ class Pool:
                             self._check_space()
                             yield number, _failure(answer)
             order = sorted(libraries)
-            runs = (self._run(paths[number], libraries[number]) for number in order)
+            runs = (self._run(paths[number], libraries[number], self.options.timing) for number in order)
             for position, answer in self._runners.work(runs, until):
                 match answer:
                     case Ran(seconds):
@@ -213,20 +223,50 @@ class Pool:
 
         Raises BackendError if it does not build or run, does not take the inputs, or if the pool has a remote device.
         """
+        with self.built(task.target, [candidate.mod]) as (kernel,):
+            if kernel is None:
+                raise PoolError("the pool is closed")
+            if isinstance(kernel, Measurement):
+                raise BackendError(kernel.error)
+            return self.called(kernel, inputs)
+
+    @contextlib.contextmanager
+    def built(
+        self, target: Target, modules: Sequence[IRModule], until: float = math.inf
+    ) -> Iterator[list[Kernel | Measurement | None]]:
+        """Modules of one function each, as kernels that can be called and timed while the context lasts; a measurement
+        says why one does not build. None: it would have begun after `until` (`time.monotonic`)."""
+        paths = self._paths(len(modules))
+        found: list[Kernel | Measurement | None] = [None] * len(modules)
+        try:
+            builds = self._builds_of(target, modules, paths, self.options.remote is not None)
+            with contextlib.closing(self._builders.work(builds, until)) as answers:
+                for number, answer in answers:
+                    if isinstance(answer, Built):
+                        found[number] = Kernel(paths[number], answer.arguments)
+                    else:
+                        self._check_space()
+                        found[number] = _failure(answer)
+            yield found
+        finally:
+            for path in paths:
+                Path(path).unlink(missing_ok=True)
+
+    def called(self, kernel: Kernel, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        """What a kernel computes, like `evaluate`."""
         if self.options.remote is not None:
             raise BackendError(f"kernels for {self.options.remote} are not evaluated here")
-        (path,) = self._paths(1)
-        try:
-            for _, answer in self._builders.work(self._builds(task, [candidate], [path])):
-                if not isinstance(answer, Built):
-                    raise BackendError(_failure(answer).error)
-                call = Evaluate(path, answer.arguments, tuple(inputs))
-                for _, result in self._runners.work(iter([call])):
-                    if isinstance(result, Evaluated):
-                        return result.outputs
-                    raise BackendError(_failure(result).error)
-        finally:
-            Path(path).unlink(missing_ok=True)
+        call = Evaluate(kernel.path, kernel.arguments, tuple(inputs))
+        for _, result in self._runners.work(iter([call])):
+            if isinstance(result, Evaluated):
+                return result.outputs
+            raise BackendError(_failure(result).error)
+        raise PoolError("the pool is closed")
+
+    def timed(self, kernel: Kernel, timing: Timing) -> Measurement:
+        """How long a kernel takes."""
+        for _, answer in self._runners.work(iter([self._run(kernel.path, kernel.arguments, timing)])):
+            return Measurement(answer.seconds) if isinstance(answer, Ran) else _failure(answer)
         raise PoolError("the pool is closed")
 
     def settle(self) -> None:
@@ -252,8 +292,8 @@ class Pool:
         first, self._built = self._built, self._built + count
         return [os.path.join(self._server.folder, f"{number}.so") for number in range(first, first + count)]
 
-    def _run(self, path: str, arguments: tuple[Argument, ...]) -> Run | RunThere:
-        remote, timing = self.options.remote, self.options.timing
+    def _run(self, path: str, arguments: tuple[Argument, ...], timing: Timing) -> Run | RunThere:
+        remote = self.options.remote
         if remote is None:
             return Run(path, arguments, timing)
         return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
@@ -268,12 +308,16 @@ class Pool:
     def _builds(
         task: Task, candidates: Sequence[Candidate], paths: Sequence[str], elsewhere: bool = False
     ) -> Iterator[Build]:
+        return Pool._builds_of(task.target, [c.mod for c in candidates], paths, elsewhere)
+
+    @staticmethod
+    def _builds_of(
+        target: Target, modules: Sequence[IRModule], paths: Sequence[str], elsewhere: bool
+    ) -> Iterator[Build]:
         save = tvm().ir.save_json
-        target = save(task.target)
+        text = save(target)
         # A generator: a module is serialised when a builder is free, while other builders work.
-        return (
-            Build(save(c.mod), target, path, elsewhere) for c, path in zip(candidates, paths, strict=True)
-        )
+        return (Build(save(mod), text, path, elsewhere) for mod, path in zip(modules, paths, strict=True))
 
 
 def _failure(answer: Answer) -> Measurement:

@@ -60,14 +60,16 @@ class Timing:
     would exceed `limit_ms`, and twice as many if they disagree; `steady` says what is dropped.
 
     `flush`: time as between the other kernels of a model. Before each sample, which is then a single call, the private
-    caches of the cores are filled with other data; shared caches keep the kernel's weights. On a remote device, which
-    has only TVM, TVM removes the kernel's operands (except the first) from all caches.
+    caches of the cores are filled with other data; shared caches keep the kernel's weights, unless `others` bytes of
+    other data replace them: the weights of a model that is larger than they are. On a remote device, which has only
+    TVM, TVM removes the kernel's operands (except the first) from all caches.
     """
 
     samples: int = 5
     sample_ms: float = 10.0
     limit_ms: float = 500.0
     flush: bool = False
+    others: int = 0
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.sample_ms < 0 or self.limit_ms <= 0:
@@ -263,7 +265,8 @@ def run(job: Run) -> Ran:
     library = package.runtime.load_module(job.path)
     device = package.cpu(0)
     arguments = [_filled(kind, shape, device) for kind, shape in job.arguments]
-    return _timed(library, device, arguments, job.timing, _evicting, _keep_apart)
+    evicting = functools.partial(_evicting, job.timing.others)
+    return _timed(library, device, arguments, job.timing, evicting, _keep_apart)
 
 
 def run_there(job: RunThere) -> Ran:
@@ -326,8 +329,9 @@ def _timed(
 
 
 @functools.cache
-def _evicting() -> str:
-    """The name of a function for TVM's timer that fills the private caches of its threads' cores with other data.
+def _evicting(others: int = 0) -> str:
+    """The name of a function for TVM's timer that fills the private caches of its threads' cores with other data, and
+    at least so many bytes of shared ones.
 
     If all caches were emptied, weights would come from memory, as in a model larger than all caches: one row times
     512x512 would take 27 us instead of 7, and the kernel that is best then made a model 1.8 times slower. Kernels that
@@ -339,7 +343,8 @@ def _evicting() -> str:
 
     threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
     # Read twice the size of the cache, and write as much: caches do not evict strictly by age.
-    shape = (threads, 2 * cache_levels().get(2, 1 << 20) // 4)
+    size = max(2 * cache_levels().get(2, 1 << 20), others // threads)
+    shape = (threads, size // 4)
     x = te.placeholder(shape, name="x")
     y = te.compute(shape, lambda i, j: x[i, j] + 1.0, name="y")
     sch = package.s_tir.Schedule(te.create_prim_func([x, y]))
@@ -350,8 +355,9 @@ def _evicting() -> str:
     def evict(*_: Any) -> None:
         kernel(*arrays)
 
-    tvm_ffi.register_global_func(_EVICT, evict, override=True)
-    return _EVICT
+    name = f"{_EVICT}.{others}"
+    tvm_ffi.register_global_func(name, evict, override=True)
+    return name
 
 
 def _keep_apart() -> None:

@@ -8,9 +8,14 @@ add up to n times the budget squared: then the whole graph rounds about as many 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from xrlflow.backends.tvm.winograd import Form, Plan
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
@@ -30,15 +35,38 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm for a layer. `cost`: estimated time, in any unit. `error`: relative to the direct kernel's."""
+    """An algorithm for a layer. `cost`: time, estimated or measured, in the unit of all layers. `error`: relative to
+    the direct kernel's. `plan`: the blocking; None: the one with the least estimated time."""
 
     algorithm: Algorithm
     cost: float
     error: float = 1.0
+    plan: Plan | None = None
 
     @property
     def shares(self) -> float:
         return self.error**2
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The fastest kernel of an algorithm that was measured: its seconds, and its blocking (None: the direct kernel, or
+    the blocking with the least estimated time)."""
+
+    seconds: float
+    plan: Plan | None = None
+
+
+Times: TypeAlias = "Mapping[Algorithm, Timed | None]"
+"""What was measured of a layer's algorithms. None: all kernels of the algorithm failed."""
+
+
+class Timings(Protocol):
+    """Measured times of layers."""
+
+    def of(self, form: Form, far: bool) -> Times:
+        """What is known of a layer; empty if it was not measured. `far`: its weights come from memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +89,13 @@ class Chosen:
 @dataclass(frozen=True, slots=True)
 class Algorithms:
     """What convolutions may use. `exact`: nothing that rounds more than the direct kernel. `only`: this algorithm
-    wherever it can be used, whatever it costs (for measurements)."""
+    wherever it can be used, whatever it costs (for measurements). `timings`: times that take the place of estimates
+    where they are known."""
 
     exact: bool = False
     budget: float = BUDGET
     only: Algorithm | None = None
+    timings: Timings | None = None
 
     def choose(self, layers: Sequence[Sequence[Choice]], others: int) -> list[Choice]:
         """A choice for each layer. The first choice of a layer is the direct kernel. `others`: how many more layers
@@ -76,6 +106,37 @@ class Algorithms:
             layers = [[c for c in layer if c.error <= 1.0] for layer in layers]
         spare = (len(layers) + others) * self.budget**2 - others
         return _cheapest(layers, spare)
+
+
+def with_times(layers: Sequence[Sequence[Choice]], times: Sequence[Times]) -> list[list[Choice]]:
+    """The choices of layers, their estimated costs replaced by measured seconds. The first choice is the direct kernel.
+
+    A layer was measured if its direct kernel was. There, what was not measured of it costs its estimate times the
+    ratio of the direct kernel's seconds to its estimate, and an algorithm whose kernels all failed is no choice. In
+    other layers the median ratio makes seconds of estimates. Without measured layers all remain as they are.
+    """
+    ratios = [
+        known.seconds / layer[0].cost if (known := found.get(Algorithm.DIRECT)) is not None else None
+        for layer, found in zip(layers, times)
+    ]
+    if not (measured := [ratio for ratio in ratios if ratio is not None]):
+        return [list(layer) for layer in layers]
+    usual = statistics.median(measured)
+    return [
+        [replace(c, cost=usual * c.cost) for c in layer] if ratio is None else _timed(layer, found, ratio)
+        for layer, found, ratio in zip(layers, times, ratios)
+    ]
+
+
+def _timed(layer: Sequence[Choice], times: Times, ratio: float) -> list[Choice]:
+    """The choices of a layer that was measured."""
+    choices = []
+    for choice in layer:
+        if choice.algorithm not in times:
+            choices.append(replace(choice, cost=ratio * choice.cost))
+        elif (found := times[choice.algorithm]) is not None:
+            choices.append(replace(choice, cost=found.seconds, plan=found.plan))
+    return choices
 
 
 def _cheapest(layers: Sequence[Sequence[Choice]], shares: float) -> list[Choice]:

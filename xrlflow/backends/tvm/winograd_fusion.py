@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Chosen, shared_out
+from xrlflow.backends.placement import last_level
+from xrlflow.backends.tvm.algorithms import (
+    Algorithm,
+    Algorithms,
+    Choice,
+    Chosen,
+    shared_out,
+    with_times,
+)
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.following import Function
 from xrlflow.backends.tvm.import_tvm import tvm
@@ -14,6 +23,7 @@ from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, wit
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.winograd import (
     Form,
+    Plan,
     cost,
     direct_cost,
     kernel,
@@ -40,14 +50,18 @@ def use_winograd(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
         return module
     others = _layers(main) - len(matches)
     options = [_choices(match, machine) for match in matches]
+    if (timings := algorithms.timings) is not None:
+        far = _far(main)
+        options = with_times(options, [timings.of(match.form, far) for match in matches])
     chosen = algorithms.choose(options, others)
-    report = shared_out([_title(match.form) for match in matches], chosen, others)
+    report = shared_out([title(match.form) for match in matches], chosen, others)
     found = {
-        match.last: replace(match, form=replace(match.form, m=choice.algorithm.m))
+        match.last: (replace(match, form=form), choice.plan or plan(form, machine))
         for match, choice in zip(matches, chosen)
         if choice.algorithm.m is not None
+        for form in [replace(match.form, m=choice.algorithm.m)]
     }
-    functions: dict[Form, Any] = {}
+    functions: dict[tuple[Form, Plan], Any] = {}
 
     @relax.expr_functor.mutator
     class Fuser(relax.PyExprMutator):  # type: ignore[misc]
@@ -55,17 +69,28 @@ def use_winograd(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
             if binding.var not in found:
                 super().visit_var_binding_(binding)
                 return
-            match = found[binding.var]
-            form, how = match.form, plan(match.form, machine)
-            if form not in functions:
-                functions[form] = self.builder_.add_func(kernel(form, how), "winograd")
+            match, how = found[binding.var]
+            form = match.form
+            if (form, how) not in functions:
+                functions[form, how] = self.builder_.add_func(kernel(form, how), "winograd")
             wide = constant(packed(match.weights.value.numpy(), form, how))
             read = [self.visit_expr(match.image), wide, *map(self.visit_expr, match.extras)]
-            call = relax.call_tir(functions[form], read, relax.TensorType(form.out, FLOAT))
+            call = relax.call_tir(functions[form, how], read, relax.TensorType(form.out, FLOAT))
             self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
 
     done = relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
     return done.with_attr(CHOSEN, json.dumps([each.stored() for each in report]))
+
+
+def _far(function: Any) -> bool:
+    """Whether the weights of a function come from memory, because the caches do not hold all of them until it is called
+    again. (Transformed weights are 1.8 to 4 times as large as those that are counted here.)"""
+    from tvm.ir import GenericConst
+
+    values = [binding.value for block in function.body.blocks for binding in block.bindings]
+    constants = {c for v in values for c in getattr(v, "args", ()) if isinstance(c, GenericConst)}
+    size = sum(math.prod(shape) * 4 for c in constants if (shape := sizes(c)) is not None)
+    return size > last_level() // 2
 
 
 def chosen_in(module: Any) -> tuple[Chosen, ...]:
@@ -95,7 +120,8 @@ def _choices(match: Match, machine: Machine) -> list[Choice]:
     return found
 
 
-def _title(form: Form) -> str:
+def title(form: Form) -> str:
+    """The kind and sizes of a layer."""
     groups = f" in {form.groups} groups" if form.groups > 1 else ""
     return (
         f"3x3 convolution of {form.image[3]} to {form.out[3]} channels{groups} at {form.out[1]}x{form.out[2]}"

@@ -1,0 +1,423 @@
+"""The algorithms and blockings of 3x3 convolutions are measured, stored, and used."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.backends.tvm.test_kernels import network, numbers
+from tests.backends.tvm.test_winograd import conv
+from xrlflow import api
+from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Timed, with_times
+from xrlflow.backends.tvm.compiled import compiled
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.winograd import Form, Plan, plans
+from xrlflow.backends.tvm.winograd_fusion import chosen_in
+from xrlflow.tuning import layer_times, layers
+from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, measure_layers, results, together
+from xrlflow.tuning.layers import FAST, Layer, Way, arguments, expected, is_current, key_of, usual, ways
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.tuners.protocol import Measurement
+from xrlflow.tuning.worker import Timing
+
+MACHINE = detect(cores=2)
+DIRECT, F23, F43 = Algorithm.DIRECT, *FAST
+QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2, flush=True))
+STEPS = (
+    Step("relax.add", (Earlier(0), Extra(True))),
+    Step("relax.add", (Earlier(1), Extra(False))),
+    Step("relax.nn.relu", (Earlier(2),)),
+    Step("relax.minimum", (Earlier(3), 1.5)),
+)
+LAYER = Layer(Form((1, 8, 8, 16), (1, 8, 8, 32), 1, 1, 2, STEPS), far=False)
+MODEL = (
+    "(float[1,16,8,8] x, float[32,16,3,3] w, float[32] b, float[32,32,3,3] v) => (float[1,32,8,8] y) {"
+    " c = Conv<pads=[1,1,1,1]>(x, w, b) r = Relu(c) y = Conv<pads=[1,1,1,1]>(r, v) }"
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "store.sqlite") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(QUICK) as opened:
+        yield opened
+
+
+def setting() -> Setting:
+    return Setting.here(MACHINE.target(), 2, flushed=True)
+
+
+def put(
+    store: Store, layer: Layer, way: Way, *seconds: float, error: str | None = None, key: str | None = None
+) -> None:
+    """Store measurements of a kernel; None of them has the same number."""
+    outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
+    for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
+        candidate = key_of(layer, way, MACHINE) if key is None else key
+        store.put(
+            Record(
+                layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, time.time()
+            )
+        )
+
+
+def other(layer: Layer, algorithm: Algorithm) -> Way:
+    """Another blocking than the untuned one."""
+    return next(
+        way
+        for way in ways(layer, MACHINE, 4)
+        if way.algorithm is algorithm and way != usual(layer, algorithm, MACHINE)
+    )
+
+
+def times(store: Store) -> StoredTimes:
+    return StoredTimes.on(store, MACHINE, 2)
+
+
+FORMS = {
+    "steps": LAYER.form,
+    "odd sizes, one side padded": Form((2, 7, 9, 19), (2, 8, 7, 23), 2, 0, 2, STEPS[:1]),
+    "groups": Form((1, 6, 6, 32), (1, 6, 6, 48), 1, 1, 2, groups=2),
+    "a step that reads two": Form(
+        (1, 6, 6, 16),
+        (1, 4, 4, 16),
+        0,
+        0,
+        2,
+        (Step("relax.sigmoid", (Earlier(0),)), Step("relax.multiply", (Earlier(0), Earlier(1)))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
+    layer = Layer(FORMS[name], far=False)
+    wanted = expected(layer, MACHINE)
+    assert wanted.shape == layer.form.out
+    some = [usual(layer, algorithm, MACHINE) for algorithm in FAST]
+    modules = [layers.kernels(layer, way, MACHINE)[0] for way in some]
+    with pool.built(MACHINE.target(), modules) as built:
+        for way, kernel in zip(some, built):
+            assert kernel is not None
+            assert not isinstance(kernel, Measurement)
+            (found,) = pool.called(kernel, arguments(layer, way))
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
+
+
+def test_the_direct_kernel_is_the_convolution() -> None:
+    """Against ONNX Runtime: a layer is made of its form with the right operators, paddings and layouts."""
+    form = FORMS["odd sizes, one side padded"]
+    weights, (bias,) = layers.operands(form)
+    model = network(
+        "(float[2,19,7,9] x, float[23,19,3,3] w, float[23] b) => (float[2,23,8,7] y) "
+        "{ y = Conv<pads=[2,0,1,0]>(x, w, b) }"
+    )
+    del model.graph.initializer[:]
+    for name, array in (("w", weights.transpose(3, 2, 0, 1)), ("b", bias)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (wanted,) = runtime.run({"x": np.ascontiguousarray(layers.image_of(form).transpose(0, 3, 1, 2))})
+    found = expected(Layer(form, False), MACHINE).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
+    found = ways(LAYER, MACHINE, 5)
+    assert found[:3] == [usual(LAYER, algorithm, MACHINE) for algorithm in (DIRECT, F23, F43)]
+    assert len(found) == len(set(found)) == 1 + 2 * 5
+    assert ways(LAYER, MACHINE, 1) == found[:3]
+    for way in found[1:]:
+        assert way.plan is not None
+        assert replace(way.plan, ahead=False) in set(plans(way.form(LAYER), MACHINE))
+        assert Way.stored(way.text) == way
+
+
+def test_layers_are_measured_once(
+    store: Store, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Way] = []
+    deviation = layer_times._Session._deviation
+
+    def watched(session: Any, layer: Layer, way: Way, kernel: Any) -> str | None:
+        checked.append(way)
+        return deviation(session, layer, way, kernel)
+
+    monkeypatch.setattr(layer_times._Session, "_deviation", watched)
+    told: list[tuple[int, int, str]] = []
+    assert measure_layers([LAYER], MACHINE, store, pool, Limits(2), lambda *t: told.append(t)) == []
+    assert told == [(0, 1, LAYER.name)]
+    promising = ways(LAYER, MACHINE, 2)
+    assert set(checked) == set(promising[1:]), "each kernel is compared before it is timed"
+    records = store.known(LAYER.key, setting())
+    assert {record.candidate for record in records} == {key_of(LAYER, way, MACHINE) for way in promising}
+    assert all(record.error is None for record in records)
+    known = times(store).of(LAYER.form, far=False)
+    assert set(known) == {DIRECT, F23, F43}
+    assert times(store).of(LAYER.form, far=True) == known, "measured at another distance, for want of better"
+    monkeypatch.setattr(layer_times._Session, "_built", None)
+    measure_layers([LAYER], MACHINE, store, pool, Limits(2))
+    assert len(store) == len(records), "nothing is measured again"
+    assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
+
+
+def test_kernels_that_compute_something_else_are_no_choice(
+    store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_times, "expected", lambda layer, machine: expected(layer, machine) + 0.01)
+    measure_layers([LAYER], MACHINE, store, pool, Limits(1))
+    assert sum("off by" in (record.error or "") for record in store.known(LAYER.key)) == len(FAST)
+    known = times(store).of(LAYER.form, far=False)
+    assert known[F23] is known[F43] is None
+    assert known[DIRECT] is not None
+    estimates = [[Choice(DIRECT, 4.0), Choice(F23, 2.0), Choice(F43, 1.0)]]
+    assert [c.algorithm for c in with_times(estimates, [known])[0]] == [DIRECT]
+
+
+def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
+    store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise BackendError("not this one")
+
+    monkeypatch.setattr(layer_times, "expected", failing)
+    (remark,) = measure_layers([LAYER], MACHINE, store, pool, Limits(1))
+    assert remark == f"{LAYER.name} could not be measured: not this one"
+    assert times(store).of(LAYER.form, far=False) == {}
+
+
+def test_an_interrupted_session_goes_on(store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = store.put
+
+    def interrupting(record: Record) -> None:
+        stored(record)
+        if len(store) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "put", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        measure_layers([LAYER], MACHINE, store, pool, Limits(1))
+    known = times(store).of(LAYER.form, far=False)
+    assert set(known) == {DIRECT, F23}
+    estimates = [[Choice(DIRECT, 4.0), Choice(F23, 2.0), Choice(F43, 1.0, 3.0)]]
+    ((direct, _, unknown),) = with_times(estimates, [known])
+    assert unknown == Choice(F43, direct.cost / 4.0, 3.0), "an estimate, in seconds"
+    monkeypatch.undo()
+    measure_layers([LAYER], MACHINE, store, pool, Limits(1))
+    assert set(times(store).of(LAYER.form, far=False)) == {DIRECT, F23, F43}
+
+
+def test_after_the_time_limit_nothing_is_measured(store: Store) -> None:
+    measure_layers([LAYER], MACHINE, store, QUICK, Limits(1, until=time.monotonic() - 1))
+    assert len(store) == 0
+
+
+def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: Store) -> None:
+    untuned, another = usual(LAYER, F43, MACHINE), other(LAYER, F43)
+    put(store, LAYER, Way(DIRECT), 4e-3)
+    put(store, LAYER, untuned, 1e-3)
+    put(store, LAYER, another, 0.99e-3)
+    known = times(store).of(LAYER.form, far=False)
+    assert known == {DIRECT: Timed(4e-3), F43: Timed(1e-3, untuned.plan)}
+    put(store, LAYER, another, 0.5e-3)
+    found = times(store).of(LAYER.form, far=False)[F43]
+    assert found is not None
+    assert found.plan == another.plan
+
+
+def test_what_was_measured_once_is_lucky(store: Store) -> None:
+    put(store, LAYER, Way(DIRECT), 4e-3)
+    put(store, LAYER, usual(LAYER, F43, MACHINE), *[1e-3] * 4)
+    put(store, LAYER, other(LAYER, F43), 0.5e-3)
+    found = times(store).of(LAYER.form, far=False)[F43]
+    assert found is not None
+    assert found.plan == usual(LAYER, F43, MACHINE).plan
+
+
+NOT_CURRENT = {
+    "no plan any more": Way(F43, Plan(rows=3, columns=17, lanes=16, block=3, parts=1)),
+    "no plan": Way(F43),
+    "a plan of the direct kernel": Way(DIRECT, Plan(2, 16, 16, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CURRENT)
+def test_a_plan_that_is_no_longer_a_choice_is_ignored(name: str, store: Store) -> None:
+    assert not is_current(LAYER, NOT_CURRENT[name], "code", MACHINE)
+    put(store, LAYER, Way(DIRECT), 4e-3)
+    put(store, LAYER, NOT_CURRENT[name], 1e-9, key="code")
+    assert times(store).of(LAYER.form, far=False) == {DIRECT: Timed(4e-3)}
+
+
+def test_times_of_other_code_are_ignored(store: Store) -> None:
+    """Of a kernel that the same plan once had, of another machine or thread count, and what is no record of ours."""
+    put(store, LAYER, Way(DIRECT), 4e-3)
+    put(store, LAYER, usual(LAYER, F43, MACHINE), 1e-3, key="another kernel")
+    put(store, LAYER, other(LAYER, F43), error="died", key="another kernel")
+    for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null"):
+        record = Record(LAYER.key, setting(), "x", text, "[]", (1e-9,), None, time.time())
+        store.put(record)
+    assert times(store).of(LAYER.form, far=False) == {DIRECT: Timed(4e-3)}
+    for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):
+        assert StoredTimes.on(store, machine, threads, device).of(LAYER.form, far=False) == {}
+    assert StoredTimes.on(store, detect(cpu="haswell", cores=2), 2).of(LAYER.form, far=False) == {}
+
+
+def test_a_layer_without_a_direct_time_is_estimated(store: Store) -> None:
+    """Seconds and estimates have different units."""
+    put(store, LAYER, usual(LAYER, F43, MACHINE), 1e-9)
+    assert times(store).of(LAYER.form, far=False) == {}
+    put(store, LAYER, Way(DIRECT), error="died")
+    assert times(store).of(LAYER.form, far=False) == {}
+
+
+def test_estimates_and_seconds_have_one_unit() -> None:
+    blocking = Plan(4, 64, 16, 8, 1)
+    estimates = [[Choice(DIRECT, n), Choice(F23, n / 2, 1.1), Choice(F43, n / 4, 3.0)] for n in (8.0, 6.0)]
+    assert with_times(estimates, [{}, {}]) == estimates
+    measured = with_times(estimates, [{DIRECT: Timed(16.0), F43: Timed(5.0, blocking), F23: None}, {}])
+    assert measured == [
+        [Choice(DIRECT, 16.0), Choice(F43, 5.0, 3.0, blocking)],
+        [Choice(DIRECT, 12.0), Choice(F23, 6.0, 1.1), Choice(F43, 3.0, 3.0)],
+    ]
+
+
+def layers_of(text: str) -> list[Layer]:
+    seen = Seen()
+    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
+    return seen.layers
+
+
+def functions(module: Any) -> list[str]:
+    return [variable.name_hint for variable in module.functions]
+
+
+def tuned_store(store: Store, fastest: Algorithm) -> None:
+    """Times of the layers of MODEL, so that another blocking of an algorithm is the fastest."""
+    for layer in layers_of(MODEL):
+        for algorithm in (DIRECT, *FAST):
+            seconds = 1e-3 if algorithm is fastest else 4e-3
+            put(store, layer, usual(layer, algorithm, MACHINE), *[seconds] * 4)
+        if fastest is not DIRECT:
+            put(store, layer, other(layer, fastest), *[0.5e-3] * 4)
+
+
+@pytest.mark.parametrize("fastest", [DIRECT, F23, F43])
+def test_a_compilation_uses_what_was_measured(fastest: Algorithm, store: Store) -> None:
+    tuned_store(store, fastest)
+    model = network(MODEL)
+    algorithms = Algorithms(timings=times(store))
+    module = fuse(import_model(model), MACHINE, algorithms=algorithms)
+    assert [chosen.algorithm for chosen in chosen_in(module)] == [fastest.value] * 2
+    assert sum("winograd" in name for name in functions(module)) == (0 if fastest is DIRECT else 2)
+    given = numbers(model)
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (wanted,) = runtime.run(given)
+    with compiled(model, MACHINE, threads=2, algorithms=algorithms) as lowered:
+        (found,) = lowered.run(given)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
+
+
+def test_exact_kernels_stay_exact(store: Store) -> None:
+    tuned_store(store, F43)
+    algorithms = Algorithms(exact=True, timings=times(store))
+    module = fuse(import_model(network(MODEL)), MACHINE, algorithms=algorithms)
+    assert all(chosen.error <= 1.0 for chosen in chosen_in(module))
+    assert all(chosen.algorithm != F43.value for chosen in chosen_in(module))
+
+
+def test_the_budget_of_errors_holds_for_measured_times(store: Store) -> None:
+    tuned_store(store, F43)
+    algorithms = Algorithms(budget=1.2, timings=times(store))
+    chosen = chosen_in(fuse(import_model(network(MODEL)), MACHINE, algorithms=algorithms))
+    assert F43.value not in {each.algorithm for each in chosen}
+
+
+def test_equal_layers_are_one() -> None:
+    text = MODEL.replace(
+        "y = Conv<pads=[1,1,1,1]>(r, v)", "s = Conv<pads=[1,1,1,1]>(r, v) y = Conv<pads=[1,1,1,1]>(s, v)"
+    )
+    found = layers_of(text)
+    assert len(found) == 3
+    assert [layer.weight for layer in together(found)] == [1, 2]
+    assert replace(found[1], far=True).key != found[1].key
+
+
+def test_tune_reports_algorithms(tmp_path: Path) -> None:
+    """From the command to the report, and what is stored is used by the next compilation."""
+    path = tmp_path / "store.sqlite"
+    text = conv("1,16,6,6", "16,16,3,3", "1,16,6,6")
+    model = network(text)
+    found = api.tune(model, trials=1, method="random", threads=2, store=path, measure=False)
+    assert found.verification is not None
+    assert found.verification.verified
+    rows = found.to_json()["layers"]
+    assert [row["name"] for row in rows] == [layer.name for layer in layers_of(text)]
+    for row in rows:
+        assert row["direct_us"] > 0
+        assert row["heuristic_us"] > 0
+        assert row["best_us"] > 0
+        assert row["heuristic"].split(",")[0] in {"direct", "F(2", "F(4"}
+    with Store(path) as store:
+        assert {layer.key for layer in layers_of(text)} <= set(store.tasks())
+        algorithms = Algorithms(timings=times(store))
+        module = fuse(import_model(model), MACHINE, algorithms=algorithms)
+        assert [c.algorithm for c in chosen_in(module)] == [row["algorithm"].split(", ")[0] for row in rows]
+    json.dumps(found.to_json())
+
+
+def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
+    def listener(phase: str, done: int, total: int, note: str) -> None:
+        if phase == "layers":
+            raise KeyboardInterrupt
+
+    found = api.tune(
+        network(MODEL), trials=4, threads=2, store=tmp_path / "s.sqlite", measure=False, listener=listener
+    )
+    assert found.found.tuning.interrupted
+    assert found.found.tuning.measured == 0
+    assert found.verification is not None
+    assert found.verification.verified
+    assert all(row["best_us"] is None for row in found.to_json()["layers"])
+
+
+def test_results_say_what_was_chosen(store: Store) -> None:
+    tuned_store(store, F23)
+    found = layers_of(MODEL)
+    before = chosen_in(fuse(import_model(network(MODEL)), MACHINE))
+    algorithms = Algorithms(timings=times(store))
+    after = chosen_in(fuse(import_model(network(MODEL)), MACHINE, algorithms=algorithms))
+    for layer, row, untuned in zip(found, results(found, before, after, times(store)), before):
+        assert row.name == layer.name
+        assert row.calls == 1
+        assert row.direct_seconds == pytest.approx(4e-3)
+        assert row.heuristic == str(usual(layer, Algorithm(untuned.algorithm), MACHINE))
+        assert row.heuristic_seconds == pytest.approx(
+            1e-3 if untuned.algorithm == F23.value else 4e-3, rel=1e-3
+        )
+        assert row.chosen == str(other(layer, F23))
+        assert row.chosen_seconds == pytest.approx(0.5e-3, rel=1e-3)
+
+
+def test_weights_are_far_in_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.backends.tvm.winograd_fusion.last_level", lambda: 1 << 16)
+    few, many = (conv(f"1,{n},6,6", f"32,{n},3,3", "1,32,6,6") for n in (16, 32))
+    assert not layers_of(few)[0].far
+    assert layers_of(many)[0].far

@@ -1,0 +1,360 @@
+"""Measures the kernels of layers, and remembers their times.
+
+Each kernel is compared with the direct one before it is timed, with weights as cold as in the model. The fastest ones
+of each algorithm are measured again, beside the one of an untuned compilation: the least of many noisy times is a lucky
+one. All outcomes are stored at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from xrlflow.backends.placement import last_level
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, Times
+from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.winograd import Form
+from xrlflow.tuning.layers import (
+    FAST,
+    Floats,
+    Layer,
+    Way,
+    arguments,
+    expected,
+    is_current,
+    kernels,
+    key_of,
+    usual,
+    ways,
+)
+from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
+from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
+from xrlflow.tuning.tuners.protocol import Measurement
+
+# The leading kernels of an algorithm: at most this many, no slower than the first by this factor.
+_LEADERS, _NEAR = 3, 1.05
+# What measuring leaders again may take: others may lead then.
+_PASSES = 3
+# A measured blocking must take less than this part of the untuned one's time (see `kernels._WORTH`).
+_WORTH = 0.97
+# The largest deviation from the direct kernel's results, relative to the largest of them.
+_DEVIATION = 2e-5
+
+
+class Seen:
+    """Notes layers, and knows no times: for a compilation that finds what there is to measure."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        """In the order of the model."""
+
+    def of(self, form: Form, far: bool) -> Times:
+        self.layers.append(Layer(form, far))
+        return {}
+
+
+def together(layers: Iterable[Layer]) -> list[Layer]:
+    """Each layer once, with the number of its calls."""
+    found: dict[str, Layer] = {}
+    for layer in layers:
+        known = found.get(layer.key)
+        found[layer.key] = layer if known is None else replace(known, weight=known.weight + layer.weight)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTimes:
+    """The `Timings` of a store. A layer whose weights were measured at another distance is better known so than not."""
+
+    store: Store
+    machine: Machine
+    setting: Setting
+
+    @staticmethod
+    def on(store: Store, machine: Machine, threads: int, device: str | None = None) -> StoredTimes:
+        """The times of a device (None: this machine)."""
+        return StoredTimes(store, machine, Setting.on(device, machine.target(), threads, flushed=True))
+
+    def of(self, form: Form, far: bool) -> Times:
+        for distance in (far, not far):
+            found = self._known(Layer(form, distance))
+            if found.get(Algorithm.DIRECT) is not None:
+                return found
+        return {}
+
+    def _known(self, layer: Layer) -> dict[Algorithm, Timed | None]:
+        kept = _kept(self.store, layer, self.setting)
+        found: dict[Algorithm, Timed | None] = {}
+        for algorithm in (Algorithm.DIRECT, *FAST):
+            some = [known for known in kept if known.way.algorithm is algorithm]
+            best = next((known for known in _ranked(some) if self._is_current(layer, known)), None)
+            if best is not None:
+                found[algorithm] = self._worth(layer, best, some)
+            elif any(known.failed and self._is_current(layer, known) for known in some):
+                found[algorithm] = None
+        return found
+
+    def _is_current(self, layer: Layer, known: _Known) -> bool:
+        return is_current(layer, known.way, known.key, self.machine)
+
+    def _worth(self, layer: Layer, best: _Known, some: Sequence[_Known]) -> Timed:
+        """The best kernel, unless the untuned one is as fast."""
+        untuned = usual(layer, best.way.algorithm, self.machine)
+        for known in some:
+            if known.way == untuned and not known.failed and best.seconds > _WORTH * known.seconds:
+                return Timed(known.seconds, known.way.plan)
+        return Timed(best.seconds, best.way.plan)
+
+    def seconds(self, layer: Layer, way: Way) -> float | None:
+        """The median time of a kernel; None if it is not known."""
+        for distance in (layer.far, not layer.far):
+            kept = _kept(self.store, replace(layer, far=distance), self.setting)
+            for known in kept:
+                if known.way == way and not known.failed and self._is_current(layer, known):
+                    return known.seconds
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the store has of a kernel. `failed`: the last time. `seconds`: the median of `count` measurements."""
+
+    way: Way
+    key: str
+    seconds: float
+    count: int
+    failed: bool
+
+
+def _kept(store: Store, layer: Layer, setting: Setting) -> list[_Known]:
+    groups: dict[tuple[Way, str], list[Measurement]] = {}
+    for record in store.known(layer.key, setting):
+        if (way := Way.stored(record.trace)) is not None:
+            groups.setdefault((way, record.candidate), []).append(record.outcome)
+    return [
+        _Known(way, key, _median(outcomes), len(outcomes), outcomes[-1].error is not None)
+        for (way, key), outcomes in groups.items()
+    ]
+
+
+def _median(outcomes: Sequence[Measurement]) -> float:
+    times = [outcome.median for outcome in outcomes if outcome.error is None]
+    return statistics.median(times) if times else math.inf
+
+
+def _ranked(some: Sequence[_Known]) -> list[_Known]:
+    """Kernels of one algorithm, the fastest first: of those that were measured often enough, if there are any."""
+    running = [known for known in some if not known.failed]
+    often = [known for known in running if known.count >= CONFIRMED] or running
+    return sorted(often, key=lambda known: known.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What tuning found for a layer, which the model calls `calls` times.
+
+    `heuristic`, `chosen`: the kernels of an untuned and of a tuned compilation, with their seconds (None: not
+    measured), and the seconds of the `direct` kernel. Both stay within the same budget of rounding errors, so that
+    `chosen` need not be the fastest.
+    """
+
+    name: str
+    calls: int
+    heuristic: str
+    heuristic_seconds: float | None
+    chosen: str
+    chosen_seconds: float | None
+    direct_seconds: float | None
+
+
+def results(
+    layers: Sequence[Layer], before: Sequence[Chosen], after: Sequence[Chosen], times: StoredTimes
+) -> list[LayerResult]:
+    """What became of layers: of each in its order in the model, what was chosen untuned and tuned. Equal ones are
+    together."""
+    found: dict[tuple[str, str, str], LayerResult] = {}
+    for layer, untuned, tuned in zip(layers, before, after, strict=True):
+        known = times.of(layer.form, layer.far)
+        first = usual(layer, Algorithm(untuned.algorithm), times.machine)
+        algorithm = Algorithm(tuned.algorithm)
+        best = known.get(algorithm)
+        last = usual(layer, algorithm, times.machine) if best is None else Way(algorithm, best.plan)
+        direct = known.get(Algorithm.DIRECT)
+        key = (layer.key, str(first), str(last))
+        earlier = found.get(key)
+        found[key] = LayerResult(
+            layer.name, 1 if earlier is None else earlier.calls + 1,
+            str(first), times.seconds(layer, first), str(last), None if best is None else best.seconds,
+            None if direct is None else direct.seconds,
+        )  # fmt: skip
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`blockings` of each algorithm are measured, until `until` (`time.monotonic`)."""
+
+    blockings: int = 8
+    until: float = math.inf
+
+
+Tell = Callable[[int, int, str], None]
+"""Called with the number of layers that are done, the number of all, and a note."""
+
+
+def measure_layers(
+    layers: Sequence[Layer],
+    machine: Machine,
+    store: Store,
+    pool: Pool | PoolOptions,
+    limits: Limits,
+    tell: Tell | None = None,
+) -> list[str]:
+    """Measure the algorithms and blockings of layers, those that take longest first. What the store knows already is
+    not measured again. Returns remarks on layers that could not be measured. `pool`: from options one starts when there
+    is something to measure.
+
+    Raises PoolError if nothing can be measured.
+    """
+    remarks = []
+    options, given = (pool.options, pool) if isinstance(pool, Pool) else (pool, None)
+    setting = Setting.on(options.device, machine.target(), options.threads, flushed=True)
+    with contextlib.ExitStack() as at_end:
+        session = _Session(machine, store, options, setting, limits, at_end, given)
+        for done, layer in enumerate(sorted(layers, key=lambda each: -_work(each))):
+            if tell is not None:
+                tell(done, len(layers), layer.name)
+            try:
+                session.measure(layer)
+            except BackendError as error:  # the direct kernel does not compile or run alone
+                remarks.append(f"{layer.name} could not be measured: {error}")
+    return remarks
+
+
+def _work(layer: Layer) -> int:
+    """Multiplications of the direct kernels."""
+    form = layer.form
+    return layer.weight * math.prod(form.out) * form.channels
+
+
+@dataclass(slots=True)
+class _Session:
+    machine: Machine
+    store: Store
+    options: PoolOptions
+    setting: Setting
+    limits: Limits
+    at_end: contextlib.ExitStack
+    _pool: Pool | None = None
+    _expected: dict[str, Floats] = field(default_factory=dict)
+
+    def measure(self, layer: Layer) -> None:
+        """Measure what is not known of a layer."""
+        promising = ways(layer, self.machine, self.limits.blockings)
+        known = {(k.way, k.key) for k in self._kept(layer)}
+        new = [way for way in promising if (way, key_of(layer, way, self.machine)) not in known]
+        self._time(layer, new, 1)
+        for _ in range(_PASSES):
+            again = self._unsettled(layer)
+            if not again or self._over():
+                break
+            self._time(layer, again, CONFIRMED - 1)
+        self._expected.clear()
+
+    def _over(self) -> bool:
+        return time.monotonic() >= self.limits.until
+
+    def _kept(self, layer: Layer) -> list[_Known]:
+        return _kept(self.store, layer, self.setting)
+
+    def _unsettled(self, layer: Layer) -> list[Way]:
+        """The leading kernels of algorithms, with the untuned ones, where one of them was measured too seldom."""
+        kept = [k for k in self._kept(layer) if not k.failed]
+        kept = [k for k in kept if is_current(layer, k.way, k.key, self.machine)]
+        found: list[Way] = []
+        for algorithm in (Algorithm.DIRECT, *FAST):
+            some = sorted((k for k in kept if k.way.algorithm is algorithm), key=lambda k: k.seconds)
+            untuned = usual(layer, algorithm, self.machine)
+            near = [k for k in some if k.seconds <= _NEAR * some[0].seconds][:_LEADERS]
+            leading = [k for k in some if k in near or k.way == untuned]
+            if any(k.count < CONFIRMED for k in leading):
+                found += [k.way for k in leading]
+        return found
+
+    def _time(self, layer: Layer, some: Sequence[Way], rounds: int) -> None:
+        """Build kernels, check them, and time them in turns."""
+        if not some or self._over():
+            return
+        modules = [kernels(layer, way, self.machine) for way in some]
+        with self._built(modules) as built:
+            running: list[tuple[Way, list[Kernel]]] = []
+            for way, found in zip(some, built):
+                error = next((part.error for part in found if isinstance(part, Measurement)), None)
+                parts = [part for part in found if isinstance(part, Kernel)]
+                if error is None and way.plan is not None and len(parts) == len(found) and not self._over():
+                    error = self._deviation(layer, way, parts[0])
+                if error is not None:
+                    self._put(layer, way, Measurement(error=error))
+                elif len(parts) == len(found):
+                    running.append((way, parts))
+            for _ in range(rounds):
+                for way, parts in list(running):
+                    if self._over():
+                        return
+                    outcome = self._timed(layer, parts)
+                    self._put(layer, way, outcome)
+                    if outcome.error is not None:
+                        running.remove((way, parts))
+
+    @contextlib.contextmanager
+    def _built(
+        self, modules: Sequence[Sequence[object]]
+    ) -> Iterator[list[list[Kernel | Measurement | None]]]:
+        """The kernels of several ways, which consist of several each."""
+        if self._pool is None:
+            self._pool = self.at_end.enter_context(Pool(self.options))
+        flat = [module for several in modules for module in several]
+        with self._pool.built(self.machine.target(), flat, self.limits.until) as found:
+            left = iter(found)
+            yield [[next(left) for _ in several] for several in modules]
+
+    def _deviation(self, layer: Layer, way: Way, kernel: Kernel) -> str | None:
+        """What is wrong with the results of a kernel; None if they are those of the direct one."""
+        assert self._pool is not None
+        if layer.key not in self._expected:
+            self._expected[layer.key] = expected(layer, self.machine)
+        wanted = self._expected[layer.key]
+        try:
+            (found,) = self._pool.called(kernel, arguments(layer, way))
+        except BackendError as error:
+            return str(error)
+        off, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
+        if off <= _DEVIATION * largest:
+            return None
+        return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
+
+    def _timed(self, layer: Layer, parts: Sequence[Kernel]) -> Measurement:
+        """The time of all kernels of a way."""
+        assert self._pool is not None
+        timing = replace(self.options.timing, others=last_level() if layer.far else 0)
+        outcomes = [self._pool.timed(part, timing) for part in parts]
+        if len(outcomes) == 1:
+            return outcomes[0]
+        error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
+        if error is not None:
+            return Measurement(error=error)
+        return Measurement((sum(outcome.median for outcome in outcomes),))
+
+    def _put(self, layer: Layer, way: Way, outcome: Measurement) -> None:
+        key = key_of(layer, way, self.machine)
+        record = Record(
+            layer.key, self.setting, key, way.text, "[]", outcome.seconds, outcome.error, time.time()
+        )
+        self.store.put(record)
