@@ -546,7 +546,8 @@ def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, t
 def test_what_fails_verification_is_compiled_again_with_exact_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels with fewer multiplications that are wrong here are found out, and direct ones take their place."""
+    """Kernels with fewer multiplications that are wrong here are found out, and direct ones take their place: whatever
+    their error was estimated to be."""
     weights = (RNG.standard_normal((3, 32, 32, 3, 3)) / 17).astype(np.float32)
     proto = model(
         "agraph (float[1,32,24,24] x) => (float[1,32,24,24] y) { a = Conv<pads=[1,1,1,1]>(x, w) b = Relu(a)"
@@ -554,7 +555,7 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
         w=weights[0], w1=weights[1], w2=weights[2],
     )  # fmt: skip
     right = winograd_fusion.packed
-    monkeypatch.setattr(winograd_fusion, "relative_errors", lambda *_: {"normal": 2.0})
+    monkeypatch.setattr(winograd_fusion, "relative_errors", lambda *_: {"normal": 0.9})
     monkeypatch.setattr(winograd_fusion, "direct_cost", lambda *_: float("inf"))
     monkeypatch.setattr(winograd_fusion, "packed", lambda *given: 1.01 * right(*given))
     result = asked(proto)
@@ -562,6 +563,6 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
     assert result.verification.status is Status.VERIFIED
     notes = " ".join(result.report.notes)
     assert "not kept with kernels" in notes
-    assert "compiled again, with kernels that round no more than direct ones" in notes
+    assert "compiled again, with direct kernels" in notes
     assert result.hybrid is not None
     assert {chosen.algorithm for chosen in result.hybrid.chosen} == {"direct"}

@@ -19,6 +19,7 @@ import numpy as np
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import Options, measure, with_library
+from xrlflow.backends.tvm.algorithms import Algorithm
 from xrlflow.backends.tvm.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, missing_for_kernels
@@ -119,9 +120,10 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
             return replace(finished, hybrid=made.hybrid, costs=made.costs, selection=proposal.selection)
         context.notes.append(f"not kept with kernels: {finished.reason}")
         different = finished.verification is not None and not finished.verification.verified
-        if not different or not any(chosen.error > 1.0 for chosen in made.hybrid.chosen):
+        direct = all(chosen.algorithm == Algorithm.DIRECT.value for chosen in made.hybrid.chosen)
+        if not different or direct:
             break
-        context.notes.append("compiled again, with kernels that round no more than direct ones")
+        context.notes.append("compiled again, with direct kernels")
         context = replace(context, options=replace(context.options, exact_kernels=True))
         made = _best(context, start, explored, proposal, made)
     return judged(context, start, explored, proposal)

@@ -50,6 +50,7 @@ GRAPHS = {
     "a flat window": block("1,8,9,11", 40, "1,8,9,9", depthwise="pads=[0,0,0,0]", window="1,3"),
     "no padding": block(out="1,24,12,12", depthwise="pads=[0,0,0,0]"),
     "padded more than the window": block("1,8,5,6", 16, "1,8,12,9", depthwise="pads=[4,1,5,4]"),
+    "no column of the image is read": block("1,8,5,5", 16, "1,8,5,1", "pads=[1,9,1,0], strides=[1,12]"),
     "the last columns of the image are not read": block(
         "1,8,9,9", 16, "1,8,2,2", "pads=[0,0,0,0], strides=[4,4]"
     ),

@@ -165,15 +165,20 @@ def test_zeros_of_the_border_are_not_pixels() -> None:
     np.testing.assert_allclose(found[0, :, 8:, 8:], expected[0, :, 8:, 8:], rtol=0, atol=1e-4)
 
 
+def convolved(image: Array, weights: Array) -> Array:
+    """A convolution padded by 1, in double precision."""
+    wide = np.pad(image, ((0, 0), (0, 0), (1, 1), (1, 1))).astype(np.float64)
+    windows = np.lib.stride_tricks.sliding_window_view(wide, (3, 3), axis=(2, 3))
+    return np.asarray(np.einsum("ncyxij,kcij->nkyx", windows, weights.astype(np.float64), optimize=True))
+
+
 @pytest.mark.parametrize("algorithm", FAST, ids=lambda a: a.name)
 def test_errors_are_those_of_the_kernels(algorithm: Algorithm) -> None:
     """The estimate, from some tiles computed in numpy, is that of the kernel over the direct one."""
     model = network(conv("1,64,40,40", "64,64,3,3", "1,64,40,40"))
     (weights,) = (onnx.numpy_helper.to_array(t) for t in model.graph.initializer)
     given = numbers(model)
-    image = np.pad(given["x"], ((0, 0), (0, 0), (1, 1), (1, 1))).astype(np.float64)
-    windows = np.lib.stride_tricks.sliding_window_view(image, (3, 3), axis=(2, 3))
-    exact = np.einsum("ncyxij,kcij->nkyx", windows, weights.astype(np.float64), optimize=True)
+    exact = convolved(given["x"], weights)
     direct, fast = (
         float(np.sqrt(np.mean((results(model, a, detect(), given)[1] - exact) ** 2)))
         for a in (Algorithm.DIRECT, algorithm)
@@ -224,7 +229,52 @@ def test_choices_stay_within_the_budget(
     spent = sum(c.cost for c in chosen)
     assert best <= spent + 1e-9 <= best + max((1.2 for _ in layers), default=0.0) + 1e-9
     exact = Algorithms(exact=True, budget=budget).choose(options, others)
-    assert all(c.error <= 1.0 for c in exact)
+    assert all(c.algorithm is Algorithm.DIRECT for c in exact)
+
+
+def test_no_estimate_holds_for_every_image() -> None:
+    """F(2,3) rounds less than the direct kernel for usual pixels, but more where most are zero."""
+    model = network(conv("1,16,40,40", "16,16,3,3", "1,16,40,40"))
+    (weights,) = (onnx.numpy_helper.to_array(t) for t in model.graph.initializer)
+    assert max(relative_errors(weights.transpose(2, 3, 1, 0), 2).values()) < 1.0
+    rng = np.random.default_rng(0)
+    given = {"x": np.where(rng.random((1, 16, 40, 40)) < 0.01, rng.random((1, 16, 40, 40)), 0).astype(np.float32)}
+    direct, fast = (
+        np.sqrt(np.mean((results(model, a, detect(), given)[1] - convolved(given["x"], weights)) ** 2))
+        for a in (Algorithm.DIRECT, Algorithm.F23)
+    )
+    assert fast > 1.2 * direct
+    exact = fuse(import_model(model), detect(), algorithms=Algorithms(exact=True))
+    assert [c.algorithm for c in chosen_in(exact)] == [Algorithm.DIRECT.value]
+
+
+@pytest.mark.parametrize("weight", [np.nan, 3e38])
+def test_what_cannot_be_estimated_is_no_choice(weight: float) -> None:
+    """Errors that are not numbers would make every sum of shares pass."""
+    model = network(GRAPHS["plain"])
+    (tensor,) = model.graph.initializer
+    weights = onnx.numpy_helper.to_array(tensor).copy()
+    weights[0, :2, 0, 0] = weight, -weight
+    tensor.CopyFrom(onnx.numpy_helper.from_array(weights, tensor.name))
+    module = fuse(import_model(model), detect(), algorithms=Algorithms(only=Algorithm.F43))
+    assert [c.stored() for c in chosen_in(module)] == [
+        {
+            "layer": "3x3 convolution of 32 to 32 channels at 12x12",
+            "algorithm": "direct",
+            "error": 1.0,
+            "share": 1.0,
+        }
+    ]
+
+
+def test_every_group_is_estimated() -> None:
+    """The second group has weights in one corner only: the direct kernel sums up a ninth of the terms."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((3, 3, 32, 64)).astype(np.float32)
+    before = relative_errors(weights, 4)
+    weights[1:, :, :, 32:] = weights[0, 1:, :, 32:] = 0.0
+    weights[0, 0, :, 32:] *= 10.0
+    assert relative_errors(weights, 4)["normal"] > 1.5 * before["normal"]
 
 
 def test_shares_add_up() -> None:

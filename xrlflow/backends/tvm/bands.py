@@ -280,8 +280,8 @@ class _Band:
 
     @property
     def _used(self) -> int:
-        """The columns of the image that are read."""
-        return min(self._form.image[2], self._form.width - self._form.left)
+        """The columns of the image that are read: none, if the border on the left is wider than what is read."""
+        return max(0, min(self._form.image[2], self._form.width - self._form.left))
 
     def _copy(self, image: Any, first: Any, block: Any) -> None:
         """The pixels of a block of channels, with borders."""

@@ -40,13 +40,15 @@ DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Dou
 )
 
 
-def relative_errors(weights: Floats, m: int, groups: int = 1, seed: int = 0) -> dict[str, float]:
+@np.errstate(over="ignore", invalid="ignore")
+def relative_errors(weights: Floats, m: int, seed: int = 0) -> dict[str, float]:
     """The root mean square error of F(m, 3) over that of the direct kernel, by distribution of pixels.
 
-    `weights`: [3, 3, channels of a group, output channels].
+    `weights`: [3, 3, channels of a group, output channels of all groups]. Not finite, if the sums are not, or if the
+    direct kernel rounds nothing.
     """
     rng = np.random.default_rng(seed)
-    columns = np.unique(np.linspace(0, weights.shape[3] // groups - 1, _COLUMNS).astype(int))
+    columns = np.unique(np.linspace(0, weights.shape[3] - 1, _COLUMNS).astype(int))
     some = weights[..., columns]
     size = (_TILES, _SIDE + 2, _SIDE + 2, weights.shape[2])
     pixels = np.stack([draw(rng, size).astype(np.float32) for draw in DISTRIBUTIONS.values()])

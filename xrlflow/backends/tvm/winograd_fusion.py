@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.tvm.algorithms import (
     Algorithm,
@@ -108,15 +110,16 @@ def _layers(function: Any) -> int:
 
 
 def _choices(match: Match, machine: Machine) -> list[Choice]:
-    """The algorithms for a convolution."""
+    """The algorithms for a convolution: those whose error is known."""
     found = [Choice(Algorithm.DIRECT, direct_cost(match.form, machine))]
     weights = match.weights.value.numpy()
     for algorithm in (Algorithm.F23, Algorithm.F43):
         m = algorithm.m
         assert m is not None
         form = replace(match.form, m=m)
-        error = max(relative_errors(weights, m, form.groups).values())
-        found.append(Choice(algorithm, cost(form, plan(form, machine), machine), error))
+        errors = [*relative_errors(weights, m).values()]
+        if np.isfinite(errors).all():
+            found.append(Choice(algorithm, cost(form, plan(form, machine), machine), max(errors)))
     return found
 
 
