@@ -24,6 +24,7 @@ from xrlflow.backends.tvm.operators import Imported, lowered
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import with_pads
+from xrlflow.backends.tvm.products_fusion import fuse_products
 from xrlflow.backends.tvm.reading import constant, operator, sizes
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
@@ -344,6 +345,7 @@ def fuse(
         lambda module: fuse_attention(module, machine),
         lambda module: fuse_bands(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
+        lambda module: fuse_products(module, machine),
         lambda module: pad_to_tiles(module, machine),
         separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),
