@@ -14,6 +14,7 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.bounds import known_value
+from xrlflow.backends.tvm.einsum import legal_einsum
 from xrlflow.backends.tvm.reading import constant, sizes
 
 # A size may be so far from a whole number, in pixels: it was multiplied in single precision.
@@ -266,10 +267,17 @@ def _is_infinite(node: Imported) -> Any | None:
     return node.emit(relax.op.equal(x, relax.const(math.inf if above else -math.inf, str(x.ty.dtype))))
 
 
+def _einsum(node: Imported) -> Any | None:
+    equation = node.attributes["equation"]
+    text = equation.decode() if isinstance(equation, bytes) else str(equation)
+    return legal_einsum(node.builder, text, list(node.inputs))
+
+
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
     "ConvTranspose": _transposed_convolution,
     "Dropout": _dropout,
+    "Einsum": _einsum,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _rms_norm,
