@@ -53,7 +53,7 @@ def test_results(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_matrix_products(name: str) -> None:
-    module = fuse(import_model(network(PRODUCTS[name])), detect())
+    module = fuse(import_model(network(PRODUCTS[name])), detect(cores=8))
     assert any("matmul" in v.name_hint for v in module.functions)
 
 

@@ -16,6 +16,7 @@ from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
+from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
@@ -346,6 +347,7 @@ def fuse(
         lambda module: fuse_bands(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
         lambda module: fuse_products(module, machine),
+        lambda module: fuse_batches(module, machine),
         lambda module: pad_to_tiles(module, machine),
         separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),
