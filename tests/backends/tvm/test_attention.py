@@ -34,7 +34,53 @@ def heads(rows: int, keys: int, number: int, depth: int, width: int, middle: str
     )
 
 
+STACKED = """ <int64 i0 = {0}, int64 i1 = {1}, int64 i2 = {2}, float t = {0.4}, int64[5] s5 = {1, 6, 3, 19, 19},
+ int64[4] s4 = {6, 3, 19, 19}> { s = Transpose<perm=[2,0,3,1,4]>(x) r = Gather<axis=0>(s, i0) k = Gather<axis=0>(s, i1)
+ v1 = Gather<axis=0>(s, i2) q = Mul(r, t) b = Transpose<perm=[0,1,3,2]>(k) p = MatMul(q, b)
+"""
+STACKED_END = " u = Softmax<axis=-1>(z) o = MatMul(u, v1) y = Transpose<perm=[0,2,1,3]>(o) }"
+
+
+def windows(middle: str, more: str, keys: int = 37) -> str:
+    """Attention in 6 windows of rows, 3 heads each; q, k and v are stacked in one tensor."""
+    stacked = STACKED.replace("19", str(keys))
+    return f"(float[6,{keys},3,3,16] x {more}) => (float[6,{keys},3,16] y) {stacked} {middle} {STACKED_END}".replace(
+        "19", str(keys)
+    )
+
+
+WINDOWS = "c = Add(p, m) d = Reshape(c, s5) e = Add(d, n) z = Reshape(e, s4)"
+BIASES = {
+    "constant bias, mask of windows": (WINDOWS, ", float[1,3,37,37] m, float[1,6,1,37,37] n"),
+    "bias without batch": ("z = Add(p, m)", ", float[3,37,37] m"),
+    "bias first, mask of windows in all heads": (
+        "c = Add(m, p) z = Add(n, c)",
+        ", float[3,37,37] m, float[6,1,37,37] n",
+    ),
+    "bias of windows and heads": (WINDOWS, ", float[1,3,37,37] m, float[1,6,3,37,37] n"),
+    "only a mask, reshaped": ("d = Reshape(p, s5) e = Add(d, n) z = Reshape(e, s4)", ", float[6,1,1,37] n"),
+    "chosen in windows": (
+        "d = Reshape(p, s5) h = Neg(t) e = Where(n, d, h) z = Reshape(e, s4)",
+        ", bool[6,1,37,37] n",
+    ),
+}
 FUSED = {
+    **{name: windows(*bias) for name, bias in BIASES.items()},
+    "heads in one dimension": "(float[2,3,30,16] q, float[2,3,40,16] k, float[2,3,40,24] v1, float[3,30,40] m) =>"
+    " (float[2,3,30,24] y) <int64[3] a = {6, 30, 16}, int64[3] b = {6, 40, 16}, int64[3] c = {6, 40, 24},"
+    " int64[4] d = {2, 3, 30, 40}, int64[3] e = {6, 30, 40}, int64[4] f = {2, 3, 30, 24}, float t = {3.0}> {"
+    " q1 = Reshape(q, a) k1 = Reshape(k, b) v2 = Reshape(v1, c) k2 = Transpose<perm=[0,2,1]>(k1) k3 = Div(k2, t)"
+    " p = MatMul(q1, k3) r = Reshape(p, d) z = Add(r, m) u = Softmax<axis=-1>(z) w2 = Reshape(u, e)"
+    " o = MatMul(w2, v2) y = Reshape(o, f) }",
+    "other heads, transposed": "(float[30,2,16,6] q, float[4,3,16,40] k, float[4,3,40,24] v1) => (float[4,3,30,24] y)"
+    " <int64[4] a = {3, 4, 30, 16}> { q1 = Transpose<perm=[1,3,0,2]>(q) q2 = Reshape(q1, a)"
+    " q3 = Transpose<perm=[1,0,2,3]>(q2) p = MatMul(q3, k) u = Softmax<axis=-1>(p) y = MatMul(u, v1) }",
+    "transposed, and again": "(float[2,3,30,16] q, float[2,3,16,40] k, float[2,3,40,24] v1) => (float[24,3,30,2] y) {"
+    " p = MatMul(q, k) u = Softmax<axis=-1>(p) o = MatMul(u, v1) o1 = Transpose<perm=[1,2,0,3]>(o)"
+    " o2 = Transpose<perm=[3,0,1,2]>(o1) y = Identity(o2) }",
+    "both scaled": "(float[2,30,16] q, float[2,16,40] k, float[2,40,24] v1) => (float[2,30,24] y)"
+    " <float t = {0.7}, float[1] s = {1.5}> { q1 = Mul(t, q) k1 = Div(k, s) p = MatMul(q1, k1) u = Softmax(p)"
+    " y = MatMul(u, v1) }",
     "scaled": heads(24, 48, 3, 16, 32, "z = Mul(p, t)"),
     "mask": heads(24, 48, 3, 16, 32, "r = Div(p, t)\n z = Add(r, m)", ", float[1,1,24,48] m"),
     "mask of keys, first": heads(16, 32, 2, 16, 16, "r = Mul(t, p)\n z = Add(m, r)", ", float[1,1,1,32] m"),
@@ -68,6 +114,12 @@ FUSED = {
     " p = MatMul(q, k)\n u = Softmax(p)\n o = MatMul(u, v1)\n y = Transpose(o) }",
 }  # fmt: skip
 LEFT = {
+    "rows that were heads": "(float[2,30,16] q, float[2,16,40] k, float[60,40,24] v1) => (float[60,1,24] y)"
+    " <int64[3] a = {60, 1, 40}> { p = MatMul(q, k) r = Reshape(p, a) u = Softmax(r) y = MatMul(u, v1) }",
+    "keys of all heads": "(float[4,30,16] q, float[1,16,40] k, float[4,40,24] v1) => (float[4,30,24] y) {"
+    " p = MatMul(q, k) u = Softmax(p) y = MatMul(u, v1) }",
+    "heads against heads": "(float[2,1,30,16] q, float[1,2,16,40] k, float[2,2,40,24] v1) => (float[2,2,30,24] y) {"
+    " p = MatMul(q, k) u = Softmax(p) y = MatMul(u, v1) }",
     "scores read": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y, float[30,40] p) {"
     " p = MatMul(q, k)\n u = Softmax(p)\n y = MatMul(u, v1) }",
     "weights read": "(float[30,16] q, float[16,40] k, float[40,24] v1) => (float[30,24] y, float[30,40] u) {"
@@ -159,6 +211,18 @@ def test_masked_by_infinity() -> None:
     ((expected, found),) = both(model, {**given, "m": mask}, detect())
     assert np.isnan(expected[0, 2]).all()
     assert not np.isnan(np.delete(found, 2, axis=1)).any()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_windows_masked_by_infinity() -> None:
+    model = network(FUSED["constant bias, mask of windows"])
+    given = feeds(model)
+    mask = np.where(np.arange(37) < 20, 0.0, -np.inf).astype(np.float32)
+    given["n"] = np.broadcast_to(mask, (1, 6, 1, 37, 37)).copy()
+    given["n"][0, 4, 0, 7] = -np.inf  # type: ignore[call-overload]
+    ((expected, found),) = both(model, given, detect())
+    assert np.isnan(found[4, 7]).all()
+    assert np.isfinite(np.delete(found, 4, axis=0)).all()
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 

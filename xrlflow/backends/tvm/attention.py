@@ -34,10 +34,14 @@ _PACKING = 2
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An operand [.., row, column], stored as `shape`: dimension i of `shape` is dimension `axes[i]` of the operand."""
+    """An operand [.., row, column], stored as `shape`: its dimension i is dimension `axes[i]` of `shape`.
+
+    `fixed`: (dimension, index) for each dimension of `shape` of which the operand has one index only.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
+    fixed: tuple[tuple[int, int], ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -51,17 +55,23 @@ class Array:
     def place(self, index: Sequence[Any]) -> list[Any]:
         """The stored index of an element of the operand."""
         where: list[Any] = [None] * len(self.shape)
-        for axis, i in zip(self.axes, index):
+        for axis, i in (*zip(self.axes, index), *self.fixed):
             where[axis] = i
         return where
+
+    def at(self, head: Any, row: Any, column: Any) -> list[Any]:
+        """The stored index of an element. `head`: the number of its head, counted through all other dimensions."""
+        return self.place([*_unfold(head, self.sizes[:-2]), row, column])
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A further operand of a step. Its shape broadcasts to that of the scores."""
+    """A further operand of a step. Its shape broadcasts to that of the scores, which have the dimensions `heads` before
+    rows and columns in this step."""
 
     shape: tuple[int, ...]
     dtype: str
+    heads: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,8 @@ class ScoreStep:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The computation: softmax(steps(q k)) v, along the last dimension of the scores."""
+    """The computation: softmax(steps(q k)) v, along the last dimension of the scores. Operands have the same number of
+    heads, but maybe in other dimensions."""
 
     q: Array
     k: Array
@@ -198,8 +209,7 @@ def kernel(form: Form, machine: Machine) -> Any:
             with T.sblock("root"), tasks as task, T.sblock("attention"):
                 T.reads([])
                 T.writes([])
-                head = _unfold(task // how.parts, form.heads)
-                _Head(form, how, arrays, extras, out, head).write(task % how.parts)
+                _Head(form, how, arrays, extras, out, task // how.parts).write(task % how.parts)
         return builder.get()
 
 
@@ -222,7 +232,7 @@ class _Head:
         arrays: Sequence[Any],
         extras: Sequence[Any],
         out: Any,
-        head: Sequence[Any],
+        head: Any,
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
@@ -267,7 +277,7 @@ class _Head:
 
         def leave(i: Any, e: Any, total: Any) -> None:
             column = panel * how.value_columns + e
-            where = form.out.place([*self._head, first + i, column])
+            where = form.out.at(self._head, first + i, column)
             _where(
                 None if form.width % how.value_columns == 0 else column < form.width,
                 lambda: T.buffer_store(self._out, total * self._over[i], where),
@@ -276,7 +286,7 @@ class _Head:
         with T.serial(0, self._panels) as panel:
             _product(
                 (how.rows, how.columns, how.lanes), form.depth,
-                lambda i, d: self._q[form.q.place([*self._head, row(i), d])],
+                lambda i, d: self._q[form.q.at(self._head, row(i), d)],
                 lambda d, n: self._keys[panel, d, n],
                 score,
             )  # fmt: skip
@@ -292,7 +302,7 @@ class _Head:
             )  # fmt: skip
 
     def _key(self, d: Any, n: Any) -> Any:
-        return self._k[self._form.k.place([*self._head, d, n])]
+        return self._k[self._form.k.at(self._head, d, n)]
 
     def _pack_keys(self) -> None:
         """Pack keys as [panel, depth, column]; columns after the last key are 0. Loops follow the memory of k."""
@@ -359,7 +369,7 @@ class _Head:
         form, how = self._form, self._how
 
         def put(panel: Any, n: Any, e: Any) -> None:
-            value = self._v[form.v.place([*self._head, n, panel * how.value_columns + e])]
+            value = self._v[form.v.at(self._head, n, panel * how.value_columns + e)]
             T.buffer_store(self._values, value, [panel, n, e])
 
         whole, rest = divmod(form.width, how.value_columns)
@@ -392,7 +402,7 @@ class _Head:
         lowest, zero = tirx.const(-math.inf, _FLOAT), tirx.const(0.0, _FLOAT)
 
         def take(n: Any) -> None:
-            T.buffer_store(scores, self._stepped(scores[i, n], [*self._head, row, n]), [i, n])
+            T.buffer_store(scores, self._stepped(scores[i, n], row, n), [i, n])
 
         def fill(buffer: Any, value: Any) -> None:
             with T.vectorized(0, lanes) as lane:
@@ -428,8 +438,8 @@ class _Head:
         together(sums, lambda a, b: a + b, zero)
         T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / found[0], [i])
 
-    def _stepped(self, score: Any, index: Sequence[Any]) -> Any:
-        """A score after the steps. `index`: its position among all scores."""
+    def _stepped(self, score: Any, row: Any, column: Any) -> Any:
+        """A score after the steps."""
         from tvm import tirx
 
         extras = iter(self._extras)
@@ -439,6 +449,7 @@ class _Head:
                 if given is None:
                     operands.append(score)
                 elif isinstance(given, Extra):
+                    index = [*_unfold(self._head, given.heads), row, column]
                     near = index[len(index) - len(given.shape) :]
                     place = [0 if size == 1 else i for size, i in zip(given.shape, near)]
                     operands.append(next(extras)[place])

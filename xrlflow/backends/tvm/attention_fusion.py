@@ -88,8 +88,8 @@ class _Reader:
         return found
 
     def _attention(self, call: Any) -> Match | None:
-        weights = self._own(call.args[0])
-        scores = sizes(call.args[0], _FLOAT)
+        weights = self._own(self._reshaped(call.args[0]))
+        scores = None if weights is None else sizes(weights, _FLOAT)
         if weights is None or scores is None or operator(weights) != "relax.nn.softmax":
             return None
         if int(weights.attrs.axis) not in (-1, len(scores) - 1):
@@ -98,16 +98,41 @@ class _Reader:
         if chain is None:
             return None
         product, steps, extras = chain
-        q, k, v = (self._array(a) for a in (*product.args, call.args[1]))
+        factors = [self._scaled(a) for a in product.args]
+        steps = (*(step for _, step in factors if step is not None), *steps)
+        q, k, v = (self._array(a) for a in (*(a for a, _ in factors), call.args[1]))
         out = sizes(call, _FLOAT)
         if q is None or k is None or v is None or out is None:
             return None
-        heads = scores[:-2]
-        alike = all(len(a.sizes) == len(scores) and a.sizes[:-2] == heads for a, _ in (q, k, v))
-        if not alike or 0 in (*scores, *out, q[0].sizes[-1]):
+        # Operands must not be broadcast.
+        used = (sizes(a) for a in (*product.args, product, *call.args, call))
+        if len({math.prod(shape[:-2]) for shape in used if shape is not None}) > 1:
+            return None
+        if 0 in (*scores, *out, q[0].sizes[-1]):
             return None
         form = Form(q[0], k[0], v[0], Array(out, tuple(range(len(out)))), steps)
         return form, [q[1], k[1], v[1], *extras]
+
+    def _reshaped(self, expression: Any) -> Any:
+        """What an expression is with other dimensions for the heads; the expression itself if it is nothing else."""
+        value = self._own(expression)
+        if value is None or operator(value) != "relax.reshape" or not _keeps_rows(value):
+            return expression
+        return self._reshaped(value.args[0])
+
+    def _scaled(self, operand: Any) -> tuple[Any, ScoreStep | None]:
+        """An operand of the first product without the number by which it is multiplied or divided, and the step that
+        does the same to the scores."""
+        value = self._own(operand)
+        if value is None or operator(value) not in ("relax.multiply", "relax.divide"):
+            return operand, None
+        first, second = value.args
+        if operator(value) == "relax.multiply" and isinstance(_other(first, ()), float):
+            first, second = second, first
+        number = _other(second, ())
+        if not isinstance(number, float) or sizes(first, _FLOAT) != sizes(operand):
+            return operand, None
+        return first, ScoreStep(operator(value), (None, number))
 
     def _own(self, expression: Any) -> Any | None:
         """The call that computed an expression, if nothing else reads it."""
@@ -120,6 +145,8 @@ class _Reader:
         value = self._own(expression)
         if value is None or sizes(expression, _FLOAT) != scores:
             return None
+        if operator(value) == "relax.reshape" and _keeps_rows(value):
+            return self._chain(value.args[0], sizes(value.args[0]) or ())
         if operator(value) == "relax.matmul":
             return value, (), ()
         if operator(value) not in STEPS:
@@ -128,7 +155,7 @@ class _Reader:
             if (before := self._chain(operand, scores)) is not None:
                 product, steps, extras = before
                 others = [a for i, a in enumerate(value.args) if i != position]
-                read = [_other(a, len(scores)) for a in others]
+                read = [_other(a, scores[:-2]) for a in others]
                 if any(r is None for r in read):
                     return None
                 operands: list[float | Extra | None] = [*read]
@@ -138,13 +165,68 @@ class _Reader:
         return None
 
     def _array(self, expression: Any) -> tuple[Array, Any] | None:
-        """How an operand is stored, and the expression that holds it."""
-        value = self._values.get(expression)
-        if value is not None and operator(value) == "relax.permute_dims":
-            shape = sizes(value.args[0], _FLOAT)
-            return None if shape is None else (Array(shape, tuple(_axes(len(shape), value))), value.args[0])
+        """How an operand is stored, and the expression that holds it: transposed, with other dimensions for the heads,
+        or as one of several tensors in one."""
         shape = sizes(expression, _FLOAT)
-        return None if shape is None else (Array(shape, tuple(range(len(shape)))), expression)
+        if shape is None or len(shape) < 2:
+            return None
+        value = self._values.get(expression)
+        inner = self._stored(value, len(shape)) if isinstance(value, _call_type()) else None
+        return inner or (Array(shape, tuple(range(len(shape)))), expression)
+
+    def _stored(self, call: Any, rank: int) -> tuple[Array, Any] | None:
+        """`_array` of a call that moves nothing but dimensions; None for any other."""
+        name = operator(call)
+        if name == "relax.reshape":
+            return self._array(call.args[0]) if _keeps_rows(call) else None
+        if name == "relax.take":
+            return self._taken(call)
+        if name != "relax.permute_dims" or (inner := self._array(call.args[0])) is None:
+            return None
+        array, held = inner
+        axes, given = _axes(rank, call), sizes(call.args[0])
+        if array.sizes == given:
+            return replace(array, axes=tuple(array.axes[a] for a in axes)), held
+        if axes[:-2] != list(range(rank - 2)):
+            return Array(given or (), tuple(axes)), call.args[0]
+        return replace(
+            array, axes=(*array.axes[:-2], array.axes[axes[-2] - rank], array.axes[axes[-1] - rank])
+        ), held
+
+    def _taken(self, call: Any) -> tuple[Array, Any] | None:
+        """One of several tensors, by a constant index: how it is stored in all of them."""
+        from tvm.ir import GenericConst
+
+        whole, index = sizes(call.args[0], _FLOAT), call.args[1]
+        if (
+            whole is None
+            or not isinstance(index, GenericConst)
+            or sizes(index) != ()
+            or call.attrs.axis is None
+        ):
+            return None
+        inner = self._array(call.args[0])
+        axis, at = int(call.attrs.axis) % len(whole), int(index.value.numpy())
+        if inner is None or inner[0].sizes != whole or not 0 <= at < whole[axis]:
+            return None
+        array, held = inner
+        axes = list(array.axes)
+        fixed = (*array.fixed, (axes.pop(axis), at))
+        return replace(array, axes=tuple(axes), fixed=fixed), held
+
+
+def _call_type() -> Any:
+    from tvm import relax
+
+    return relax.Call
+
+
+def _keeps_rows(reshape: Any) -> bool:
+    """Whether a tensor and what it is reshaped to have the same rows and columns."""
+    before, after = sizes(reshape.args[0], _FLOAT), sizes(reshape, _FLOAT)
+    if before is None or after is None:
+        return False
+    return min(len(before), len(after)) >= 2 and before[-2:] == after[-2:]
 
 
 def parts_of(expression: Any) -> Iterator[Any]:
@@ -175,14 +257,16 @@ def _left_as(shape: tuple[int, ...], transposition: Any) -> Array:
     return Array(tuple(shape[a] for a in axes), tuple(axes.index(i) for i in range(len(shape))))
 
 
-def _other(expression: Any, rank: int) -> float | Extra | None:
-    """An operand next to the scores: a number or a tensor; None for one that the kernel cannot read."""
+def _other(expression: Any, heads: tuple[int, ...]) -> float | Extra | None:
+    """An operand next to scores with these dimensions before rows and columns: a number or a tensor; None for one that
+    the kernel cannot read."""
     from tvm.ir import GenericConst
 
     for dtype in (_FLOAT, "bool"):
         shape = sizes(expression, dtype)
-        if shape is not None and len(shape) <= rank:
-            if dtype == _FLOAT and isinstance(expression, GenericConst) and math.prod(shape) == 1:
-                return float(expression.value.numpy().reshape(-1)[0])
-            return Extra(shape, dtype)
+        if shape is None or len(shape) > len(heads) + 2:
+            continue
+        if dtype == _FLOAT and isinstance(expression, GenericConst) and math.prod(shape) == 1:
+            return float(expression.value.numpy().reshape(-1)[0])
+        return Extra(shape, dtype, heads)
     return None

@@ -16,6 +16,7 @@ from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
+from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
@@ -24,6 +25,7 @@ from xrlflow.backends.tvm.operators import ADDED, Imported, lowered
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import with_pads
+from xrlflow.backends.tvm.products_fusion import fuse_products
 from xrlflow.backends.tvm.reading import constant, operator, sizes
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
@@ -347,6 +349,8 @@ def fuse(
         lambda module: fuse_attention(module, machine),
         lambda module: fuse_bands(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
+        lambda module: fuse_products(module, machine),
+        lambda module: fuse_batches(module, machine),
         lambda module: pad_to_tiles(module, machine),
         separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),

@@ -14,6 +14,7 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.bounds import known_value
+from xrlflow.backends.tvm.einsum import legal_einsum
 from xrlflow.backends.tvm.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.reading import constant, sizes
 from xrlflow.backends.tvm.scanning import greatest, running_sums
@@ -268,6 +269,12 @@ def _is_infinite(node: Imported) -> Any | None:
     return node.emit(relax.op.equal(x, relax.const(math.inf if above else -math.inf, str(x.ty.dtype))))
 
 
+def _einsum(node: Imported) -> Any | None:
+    equation = node.attributes["equation"]
+    text = equation.decode() if isinstance(equation, bytes) else str(equation)
+    return legal_einsum(node.builder, text, list(node.inputs))
+
+
 ADDED = frozenset({"Celu", "LpNormalization"})
 """Operators that TVM's importer lacks."""
 
@@ -277,6 +284,7 @@ _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "ConvTranspose": _transposed_convolution,
     "CumSum": running_sums,
     "Dropout": _dropout,
+    "Einsum": _einsum,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
     "LpNormalization": normalized,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The result of the convolution (0), or of the step of this number (the first is 1)."""
+    """The result of the convolution or product (0), or of the step of this number (the first is 1)."""
 
     step: int
 
@@ -58,6 +59,13 @@ def _relu(x: Any) -> Any:
     return tirx.Max(spread(0.0, lanes_of(x)), x)  # of two operands, NaN is kept only in the second
 
 
+def _gelu(x: Any) -> Any:
+    from tvm import tirx
+
+    half, root = spread(0.5, lanes_of(x)), spread(math.sqrt(0.5), lanes_of(x))
+    return x * (half + half * tirx.erf(x * root))
+
+
 STEPS: dict[str, Callable[..., Any]] = {
     "relax.add": lambda a, b: a + b,
     "relax.subtract": lambda a, b: a - b,
@@ -65,7 +73,11 @@ STEPS: dict[str, Callable[..., Any]] = {
     "relax.maximum": _of("Max"),
     "relax.minimum": _of("Min"),
     "relax.nn.relu": _relu,
+    "relax.divide": lambda a, b: a / b,
     "relax.sigmoid": _sigmoid,
+    "relax.tanh": _of("tanh"),
+    "relax.erf": _of("erf"),
+    "relax.nn.gelu": _gelu,
 }
 """The operators that may follow the convolution, by Relax's name."""
 
@@ -77,12 +89,12 @@ def extras_of(steps: Iterable[Step]) -> list[Extra]:
 def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Sequence[Any], done: Any) -> Any:
     """A vector of results after the steps.
 
-    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, [image, row, column, channels].
+    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, [.., channels].
     `done`: a local buffer [more than there are steps, a vector's lanes].
     """
     from tvm.script.ir_builder import tirx as T
 
-    lanes = lanes_of(index[3])
+    lanes = lanes_of(index[-1])
     at = ramp(number(0), lanes)
     left = iter(extras)
     found = [T.bind(value)]
@@ -93,7 +105,7 @@ def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Seq
                 operands.append(found[given.step])
             elif isinstance(given, Extra):
                 buffer = next(left)
-                operands.append(buffer[index[3]] if given.by_channel else buffer[tuple(index)])
+                operands.append(buffer[index[-1]] if given.by_channel else buffer[tuple(index)])
             else:
                 operands.append(spread(given, lanes))
         # TVM inlines what is bound. It must not do so with functions: it computes them with bindings of its own.

@@ -1,0 +1,86 @@
+"""Finds many small products of matrices in a Relax function, and makes one kernel of them and of what follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.batches import Form, kernel, plan
+from xrlflow.backends.tvm.building import FLOAT
+from xrlflow.backends.tvm.following import Followed, Function
+from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.layouts import ELEMENTWISE
+from xrlflow.backends.tvm.reading import operator, sizes, with_main
+from xrlflow.backends.tvm.target import Machine
+
+# The second matrix leaves room for rows of the first one in a first-level cache of 32 KB.
+_BYTES = 16 << 10
+# More terms are summed in chunks, which this kernel does not have.
+_TERMS = 128
+# Products for each core, so that cores finish together; and the fewest rows.
+_PRODUCTS, _ROWS = 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    form: Form
+    call: Any
+    followed: Followed
+
+
+def fuse_batches(module: Any, machine: Machine) -> Any:
+    """The module with a kernel for each batch of small products in "main"."""
+    tvm()
+    from tvm import relax
+
+    found = {match.followed.last: match for match in _matches(Function(module["main"]), machine)}
+    if not found:
+        return module
+    functions: dict[Form, Any] = {}
+
+    @relax.expr_functor.mutator
+    class Fuser(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_var_binding_(self, binding: Any) -> None:
+            if binding.var not in found:
+                super().visit_var_binding_(binding)
+                return
+            match = found[binding.var]
+            form = match.form
+            if form not in functions:
+                functions[form] = self.builder_.add_func(kernel(form, plan(form, machine)), "batches")
+            read = [self.visit_expr(x) for x in (*match.call.args, *match.followed.extras)]
+            call = relax.call_tir(functions[form], read, relax.TensorType(form.out, FLOAT))
+            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
+
+    return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
+
+
+def _matches(function: Function, machine: Machine) -> list[_Match]:
+    """Batches of small products. Those before operators that only TVM can fuse with them are left to it."""
+    found = []
+    taken: set[Any] = set()
+    for variable, call in function.values.items():
+        if operator(call) != "relax.matmul" or (form := _form(call, machine)) is None:
+            continue
+        followed = function.followed(variable, taken)
+        reader = function.reader(followed.last)
+        if reader is not None and operator(function.values[reader]) in ELEMENTWISE:
+            continue
+        taken |= followed.inside
+        whole = Form(form.batch, form.rows, form.depth, form.columns, followed.steps)
+        found.append(_Match(whole, call, followed))
+    return found
+
+
+def _form(call: Any, machine: Machine) -> Form | None:
+    """The sizes of a batch of small products; None for any other product."""
+    x, z = (sizes(each, FLOAT) for each in call.args)
+    if x is None or z is None or min(len(x), len(z)) < 3 or x[:-2] != z[:-2] or 0 in (*x, *z):
+        return None
+    form = Form(x[:-2], x[-2], x[-1], z[-1])
+    if math.prod(form.batch) < _PRODUCTS * machine.cores or form.rows < _ROWS or form.depth > _TERMS:
+        return None
+    if form.columns < machine.lanes or 4 * form.depth * form.columns > _BYTES:
+        return None
+    return form
