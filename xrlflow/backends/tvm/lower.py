@@ -32,7 +32,9 @@ from xrlflow.backends.tvm.transposed import by_phases
 from xrlflow.backends.tvm.winograd_fusion import use_winograd
 
 LAYOUTS = {
+    "relax.nn.conv1d": ["NWC", "WIO"],
     "relax.nn.conv2d": ["NHWC", "HWIO"],
+    "relax.nn.conv3d": ["NDHWC", "DHWIO"],
     "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
 }
 """Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
@@ -375,7 +377,9 @@ def _gains_from_channels_last(module: Any) -> bool:
 
     def look(expression: Any) -> None:
         nonlocal gains
-        if isinstance(expression, relax.Call) and getattr(expression.op, "name", "") == "relax.nn.conv2d":
+        if operator(expression) in ("relax.nn.conv1d", "relax.nn.conv3d"):
+            gains = True
+        if operator(expression) == "relax.nn.conv2d":
             channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
             known = hasattr(channels, "value") and hasattr(width, "value")
             alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
