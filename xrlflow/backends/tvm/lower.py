@@ -17,6 +17,7 @@ from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
+from xrlflow.backends.tvm.direct_fusion import use_direct
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
@@ -35,7 +36,9 @@ LAYOUTS = {
     "relax.nn.conv1d": ["NWC", "WIO"],
     "relax.nn.conv2d": ["NHWC", "HWIO"],
     "relax.nn.conv3d": ["NDHWC", "DHWIO"],
+    "relax.nn.conv1d_transpose": ["NCW", "IOW"],
     "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+    "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
 }
 """Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
 transposed convolution of that layout, and would convert to it between other images unless it is listed."""
@@ -346,6 +349,7 @@ def fuse(
         lambda module: fuse_attention(module, machine),
         lambda module: fuse_bands(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
+        lambda module: use_direct(module, machine),
         lambda module: pad_to_tiles(module, machine),
         separate,
         relax.transform.LegalizeOps(dict(legalizations(machine))),

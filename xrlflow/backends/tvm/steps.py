@@ -77,12 +77,12 @@ def extras_of(steps: Iterable[Step]) -> list[Extra]:
 def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Sequence[Any], done: Any) -> Any:
     """A vector of results after the steps.
 
-    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, [image, row, column, channels].
-    `done`: a local buffer [more than there are steps, a vector's lanes].
+    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, its channels last. `done`: a
+    local buffer [more than there are steps, a vector's lanes].
     """
     from tvm.script.ir_builder import tirx as T
 
-    lanes = lanes_of(index[3])
+    lanes = lanes_of(index[-1])
     at = ramp(number(0), lanes)
     left = iter(extras)
     found = [T.bind(value)]
@@ -93,7 +93,7 @@ def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Seq
                 operands.append(found[given.step])
             elif isinstance(given, Extra):
                 buffer = next(left)
-                operands.append(buffer[index[3]] if given.by_channel else buffer[tuple(index)])
+                operands.append(buffer[index[-1]] if given.by_channel else buffer[tuple(index)])
             else:
                 operands.append(spread(given, lanes))
         # TVM inlines what is bound. It must not do so with functions: it computes them with bindings of its own.
