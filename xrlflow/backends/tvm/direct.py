@@ -47,6 +47,9 @@ _MANY_TAPS, _FEW_CHANNELS = 25, 2
 _BUSY = 8
 # Multiply-adds of vectors that take as long as: copying a vector into the band; leaving a vector of results.
 _COPY, _LEAVE = 2.5, 4.0
+# How much longer it takes to read what leaves the first-level or the second-level cache, and to copy parts of pixels
+# that another core has written.
+_FIRST_LEVEL, _SECOND, _SPILLED, _SCATTERED = 24 << 10, 1.4, 4.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,21 +188,22 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     deep, lines = form.window[0], form.window[0] * form.window[1]
     slot, rows = how.slot(form), how.rows(form)
     vector = 1.0 if how.lanes == machine.lanes else half
-    copied = deep * rows * how.width(form) * sum(1 for _ in pieces(slot, how.lanes))
-    copy = _COPY * copied
+    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form)
+    copy = _COPY * deep * rows * how.width(form) * len(pieces(slot, how.lanes))
+    if tasks < machine.cores:
+        copy *= _SCATTERED
     held = 4 * deep * rows * how.width(form) * slot
-    if held > machine.second_level // 2:
-        copy *= 4.0
+    far = _SPILLED if held > machine.second_level // 2 else _SECOND if held > _FIRST_LEVEL else 1.0
     whole, rest = divmod(how.span, how.pixels)
     total = 0.0
     for pixels, count in ((how.pixels, whole), (rest, 1 if rest else 0)):
         sums = pixels * how.vectors
-        reads = _reads(form, how, pixels)
-        step = max(form.window[2] * max(sums, _BUSY) * vector, reads)
+        reads = far * _reads(form, how, pixels)
+        step = max(form.window[2] * max(sums, _BUSY) * vector, reads) + 0.1 * reads
         left = _LEAVE * sums * (1 + len(form.steps))
         total += count * (lines * form.channels * step + left)
-    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
-    return -(-tasks // machine.cores) * (copy + how.band * how.panels(form) * total)
+    tasks *= how.units(form)
+    return -(-tasks // machine.cores) * (far * copy + how.band * how.panels(form) * total)
 
 
 def _reads(form: Form, how: Plan, pixels: int) -> float:
