@@ -245,7 +245,7 @@ def measured(name: str, machine: Machine, threads: int, seconds: float) -> Row:
                 why = "computes something else"
         if changed and not same(variants[0].run(feeds), variants[1].run(feeds)):
             raise SystemExit(f"{name}: the rewritten graph computes something else")
-        calls = [v.bound_caller(feeds) for v in (*variants, *variants[: max(2 - len(variants), 0)])]
+        calls = [v.bound_caller(feeds) for v in (variants if len(variants) > 1 else 2 * variants)]
         stack.enter_context(pinned(cpus))
         found = interleave(calls, threads=threads, time_limit=seconds, target_width=0.01)
     speedups = list(found.speedups) if len(variants) > 1 else []

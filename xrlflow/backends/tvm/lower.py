@@ -18,6 +18,7 @@ from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
+from xrlflow.backends.tvm.direct_fusion import use_direct
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
@@ -34,8 +35,12 @@ from xrlflow.backends.tvm.transposed import by_phases
 from xrlflow.backends.tvm.winograd_fusion import use_winograd
 
 LAYOUTS = {
+    "relax.nn.conv1d": ["NWC", "WIO"],
     "relax.nn.conv2d": ["NHWC", "HWIO"],
+    "relax.nn.conv3d": ["NDHWC", "DHWIO"],
+    "relax.nn.conv1d_transpose": ["NCW", "IOW"],
     "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+    "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
 }
 """Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
 transposed convolution of that layout, and would convert to it between other images unless it is listed."""
@@ -349,6 +354,7 @@ def fuse(
         lambda module: fuse_attention(module, machine),
         lambda module: fuse_bands(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
+        lambda module: use_direct(module, machine),
         lambda module: fuse_products(module, machine),
         lambda module: fuse_batches(module, machine),
         lambda module: pad_to_tiles(module, machine),
@@ -382,7 +388,9 @@ def _gains_from_channels_last(module: Any) -> bool:
 
     def look(expression: Any) -> None:
         nonlocal gains
-        if isinstance(expression, relax.Call) and getattr(expression.op, "name", "") == "relax.nn.conv2d":
+        if operator(expression) in ("relax.nn.conv1d", "relax.nn.conv3d"):
+            gains = True
+        if operator(expression) == "relax.nn.conv2d":
             channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
             known = hasattr(channels, "value") and hasattr(width, "value")
             alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW

@@ -89,8 +89,8 @@ def extras_of(steps: Iterable[Step]) -> list[Extra]:
 def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Sequence[Any], done: Any) -> Any:
     """A vector of results after the steps.
 
-    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, [.., channels].
-    `done`: a local buffer [more than there are steps, a vector's lanes].
+    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, its channels last. `done`: a
+    local buffer [more than there are steps, a vector's lanes].
     """
     from tvm.script.ir_builder import tirx as T
 

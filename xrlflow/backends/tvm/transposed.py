@@ -46,20 +46,25 @@ def _rewritten(call: Any, builder: Any) -> Any | None:
     pixels = [p - b - a for p, b, a in zip(pixels, before, after)]
     first = [b - cut * s for b, cut, s in zip(begin, before, strides)]
 
+    # With channels last, all channels of a pixel of a phase are beside each other, and are moved together.
     weights = constant(phase_weights(call.args[1].value.numpy(), strides))
-    phases = builder.emit(relax.op.nn.conv2d(call.args[0], weights, padding=padding))
-    apart = builder.emit(relax.op.reshape(phases, (batch, *strides, channels, *pixels)))
-    beside = builder.emit(relax.op.permute_dims(apart, [0, 3, 4, 1, 5, 2]))
-    whole = (batch, channels, *(p * s for p, s in zip(pixels, strides)))
-    last = [f + r for f, r in zip(first, result)]
-    return relax.op.strided_slice(
-        builder.emit(relax.op.reshape(beside, whole)), axes=[2, 3], begin=first, end=last
+    image_last = builder.emit(relax.op.permute_dims(call.args[0], [0, 2, 3, 1]))
+    phases = relax.op.nn.conv2d(
+        image_last, weights, padding=padding, data_layout="NHWC", kernel_layout="HWIO", out_layout="NHWC"
     )
+    apart = builder.emit(relax.op.reshape(builder.emit(phases), (batch, *pixels, *strides, channels)))
+    beside = builder.emit(relax.op.permute_dims(apart, [0, 1, 3, 2, 4, 5]))
+    whole = (batch, *(p * s for p, s in zip(pixels, strides)), channels)
+    found = builder.emit(relax.op.reshape(beside, whole))
+    last = [f + r for f, r in zip(first, result)]
+    if (first, last) != ([0, 0], list(whole[1:3])):
+        found = builder.emit(relax.op.strided_slice(found, axes=[1, 2], begin=first, end=last))
+    return relax.op.permute_dims(found, [0, 3, 1, 2])
 
 
 def phase_weights(weights: Any, strides: Sequence[int]) -> Any:
-    """Weights [in, out, height, width] of a transposed convolution as those of one for all phases: [row phases x column
-    phases x out, in, taps, taps]. Taps beyond the kernel are zeros."""
+    """Weights [in, out, height, width] of a transposed convolution as those of one for all phases: [taps, taps, in, row
+    phases x column phases x out]. Taps beyond the kernel are zeros."""
     import numpy as np
 
     inputs, outputs, *kernel = weights.shape
@@ -68,5 +73,5 @@ def phase_weights(weights: Any, strides: Sequence[int]) -> Any:
     whole = np.pad(weights, [(0, 0), (0, 0), *missing])
     split = whole.reshape(inputs, outputs, taps[0], strides[0], taps[1], strides[1])
     # A convolution reads the image forwards, a transposed one backwards.
-    phases = split[:, :, ::-1, :, ::-1, :].transpose(3, 5, 1, 0, 2, 4)
-    return np.ascontiguousarray(phases.reshape(strides[0] * strides[1] * outputs, inputs, *taps))
+    phases = split[:, :, ::-1, :, ::-1, :].transpose(2, 4, 0, 3, 5, 1)
+    return np.ascontiguousarray(phases.reshape(*taps, inputs, strides[0] * strides[1] * outputs))

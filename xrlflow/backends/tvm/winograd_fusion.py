@@ -36,7 +36,9 @@ from xrlflow.backends.tvm.winograd_errors import relative_errors
 
 # Fewer channels, on either side, leave little to multiply.
 _CHANNELS = 16
-_WEIGHTED = frozenset({"relax.nn.conv2d", "relax.nn.conv1d", "relax.nn.conv2d_transpose", "relax.matmul"})
+_WEIGHTED = frozenset(
+    f"relax.{name}" for name in ("nn.conv1d", "nn.conv2d", "nn.conv3d", "nn.conv2d_transpose", "matmul")
+)
 CHOSEN = "xrlflow.algorithms"
 """The attribute of a module that says what was chosen, in JSON."""
 
