@@ -238,7 +238,9 @@ def test_no_estimate_holds_for_every_image() -> None:
     (weights,) = (onnx.numpy_helper.to_array(t) for t in model.graph.initializer)
     assert max(relative_errors(weights.transpose(2, 3, 1, 0), 2).values()) < 1.0
     rng = np.random.default_rng(0)
-    given = {"x": np.where(rng.random((1, 16, 40, 40)) < 0.01, rng.random((1, 16, 40, 40)), 0).astype(np.float32)}
+    given = {
+        "x": np.where(rng.random((1, 16, 40, 40)) < 0.01, rng.random((1, 16, 40, 40)), 0).astype(np.float32)
+    }
     direct, fast = (
         np.sqrt(np.mean((results(model, a, detect(), given)[1] - convolved(given["x"], weights)) ** 2))
         for a in (Algorithm.DIRECT, Algorithm.F23)
