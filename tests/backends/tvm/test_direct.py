@@ -37,8 +37,8 @@ GRAPHS = {
     "groups of 1 to 2, dilated": conv("1,16,19,11", "32,1,5,3", "1,32,15,7", "group=16, dilations=[1,2]"),
     "groups of 4, pointwise": conv("1,20,6,7", "20,4,1,1", "1,20,3,7", "group=5, strides=[2,1]"),
     "depthwise 7x7": conv("1,37,19,11", "37,1,7,7", "1,37,19,11", "group=37, pads=[3,3,3,3]", "y = Relu(a)"),
-    "depthwise 5x5, padded more than the window": conv(
-        "1,16,5,6", "16,1,5,5", "1,16,10,9", "group=16, pads=[6,1,3,6]"
+    "depthwise, padded more than the window": conv(
+        "1,16,5,6", "16,1,7,7", "1,16,8,7", "group=16, pads=[6,1,3,6]"
     ),
     "the last pixels of the image are not read": conv(
         "1,8,9,9", "8,2,2,2", "1,8,2,2", "group=4, strides=[4,4], pads=[0,0,0,0]"
@@ -154,6 +154,7 @@ def test_networks(name: str) -> None:
 
 
 LEFT = {
+    "depthwise 5x5": conv("1,32,7,7", "32,1,5,5", "1,32,7,7", "group=32, pads=[2,2,2,2]"),
     "depthwise 3x3": conv("1,32,9,9", "32,1,3,3", "1,32,9,9", "group=32, pads=[1,1,1,1]"),
     "many channels": conv("1,32,9,9", "32,32,5,5", "1,32,9,9", "pads=[2,2,2,2]"),
     "pointwise": conv("1,3,9,9", "2,3,1,1", "1,2,9,9", "strides=[1,1]"),

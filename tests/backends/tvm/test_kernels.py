@@ -423,8 +423,7 @@ def kernels(name: str) -> dict[str, Any]:
     ["product", "product, one row", "product, odd columns", "product, odd columns, epilogue",
      "product, odd columns, one row", "Conv, odd channels", "Conv, odd channels, pointwise", "Conv, prime rows",
      "Conv, prime rows, strided, odd channels", "Conv, prime rows, pointwise", "products in a batch", "gate",
-     "Conv", "Conv, pointwise", "Conv, grouped", "Conv, grouped, pointwise",
-     "Conv, grouped, strided, weights given", "Conv, depthwise"],
+     "Conv", "Conv, pointwise", "Conv, grouped, strided, weights given", "Conv, depthwise"],
 )  # fmt: skip
 def test_contractions_leave_a_choice(name: str) -> None:
     """What is no contraction to us runs some ten times slower; a gate has two of one row."""

@@ -42,7 +42,7 @@ _MOST_PIXELS, _MOST_VECTORS, _MOST_SPANS = 14, 4, 64
 # Of several groups together, products of so many channels and taps are written out.
 _MOST_WRITTEN = 64
 # Those for which this kernel is chosen: see `gains`.
-_MANY_TAPS, _FEW_CHANNELS = 25, 2
+_MANY_TAPS, _FEW_CHANNELS = 49, 2
 # Accumulators that keep the multipliers busy.
 _BUSY = 8
 # Multiply-adds of vectors that take as long as: copying a vector into the band; leaving a vector of results.
@@ -226,7 +226,7 @@ def _columns(form: Form, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]
 def gains(form: Form, machine: Machine) -> bool:
     """Whether this kernel is faster than a product for each tap (measured on Zen 4).
 
-    Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of large windows 1.2 to 1.6 times; few
+    Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of 7x7 1.2 to 1.6 times (5x5: 1.0); few
     output channels 2 times; one or two input channels 1.4 times; dilated ones, and those of one or three dimensions,
     1.02 to 1.05 times.
     """
@@ -237,7 +237,7 @@ def gains(form: Form, machine: Machine) -> bool:
         together = min(machine.lanes // form.columns, machine.lanes // form.channels)
         if together > 1 and form.window[2] * form.channels > _MOST_WRITTEN:
             return False
-        return form.columns > 1 or form.channels > 1 or taps >= _MANY_TAPS
+        return max(form.columns, form.channels) > 1 or taps >= _MANY_TAPS or len(form.image) != 4
     few = form.channels <= _FEW_CHANNELS or form.columns <= machine.lanes // 2
     return few or len(form.image) != 4 or max(form.dilations) > 1
 

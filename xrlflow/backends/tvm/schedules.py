@@ -38,7 +38,8 @@ _PACKING = "meta_schedule.layout_rewrite_preproc"
 _MOST_ROWS = 14
 # The relative speed of a tile that LLVM does not keep in registers.
 _SPILLS = 0.5
-_PLANE_ROWS = 4
+# Rows of a tile of a plane, with 16 registers and with more.
+_PLANE_ROWS, _MORE_PLANE_ROWS = 4, 8
 # Groups with fewer columns are not treated as contractions.
 _NARROWEST = 4
 # Longer reductions are summed in chunks, because rounding errors grow with the number of terms of an accumulator.
@@ -940,7 +941,8 @@ def _schedule_plane(sch: Any, block: Any, machine: Machine) -> None:
     at = kinds.count(0)
     *_, height, width = extents[:at]
     lanes = _dividing(width, machine) or 1
-    rows = next(n for n in range(_PLANE_ROWS, 0, -1) if height % n == 0)
+    most = _PLANE_ROWS if machine.registers <= 16 else _MORE_PLANE_ROWS
+    rows = next(n for n in range(most, 0, -1) if height % n == 0)
     loops = sch.get_loops(block)
     y, row = sch.split(loops[at - 2], [None, rows])
     x, lane = sch.split(loops[at - 1], [None, lanes])
