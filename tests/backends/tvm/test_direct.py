@@ -77,7 +77,7 @@ MACHINES = {
     "32 registers of 4 floats, 3 cores": replace(detect(cores=3), lanes=4, registers=32),
 }
 ELSEWHERE = [
-    "groups of 5, a gate",
+    "groups of 3 to 5",
     "groups of 3 to 24",
     "depthwise 7x7",
     "to 3 channels",
@@ -92,7 +92,7 @@ def test_other_machines(name: str, machine: Machine) -> None:
     assert_close(*results(network(GRAPHS[name]), Algorithm.F23, machine))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [*ELSEWHERE, "one dimension, many channels"])
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Plan] = []
