@@ -227,7 +227,7 @@ def gains(form: Form, machine: Machine) -> bool:
     """Whether this kernel is faster than a product for each tap (measured on Zen 4).
 
     Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of 7x7 1.2 to 1.6 times (5x5: 1.0); few
-    output channels 2 times; one or two input channels 1.4 times; dilated ones, and those of one or three dimensions,
+    output channels 2 times; one input channel 1.4 times; dilated ones, and those of one or three dimensions,
     1.02 to 1.05 times.
     """
     taps = math.prod(form.window)
