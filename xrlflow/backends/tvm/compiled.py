@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ class Interface:
 class TvmModel:
     """A model that was compiled for fixed sizes, loaded in this process. See `CompiledModel`.
 
-    `chosen`: the algorithms of convolutions, if it was compiled in this process.
+    Calls from several threads run one after the other. `chosen`: the algorithms of convolutions, if it was compiled in
+    this process.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class TvmModel:
         self.interface = interface
         self.threads = threads
         self.chosen = chosen
+        # TVM's virtual machine has one stack of calls: two at once would use each other's registers.
+        self._lock = threading.Lock()
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -131,9 +135,10 @@ class TvmModel:
         return self._machine
 
     def _call(self, arguments: Sequence[Any]) -> list[Any]:
-        machine = self._started()
-        _use_threads(self.threads)
-        result = machine["main"](*arguments)
+        with self._lock:
+            machine = self._started()
+            _use_threads(self.threads)
+            result = machine["main"](*arguments)
         values = [result] if hasattr(result, "numpy") else list(result)
         return self.interface.results([value.numpy() for value in values])
 
