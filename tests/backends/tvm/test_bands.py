@@ -142,6 +142,7 @@ def test_one_kernel_for_a_block() -> None:
 
 
 LEFT = {
+    "more channels than one sum may have": block("1,264,5,5", 16, "1,8,5,5"),
     "dilation": block(out="1,24,12,12", depthwise="pads=[1,1,1,1], dilations=[2,2]"),
     "few channels": block("1,2,14,14", 3, "1,2,14,14"),
     "a projection alone, of many pixels": (
