@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from xrlflow.backends.tvm import winograd_fusion
 from xrlflow.backends.tvm.operator_times import Times
 from xrlflow.cost import Database
 from xrlflow.onnxio.model import LEFT
-from xrlflow.options import OptionError, Options
-from xrlflow.pipeline import kernels, placement
+from xrlflow.options import Common, OptionError, Options, TuneOptions
+from xrlflow.pipeline import kernels, placement, tuning
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.verify import Status
 
@@ -543,8 +544,9 @@ def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, t
     assert "kernels of our own have no prices: a kernel failed" in result.report.notes
 
 
+@pytest.mark.parametrize("backend", ["hybrid", "tvm"])
 def test_what_fails_verification_is_compiled_again_with_exact_kernels(
-    monkeypatch: pytest.MonkeyPatch,
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels with fewer multiplications that are wrong here are found out, and direct ones take their place: whatever
     their error was estimated to be."""
@@ -558,11 +560,17 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
     monkeypatch.setattr(winograd_fusion, "relative_errors", lambda *_: {"normal": 0.9})
     monkeypatch.setattr(winograd_fusion, "direct_cost", lambda *_: float("inf"))
     monkeypatch.setattr(winograd_fusion, "packed", lambda *given: 1.01 * right(*given))
-    result = asked(proto)
+    result = asked(proto, backend=backend)
     assert result.verification is not None
     assert result.verification.status is Status.VERIFIED
     notes = " ".join(result.report.notes)
-    assert "not kept with kernels" in notes
     assert "compiled again, with direct kernels" in notes
-    assert result.hybrid is not None
-    assert {chosen.algorithm for chosen in result.hybrid.chosen} == {"direct"}
+    assert {chosen.algorithm for chosen in result.report.algorithms} == {"direct"}
+
+
+def test_tuning_heeds_the_options_that_it_shares() -> None:
+    given = TuneOptions(threads=3, seed=5, exact_kernels=True, measure=False, verify=False)
+    found = tuning._for_search(given)
+    for field in fields(Common):
+        if field.name != "store":  # it need not exist yet
+            assert getattr(found, field.name) == getattr(given, field.name), field.name

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from xrlflow import lowering
-from xrlflow.lowering import Choice
+from xrlflow.backends.tvm.algorithms import multiplies_less
+from xrlflow.lowering import Choice, Lowered
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
-from xrlflow.pipeline.verifier import Verifier
+from xrlflow.pipeline.verifier import VerificationFailed, Verifier
 from xrlflow.report import compared_with
 from xrlflow.verify import Verification
 
@@ -24,11 +26,16 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     options, target = context.options, context.target
     assert target is not None
     choice = _compiled(context, start, explored)
+    try:
+        verification = _verified(context, choice.lowered)
+    except VerificationFailed as error:
+        if not multiplies_less(choice.lowered.model.chosen):
+            raise
+        context.notes.append(f"compiled again, with direct kernels: {error}")
+        context = replace(context, options=replace(options, exact_kernels=True))
+        choice = _compiled(context, start, explored)
+        verification = _verified(context, choice.lowered)
     best = choice.lowered
-    verification: Verification | None = None
-    if options.verify:
-        with context.clock.phase("verify"), lowering.running(target, best.path, best.model) as runner:
-            verification = Verifier(context).check_compiled(runner, best.model.sizes)
     compared = best.compared
     reason = "not measured"
     if compared is not None:
@@ -45,6 +52,18 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     return Finished(
         best.found, reason, verification, compared, compiled=best.model, threads=target.machine.cores
     )
+
+
+def _verified(context: Context, lowered: Lowered) -> Verification | None:
+    """Compare a compiled model with the original, if it is asked for. Raises VerificationFailed."""
+    if not context.options.verify:
+        return None
+    assert context.target is not None
+    with (
+        context.clock.phase("verify"),
+        lowering.running(context.target, lowered.path, lowered.model) as runner,
+    ):
+        return Verifier(context).check_compiled(runner, lowered.model.sizes)
 
 
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:

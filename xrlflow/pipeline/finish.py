@@ -7,6 +7,7 @@ from typing import Protocol
 
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.tvm import TvmModel
+from xrlflow.backends.tvm.algorithms import Chosen
 from xrlflow.backends.tvm.hybrid import Hybrid
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
@@ -33,6 +34,13 @@ class Finished:
     threads: int | None = None
     hybrid: Hybrid | None = None
     costs: tuple[float, float] | None = None
+
+    @property
+    def algorithms(self) -> tuple[Chosen, ...]:
+        """The algorithms of convolutions in kernels of our own."""
+        if self.hybrid is not None:
+            return self.hybrid.chosen
+        return self.compiled.chosen if self.compiled is not None else ()
 
 
 class Finisher(Protocol):

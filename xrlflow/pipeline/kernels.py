@@ -19,7 +19,7 @@ import numpy as np
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import Options, measure, with_library
-from xrlflow.backends.tvm.algorithms import Algorithm
+from xrlflow.backends.tvm.algorithms import multiplies_less
 from xrlflow.backends.tvm.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, missing_for_kernels
@@ -120,8 +120,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
             return replace(finished, hybrid=made.hybrid, costs=made.costs, selection=proposal.selection)
         context.notes.append(f"not kept with kernels: {finished.reason}")
         different = finished.verification is not None and not finished.verification.verified
-        direct = all(chosen.algorithm == Algorithm.DIRECT.value for chosen in made.hybrid.chosen)
-        if not different or direct:
+        if not different or not multiplies_less(made.hybrid.chosen):
             break
         context.notes.append("compiled again, with direct kernels")
         context = replace(context, options=replace(context.options, exact_kernels=True))

@@ -152,7 +152,7 @@ def _report(
         notes=_notes(context, finished),
         trials=finished.selection.trials if finished.selection is not None else (),
         kernel_nodes=finished.hybrid.nodes if finished.hybrid is not None else 0,
-        algorithms=finished.hybrid.chosen if finished.hybrid is not None else (),
+        algorithms=finished.algorithms,
     )
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm.algorithms import Algorithm, Chosen
+from xrlflow.backends.tvm.algorithms import Chosen, multiplies_less
 from xrlflow.prover import Certificate
 from xrlflow.report.report import Report
 from xrlflow.text import printable, printable_words
@@ -34,7 +34,6 @@ class _Table(Table):
         super().add_row(*(Text(printable(c)) if isinstance(c, str) else c for c in cells), **options)
 
 
-_DIRECT = Algorithm.DIRECT.value
 _console = _Console(markup=False, emoji=False)
 
 
@@ -68,7 +67,7 @@ def optimization(report: Report, output: str) -> None:
         for rule, count in sorted(report.substitutions.items(), key=lambda item: (-item[1], item[0])):
             table.add_row(rule, str(count))
         _console.print(table)
-    if any(chosen.algorithm != _DIRECT for chosen in report.algorithms):
+    if multiplies_less(report.algorithms):
         _console.print(_algorithms(report.algorithms))
     summary = _grid("", "", title="\nResult")
     summary.show_header = False

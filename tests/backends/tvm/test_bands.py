@@ -149,7 +149,7 @@ LEFT = {
         " e = Conv<group=32, pads=[1,1,1,1]>(x, w) f = Relu(e) y = Conv(f, w1) }"
     ),
     "doubles": block().replace("float", "double"),
-    "long sums": block("1,520,20,20", 32, "1,8,20,20"),
+    "long sums": block("1,264,20,20", 32, "1,8,20,20"),
     "a large window": block("1,8,31,31", 24, "1,8,31,31", depthwise="pads=[4,4,4,4]", window="9,9"),
 }
 

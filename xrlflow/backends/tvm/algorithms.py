@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -84,6 +84,11 @@ class Chosen:
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.algorithm}, {self.error:.1f} times the direct error, {self.share:.0%} of all"
+
+
+def multiplies_less(chosen: Iterable[Chosen]) -> bool:
+    """Whether a layer has another algorithm than the direct one."""
+    return any(each.algorithm != Algorithm.DIRECT.value for each in chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from xrlflow import files
 from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
-from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.target import Machine, compiler, lacking, linker
@@ -58,13 +59,22 @@ class Interface:
 
 
 class TvmModel:
-    """A model that was compiled for fixed sizes, loaded in this process. See `CompiledModel`."""
+    """A model that was compiled for fixed sizes, loaded in this process. See `CompiledModel`.
 
-    def __init__(self, executable: Any, interface: Interface, threads: int) -> None:
+    Calls from several threads run one after the other. `chosen`: the algorithms of convolutions, if it was compiled in
+    this process.
+    """
+
+    def __init__(
+        self, executable: Any, interface: Interface, threads: int, chosen: tuple[Chosen, ...] = ()
+    ) -> None:
         self._executable: Any = executable
         self._machine: Any = None
         self.interface = interface
         self.threads = threads
+        self.chosen = chosen
+        # TVM's virtual machine has one stack of calls: two at once would use each other's registers.
+        self._lock = threading.Lock()
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -125,9 +135,10 @@ class TvmModel:
         return self._machine
 
     def _call(self, arguments: Sequence[Any]) -> list[Any]:
-        machine = self._started()
-        _use_threads(self.threads)
-        result = machine["main"](*arguments)
+        with self._lock:
+            machine = self._started()
+            _use_threads(self.threads)
+            result = machine["main"](*arguments)
         values = [result] if hasattr(result, "numpy") else list(result)
         return self.interface.results([value.numpy() for value in values])
 
@@ -353,9 +364,11 @@ def compiled(
     Raises BackendError for models that cannot be lowered (see `lower.import_model`).
     """
     from xrlflow.backends.tvm import lower
+    from xrlflow.backends.tvm.winograd_fusion import chosen_in
 
     module = lower.import_model(model, shapes)
     interface = interface_of(module, model, machine)
-    scheduled = lower.schedule_all(lower.fuse(module, machine, algorithms=algorithms), machine, tuned)
-    executable = lower.compile_module(scheduled, machine)
-    return TvmModel(executable, interface, threads or machine.cores)
+    fused = lower.fuse(module, machine, algorithms=algorithms)
+    chosen = chosen_in(fused)
+    executable = lower.compile_module(lower.schedule_all(fused, machine, tuned), machine)
+    return TvmModel(executable, interface, threads or machine.cores, chosen)
