@@ -414,8 +414,8 @@ class TunedModel:
     """A model with tuned kernels: the results of tuning, and the fastest compiled model.
 
     The candidates are the original graph untuned and tuned, and the graph of the search, tuned. `written`: which of
-    them it is. `layers`: the algorithms of its graph's convolutions. `compared`: the best tuned one against the untuned
-    one, on a remote device.
+    them it is. `layers`: what tuning found for the convolutions of its graph. `compared`: the best tuned one against
+    the untuned one, on a remote device.
     """
 
     tuning: TuningResult

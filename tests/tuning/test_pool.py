@@ -94,7 +94,7 @@ def test_caches_are_filled_before_each_sample(tmp_path: Path, monkeypatch: pytes
     filled = []
     evict = tvm_ffi.get_global_func(worker._evicting())
     tvm_ffi.register_global_func("xrlflow.counted", lambda *given: filled.append(evict(*given)))
-    monkeypatch.setattr(worker, "_evicting", lambda: "xrlflow.counted")
+    monkeypatch.setattr(worker, "_evicting", lambda others: "xrlflow.counted")
     found = run(Run(path, built.arguments, Timing(samples=4, flush=True, limit_ms=1e6))).seconds
     assert 1 <= len(found) <= 8
     assert all(second > 0 for second in found)
@@ -112,10 +112,12 @@ def test_what_fills_caches_is_larger_than_they_are(monkeypatch: pytest.MonkeyPat
     worker._evicting.cache_clear()
     try:
         tvm_ffi.get_global_func(worker._evicting())()
+        tvm_ffi.get_global_func(worker._evicting(1 << 26))()
     finally:
         worker._evicting.cache_clear()
     threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
-    assert made == [threads * 2 * (3 << 18)] * 2
+    assert made[:2] == [threads * 2 * (3 << 18)] * 2
+    assert made[2:] == [(1 << 26) // threads // 4 * 4 * threads] * 2, "the weights of a large model"
 
 
 def test_slow_kernels_are_timed_once(tmp_path: Path) -> None:
