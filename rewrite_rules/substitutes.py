@@ -51,6 +51,9 @@ class ReplaceSoftmaxByExp(_Substitute):
     proof = "numeric"
     relies_on = "log(exp(a) / b) = a - log(b)"
     nonempty = True
+    may_add_nonfinite = (
+        True  # in double precision ONNX Runtime's LogSoftmax has numbers beside what is infinite
+    )
     dtypes = WIDE
     examples = graphs(
         "(float[N,3,4] x) => (float[N,3,4] y) { y = Softmax<axis=1>(x) }",
@@ -101,6 +104,7 @@ class ReplaceReduceByMatMul(_SubstituteReduce):
     Products add in partial sums: their error is half that of ONNX Runtime's ReduceSum, which adds in order.
     """
 
+    nonempty = True
     examples = graphs(
         "(float[N,3,4] x) => (float[N,1,4] y) { y = ReduceSum(x, [1]) }",
         "(float[2,3,4,5] x) => (float[2,4,5] y) { y = ReduceMean<keepdims=0>(x, [-3]) }",
@@ -152,6 +156,7 @@ class ReplaceReduceBySplit(_SubstituteReduce):
 
     proof = "numeric"
     relies_on = "the greatest and the least of several are those of all elements"
+    may_add_nonfinite = True  # ONNX Runtime's reductions pass over NaN that is not the first
     most = 32
     examples = graphs(
         "(float[N,3,4] x) => (float[N,1,4] y) { y = ReduceMax(x, [1]) }",
@@ -420,6 +425,7 @@ class ReplaceResizeByMatMul(_SubstituteResize):
 
     proof = "numeric"
     relies_on = "interpolation is linear in the pixels, one axis after the other"
+    nonempty = True
     may_add_nonfinite = True  # what is infinite is multiplied by weights of 0
     examples = graphs(
         '(float[2,1,2,3] x) => (float[2,1,4,6] y) { y = Resize<mode="linear">(x, , [1.0, 1, 2, 2]) }',

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import onnx
 import pytest
 
 from rewrite_rules.substitutes import (
@@ -227,3 +228,32 @@ def test_convolutions_refuse() -> None:
     refuses(rule, of("Conv(x, w)", "2,8,5,5", w=normal(3, 8, 3, 3)), "many output channels")
     refuses(rule, of("Conv(x, w)", "2,8,5,5", w=normal(1, 8, 1, 1)), "one tap")
     refuses(rule, of("Conv<group=2>(x, w)", "2,16,5,5", w=normal(2, 8, 3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        (ReplaceResizeByMatMul(), 'Resize<mode="linear">(s, , k)'),
+        (ReplaceReduceByMatMul(), "ReduceSum(s, a)"),
+    ],
+)
+def test_products_with_what_may_be_empty(rule: AnyRule, call: str) -> None:
+    """ONNX Runtime's MatMul refuses matrices before an empty batch of them."""
+    given = {"k": np.array([1, 1, 2, 1], np.float32), "a": I1 + 1, "zero": I1 - 1, "end": -I1}
+
+    def graph(first: str) -> onnx.ModelProto:
+        return model(f"agraph (float[N,2,3,4] x) => (float[] y) {{ s = {first}\n y = {call} }}", **given)
+
+    applies(rule, graph("Relu(x)"))
+    refuses(rule, graph("Slice(x, zero, end, zero)"), "may be 0")
+
+
+@pytest.mark.parametrize("op", ["ReduceMax", "ReduceMin"])
+def test_what_is_no_number_may_spread(op: str) -> None:
+    """ONNX Runtime's reductions along other axes than the last pass over NaN."""
+    x = np.array([[[1, 2], [np.nan, 3], [4, np.nan]]], np.float32)
+    before = of(f"{op}(x, a)", "1,3,2", a=I1)
+    after, _ = rewritten(ReplaceReduceBySplit(), before)
+    (a,), (b,) = run(before, {"x": x}), run(after, {"x": x})
+    assert ReplaceReduceBySplit.may_add_nonfinite or np.array_equal(a, b, equal_nan=True)
+    assert np.isnan(b).all()

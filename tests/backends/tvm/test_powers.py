@@ -94,3 +94,32 @@ def test_constant_exponents(kind: str) -> None:
     for exponent, a, b in zip(exponents, found, expected, strict=True):
         agree(a, exact(x, np.float32(exponent)), rtol=2.5e-7)
         agree(b, a, rtol=2.5e-7)
+
+
+@pytest.mark.parametrize("power", ["Pow(x, c)", "Pow(c, x)", "Pow(x, x)"])
+def test_within_other_functions(power: str) -> None:
+    """One kernel of a power and of functions that are computed with bindings, too."""
+    follow = ["Exp(p)", "Erf(p)", "Sigmoid(p)", "Pow(p, c)", "Add(p, p)"]
+    outputs = ", ".join(f"float[3,9] y{n}" for n in range(len(follow)))
+    nodes = "\n ".join(
+        f"p{n} = {power}\n y{n} = {f.replace('(p', f'(p{n}').replace(', p', f', p{n}')}"
+        for n, f in enumerate(follow)
+    )
+    model = network(f"(float[3,9] x) => ({outputs}) <float c = {{1.7}}> {{ {nodes} }}")
+    x = np.linspace(0, 3, 27, dtype=np.float32).reshape(3, 9)
+    with open_model(model.SerializeToString()) as runtime, compiled(model, detect()) as ours:
+        for a, b in zip(runtime.run({"x": x}), ours.run({"x": x}), strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-6)
+
+
+@pytest.mark.parametrize("base", [0.0, -0.0, 1.0, -1.0, 3.3, -2.0, math.inf, -math.inf, math.nan])
+def test_constant_base(base: float) -> None:
+    package = tvm()
+    from tvm import te, tirx
+
+    y = te.placeholder(SPECIAL.shape, "float32", name="y")
+    c = te.compute(y.shape, lambda i: tirx.power(tirx.const(base, "float32"), y[i]), name="c")
+    library = package.compile(te.create_prim_func([y, c]), target=detect().target())
+    result = package.runtime.tensor(np.empty_like(SPECIAL))
+    library(package.runtime.tensor(SPECIAL), result)
+    agree(result.numpy(), exact(np.full_like(SPECIAL, base), SPECIAL))

@@ -112,6 +112,19 @@ def test_greatest_of_infinities_and_zeros() -> None:
         np.testing.assert_array_equal(values[0], x[0, places[0]])
 
 
+def test_no_number_is_the_greatest_whatever_its_sign() -> None:
+    model = network(
+        "(float[9] x) => (int64[4] i, int64[9] j) <int64[1] k = {4}, int64[1] n = {9}> {"
+        " y, i = TopK(x, k)\n z, j = TopK<largest=0>(x, n) }"
+    )
+    x = np.array([1, -np.inf, 0, np.inf, 0, 2, 0, -1, -0.0], np.float32)
+    x[[2, 4, 6]] = np.array([0xFFC00000, 0x7FC00000, 0xFFFFFFFF], np.uint32).view(np.float32)
+    with compiled(model, detect()) as ours:
+        best, ascending = ours.run({"x": x})
+    assert best.tolist() == [2, 4, 6, 3]
+    assert ascending.tolist() == [1, 7, 8, 0, 5, 3, 2, 4, 6]
+
+
 def test_in_a_library_of_kernels(tmp_path: Path) -> None:
     """Neither calls a function of TVM's runtime."""
     model = network(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xrlflow.backends.tvm.powers import multiplied
+from xrlflow.backends.tvm.building import OPAQUE
+from xrlflow.backends.tvm.powers import is_short, multiplied
 from xrlflow.backends.tvm.reading import constant, sizes
 
 if TYPE_CHECKING:
@@ -12,17 +13,22 @@ if TYPE_CHECKING:
 
 
 def legal_power(builder: Any, call: Any) -> Any | None:
-    """A power whose exponent is one constant; None for others."""
-    from tvm import te, tirx
-    from tvm.ir import GenericConst
+    """A power in half or single precision; None for others.
+
+    Those that are no products are kernels of their own. They have many bindings, each of which TVM substitutes where
+    another function is computed of the result: compilation would take minutes, or fail.
+    """
+    from tvm import te, tirx, topi
 
     x, y = call.args
     kind = str(call.ty.dtype)
-    if not isinstance(y, GenericConst) or kind not in ("float16", "float32") or sizes(x) != sizes(call):
+    if kind not in ("float16", "float32") or str(x.ty.dtype) != kind or str(y.ty.dtype) != kind:
         return None
-    if str(y.ty.dtype) != kind or y.value.numpy().size != 1:
-        return None
-    exponent = float(y.value.numpy().item())
+    exponent = _one_number(y)
+    if exponent is None or sizes(x) != sizes(call):
+        return builder.call_te(
+            topi.power, x, y, primfunc_name_hint="power", primfunc_attrs={"op_pattern": OPAQUE}
+        )
 
     def raised(x: Any) -> Any:
         if exponent in (1.0, 2.0, 3.0):  # TVM warns of the power of 3
@@ -32,7 +38,17 @@ def legal_power(builder: Any, call: Any) -> Any | None:
     def power(x: Any) -> Any:
         return te.compute(x.shape, lambda *i: raised(x[i]), name="power")
 
-    return builder.call_te(power, x, primfunc_name_hint="power")
+    attrs = {} if is_short(exponent) else {"op_pattern": OPAQUE}
+    return builder.call_te(power, x, primfunc_name_hint="power", primfunc_attrs=attrs)
+
+
+def _one_number(y: Any) -> float | None:
+    """The value of a constant of one element."""
+    from tvm.ir import GenericConst
+
+    if not isinstance(y, GenericConst) or y.value.numpy().size != 1:
+        return None
+    return float(y.value.numpy().item())
 
 
 def with_exponent(node: Imported) -> None:

@@ -119,9 +119,14 @@ def _each(name: str, x: Any) -> Any:
 
 
 def bound(value: Any, body: Callable[[Any], Any]) -> Any:
-    """`body` of a variable that holds `value`, so that it is computed once."""
+    """`body` of a variable that holds `value`, so that it is computed once; of a constant itself.
+
+    TVM's simplification puts constants in the place of their variables, and fails where it sees such a one twice.
+    """
     from tvm import tirx
 
+    if isinstance(value.value if isinstance(value, tirx.Broadcast) else value, tirx.FloatImm | tirx.IntImm):
+        return body(value)
     variable = tirx.Var("t", value.ty)
     return tirx.Let(variable, value, body(variable))
 

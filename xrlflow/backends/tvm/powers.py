@@ -67,20 +67,30 @@ def _lowered(call: Any) -> Any:
 def _single(x: Any, y: Any) -> Any:
     """x^y in single precision."""
     exponent = _number(y)
-    if exponent is not None and exponent.is_integer() and abs(exponent) <= _LARGEST_PRODUCT:
-        return bound(x, lambda x: _product(x, int(exponent)))
     if exponent == 0.5:
         return bound(x, _root)
+    if exponent is not None and is_short(exponent):
+        return bound(x, lambda x: _product(x, int(exponent)))
     return bound(x, lambda x: bound(y, lambda y: _power(x, y)))
 
 
-def _number(y: Any) -> float | None:
+def is_short(exponent: float) -> bool:
+    """Whether a power is a product or a root."""
+    return exponent == 0.5 or (exponent.is_integer() and abs(exponent) <= _LARGEST_PRODUCT)
+
+
+def _constant(y: Any) -> float | None:
     """The value of a constant, also of a vector of one number."""
     from tvm import tirx
 
     if isinstance(y, tirx.Broadcast):
         y = y.value
-    value = float(y.value) if isinstance(y, tirx.FloatImm) else None
+    return float(y.value) if isinstance(y, tirx.FloatImm) else None
+
+
+def _number(y: Any) -> float | None:
+    """The value of a finite constant."""
+    value = _constant(y)
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -155,6 +165,12 @@ def _power(x: Any, y: Any) -> Any:
     def of(size: Any) -> Any:
         return _log2(size, lambda logarithm: bound(y.astype(double), lambda y: scaled(logarithm, y)))
 
+    base = _constant(x)
+    if base is not None:
+        logarithm = math.log2(abs(base)) if base else -math.inf
+        return bound(
+            const(logarithm), lambda logarithm: bound(y.astype(double), lambda y: scaled(logarithm, y))
+        )
     return bound(tirx.abs(x).astype(double), of)
 
 
@@ -191,11 +207,13 @@ def _exp2(x: Any, then: Callable[[Any], Any]) -> Any:
     """`then` of 2^x, of a double within `_EXPONENT_LIMIT`."""
     from tvm import tirx
 
-    rounding = tirx.const(_ROUNDING, x.ty.dtype)
+    rounding, whole = tirx.const(_ROUNDING, x.ty.dtype), like(x, "uint64")
 
+    # Bits are bound, because TVM's simplification takes x - ((x + c) - c) for 0.
     def of(rounded: Any) -> Any:
-        bits = tirx.reinterpret(like(x, "uint64"), rounded) + tirx.const(1023, like(x, "uint64"))
-        scale = tirx.reinterpret(x.ty.dtype, bits << tirx.const(52, bits.ty.dtype))
-        return bound(x - (rounded - rounding), lambda r: then(horner(r, _EXP2) * scale))
+        bits = rounded + tirx.const(1023, whole)
+        scale = tirx.reinterpret(x.ty.dtype, bits << tirx.const(52, whole))
+        n = tirx.reinterpret(x.ty.dtype, rounded) - rounding
+        return bound(x - n, lambda r: then(horner(r, _EXP2) * scale))
 
-    return bound(x + rounding, of)
+    return bound(tirx.reinterpret(whole, x + rounding), of)

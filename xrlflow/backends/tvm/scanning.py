@@ -22,6 +22,7 @@ _ABREAST = 8
 # Neighbours in memory whose sums run side by side, and as a vector (LLVM splits it where vectors are shorter).
 _NEIGHBOURS, _VECTOR = 64, 16
 _WHOLE, _PLACE, _LAST = "int64", "int32", 0x7FFFFFFF
+_INFINITY = 0x7F800000  # the bits of a float
 
 
 def running_sums(node: Imported) -> Any | None:
@@ -166,7 +167,8 @@ class _Top:
             return builder.get()
 
     def _key(self, x: Any) -> Any:
-        """A whole number in the order of elements: the bits of a float, of a negative one all but the sign turned."""
+        """A whole number in the order of elements: the bits of a float, of a negative one all but the sign turned, and
+        of what is not a number the greatest of all (x86 sets the sign of the results of invalid operations)."""
         from tvm import tirx
 
         key = x
@@ -174,7 +176,8 @@ class _Top:
             bits = tirx.reinterpret(
                 _PLACE, tirx.Select(x == tirx.const(0.0, self._kind), tirx.const(0.0, self._kind), x)
             )
-            key = bits ^ ((bits >> number(31)) & number(_LAST))
+            ordered = bits ^ ((bits >> number(31)) & number(_LAST))
+            key = tirx.Select((bits & number(_LAST)) > number(_INFINITY), number(_LAST), ordered)
         return key if self._largest else key ^ number(-1)
 
     def _entry(self, key: Any, index: Any) -> Any:
