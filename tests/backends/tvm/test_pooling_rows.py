@@ -43,10 +43,10 @@ def image(*shape: int) -> npt.NDArray[np.float32]:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("size", [(12, 16), (33, 35)])
-def test_agrees_with_onnx_runtime(size: tuple[int, int]) -> None:
-    """Widths that vectors divide, and others; more than one image."""
-    compare((*POOLS, *MORE), detect(), image(2, 3, *size))
+@pytest.mark.parametrize(("size", "first"), [((12, 16), 0), ((33, 35), 1)])
+def test_agrees_with_onnx_runtime(size: tuple[int, int], first: int) -> None:
+    """Widths that vectors divide, and others; more than one image. Half of the pools each."""
+    compare((*POOLS[first::2], *MORE[first::2]), detect(), image(2, 3, *size))
 
 
 def test_one_pixel_wide() -> None:
@@ -72,6 +72,6 @@ def test_infinities_and_nan() -> None:
     spoiled = found.copy()
     spoiled[rng.random(found.shape) < 0.05] = np.nan
     gaps = tuple(pool for pool in (*POOLS, *MORE) if "dilations" in pool)
-    others = tuple(pool for pool in (*POOLS[::2], *MORE[::2]) if pool not in gaps)
+    others = tuple(pool for pool in (*POOLS[:8:2], *MORE[::3]) if pool not in gaps)
     compare(others, detect(), found, spoiled)
     compare(gaps[::2], detect(), found)
