@@ -13,8 +13,10 @@ from typing import Any
 
 from xrlflow.backends.tvm.elementwise import legal_power
 from xrlflow.backends.tvm.pooling import legal_average_pool, legal_max_pool
+from xrlflow.backends.tvm.pooling_rows import legal_average_pool_rows, legal_max_pool_rows
 from xrlflow.backends.tvm.reading import numbers, sizes
 from xrlflow.backends.tvm.resizing import legal_resize
+from xrlflow.backends.tvm.sampling import legal_grid_sample
 from xrlflow.backends.tvm.schedules import partial_lanes
 from xrlflow.backends.tvm.target import Machine
 
@@ -57,10 +59,13 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         axis, reduction = int(call.attrs.axis), str(call.attrs.reduction)
         return builder.call_te(scatter, *call.args, axis, reduction, primfunc_name_hint="scatter")
 
-    def own(name: str, make: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
+    def own(name: str, *makes: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
+        """The first that computes a call; otherwise TVM's."""
+
         def legal(builder: Any, call: Any) -> Any:
-            made = make(builder, call)
-            return _default(name)(builder, call) if made is None else made
+            made = (make(builder, call) for make in makes)
+            found = next((each for each in made if each is not None), None)
+            return _default(name)(builder, call) if found is None else found
 
         return legal
 
@@ -68,8 +73,17 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         "relax.nn.relu": _legal_relu,
         "relax.power": own("power", legal_power),
         "relax.image.resize2d": own("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
-        "relax.nn.max_pool2d": own("nn.max_pool2d", legal_max_pool),
-        "relax.nn.avg_pool2d": own("nn.avg_pool2d", legal_average_pool),
+        "relax.image.grid_sample": own(
+            "image.grid_sample", lambda b, call: legal_grid_sample(b, call, machine)
+        ),
+        "relax.nn.max_pool2d": own(
+            "nn.max_pool2d", legal_max_pool, lambda b, call: legal_max_pool_rows(b, call, machine)
+        ),
+        "relax.nn.avg_pool2d": own(
+            "nn.avg_pool2d",
+            legal_average_pool,
+            lambda b, call: legal_average_pool_rows(b, call, machine),
+        ),
         "relax.scatter_elements": legal_scatter,
         "relax.nn.softmax": legal_softmax,
         "relax.nn.log_softmax": legal_log_softmax,

@@ -17,9 +17,9 @@ WINDOW = "xrlflow.window"
 
 
 @dataclass(frozen=True, slots=True)
-class _Along:
-    """Windows along one dimension: the sizes of the result and of the image, the taps, and where the first window
-    begins, as pixels before the image."""
+class Along:
+    """Windows along one dimension: the sizes of the result and of the image, the taps, where the first window begins,
+    as pixels before the image, and the pixels that are added after it."""
 
     result: int
     image: int
@@ -27,6 +27,7 @@ class _Along:
     stride: int
     dilation: int
     before: int
+    after: int
 
     def place(self, pixel: Any, tap: Any) -> Any:
         """The pixel of the image, or beyond its border, that a tap reads."""
@@ -50,14 +51,17 @@ class _Along:
         place = self.place(pixel, tap)
         return tirx.max(tirx.min(place, self.image - 1), 0) if self.leaves else place
 
-    def counted(self, pixel: Any) -> Any:
-        """The number of taps inside the image."""
+    def counted(self, pixel: Any, whole: bool = False) -> Any:
+        """The number of taps inside the image, or (`whole`) in what is added to it, too. The last window may go on
+        behind that if the number of windows is rounded up."""
         from tvm import tirx
 
-        if not self.leaves:
+        before, after = (self.before, self.after) if whole else (0, 0)
+        size = before + self.image + after
+        if self.before == before and self.place(self.result - 1, self.taps - 1) < self.image + after:
             return self.taps
-        first, step = self.place(pixel, 0), self.dilation
-        last = tirx.min((self.image - 1 - first) // step, self.taps - 1)
+        first, step = self.place(pixel, 0) + before, self.dilation
+        last = tirx.min((size - 1 - first) // step, self.taps - 1)
         return last - tirx.max((step - 1 - first) // step, 0) + 1
 
 
@@ -80,7 +84,7 @@ def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str
 
 def legal_max_pool(builder: Any, call: Any) -> Any | None:
     """The greatest elements of windows; None for what this module does not compute."""
-    along = _windows(call)
+    along = windows_of(call, "NHWC")
     return (
         None
         if along is None
@@ -90,7 +94,7 @@ def legal_max_pool(builder: Any, call: Any) -> Any | None:
 
 def legal_average_pool(builder: Any, call: Any) -> Any | None:
     """The means of windows; None for what this module does not compute."""
-    along, whole = _windows(call), bool(call.attrs.count_include_pad)
+    along, whole = windows_of(call, "NHWC"), bool(call.attrs.count_include_pad)
     return (
         None
         if along is None
@@ -98,23 +102,26 @@ def legal_average_pool(builder: Any, call: Any) -> Any | None:
     )
 
 
-def _windows(call: Any) -> tuple[_Along, _Along] | None:
+def windows_of(call: Any, layout: str) -> tuple[Along, Along] | None:
+    """Along rows and columns of images in this layout; None for others, or if a size is unknown or nothing."""
     image, result, attrs = sizes(call.args[0], "float32"), sizes(call), call.attrs
-    if attrs.layout != "NHWC" or attrs.out_layout != "NHWC" or image is None or result is None:
+    if attrs.layout != layout or attrs.out_layout != layout or image is None or result is None:
         return None
     if 0 in (*image, *result):
         return None
+    first = layout.index("H")
     rows, columns = (
-        _Along(*each)
+        Along(*each)
         for each in zip(
-            result[1:3], image[1:3], numbers(attrs.pool_size), numbers(attrs.strides), numbers(attrs.dilation),
+            result[first:], image[first:], numbers(attrs.pool_size), numbers(attrs.strides), numbers(attrs.dilation),
             numbers(attrs.padding)[:2],
+            numbers(attrs.padding)[2:],
         )
     )  # fmt: skip
     return rows, columns
 
 
-def greatest(x: Any, windows: Sequence[_Along]) -> Any:
+def greatest(x: Any, windows: Sequence[Along]) -> Any:
     """The greatest elements of windows of x [batch, row, column, channel]."""
     from tvm import te
 
@@ -123,7 +130,7 @@ def greatest(x: Any, windows: Sequence[_Along]) -> Any:
     return _reduced(x, windows, "window_max", te.max, te.min_value(x.dtype) if masked else None)
 
 
-def means(x: Any, windows: Sequence[_Along], whole: bool) -> Any:
+def means(x: Any, windows: Sequence[Along], whole: bool) -> Any:
     """The means of windows of x [batch, row, column, channel]. `whole`: taps beyond the border count as zeros."""
     from tvm import te, tirx
 
@@ -132,7 +139,7 @@ def means(x: Any, windows: Sequence[_Along], whole: bool) -> Any:
     rows, columns = windows
 
     def mean(n: Any, y: Any, x: Any, c: Any) -> Any:
-        count = rows.taps * columns.taps if whole else rows.counted(y) * columns.counted(x)
+        count = rows.counted(y, whole) * columns.counted(x, whole)
         kind = sums.dtype
         share = tirx.const(1.0 / count, kind) if isinstance(count, int) else 1.0 / count.astype(kind)
         return sums[n, y, x, c] * share
@@ -140,7 +147,7 @@ def means(x: Any, windows: Sequence[_Along], whole: bool) -> Any:
     return te.compute(sums.shape, mean, name="window_mean")
 
 
-def _reduced(x: Any, windows: Sequence[_Along], name: str, reduce: Any, beyond: Any | None) -> Any:
+def _reduced(x: Any, windows: Sequence[Along], name: str, reduce: Any, beyond: Any | None) -> Any:
     """The reduction of windows. `beyond`: the value of taps beyond the border; None if they take the nearest pixel."""
     from tvm import te, tirx
 

@@ -9,7 +9,7 @@ and what follows is fused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,43 +193,42 @@ def _channels_first(builder: Any, image: Any, rows: Along, columns: Along, machi
     shape = sizes(image)
     assert shape is not None
     tables = [*_tables(rows), *_tables(columns)]
-    function = builder.add_func(kernel(shape[0] * shape[1], rows, columns, machine), "resize2d")
-    out = (*shape[:2], rows.result, columns.result)
-    planes = builder.emit(relax.op.reshape(image, (shape[0] * shape[1], *shape[2:])))
-    resized = relax.call_tir(
-        function, [planes, *tables], relax.TensorType((shape[0] * shape[1], *out[2:]), FLOAT)
-    )
-    return relax.op.reshape(builder.emit(resized), out)
+    function = builder.add_func(kernel((shape[0], shape[1]), rows, columns, machine), "resize2d")
+    out = relax.TensorType((*shape[:2], rows.result, columns.result), FLOAT)
+    return relax.call_tir(function, [image, *tables], out)
 
 
-def kernel(planes: int, rows: Along, columns: Along, machine: Machine) -> Any:
-    """The PrimFunc with parameters image [plane, row, column], the tables of rows and of columns, and result."""
+def kernel(planes: tuple[int, int], rows: Along, columns: Along, machine: Machine) -> Any:
+    """The PrimFunc with parameters image [batch, channel, row, column], the tables of rows and of columns, and result.
+    `planes`: the sizes of the first two."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    most = -(-_PARTS * machine.cores // planes)
+    count = planes[0] * planes[1]
+    most = -(-_PARTS * machine.cores // count)
     turns = rows.result // rows.copies
     parts = next(n for n in range(min(most, turns), 0, -1) if turns % n == 0)
     share = turns // parts
-    work = planes * rows.result * columns.result
+    work = count * rows.result * columns.result
     loop = T.parallel if work * (4 if rows.far else 1) >= _WORTH_A_THREAD else T.serial
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer((planes, rows.image, columns.image), FLOAT))
+            image = T.arg("image", T.buffer((*planes, rows.image, columns.image), FLOAT))
             tables = []
             for name, axis in (("rows", rows), ("columns", columns)):
                 found = [T.arg(name, T.buffer(axis.indices.shape, "int32"))]
                 if axis.far:
                     found.append(T.arg(f"{name}_by", T.buffer(axis.weights.shape, FLOAT)))
                 tables.append(found)
-            out = T.arg("out", T.buffer((planes, rows.result, columns.result), FLOAT))
-            with T.sblock("root"), loop(0, planes * parts) as task, T.sblock("resize"):
+            out = T.arg("out", T.buffer((*planes, rows.result, columns.result), FLOAT))
+            with T.sblock("root"), loop(0, count * parts) as task, T.sblock("resize"):
                 T.reads([])
                 T.writes([])
                 body = _Rows(rows, columns, machine.lanes, image, tables, out)
                 with T.serial(0, share) as turn:
-                    body.write(task // parts, (task % parts * share + turn) * rows.copies)
+                    plane = [task // parts // planes[1], task // parts % planes[1]]
+                    body.write(plane, (task % parts * share + turn) * rows.copies)
         return builder.get()
 
 
@@ -243,20 +242,20 @@ class _Rows:
         self._image, self._tables, self._out = image, tables, out
         self._sums: Any = T.alloc_buffer((columns.image,), FLOAT) if rows.far else None
 
-    def write(self, plane: Any, row: Any) -> None:
+    def write(self, plane: Sequence[Any], row: Any) -> None:
         from tvm.script.ir_builder import tirx as T
 
         (indices, *weights), image = self._tables[0], self._image
         near = T.bind(indices[0, row])
         if self._sums is None:
-            self._row(lambda x: image[plane, near, x], lambda x, value: self._leave(plane, row, x, value))
+            self._row(lambda x: image[(*plane, near, x)], lambda x, value: self._leave(plane, row, x, value))
             return
         far = T.bind(indices[1, row])
         close, distant = T.bind(weights[0][0, row]), T.bind(weights[0][1, row])
 
         def both(first: Any, lanes: int) -> None:
             at = ramp(first, lanes)
-            value = image[plane, near, at] * _wide(close, lanes) + image[plane, far, at] * _wide(
+            value = image[(*plane, near, at)] * _wide(close, lanes) + image[(*plane, far, at)] * _wide(
                 distant, lanes
             )
             T.buffer_store(self._sums, value, [at])
@@ -264,12 +263,12 @@ class _Rows:
         along(self._columns.image, self._lanes, both)
         self._row(lambda x: self._sums[x], lambda x, value: self._leave(plane, row, x, value))
 
-    def _leave(self, plane: Any, row: Any, column: Any, value: Any) -> None:
+    def _leave(self, plane: Sequence[Any], row: Any, column: Any, value: Any) -> None:
         from tvm.script.ir_builder import tirx as T
 
         value = T.bind(value)
         for copy in range(self._rows.copies):
-            T.buffer_store(self._out, value, [plane, row + copy, column])
+            T.buffer_store(self._out, value, [*plane, row + copy, column])
 
     def _row(self, load: Callable[[Any], Any], leave: Callable[[Any, Any], None]) -> None:
         """All results of a row."""
