@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import models
 from models.rule_graphs import rule_graph
-from models.valleys import COMPOSITES, FAMILIES, Valley
+from models.valleys import COMPOSITES, FAMILIES, LEFT_OUT, Valley
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Machine
 from xrlflow.ir import Graph
@@ -110,7 +110,7 @@ def valley_sources() -> Iterator[Source]:
                     "valleys",
                     functools.partial(valley, family.name, depth, width, seed),
                     machine=functools.partial(machine, family.name),
-                    without=frozenset(COMPOSITES),
+                    without=LEFT_OUT,
                 )
 
 

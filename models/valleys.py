@@ -10,9 +10,9 @@ substitutions that increase the cost; `seed` draws the sizes. Some families are 
 others are artificial. One family is held out of all training. Costs come from the roofline on a fixed machine, so they
 are the same everywhere.
 
-The composite rules in `COMPOSITES` cross a valley in one step. No search may use them here. `python -m models.valleys`
-writes the known instances to `valleys.json` (see `chart`). An instance is listed only if, with every rule of the
-library except `COMPOSITES`,
+The composite rules in `COMPOSITES` cross a valley in one step. No search may use them here, nor the substitutes for
+slow operators (`LEFT_OUT`). `python -m models.valleys` writes the known instances to `valleys.json` (see `chart`). An
+instance is listed only if, with every rule of the library except `LEFT_OUT`,
 
 - each candidate of the start increases the cost, so that greedy search stops at once;
 - no state reached without climbing by 2% is better (among the `searched` states, see `Charted`);
@@ -37,18 +37,21 @@ import numpy as np
 import onnx
 
 from models.builder import Net
-from rewrite_rules import LIBRARY
+from rewrite_rules import LIBRARY, substitutes
 from xrlflow.cost import Machine, Roofline
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.onnxio import load
-from xrlflow.rewrite import Library, Match, RewriteState
+from xrlflow.rewrite import Library, Match, RewriteState, declared_in
 from xrlflow.search import Limits, SearchNode, append, extend, taso
 
 # Composite rules and the chains of rules that they replace. Each crosses a valley of this file in one step.
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {r.name: r.composite_of for r in LIBRARY if r.composite_of}
 )
+
+# What no search may use here: composites, and substitutes for slow operators, which are steps down beside a valley.
+LEFT_OUT = frozenset({*COMPOSITES, *(r.name for r in declared_in(substitutes))})
 
 # Vectors of 2,048 bits (64 floats), the widest of Arm's SVE. A group of a convolution that fills fewer lanes reaches
 # less of the peak: 0.58 of the speed with half as many channels, as measured on machines with narrower vectors.
@@ -70,8 +73,8 @@ SLOW = replace(
 
 
 def valley_library() -> Library:
-    """The whole library without `COMPOSITES`, for all searches in valleys."""
-    return Library(r for r in LIBRARY if r.name not in COMPOSITES)
+    """The library without what is `LEFT_OUT`, for all searches in valleys."""
+    return Library(r for r in LIBRARY if r.name not in LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,36 +55,22 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
             primfunc_name_hint="layer_norm",
         )  # fmt: skip
 
-    def legal_scatter(builder: Any, call: Any) -> Any:
-        axis, reduction = int(call.attrs.axis), str(call.attrs.reduction)
-        return builder.call_te(scatter, *call.args, axis, reduction, primfunc_name_hint="scatter")
-
-    def own(name: str, *makes: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
-        """The first that computes a call; otherwise TVM's."""
-
-        def legal(builder: Any, call: Any) -> Any:
-            made = (make(builder, call) for make in makes)
-            found = next((each for each in made if each is not None), None)
-            return _default(name)(builder, call) if found is None else found
-
-        return legal
-
     return {
         "relax.nn.relu": _legal_relu,
-        "relax.power": own("power", legal_power),
-        "relax.image.resize2d": own("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
-        "relax.image.grid_sample": own(
+        "relax.power": _own("power", legal_power),
+        "relax.image.resize2d": _own("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
+        "relax.image.grid_sample": _own(
             "image.grid_sample", lambda b, call: legal_grid_sample(b, call, machine)
         ),
-        "relax.nn.max_pool2d": own(
+        "relax.nn.max_pool2d": _own(
             "nn.max_pool2d", legal_max_pool, lambda b, call: legal_max_pool_rows(b, call, machine)
         ),
-        "relax.nn.avg_pool2d": own(
+        "relax.nn.avg_pool2d": _own(
             "nn.avg_pool2d",
             legal_average_pool,
             lambda b, call: legal_average_pool_rows(b, call, machine),
         ),
-        "relax.scatter_elements": legal_scatter,
+        "relax.scatter_elements": _legal_scatter,
         "relax.nn.softmax": legal_softmax,
         "relax.nn.log_softmax": legal_log_softmax,
         "relax.nn.layer_norm": legal_layer_norm,
@@ -94,6 +80,22 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         "relax.mean": along_rows("mean", mean),
         "relax.variance": along_rows("variance", variance),
     }
+
+
+def _own(name: str, *makes: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
+    """The first that computes a call; otherwise TVM's."""
+
+    def legal(builder: Any, call: Any) -> Any:
+        made = (make(builder, call) for make in makes)
+        found = next((each for each in made if each is not None), None)
+        return _default(name)(builder, call) if found is None else found
+
+    return legal
+
+
+def _legal_scatter(builder: Any, call: Any) -> Any:
+    axis, reduction = int(call.attrs.axis), str(call.attrs.reduction)
+    return builder.call_te(scatter, *call.args, axis, reduction, primfunc_name_hint="scatter")
 
 
 def _legal_relu(builder: Any, call: Any) -> Any:

@@ -303,8 +303,7 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
         def _converted(self, told: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
             inputs = type(inputs)(self.bounds.operands(told, op_name, inputs, attrs))
             own = lowered(op_name, Imported(self.bb, told.title, inputs, attrs))
-            if own is None:
-                own = _of_two(self.bb, op_name, inputs, opset)
+            own = _of_two(self.bb, op_name, inputs, opset) if own is None else own
             if own is not None:
                 return own
             if op_name in ("AveragePool", "MaxPool"):
