@@ -125,7 +125,11 @@ def test_a_session_runs_in_a_forked_process(written: Path) -> None:
 
 def test_operators_that_cannot_be_lowered_stay(tmp_path: Path) -> None:
     """Two regions, with what TVM's runtime would do between them."""
-    proto = network(more="k = ArgMax<axis=1>(d) h = Cast<to=1>(k) e = MatMul(d, w) f = Relu(h) y = Add(e, f)")
+    proto = network(
+        more="g = Add(d, apart) k = ArgMax<axis=1>(g) h = Cast<to=1>(k) e = MatMul(d, w) f = Relu(h) y = Add(e, f)"
+    )
+    apart = 10 * np.arange(48, dtype=np.float32)  # rounding changes no index
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(apart, "apart"))
     result = asked(proto)
     result.save(tmp_path / "fast.onnx")
     written = onnx.load(tmp_path / "fast.onnx")
