@@ -202,8 +202,8 @@ def test_operators_that_cannot_be_lowered() -> None:
     assert not backend.supports("Attention")  # TVM knows com.microsoft's
     assert not backend.supports("Gelu", "com.microsoft")
     assert not backend.supports("Add", dtypes=["string"])
-    with pytest.raises(BackendError, match="TVM cannot lower RNN: use --backend onnxruntime"):
-        backend.compile(recurrent("RNN").SerializeToString())  # as it is in the file
+    with pytest.raises(BackendError, match="TVM cannot lower GRU: use --backend onnxruntime"):
+        backend.compile(recurrent("GRU").SerializeToString())  # as it is in the file
 
 
 def branching(condition: str) -> onnx.ModelProto:
@@ -241,8 +241,8 @@ def test_a_branch_that_sizes_decide_is_taken(negated: bool, tmp_path: Path) -> N
 
 
 def recurrent(op: str, *, lengths: bool = False, steps: int | str = 5) -> onnx.ModelProto:
-    """An LSTM, a GRU or an RNN in two directions, with input sizes 4 and hidden size 3."""
-    gates = {"GRU": 3, "LSTM": 4, "RNN": 1}[op]
+    """An LSTM or a GRU in two directions, with input sizes 4 and hidden size 3."""
+    gates = {"GRU": 3, "LSTM": 4}[op]
     rng = np.random.default_rng(0)
     model = onnx.parser.parse_model(
         f'<ir_version: 9, opset_import: ["": 20]> agraph (float[{steps},2,4] x{", int32[2] n" if lengths else ""})'

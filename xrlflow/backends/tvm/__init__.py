@@ -47,13 +47,11 @@ class Tvm:
         return str(tvm().__version__)
 
     def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
-        """Whether each node of `op` can be lowered, apart from rare ones. Complex numbers, strings and sequences cannot
-        be."""
+        """Whether `op` can be lowered. Complex numbers, strings and sequences cannot be."""
         from xrlflow.backends.tvm.lower import unsupported
-        from xrlflow.backends.tvm.operators import IN_PART
 
         foreign = any(dtype.startswith(("complex", "string", "seq", "optional")) for dtype in dtypes)
-        return not foreign and op not in IN_PART and not unsupported([(domain, op)])
+        return not foreign and not unsupported([(domain, op)])
 
     def compile(self, model: ModelSource, *, threads: int | None = None) -> TvmModel:
         """Lower, schedule and compile a model. Raises BackendError (see `lower.import_model`)."""

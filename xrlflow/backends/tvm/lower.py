@@ -28,7 +28,6 @@ from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import with_pads
 from xrlflow.backends.tvm.products_fusion import fuse_products
 from xrlflow.backends.tvm.reading import constant, operator, sizes
-from xrlflow.backends.tvm.recurrent import use_recurrent
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
@@ -338,7 +337,6 @@ def fuse(
     from tvm import relax
 
     passes = [
-        lambda module: use_recurrent(module, machine),
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         relax.transform.FoldConstant(),

@@ -17,7 +17,6 @@ from xrlflow.backends.tvm.bounds import known_value
 from xrlflow.backends.tvm.einsum import legal_einsum
 from xrlflow.backends.tvm.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.reading import constant, sizes
-from xrlflow.backends.tvm.recurrent import recurrent
 from xrlflow.backends.tvm.scanning import greatest, running_sums
 
 # A size may be so far from a whole number, in pixels: it was multiplied in single precision.
@@ -276,11 +275,8 @@ def _einsum(node: Imported) -> Any | None:
     return legal_einsum(node.builder, text, list(node.inputs))
 
 
-ADDED = frozenset({"Celu", "GRU", "LSTM", "LpNormalization"})
+ADDED = frozenset({"Celu", "LpNormalization"})
 """Operators that TVM's importer lacks."""
-
-IN_PART = frozenset({"GRU", "LSTM"})
-"""Those of them for which many nodes are refused: rules write them out where all of a model is lowered."""
 
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
@@ -289,9 +285,7 @@ _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "CumSum": running_sums,
     "Dropout": _dropout,
     "Einsum": _einsum,
-    "GRU": lambda node: recurrent("GRU", node),
     "IsInf": _is_infinite,
-    "LSTM": lambda node: recurrent("LSTM", node),
     "LayerNormalization": _layer_norm,
     "LpNormalization": normalized,
     "Pow": with_exponent,
