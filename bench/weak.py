@@ -158,6 +158,13 @@ PAIRS = {
     " { y = MatMul(x, z) }",
     "Einsum bhid,bhjd->bhij": "(float[1,12,128,64] x, float[1,12,128,64] z) => (float[1,12,128,128] y)"
     ' { y = Einsum<equation="bhid,bhjd->bhij">(x, z) }',
+    **{
+        f"{op} 256, {steps} steps": _one(
+            f"{steps},1,256", f"{op}<hidden_size=256>(x, w, s, b)", f"{steps},1,1,256",
+            f", float[1,{gates * 256},256] w, float[1,{gates * 256},256] s, float[1,{gates * 512}] b",
+        )
+        for op, gates, steps in (("LSTM", 4, 64), ("GRU", 3, 64))
+    },
     "Gemm 64x1024x1024": _one("64,1024", "Gemm(x, w, b)", None, ", float[1024,1024] w, float[1024] b"),
 }  # fmt: skip
 
