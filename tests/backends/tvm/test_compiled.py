@@ -700,3 +700,25 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(library: Pat
         [sys.executable, "-c", FORKED, str(library)], capture_output=True, text=True, check=True
     )
     assert "which was forked from one where it ran: start a new one instead" in done.stdout
+
+
+def test_a_saved_model_may_have_results_of_no_elements(tmp_path: Path) -> None:
+    """TVM writes constants of no elements, but cannot read them."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[2,3] x) => (float[2,0] v, int64[2,0] i, float[2,3] y)'
+        " <int64[1] k = {0}> { v, i = TopK(x, k)\n y = Relu(x) }"
+    )
+    library = tmp_path / "model.so"
+    x = np.float32([[1, -2, 3], [-4, 5, -6]])
+    with Tvm().compile(model.SerializeToString()) as compiled:
+        compiled.save(library)
+    with load_compiled(library) as loaded:
+        for _ in range(2):
+            values, places, y = loaded.run({"x": x})
+            assert (values.shape, values.dtype, places.shape, places.dtype) == (
+                (2, 0),
+                "float32",
+                (2, 0),
+                "int64",
+            )
+            np.testing.assert_array_equal(y, np.maximum(x, 0))

@@ -139,6 +139,23 @@ def test_a_transposed_convolution_to_a_shape(shape: tuple[int, int], pad: str) -
         ("y = Resize<antialias=1>(a,, double)", "with antialias"),
         ('y = Resize<keep_aspect_ratio_policy="not_larger">(a,,, size)', "that keeps the ratio of sides"),
         ("y = Resize(a,, batch)", "of images or channels"),
+        (
+            'y = Resize<coordinate_transformation_mode="half_pixel_symmetric">(a,, double)',
+            "with half_pixel_symmetric",
+        ),
+        (
+            'y = Resize<coordinate_transformation_mode="tf_crop_and_resize">(a, box,, line)',
+            "of corners to one pixel",
+        ),
+        ('y = Resize<coordinate_transformation_mode="align_corners">(a,,, line)', "of corners to one pixel"),
+        (
+            'y = Resize<coordinate_transformation_mode="tf_half_pixel_for_nn", mode="linear">(a,,, high)',
+            "that moves pixels along an axis that keeps its size",
+        ),
+        (
+            'y = Resize<coordinate_transformation_mode="tf_crop_and_resize">(a, box,, high)',
+            "that moves pixels along an axis that keeps its size",
+        ),
         ('y = Resize<axes=[2,3], coordinate_transformation_mode="half_pixel">(a,, two)', ""),
         ("y = Resize<axes=[-1,2]>(a,,, sides)", ""),
         ('y = Resize<mode="linear">(a,, double)', ""),
@@ -149,7 +166,8 @@ def test_a_transposed_convolution_to_a_shape(shape: tuple[int, int], pad: str) -
 def test_an_image_is_resized_as_it_says_or_refused(node: str, reason: str) -> None:
     weights = (
         ", float[4] half = {1, 1, 0.5, 0.5}, float[4] double = {1, 1, 2, 2}, float[4] batch = {2, 1, 2, 2},"
-        " float[2] two = {2, 2}, float[0] empty = {}, int64[4] size = {2, 8, 12, 10}, int64[2] sides = {10, 12}"
+        " float[2] two = {2, 2}, float[0] empty = {}, int64[4] size = {2, 8, 12, 10}, int64[2] sides = {10, 12},"
+        " int64[4] line = {2, 8, 1, 10}, int64[4] high = {2, 8, 12, 5}, float[8] box = {0, 0, 0.1, 0.1, 1, 1, 0.8, 0.8}"
     )
     text = after_a_convolution(node, weights)
     if not reason:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.backends.tvm.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.lower import fuse, import_model
@@ -99,3 +100,35 @@ def test_pools_between_convolutions_keep_channels_last(pool: str) -> None:
     )
     kernels = [variable.name_hint for variable in fuse(import_model(network(text)), detect()).functions]
     assert sum("transpose" in name for name in kernels) == 2  # of the input and of the output
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ("MaxPool<kernel_shape=[3,3]>", "larger than the image"),
+        (
+            "MaxPool<kernel_shape=[1,3], dilations=[1,4], pads=[0,2,0,2], ceil_mode=1>",
+            "larger than the image",
+        ),
+        ('AveragePool<kernel_shape=[1,1,3], auto_pad="VALID">', "larger than the image"),
+        ('MaxPool<kernel_shape=[2,1], dilations=[2,1], auto_pad="SAME_UPPER">', "dilations"),
+        ('AveragePool<kernel_shape=[1,1], strides=[3,1], auto_pad="SAME_UPPER">', "leave pixels out"),
+        ('LpPool<kernel_shape=[1,1], strides=[4,1], auto_pad="SAME_LOWER">', "leave pixels out"),
+    ],
+)
+def test_pools_that_onnx_runtime_takes_for_other_windows(node: str, reason: str) -> None:
+    """ONNX Runtime counts windows of such pools in its own way, or begins them behind the first pixels."""
+    rank = node.count(",", 0, node.index("]")) + 1
+    size = ",".join(["1", "3", *["12"] * (rank - 1), "2"])
+    model = network(f"(float[{size}] x) => (float[{','.join('abcdefg'[: rank + 2])}] y) {{ y = {node}(x) }}")
+    with pytest.raises(BackendError, match=reason):
+        import_model(model)
+
+
+def test_windows_beside_each_other_may_leave_the_last_pixels_out() -> None:
+    text = (
+        "(float[1,16,12,9] x) => (float[1,16,6,3] y, float[1,16,4,9] z) {"
+        ' y = MaxPool<kernel_shape=[1,3], strides=[2,3], auto_pad="SAME_UPPER">(x)\n'
+        ' z = MaxPool<kernel_shape=[1,1], strides=[3,1], auto_pad="SAME_LOWER">(x) }'
+    )
+    compare(text, detect())

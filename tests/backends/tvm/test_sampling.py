@@ -8,8 +8,10 @@ import pytest
 
 from tests.backends.tvm.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.compiled import compiled
+from xrlflow.backends.tvm.lower import import_model
 
 MODES = [
     f'mode="{mode}", padding_mode="{padding}", align_corners={corners}'
@@ -70,3 +72,40 @@ def test_fewer_places_than_channels() -> None:
 @pytest.mark.parametrize("cpu", ["haswell", "nehalem"])
 def test_narrower_machines(cpu: str) -> None:
     compare((1, 9, 5, 7), (9, 11), MODES[4:5], detect(cpu=cpu))
+
+
+@pytest.mark.parametrize("mode", [*MODES[1::2], 'mode="cubic", padding_mode="border"', 'mode="cubic"'])
+def test_places_that_cannot_be_counted(mode: str) -> None:
+    """They are that of -1, as in ONNX Runtime, and those that only TVM cannot count are beyond the border."""
+    model = network(
+        f"(float[1,5,4,4] x, float[1,2,9,2] g) => (float[1,5,2,9] y) {{ y = GridSample<{mode}>(x, g) }}"
+    )
+    x = np.random.default_rng(1).standard_normal((1, 5, 4, 4)).astype(np.float32)
+    g = grid(1, 2, 9, (4, 4))
+    g[0, 0, :5] = [[np.nan, 0], [np.inf, -np.inf], [3e38, -3e38], [0.3, 1e20], [np.nan, np.nan]]
+    if "reflection" not in mode:  # what is reflected so often is rounded
+        g[0, 1, :3] = [[3e9, 0.1], [0.2, -3e9], [3e9, 3e9]]
+    with open_model(model.SerializeToString(), threads=1) as runtime, compiled(model, detect()) as ours:
+        a, b = runtime.run({"x": x, "g": g})[0], ours.run({"x": x, "g": g})[0]
+    np.testing.assert_allclose(b, a, rtol=2e-5, atol=4e-6)
+
+
+def test_volumes_have_no_places_that_are_no_numbers() -> None:
+    model = network(
+        "(float[1,2,3,4,5] x, float[1,1,1,4,3] g) => (float[1,2,1,1,4] y)"
+        ' { y = GridSample<mode="linear", padding_mode="border">(x, g) }'
+    )
+    x = np.random.default_rng(1).standard_normal((1, 2, 3, 4, 5)).astype(np.float32)
+    g = np.array([[np.nan, 0, 0], [1e20, 0.1, -0.4], [0.1, np.inf, 0.3], [0.2, 0.4, -np.inf]], np.float32)
+    feeds = {"x": x, "g": g.reshape(1, 1, 1, 4, 3)}
+    with open_model(model.SerializeToString(), threads=1) as runtime, compiled(model, detect()) as ours:
+        np.testing.assert_allclose(ours.run(feeds)[0], runtime.run(feeds)[0], rtol=2e-5, atol=4e-6)
+
+
+def test_one_mirrored_row_is_refused_by_name() -> None:
+    model = network(
+        "(float[1,3,1,2] x, float[1,9,8,2] g) => (float[1,3,9,8] y)"
+        ' { y = GridSample<padding_mode="reflection", align_corners=1>(x, g) }'
+    )
+    with pytest.raises(BackendError, match="one row or column"):
+        import_model(model)

@@ -10,9 +10,11 @@ import pytest
 
 from tests.backends.tvm.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.hybrid import hybrid
+from xrlflow.backends.tvm.lower import import_model
 
 KINDS = {"float": np.float32, "double": np.float64, "int32": np.int32, "int64": np.int64}
 # Rows alone, rows of images, and neighbours: fewer and more than vectors, with a rest.
@@ -146,3 +148,9 @@ def test_elements_of_64_bits_are_left_to_onnx_runtime() -> None:
         " a = Exp(x)\n b = Add(a, x)\n c = Mul(a, b)\n y = Tanh(c)\n v, i = TopK(z, k) }"
     )
     assert hybrid(model, {}, detect()).nodes == 4
+
+
+def test_other_elements_are_refused_by_name() -> None:
+    model = network("(int64[9] z) => (int64[2] v, int64[2] i) <int64[1] k = {2}> { v, i = TopK(z, k) }")
+    with pytest.raises(BackendError, match=r"TopK .* \(of int64\)"):
+        import_model(model)

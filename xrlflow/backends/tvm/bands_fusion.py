@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from xrlflow.backends.tvm.bands import (
@@ -17,8 +18,8 @@ from xrlflow.backends.tvm.bands import (
 from xrlflow.backends.tvm.bands_plan import gains, plan
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.following import Followed, Function
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, with_main
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes
+from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
 
 
@@ -100,30 +101,17 @@ def _matrix(weights: Any) -> Any:
 
 def fuse_bands(module: Any, machine: Machine) -> Any:
     """The module with one kernel for each depthwise convolution in "main" and those neighbours with which it gains."""
-    tvm()
-    from tvm import relax
+    found = {
+        match.last.followed.last: _replacement(match, machine)
+        for match in _matches(Function(module["main"]), machine)
+    }
+    return with_kernels(module, found, "bands")
 
-    found = {match.last.followed.last: match for match in _matches(Function(module["main"]), machine)}
-    if not found:
-        return module
-    functions: dict[Form, Any] = {}
 
-    @relax.expr_functor.mutator
-    class Fuser(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_var_binding_(self, binding: Any) -> None:
-            if binding.var not in found:
-                super().visit_var_binding_(binding)
-                return
-            match = found[binding.var]
-            form = match.form()
-            how = plan(form, machine)
-            if form not in functions:
-                functions[form] = self.builder_.add_func(kernel(form, how), "bands")
-            read = [self.visit_expr(operand) for operand in match.operands(form, how)]
-            call = relax.call_tir(functions[form], read, relax.TensorType(form.out, FLOAT))
-            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
-
-    return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
+def _replacement(match: _Match, machine: Machine) -> Replacement:
+    form = match.form()
+    how = plan(form, machine)
+    return Replacement(form, partial(kernel, form, how), partial(match.operands, form, how), form.out)
 
 
 def _matches(function: Function, machine: Machine) -> list[_Match]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from xrlflow.backends.tvm.batches import Form, kernel, plan
 from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.following import Followed, Function
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.following import Function
 from xrlflow.backends.tvm.layouts import ELEMENTWISE
-from xrlflow.backends.tvm.reading import operator, sizes, with_main
+from xrlflow.backends.tvm.reading import operator, sizes
+from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
 
 # The second matrix leaves room for rows of the first one in a first-level cache of 32 KB.
@@ -22,43 +23,14 @@ _TERMS = 128
 _PRODUCTS, _ROWS = 4, 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    form: Form
-    call: Any
-    followed: Followed
-
-
 def fuse_batches(module: Any, machine: Machine) -> Any:
     """The module with a kernel for each batch of small products in "main"."""
-    tvm()
-    from tvm import relax
-
-    found = {match.followed.last: match for match in _matches(Function(module["main"]), machine)}
-    if not found:
-        return module
-    functions: dict[Form, Any] = {}
-
-    @relax.expr_functor.mutator
-    class Fuser(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_var_binding_(self, binding: Any) -> None:
-            if binding.var not in found:
-                super().visit_var_binding_(binding)
-                return
-            match = found[binding.var]
-            form = match.form
-            if form not in functions:
-                functions[form] = self.builder_.add_func(kernel(form, plan(form, machine)), "batches")
-            read = [self.visit_expr(x) for x in (*match.call.args, *match.followed.extras)]
-            call = relax.call_tir(functions[form], read, relax.TensorType(form.out, FLOAT))
-            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
-
-    return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
+    return with_kernels(module, _found(Function(module["main"]), machine), "batches")
 
 
-def _matches(function: Function, machine: Machine) -> list[_Match]:
+def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
     """Batches of small products. Those before operators that only TVM can fuse with them are left to it."""
-    found = []
+    found: dict[Any, Replacement] = {}
     taken: set[Any] = set()
     for variable, call in function.values.items():
         if operator(call) != "relax.matmul" or (form := _form(call, machine)) is None:
@@ -68,8 +40,10 @@ def _matches(function: Function, machine: Machine) -> list[_Match]:
         if reader is not None and operator(function.values[reader]) in ELEMENTWISE:
             continue
         taken |= followed.inside
-        whole = Form(form.batch, form.rows, form.depth, form.columns, followed.steps)
-        found.append(_Match(whole, call, followed))
+        form = replace(form, steps=followed.steps)
+        read = [*call.args, *followed.extras]
+        make = partial(kernel, form, plan(form, machine))
+        found[followed.last] = Replacement(form, make, partial(list, read), form.out)
     return found
 
 

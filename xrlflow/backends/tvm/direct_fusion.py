@@ -3,14 +3,16 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.direct import Form, gains, kernel, packed, plan
 from xrlflow.backends.tvm.following import Function
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, with_main
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes
+from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
 
 _LAYOUTS = {
@@ -20,48 +22,14 @@ _LAYOUTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A convolution and the steps after it, up to the variable `last`. `extras`: the expressions of its `Extra`s."""
-
-    form: Form
-    image: Any
-    weights: Any
-    extras: tuple[Any, ...]
-    last: Any
-
-
 def use_direct(module: Any, machine: Machine) -> Any:
     """The module with a kernel for each convolution in "main" that gains by it."""
-    tvm()
-    from tvm import relax
-
-    found = _matches(Function(module["main"]), machine)
-    if not found:
-        return module
-    functions: dict[Form, Any] = {}
-
-    @relax.expr_functor.mutator
-    class Fuser(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_var_binding_(self, binding: Any) -> None:
-            if binding.var not in found:
-                super().visit_var_binding_(binding)
-                return
-            match = found[binding.var]
-            form, how = match.form, plan(match.form, machine)
-            if form not in functions:
-                functions[form] = self.builder_.add_func(kernel(form, how), "direct")
-            panels = constant(packed(match.weights.value.numpy(), form, how))
-            read = [self.visit_expr(match.image), panels, *map(self.visit_expr, match.extras)]
-            call = relax.call_tir(functions[form], read, relax.TensorType(form.out, FLOAT))
-            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
-
-    return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
+    return with_kernels(module, _found(Function(module["main"]), machine), "direct")
 
 
-def _matches(function: Function, machine: Machine) -> dict[Any, _Match]:
+def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
     """Convolutions by the last variable of what follows them. No two share a step."""
-    found: dict[Any, _Match] = {}
+    found: dict[Any, Replacement] = {}
     taken: set[Any] = set()
     for variable, call in function.values.items():
         form = _form(call) if operator(call) in _LAYOUTS else None
@@ -70,8 +38,18 @@ def _matches(function: Function, machine: Machine) -> dict[Any, _Match]:
         followed = function.followed(variable, taken)
         taken |= followed.inside
         form = replace(form, steps=followed.steps)
-        found[followed.last] = _Match(form, call.args[0], call.args[1], followed.extras, followed.last)
+        found[followed.last] = _replacement(form, call, followed.extras, machine)
     return found
+
+
+def _replacement(form: Form, call: Any, extras: Sequence[Any], machine: Machine) -> Replacement:
+    how = plan(form, machine)
+    image, weights = call.args
+
+    def read() -> Sequence[Any]:
+        return [image, constant(packed(weights.value.numpy(), form, how)), *extras]
+
+    return Replacement(form, partial(kernel, form, how), read, form.out)
 
 
 def _form(call: Any) -> Form | None:

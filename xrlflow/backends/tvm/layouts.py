@@ -123,7 +123,7 @@ def border(x: Any, pads: Any | None, value: Any | None) -> Any | None:
     return relax.op.nn.pad(x, pairs, "constant", number)
 
 
-def _axes(call: Any) -> tuple[int, ...]:
+def axes_of(call: Any) -> tuple[int, ...]:
     """The axes of a transposition."""
     rank = len(call.ty.shape)
     axes = range(rank)[::-1] if call.attrs.axes is None else numbers(call.attrs.axes)
@@ -143,7 +143,7 @@ def _wanted(main: Any) -> Mapping[Any, frozenset[tuple[int, ...]]]:
     for binding in reversed(bindings):
         value = binding.value
         if operator(value) == _TRANSPOSE and sizes(value) is not None:
-            wanted.setdefault(value.args[0], set()).add(_inverse(_axes(value)))
+            wanted.setdefault(value.args[0], set()).add(_inverse(axes_of(value)))
         elif operator(value) in ELEMENTWISE | _OTHERS:
             for operand in (x for x in _tensors(value) if isinstance(x, relax.Var)):
                 wanted.setdefault(operand, set()).update(wanted.get(binding.var, ()))
@@ -162,9 +162,9 @@ def _joined(call: Any, builder: Any) -> Any:
     """A transposition of a transposed tensor as one transposition, or none."""
     from tvm import relax
 
-    before, axes = _transposed(call.args[0], builder), _axes(call)
+    before, axes = _transposed(call.args[0], builder), axes_of(call)
     source = call.args[0] if before is None else before.args[0]
-    both = list(axes) if before is None else [_axes(before)[axis] for axis in axes]
+    both = list(axes) if before is None else [axes_of(before)[axis] for axis in axes]
     if both == sorted(both):
         return source
     return call if before is None else relax.op.permute_dims(source, both)
@@ -187,7 +187,7 @@ def _turned(call: Any, axes: tuple[int, ...], builder: Any) -> Any | None:
         return None
     operands = _tensors(call)
     before = [_transposed(operand, builder) for operand in operands]
-    found = [None if b is None or _axes(b) != axes else b.args[0] for b in before]
+    found = [None if b is None or axes_of(b) != axes else b.args[0] for b in before]
     if all(operand is None for operand in found):
         return None
     turned = [

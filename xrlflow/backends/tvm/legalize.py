@@ -16,7 +16,7 @@ from xrlflow.backends.tvm.pooling import legal_average_pool, legal_max_pool
 from xrlflow.backends.tvm.pooling_rows import legal_average_pool_rows, legal_max_pool_rows
 from xrlflow.backends.tvm.reading import numbers, sizes
 from xrlflow.backends.tvm.resizing import legal_resize
-from xrlflow.backends.tvm.sampling import legal_grid_sample
+from xrlflow.backends.tvm.sampling import legal_grid_sample, legal_other_samples
 from xrlflow.backends.tvm.schedules import partial_lanes
 from xrlflow.backends.tvm.target import Machine
 
@@ -60,7 +60,7 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         "relax.power": _own("power", legal_power),
         "relax.image.resize2d": _own("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
         "relax.image.grid_sample": _own(
-            "image.grid_sample", lambda b, call: legal_grid_sample(b, call, machine)
+            "image.grid_sample", lambda b, call: legal_grid_sample(b, call, machine), legal_other_samples
         ),
         "relax.nn.max_pool2d": _own(
             "nn.max_pool2d", legal_max_pool, lambda b, call: legal_max_pool_rows(b, call, machine)

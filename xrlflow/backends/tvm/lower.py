@@ -19,15 +19,16 @@ from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.direct_fusion import use_direct
+from xrlflow.backends.tvm.folding import fold_moves
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.operators import ADDED, Imported, lowered
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
-from xrlflow.backends.tvm.pooling import with_pads
+from xrlflow.backends.tvm.pooling import disputed, with_pads
 from xrlflow.backends.tvm.products_fusion import fuse_products
-from xrlflow.backends.tvm.reading import constant, operator, sizes
+from xrlflow.backends.tvm.reading import constant, operator, sizes, with_main
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
@@ -305,9 +306,12 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             own = _of_two(self.bb, op_name, inputs, opset) if own is None else own
             if own is not None:
                 return own
-            if op_name in ("AveragePool", "MaxPool"):
+            if op_name in ("AveragePool", "LpPool", "MaxPool"):
                 shape = sizes(inputs[0])
-                attrs = with_pads(attrs, None if shape is None else shape[2:])
+                image = None if shape is None else shape[2:]
+                if (reason := disputed(attrs, image)) is not None:
+                    raise Imported(self.bb, told.title, inputs, attrs).refused(reason)
+                attrs = with_pads(attrs, image)
             if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
                 given = [*inputs, None, None][:4]
                 if given[3] is None and (padded := border(*given[:3])) is not None:
@@ -339,6 +343,7 @@ def fuse(
     passes = [
         relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
+        fold_moves,
         relax.transform.FoldConstant(),
         settle,
         by_phases,
@@ -348,6 +353,7 @@ def fuse(
             if (_gains_from_channels_last(module) if channels_last is None else channels_last)
             else module
         ),
+        fold_moves,
         relax.transform.FoldConstant(),
         without_detours,
         lambda module: fuse_attention(module, machine),
@@ -426,6 +432,23 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
     return module
 
 
+def _without_empty_constants(module: Any) -> Any:
+    """The module with memory in the place of constants of no elements: TVM writes those, but cannot read them."""
+    from tvm import relax
+
+    @relax.expr_functor.mutator
+    class Replacer(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_generic_const_(self, empty: Any) -> Any:
+            shape = sizes(empty)
+            if shape is None or 0 not in shape:
+                return empty
+            return self.builder_.emit(
+                relax.op.builtin.alloc_tensor(relax.ShapeExpr(shape), str(empty.ty.dtype), 0)
+            )
+
+    return with_main(module, Replacer(module))
+
+
 @heeding_interrupts()
 def compile_module(module: Any, machine: Machine) -> Any:
     """Make an executable: constants are packed, memory is planned, and LLVM compiles kernels.
@@ -445,4 +468,5 @@ def compile_module(module: Any, machine: Machine) -> Any:
     ]  # fmt: skip
     with answering("compile", module), target, package.transform.PassContext(opt_level=3):
         module = in_place(sequence(package.transform.Sequential(prepared)(module)), machine)
+        module = _without_empty_constants(module)
         return package.compile(module, target, relax_pipeline=package.transform.Sequential(rest))

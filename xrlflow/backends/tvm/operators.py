@@ -220,11 +220,10 @@ def _resize(node: Imported) -> None:
         raise node.refused("with antialias")
     if attributes.get("keep_aspect_ratio_policy", b"stretch") not in (b"stretch", "stretch"):
         raise node.refused("that keeps the ratio of sides")
-    region = node.given(1)
-    crops = attributes.get("coordinate_transformation_mode", b"") in (
-        b"tf_crop_and_resize",
-        "tf_crop_and_resize",
-    )
+    region, mode = node.given(1), attributes.get("coordinate_transformation_mode", b"half_pixel")
+    if mode in (b"half_pixel_symmetric", "half_pixel_symmetric"):
+        raise node.refused("with half_pixel_symmetric")
+    crops = mode in (b"tf_crop_and_resize", "tf_crop_and_resize")
     if crops and (region is None or 0 in (sizes(region) or ())):
         raise node.refused("to a region that is not given")
     axes = attributes.pop("axes", None)
@@ -248,12 +247,28 @@ def _resize(node: Imported) -> None:
         factors[list(places)] = by
         node.inputs[2] = constant(factors)
         resized = np.floor(factors * whole.astype(np.float32)).astype(np.int64)
-        mode = attributes.get("coordinate_transformation_mode", b"half_pixel")
         exact = np.abs(factors * whole.astype(np.float64) - resized).max() < _WHOLE
         if not exact and mode not in (b"align_corners", "align_corners"):
             raise node.refused("by a scale that does not give whole numbers")
     if resized[:2].tolist() != whole[:2].tolist():
         raise node.refused("of images or channels")
+    pairs = list(zip(whole[2:].tolist(), resized[2:].tolist()))
+    # TVM divides by the size less one.
+    if 1 in resized[2:] and (crops or mode in (b"align_corners", "align_corners")):
+        raise node.refused("of corners to one pixel")
+    # ONNX Runtime leaves an axis that keeps its size as it is.
+    shifts = mode in (b"tf_half_pixel_for_nn", "tf_half_pixel_for_nn")
+    shifts &= attributes.get("mode", b"nearest") not in (b"nearest", "nearest")
+    if (crops or shifts) and any(image == result for image, result in pairs):
+        raise node.refused("that moves pixels along an axis that keeps its size")
+
+
+def _grid_sample(node: Imported) -> None:
+    """TVM divides by the size less one."""
+    attributes, image = node.attributes, sizes(node.inputs[0])
+    mirrored = attributes.get("padding_mode", b"zeros") in (b"reflection", "reflection")
+    if mirrored and attributes.get("align_corners", 0) and (image is None or 1 in image[2:]):
+        raise node.refused("with reflection of one row or column")
 
 
 def _is_infinite(node: Imported) -> Any | None:
@@ -285,6 +300,7 @@ _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "CumSum": running_sums,
     "Dropout": _dropout,
     "Einsum": _einsum,
+    "GridSample": _grid_sample,
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
     "LpNormalization": normalized,

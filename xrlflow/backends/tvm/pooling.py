@@ -82,6 +82,29 @@ def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str
     return {**attrs, "auto_pad": b"NOTSET", "pads": [*before, *after]}
 
 
+def disputed(attrs: Mapping[str, Any], image: Sequence[int] | None) -> str | None:
+    """Why a pool of an image of this size is not computed: ONNX Runtime's windows are other ones than ONNX's, or begin
+    beyond the first pixels. None for all others."""
+    if image is None:
+        return None
+    ones = [1] * len(image)
+    strides, dilations = attrs.get("strides", ones), attrs.get("dilations", ones)
+    pads, auto = attrs.get("pads", [0] * 2 * len(image)), attrs.get("auto_pad", b"NOTSET").decode()
+    spans = [(taps - 1) * dilation + 1 for taps, dilation in zip(attrs["kernel_shape"], dilations)]
+    if not auto.startswith("SAME"):
+        more = [0] * len(image) if auto == "VALID" else [a + b for a, b in zip(pads, pads[len(image) :])]
+        fits = all(size + pad >= span for size, pad, span in zip(image, more, spans))
+        return None if fits else "with windows that are larger than the image"
+    if any(span != taps for span, taps in zip(spans, attrs["kernel_shape"])):
+        return f"with auto_pad {auto} and dilations"
+    between = [
+        size - (-(-size // stride) - 1) * stride - span for size, stride, span in zip(image, strides, spans)
+    ]
+    if any(left > (1 if auto == "SAME_UPPER" else 2) for left in between):
+        return f"with auto_pad {auto} and strides that leave pixels out"
+    return None
+
+
 def legal_max_pool(builder: Any, call: Any) -> Any | None:
     """The greatest elements of windows; None for what this module does not compute."""
     along = windows_of(call, "NHWC")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.following import Followed, Function
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.following import Function
 from xrlflow.backends.tvm.products import Form, kernel, packed, plan
-from xrlflow.backends.tvm.reading import constant, operator, sizes, with_main
+from xrlflow.backends.tvm.reading import constant, operator, sizes
+from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
 
 # One row is read as fast as memory allows by any kernel. Of more rows than the most, a schedule reads weights often
@@ -20,47 +21,14 @@ _ROWS = range(2, 257)
 _LEAST_WEIGHTS = 128 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A product and the steps after it."""
-
-    form: Form
-    x: Any
-    weights: Any
-    followed: Followed
-
-
 def fuse_products(module: Any, machine: Machine) -> Any:
     """The module with a kernel for each product of some rows with constant weights in "main"."""
-    tvm()
-    from tvm import relax
-
-    found = {match.followed.last: match for match in _matches(Function(module["main"]), machine)}
-    if not found:
-        return module
-    functions: dict[Form, Any] = {}
-
-    @relax.expr_functor.mutator
-    class Fuser(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_var_binding_(self, binding: Any) -> None:
-            if binding.var not in found:
-                super().visit_var_binding_(binding)
-                return
-            match = found[binding.var]
-            form, how = match.form, plan(match.form, machine)
-            if form not in functions:
-                functions[form] = self.builder_.add_func(kernel(form, how), "product")
-            panels = constant(packed(match.weights.value.numpy(), how))
-            read = [self.visit_expr(match.x), panels, *map(self.visit_expr, match.followed.extras)]
-            call = relax.call_tir(functions[form], read, relax.TensorType(form.out, FLOAT))
-            self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
-
-    return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
+    return with_kernels(module, _found(Function(module["main"]), machine), "product")
 
 
-def _matches(function: Function, machine: Machine) -> list[_Match]:
-    """Products, each with as many steps as are read by nothing else. No two matches share a step."""
-    found = []
+def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
+    """Products, each with as many steps as are read by nothing else. No two share a step."""
+    found: dict[Any, Replacement] = {}
     taken: set[Any] = set()
     for variable, call in function.values.items():
         if operator(call) != "relax.matmul" or not _is_product(call, machine):
@@ -70,8 +38,19 @@ def _matches(function: Function, machine: Machine) -> list[_Match]:
         x, out = sizes(call.args[0]), sizes(call)
         assert x is not None
         assert out is not None
-        found.append(_Match(Form(x, out, followed.steps), call.args[0], call.args[1], followed))
+        form = Form(x, out, followed.steps)
+        found[followed.last] = _replacement(form, call, followed.extras, machine)
     return found
+
+
+def _replacement(form: Form, call: Any, extras: Sequence[Any], machine: Machine) -> Replacement:
+    how = plan(form, machine)
+    x, weights = call.args
+
+    def read() -> Sequence[Any]:
+        return [x, constant(packed(weights.value.numpy(), how)), *extras]
+
+    return Replacement(form, partial(kernel, form, how), read, form.out)
 
 
 def _is_product(call: Any, machine: Machine) -> bool:

@@ -3,6 +3,8 @@
 A block of channels of the image is transposed once, so that a pixel is a vector. The pixels around a place, and their
 weights, are found for a vector of places together. A block of places is transposed back in registers. Outside of the
 image is one more pixel, of zeros.
+
+As in ONNX Runtime, a place that is no number, or too far to count pixels, is that of the coordinate -1.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ _WORTH_A_THREAD = 8_000
 _PARTS = 4
 # An image of more pixels for each place is not worth transposing.
 _MOST_PIXELS = 16
+# Places that are further, in pixels, are none in ONNX Runtime. TVM counts pixels in 32 bits.
+_FURTHEST, _FURTHEST_OF_TVM = 2.0**62, 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,32 @@ def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
     function = builder.add_func(kernel(form, machine), "grid_sample")
     out = relax.TensorType((*image[:2], *form.results), FLOAT)
     return relax.call_tir(function, list(call.args), out)
+
+
+def legal_other_samples(builder: Any, call: Any) -> Any | None:
+    """TVM's kernel, with coordinates whose pixels it can count; None if it is not for single precision."""
+    from tvm import relax, te, tirx
+    from tvm.ir import Op
+
+    image, grid = sizes(call.args[0], FLOAT), sizes(call.args[1], FLOAT)
+    if image is None or grid is None or str(call.attrs.layout) not in ("NCHW", "NCDHW") or 0 in image:
+        return None
+
+    def counted(grid: Any) -> Any:
+        # Of the largest size: a place beyond is outside of the others, too.
+        far, most = (tirx.const(bound * 2 / max(image[2:]), FLOAT) for bound in (_FURTHEST, _FURTHEST_OF_TVM))
+
+        def value(*at: Any) -> Any:
+            x = grid[at]
+            held = tirx.Min(tirx.Max(x, -most), most)
+            return tirx.Select(tirx.And(x > -far, x < far), held, tirx.const(-1.0, FLOAT))
+
+        return te.compute(grid.shape, value, name="places")
+
+    places = builder.emit(builder.call_te(counted, call.args[1], primfunc_name_hint="places"))
+    same = relax.Call(call.op, [call.args[0], places], call.attrs, call.ty_args, call.span)
+    legal = Op.get("relax.image.grid_sample").get_attr("FLegalize")
+    return legal(builder, builder.normalize(same))
 
 
 def kernel(form: Form, machine: Machine) -> Any:
@@ -214,6 +244,9 @@ class _Sampler:
     def _place(self, x: Any, extent: int) -> Any:
         """The place in pixels of a coordinate from -1 to 1, rounded as in ONNX Runtime: a product is not added to
         something before it is rounded, since that decides which pixel is the nearest."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
         together = self.together
         one, wide = spread(1.0, together), f"float64x{together}" if together > 1 else "float64"
         narrow = f"float32x{together}" if together > 1 else FLOAT
@@ -222,10 +255,10 @@ class _Sampler:
         def product(a: Any, b: Any) -> Any:
             return (a.astype(wide) * b.astype(wide)).astype(narrow)
 
-        half = spread(0.5, together)
-        if self._form.corners:
-            return product((x + one) * half, size)
-        return (product(x + one, size) - one) * half
+        half, corners = spread(0.5, together), self._form.corners
+        place = T.bind(product((x + one) * half, size) if corners else (product(x + one, size) - one) * half)
+        near = (place > spread(-_FURTHEST, together)) & (place < spread(_FURTHEST, together))
+        return tirx.Select(near, place, spread(0.0 if corners else -0.5, together))
 
     def _pixel(self, x: Any, extent: int) -> tuple[Any, Any]:
         """The number of a row or column of the image, and whether x (a whole number, or none) is one."""

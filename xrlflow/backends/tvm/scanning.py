@@ -92,11 +92,11 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
         return builder.get()
 
 
-def greatest(node: Imported) -> Any | None:
+def greatest(node: Imported) -> Any:
     """TopK: values and indices, in order (also if any order is asked for). Of equal ones the first comes first, and
     what is not a number counts as greater than all numbers.
 
-    None for types of other than 32 bits. Raises BackendError for a number of elements that is not constant.
+    Raises BackendError for types of other than 32 bits, and for a number of elements that is not constant.
     """
     from tvm import relax
 
@@ -106,7 +106,7 @@ def greatest(node: Imported) -> Any | None:
     if count is None or shape is None:
         raise node.refused("of a number of elements that depends on values")
     if kind not in ("float32", "int32"):
-        return None
+        raise node.refused(f"of {kind}")
     k, at = int(count if given is None else count.item()), int(node.attributes.get("axis", -1)) % len(shape)
     if not 0 <= k <= shape[at]:
         raise node.refused(f"with {k} of {shape[at]} elements")
