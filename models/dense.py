@@ -22,40 +22,6 @@ def unet(depth: int, seed: int, *, width: int = 128, image: int = 32) -> onnx.Mo
     net = Net("unet", seed)
     x = net.input("latent", (1, 4, image, image))
     time = net.input("embedding", (1, 4 * width))
-
-    def norm(x: str) -> str:
-        """GroupNorm, as the exporter spells it out: an instance normalisation of the groups, a scale and a shift."""
-        batch, channels, *sizes = net.shape(x)
-        groups = min(_GROUPS, channels // 4)
-        ones, zeros = net.literal(np.ones(groups), np.float32), net.literal(np.zeros(groups), np.float32)
-        y = net.node("InstanceNormalization", net.reshape(x, batch, groups, -1), ones, zeros, epsilon=1e-5)
-        y = net.reshape(y, batch, channels, *sizes)
-        y = net.mul(y, net.weight("weight", net.normal((channels, *[1] * len(sizes)), 0.1, mean=1.0)))
-        return net.add(y, net.weight("bias", net.normal((channels, *[1] * len(sizes)), 0.05)))
-
-    def residual(x: str, channels: int) -> str:
-        y = net.conv(net.silu(norm(x)), channels, 3)
-        shift = net.gemm(net.silu(time), channels)
-        y = net.add(y, net.reshape(shift, 1, channels, 1, 1))
-        y = net.conv(net.silu(norm(y)), channels, 3)
-        if net.shape(x)[1] != channels:
-            x = net.conv(x, channels)
-        return net.add(x, y)
-
-    def attention(x: str) -> str:
-        batch, channels, height, wide = net.shape(x)
-        heads = max(1, channels // 64)
-        y = net.transpose(net.reshape(norm(x), batch, channels, height * wide), 0, 2, 1)
-        q, k, v = (net.reshape(net.linear(y, channels), batch, height * wide, heads, -1) for _ in range(3))
-        scale = net.scalar(1 / math.sqrt(channels // heads))
-        scores = net.mul(
-            net.node("MatMul", net.transpose(q, 0, 2, 1, 3), net.transpose(k, 0, 2, 3, 1)), scale
-        )
-        mixed = net.node("MatMul", net.softmax(scores), net.transpose(v, 0, 2, 1, 3))
-        mixed = net.reshape(net.transpose(mixed, 0, 2, 1, 3), batch, height * wide, channels)
-        out = net.transpose(net.linear(mixed, channels), 0, 2, 1)
-        return net.add(x, net.reshape(out, batch, channels, height, wide))
-
     x = net.conv(x, width, 3)
     kept = [x]
     for level, channels in enumerate((width, 2 * width)):
@@ -65,21 +31,57 @@ def unet(depth: int, seed: int, *, width: int = 128, image: int = 32) -> onnx.Mo
                 kept.append(x)
             for block in range(depth):
                 with net.scope(block):
-                    x = residual(x, channels)
+                    x = _residual(net, x, time, channels)
                 kept.append(x)
     with net.scope("middle"):
-        x = residual(attention(residual(x, 2 * width)), 2 * width)
+        x = _residual(net, x, time, 2 * width)
+        x = _residual(net, _pixel_attention(net, x), time, 2 * width)
     for level, channels in enumerate((2 * width, width)):
         with net.scope("up", level):
             for block in range(depth + 1):
                 with net.scope(block):
-                    x = residual(net.concat(x, kept.pop()), channels)
+                    x = _residual(net, net.concat(x, kept.pop()), time, channels)
             if not level:
                 with net.scope("resize"):
                     x = net.conv(_twice(net, x), channels, 3)
     with net.scope("out"):
-        net.output(net.conv(net.silu(norm(x)), 4, 3), "noise")
+        net.output(net.conv(net.silu(_norm(net, x)), 4, 3), "noise")
     return net.model()
+
+
+def _norm(net: Net, x: str) -> str:
+    """GroupNorm, as the exporter spells it out: an instance normalisation of the groups, a scale and a shift."""
+    batch, channels, *sizes = net.shape(x)
+    groups = min(_GROUPS, channels // 4)
+    ones, zeros = net.literal(np.ones(groups), np.float32), net.literal(np.zeros(groups), np.float32)
+    y = net.node("InstanceNormalization", net.reshape(x, batch, groups, -1), ones, zeros, epsilon=1e-5)
+    y = net.reshape(y, batch, channels, *sizes)
+    y = net.mul(y, net.weight("weight", net.normal((channels, *[1] * len(sizes)), 0.1, mean=1.0)))
+    return net.add(y, net.weight("bias", net.normal((channels, *[1] * len(sizes)), 0.05)))
+
+
+def _residual(net: Net, x: str, time: str, channels: int) -> str:
+    """Two convolutions, with the time step added between them."""
+    y = net.conv(net.silu(_norm(net, x)), channels, 3)
+    shift = net.gemm(net.silu(time), channels)
+    y = net.add(y, net.reshape(shift, 1, channels, 1, 1))
+    y = net.conv(net.silu(_norm(net, y)), channels, 3)
+    if net.shape(x)[1] != channels:
+        x = net.conv(x, channels)
+    return net.add(x, y)
+
+
+def _pixel_attention(net: Net, x: str) -> str:
+    batch, channels, height, wide = net.shape(x)
+    heads = max(1, channels // 64)
+    y = net.transpose(net.reshape(_norm(net, x), batch, channels, height * wide), 0, 2, 1)
+    q, k, v = (net.reshape(net.linear(y, channels), batch, height * wide, heads, -1) for _ in range(3))
+    scale = net.scalar(1 / math.sqrt(channels // heads))
+    scores = net.mul(net.node("MatMul", net.transpose(q, 0, 2, 1, 3), net.transpose(k, 0, 2, 3, 1)), scale)
+    mixed = net.node("MatMul", net.softmax(scores), net.transpose(v, 0, 2, 1, 3))
+    mixed = net.reshape(net.transpose(mixed, 0, 2, 1, 3), batch, height * wide, channels)
+    out = net.transpose(net.linear(mixed, channels), 0, 2, 1)
+    return net.add(x, net.reshape(out, batch, channels, height, wide))
 
 
 def _twice(net: Net, x: str) -> str:
@@ -112,47 +114,27 @@ def yolo(
     """
     net = Net("yolo", seed, fold_batchnorm=fold_batchnorm)
     ratio = width / 16
-
-    def conv(x: str, channels: int, kernel: int = 1, stride: int = 1) -> str:
-        return net.silu(net.conv(x, channels, kernel, stride=stride, norm=1.04))
-
-    def stage(x: str, channels: int, blocks: int, add: bool) -> str:
-        """Half of the channels go through the blocks; the results of all blocks are joined."""
-        with net.scope("c2f"):
-            parts = net.split(conv(x, channels), 2, 1)
-            for block in range(blocks):
-                with net.scope("m", block):
-                    half = channels // 2
-                    y = conv(conv(parts[-1], half, 3), half, 3)
-                    parts.append(net.add(parts[-1], y) if add else y)
-            return conv(net.concat(*parts), channels)
-
     x = net.input("pixels", (1, 3, image, image))
-    x = conv(x, width, 3, 2)
+    x = _unit(net, x, width, 3, 2)
     found = []
     for level, ((channels, _), blocks) in enumerate(zip(_STAGES, spread(depth, [n for _, n in _STAGES]))):
         with net.scope("stage", level):
             width_here = divisible(channels * ratio)
-            x = stage(conv(x, width_here, 3, 2), width_here, blocks, add=True)
+            x = _stage(net, _unit(net, x, width_here, 3, 2), width_here, blocks, add=True)
         found.append(x)
     with net.scope("sppf"):
-        half = conv(x, net.shape(x)[1] // 2)
+        half = _unit(net, x, net.shape(x)[1] // 2)
         pools = [half]
         for _ in range(3):
             pools.append(net.pool("MaxPool", pools[-1], 5, 1, 2))
-        found[-1] = conv(net.concat(*pools), net.shape(x)[1])
+        found[-1] = _unit(net, net.concat(*pools), net.shape(x)[1])
     with net.scope("pyramid"):
-        small, middle, large = found[1:]
-        sizes = [net.shape(f)[1] for f in (small, middle, large)]
-        middle = stage(net.concat(_twice(net, large), middle), sizes[1], 1, add=False)
-        small = stage(net.concat(_twice(net, middle), small), sizes[0], 1, add=False)
-        middle = stage(net.concat(conv(small, sizes[0], 3, 2), middle), sizes[1], 1, add=False)
-        large = stage(net.concat(conv(middle, sizes[1], 3, 2), large), sizes[2], 1, add=False)
+        scales = _pyramid(net, *found[1:])
     heads = []
-    for level, features in enumerate((small, middle, large)):
+    for level, features in enumerate(scales):
         with net.scope("head", level):
-            boxes = net.conv(conv(conv(features, 4 * width, 3), 4 * width, 3), 4 * _BINS)
-            classes = net.conv(conv(conv(features, 5 * width, 3), 5 * width, 3), 80)
+            boxes = net.conv(_unit(net, _unit(net, features, 4 * width, 3), 4 * width, 3), 4 * _BINS)
+            classes = net.conv(_unit(net, _unit(net, features, 5 * width, 3), 5 * width, 3), 80)
             heads.append(net.reshape(net.concat(boxes, classes), 1, 4 * _BINS + 80, -1))
     with net.scope("decode"):
         boxes, classes = net.nodes(
@@ -164,3 +146,29 @@ def yolo(
         means = net.node("Conv", net.node("Softmax", bins, axis=1), weights, kernel_shape=(1, 1))
         net.output(net.concat(net.reshape(means, 1, 4, places), net.sigmoid(classes)), "boxes")
     return net.model()
+
+
+def _unit(net: Net, x: str, channels: int, kernel: int = 1, stride: int = 1) -> str:
+    return net.silu(net.conv(x, channels, kernel, stride=stride, norm=1.04))
+
+
+def _stage(net: Net, x: str, channels: int, blocks: int, add: bool) -> str:
+    """Half of the channels go through the blocks; the results of all blocks are joined."""
+    with net.scope("c2f"):
+        parts = net.split(_unit(net, x, channels), 2, 1)
+        for block in range(blocks):
+            with net.scope("m", block):
+                half = channels // 2
+                y = _unit(net, _unit(net, parts[-1], half, 3), half, 3)
+                parts.append(net.add(parts[-1], y) if add else y)
+        return _unit(net, net.concat(*parts), channels)
+
+
+def _pyramid(net: Net, small: str, middle: str, large: str) -> tuple[str, str, str]:
+    """Features of three scales, each with those of the others mixed in: from coarse to fine, and back."""
+    sizes = [net.shape(f)[1] for f in (small, middle, large)]
+    middle = _stage(net, net.concat(_twice(net, large), middle), sizes[1], 1, add=False)
+    small = _stage(net, net.concat(_twice(net, middle), small), sizes[0], 1, add=False)
+    middle = _stage(net, net.concat(_unit(net, small, sizes[0], 3, 2), middle), sizes[1], 1, add=False)
+    large = _stage(net, net.concat(_unit(net, middle, sizes[1], 3, 2), large), sizes[2], 1, add=False)
+    return small, middle, large
