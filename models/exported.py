@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +47,29 @@ def export(
     torch.manual_seed(seed)
     depth = models.ZOO[name].depth if depth is None else depth
     module, feeds, outputs = _modules()[name](depth, width, tokens, image)
+    return to_onnx(module, feeds, (outputs,), exporter)
+
+
+def to_onnx(
+    module: torch.nn.Module, feeds: Mapping[str, torch.Tensor], outputs: Sequence[str], exporter: str
+) -> onnx.ModelProto:
+    """Export a module, whose inputs are positional, by "dynamo" or "torchscript"."""
+    import torch
+
     module.eval()
     _perturb(module)
-    names: dict[str, Any] = {"input_names": list(feeds), "output_names": [outputs]}
+    names: dict[str, Any] = {"input_names": list(feeds), "output_names": list(outputs)}
+    values = tuple(feeds.values())
+    _normalise(module, values)
     with _quiet():
         if exporter == "dynamo":
             program = torch.onnx.export(
-                module, tuple(feeds.values()), dynamo=True, opset_version=OPSET, verbose=False, **names
+                module, values, dynamo=True, opset_version=OPSET, verbose=False, **names
             )
             assert program is not None
             return program.model_proto
-        buffer = io.BytesIO()
-        torch.onnx.export(module, tuple(feeds.values()), buffer, dynamo=False, opset_version=17, **names)
+        buffer: Any = io.BytesIO()  # the annotation of torch leaves streams out
+        torch.onnx.export(module, values, buffer, dynamo=False, opset_version=17, **names)
         return onnx.load_model_from_string(buffer.getvalue())
 
 
@@ -76,13 +87,36 @@ def _quiet() -> Iterator[None]:
 
 
 def _perturb(module: torch.nn.Module) -> None:
-    """Draw scales and biases that differ from layer to layer. Initialisation leaves them at one and zero."""
+    """Draw scales and biases that differ from layer to layer. Initialisation leaves them at one and zero.
+
+    In frozen batch normalisation they are buffers.
+    """
     import torch
 
+    frozen = [value for name, value in module.named_buffers() if name.endswith(("weight", "bias"))]
     with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for value in (*module.parameters(), *frozen):
+            if value.dim() == 1:
+                value.add_(torch.randn_like(value), alpha=0.05)
+
+
+def _normalise(module: torch.nn.Module, values: tuple[torch.Tensor, ...]) -> None:
+    """Give batch normalisation the means and variances of these inputs, as training would.
+
+    At means of zero and variances of one the activations fade from layer to layer until only biases are left.
+    """
+    import torch
+
+    layers = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        return
+    for layer in layers:
+        layer.train()
+        layer.momentum = 1.0
+    with torch.no_grad():
+        module(*values)
+    for layer in layers:
+        layer.eval()
 
 
 def _modules() -> dict[str, Any]:
