@@ -134,6 +134,15 @@ class RewriteState:
         """The edit that applies a candidate."""
         return build_edit(self.graph, match)
 
+    def priced(self, match: Match) -> tuple[Edit, float]:
+        """The edit that applies a candidate, and what it changes the cost by in this graph.
+
+        `match.delta` is from when the candidate was found. Since then, edits beside it may have changed its price: a
+        cost model may price nodes where they stand, and nodes that the edit removes may have changed.
+        """
+        edit = self.edit(match)
+        return edit, match.delta if self.delta is None else float(self.delta(self.graph, edit))
+
     def apply(self, match: Match, edit: Edit | None = None) -> RewriteState:
         """The successor, with its candidates. Pass `edit` if it was already built.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from xrlflow.rewrite import RewriteState
-from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, extend
 
 
 def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
@@ -14,24 +14,33 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph, in seconds.
     """
     begin = time.monotonic()
-    path: Path | None = None
+    found = SearchNode(state, None, cost)
     shortlist = Shortlist()
-    shortlist.offer(SearchNode(state, path, cost))
+    shortlist.offer(found)
     expanded = generated = 0
     interrupted = False
     try:
-        while not limits.over(expanded, cost):
-            generated += state.count
-            # Gains of rounding size do not count: they could go on for ever.
-            best = state.gains_most(1e-9 * cost)
-            if best is None:
+        while not limits.over(expanded, found.cost):
+            generated += found.state.count
+            after = _step(found)
+            if after is None:
                 break
-            state = state.apply(best)
+            found = after
             expanded += 1
-            cost += best.delta
-            path = extend(path, best, cost)
-            shortlist.offer(SearchNode(state, path, cost))
+            shortlist.offer(found)
     except KeyboardInterrupt:
         interrupted = True
-    found = SearchNode(state, path, cost)
     return SearchResult(found, shortlist.best(), expanded, generated, time.monotonic() - begin, interrupted)
+
+
+def _step(found: SearchNode) -> SearchNode | None:
+    """The state after the candidate with the largest gain; None if none gains."""
+    least = 1e-9 * found.cost  # gains of rounding size do not count: they could go on for ever
+    refused: set[Match] = set()
+    while (best := found.state.gains_most(least, refused.__contains__)) is not None:
+        edit, delta = found.state.priced(best)
+        if delta < -least:
+            cost = found.cost + delta
+            return SearchNode(found.state.apply(best, edit), extend(found.path, best, cost), cost)
+        refused.add(best)  # it gained before other edits changed what is around it
+    return None

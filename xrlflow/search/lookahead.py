@@ -61,19 +61,29 @@ class _Lookahead:
         for length in range(depth):
             if self.over:
                 return False
-            # The last substitution of a chain is priced by its delta: only the best chain's graph is made.
-            last = min(
-                ((found, match) for found in reached for match in found.state.candidates),
-                key=lambda chain: (chain[0].cost + chain[1].delta, chain[1].key),
-                default=None,
-            )
             self.generated += sum(found.state.count for found in reached)
-            if last is not None and last[0].cost + last[1].delta < self.best.cost * (1 - _NOTHING):
-                self.best = self._follow(*last)
-                self.shortlist.offer(self.best)
+            if self._finish(reached):
                 return True
             if length + 1 < depth:
                 reached = self._successors(reached, seen)
+        return False
+
+    def _finish(self, reached: list[SearchNode]) -> bool:
+        """Follow the best chain that ends one substitution further. False if none gains."""
+        least = self.best.cost * (1 - _NOTHING)
+        # The last substitution of a chain is priced by its delta: only the best chain's graph is made.
+        chains = [
+            (found.cost + match.delta, match.key, found, match)
+            for found in reached
+            for match in found.state.candidates
+            if found.cost + match.delta < least
+        ]
+        for _, _, found, match in sorted(chains, key=lambda chain: chain[:2]):
+            now = found.cost + found.state.priced(match)[1]  # edits beside it may have changed its delta
+            if now < least:
+                self.best = self._follow(found, match)
+                self.shortlist.offer(self.best)
+                return True
         return False
 
     def _successors(self, reached: list[SearchNode], seen: set[int]) -> list[SearchNode]:
@@ -94,6 +104,7 @@ class _Lookahead:
 
     def _follow(self, found: SearchNode, match: Match) -> SearchNode:
         self.expanded += 1
-        cost = found.cost + match.delta
+        edit, delta = found.state.priced(match)
+        cost = found.cost + delta
         path: Path = extend(found.path, match, cost)
-        return SearchNode(found.state.apply(match), path, cost)
+        return SearchNode(found.state.apply(match, edit), path, cost)

@@ -26,8 +26,9 @@ def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0)
             if not candidates:
                 break
             match = rng.choice(candidates)
-            state = state.apply(match)
-            cost += match.delta
+            edit, delta = state.priced(match)
+            state = state.apply(match, edit)
+            cost += delta
             expanded += 1
             path = extend(path, match, cost)
     except KeyboardInterrupt:

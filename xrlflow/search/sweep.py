@@ -20,12 +20,13 @@ def sweep(found: SearchNode, rule: str, limits: Limits, at_most: float) -> Searc
         if not fitting:
             break
         match = min(fitting, key=lambda m: (m.delta, m.key))
-        successor: RewriteState = state.apply(match)
+        edit, delta = state.priced(match)
+        successor: RewriteState = state.apply(match, edit)
         if successor.fingerprint in seen:
             break
         seen.add(successor.fingerprint)
         state = successor
-        cost += match.delta
+        cost += delta
         path = extend(path, match, cost)
         applied += 1
     return SearchNode(state, path, cost)

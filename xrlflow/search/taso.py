@@ -48,7 +48,11 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
             successor_cost, _, parent, path, match = heapq.heappop(queue)
             if successor_cost >= alpha * best.cost:
                 break  # the queue is in order of cost, so nothing better is left
-            successor = parent.apply(match)
+            edit, delta = parent.priced(match)
+            successor_cost += delta - match.delta
+            if successor_cost >= alpha * best.cost:
+                continue
+            successor = parent.apply(match, edit)
             if successor.fingerprint in visited or successor.graph.node_count > most_nodes:
                 continue
             visited.add(successor.fingerprint)
