@@ -20,6 +20,7 @@ from tests.rewrite.test_engine import layered
 from tests.rewrite.toy import TOY, CancelTransposes
 from tests.rules.harness import model
 from xrlflow.cost import Roofline
+from xrlflow.cost.columns import NODE_CONTENT
 from xrlflow.ir import ABSENT, Graph, Node, TensorType, apply_edit, plan_edit
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
@@ -27,7 +28,6 @@ from xrlflow.rl.data import RewriteData, collate
 from xrlflow.rl.features import (
     EDGE_FEATURES,
     INPUT,
-    NODE_CONTENT,
     NODE_FEATURES,
     NODE_PLACE,
     UNKNOWN,

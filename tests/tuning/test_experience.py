@@ -10,7 +10,7 @@ import pytest
 
 from tests.tuning.problems import convolution, matmul, softmax
 from tests.tuning.tuners.test_tuners import WALKS, space_of
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.tensors import to_arrays
 from xrlflow.tuning.knobs import Candidate, Floats, KnobSpace
 from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate

@@ -13,19 +13,27 @@ Scales: sizes and counts are logarithms, about 0 to 1; seconds are shares of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import log1p, prod
+from math import log1p
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.cost.columns import (
+    NODE_COLUMNS,
+    TYPE_COLUMNS,
+    NodeColumns,
+    input_columns,
+    log_scale,
+    node_columns,
+    type_columns,
+)
 from xrlflow.cost.model import AdditiveCost, InTypes
-from xrlflow.ir import ABSENT, DType, Edit, Graph, Node, TensorType, Value
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value
 from xrlflow.ir.graph import Leaves
-from xrlflow.ir.types import FLOATS, INTEGERS
-from xrlflow.ops.work import COUNTS, ELEMENTWISE, OpKind, dimensions, work
+from xrlflow.ops.work import COUNTS, ELEMENTWISE
 from xrlflow.rewrite import Library, Match, RegionRule, RewriteState
 from xrlflow.rewrite.state import Delta
 from xrlflow.rl.situation import Situation
@@ -41,21 +49,13 @@ UNKNOWN = 0
 INPUT = "(input)"
 
 # On the squashed scale, shares below this are near 0, and the whole is 1.
-_FINEST = 1e-4
-_KINDS = tuple(OpKind)
-_DIMS = 4  # the number of trailing dimensions of a tensor among the features of its edge
-
-# Columns of a node: its content, its kind, its place in the graph.
-NODE_CONTENT = (
-    "flops", "bytes", "seconds", "m", "n", "k", "products", "channels", "groups", "kernel", "stride", "dilation",
-    "axis", "constant", "rank", "size", "bits", "inputs", "outputs",
-)  # fmt: skip
+FINEST = 1e-4
+# Columns of a node: its content (`xrlflow.cost.columns`), then its place in the graph.
 NODE_PLACE = ("share of the cost", "readers", "is an output")
-NODE_FEATURES = len(NODE_CONTENT) + len(_KINDS) + len(NODE_PLACE)
+NODE_FEATURES = NODE_COLUMNS + len(NODE_PLACE)
 # Columns of an edge: its tensor, the slots that it joins, its direction (none for a constant).
-_TYPE_COLUMNS = _DIMS + 8
 _SLOT_COLUMNS = 4
-EDGE_FEATURES = _TYPE_COLUMNS + _SLOT_COLUMNS + 2
+EDGE_FEATURES = TYPE_COLUMNS + _SLOT_COLUMNS + 2
 CANDIDATE_CONTENT = (
     "matched", "added", "removed", "rewired", "unpriced", "region", "flops added", "flops removed", "bytes added",
     "bytes removed",
@@ -185,12 +185,7 @@ class Batch(Observation):
 def squash(share: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Scale shares of a whole so that small ones stay visible: 1e-4 -> 0.08, 0.01 -> 0.5, 1 -> 1. Keeps the sign."""
     value = np.asarray(share, np.float64)
-    return np.sign(value) * np.log1p(np.abs(value) / _FINEST) / log1p(1 / _FINEST)
-
-
-def _log(number: float, top: float) -> float:
-    """The logarithm of 1 + number, scaled so that `top` gives 1."""
-    return log1p(number) / log1p(top)
+    return np.sign(value) * np.log1p(np.abs(value) / FINEST) / log1p(1 / FINEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +360,8 @@ class _Choices:
             relative,
             float(squash(relative - 1)),
             situation.left,
-            _log(nodes, 4096),
-            _log(len(self.table), 4096),
+            log_scale(nodes, 4096),
+            log_scale(len(self.table), 4096),
             float(squash(self.best / max(situation.cost, 1e-30))),
             float(self.gaining.mean()) if len(self.table) else 0.0,
         ]
@@ -385,10 +380,10 @@ class Featuriser:
         self._ops, self._rules, self._families = vocabulary.numbers()
         self._pools: dict[int, _Pool] = {}
         self._contents: dict[tuple[object, ...], _Content] = {}
-        self._content = _Column(len(NODE_CONTENT) + len(_KINDS), np.float32)
+        self._content = _Column(NODE_COLUMNS, np.float32)
         self._content_seconds = _Column(None, np.float64)
         self._types: dict[TensorType, int] = {}
-        self._type = _Column(_TYPE_COLUMNS, np.float32)
+        self._type = _Column(TYPE_COLUMNS, np.float32)
 
     @staticmethod
     def pricing(delta: Delta) -> Delta:
@@ -580,9 +575,9 @@ class Featuriser:
             [
                 (
                     1.0 if p.count > 0 else -1.0,
-                    _log(abs(p.count), 256),
-                    _log(p.flops, 1e12),
-                    _log(p.bytes, 1e10),
+                    log_scale(abs(p.count), 256),
+                    log_scale(p.flops, 1e12),
+                    log_scale(p.bytes, 1e10),
                     p.const,
                     p.seconds,
                 )
@@ -593,16 +588,16 @@ class Featuriser:
         pool.match_content.add(
             (
                 (
-                    _log(len(match.nodes), 256),
-                    _log(change.added, 256),
-                    _log(change.removed, 256),
-                    _log(change.rewired, 256),
+                    log_scale(len(match.nodes), 256),
+                    log_scale(change.added, 256),
+                    log_scale(change.removed, 256),
+                    log_scale(change.rewired, 256),
                     rule.unpriced,
                     isinstance(rule, RegionRule),
-                    _log(sum(p.flops for p in change.parts if p.count > 0), 1e12),
-                    _log(sum(p.flops for p in change.parts if p.count < 0), 1e12),
-                    _log(sum(p.bytes for p in change.parts if p.count > 0), 1e10),
-                    _log(sum(p.bytes for p in change.parts if p.count < 0), 1e10),
+                    log_scale(sum(p.flops for p in change.parts if p.count > 0), 1e12),
+                    log_scale(sum(p.flops for p in change.parts if p.count < 0), 1e12),
+                    log_scale(sum(p.bytes for p in change.parts if p.count > 0), 1e10),
+                    log_scale(sum(p.bytes for p in change.parts if p.count < 0), 1e10),
                 ),
             )
         )
@@ -615,16 +610,15 @@ class Featuriser:
     def _type_of(self, type: TensorType) -> int:
         found = self._types.get(type)
         if found is None:
-            found = self._types[type] = self._type.add((_type_columns(type, self.prices.bindings),))
+            found = self._types[type] = self._type.add((type_columns(type, self.prices.bindings),))
         return found
 
     def _content_of_input(self, type: TensorType) -> _Content:
         key = (INPUT, type)
         found = self._contents.get(key)
         if found is None:
-            columns = dict.fromkeys(NODE_CONTENT, 0.0)
-            columns.update(_output_columns(type, self.prices.bindings), outputs=_log(1, 16))
-            found = self._contents[key] = self._add_content(columns, OpKind.VIEW, 0.0, 0.0, 0.0, False)
+            columns = input_columns(type, self.prices.bindings)
+            found = self._contents[key] = self._add_content(columns, 0.0, False)
         return found
 
     def _content_of(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
@@ -637,43 +631,13 @@ class Featuriser:
         return found
 
     def _content_from(self, graph: Graph, node: Node, in_types: InTypes) -> _Content:
-        done = work(node, in_types, self.prices.bindings)
-        const = node.const  # evaluated when the model is written, so it has no work at run time
-        flops, moved = (0.0, 0.0) if const else (float(done.flops), float(done.bytes))
         seconds = self.prices.seconds(graph, node, in_types)
-        rank = node.types[0].rank or 0
-        columns: dict[str, float] = {
-            "flops": _log(flops, 1e12),
-            "bytes": _log(moved, 1e10),
-            "seconds": _log(seconds * 1e6, 1e6),
-            "channels": _log(done.channels, 4096),
-            "groups": _log(_number(node, "group", 1), 4096),
-            "kernel": _log(prod(_numbers(node, "kernel_shape")) - 1, 128),
-            "stride": _log(max(_numbers(node, "strides"), default=1) - 1, 8),
-            "dilation": _log(max(_numbers(node, "dilations"), default=1) - 1, 8),
-            "axis": _from_the_end(node, rank) / 8,
-            "constant": const,
-            "inputs": _log(len(node.inputs), 16),
-            "outputs": _log(len(node.outputs), 16),
-            **_output_columns(node.types[0], self.prices.bindings),
-        }
-        gemm = done.gemm
-        sizes = (0, 0, 0, 0) if gemm is None else (gemm.m, gemm.n, gemm.k, gemm.count)
-        columns.update(zip(("m", "n", "k", "products"), (_log(s, 65536) for s in sizes)))
-        return self._add_content(columns, done.kind, flops, moved, seconds, const)
+        columns = node_columns(node, in_types, self.prices.bindings, seconds)
+        return self._add_content(columns, seconds, node.const)
 
-    def _add_content(
-        self,
-        columns: Mapping[str, float],
-        kind: OpKind,
-        flops: float,
-        moved: float,
-        seconds: float,
-        const: bool,
-    ) -> _Content:
-        row = [*(columns[name] for name in NODE_CONTENT), *(k is kind for k in _KINDS)]
+    def _add_content(self, columns: NodeColumns, seconds: float, const: bool) -> _Content:
         self._content_seconds.add((seconds,))
-        return _Content(self._content.add((row,)), flops, moved, seconds, const)
+        return _Content(self._content.add((columns.row,)), columns.flops, columns.bytes, seconds, const)
 
 
 def _types(graph: Graph, node: Node) -> InTypes:
@@ -694,47 +658,6 @@ def _slot_columns(slots: Ints) -> Floats:
     out[:, 2] = slots[:, 1] == 0
     out[:, 3] = slots[:, 1] == 1
     return out
-
-
-def _type_columns(type: TensorType, bindings: Mapping[str, int]) -> list[float]:
-    """Columns of a tensor type: trailing dimensions, size, rank, bits, float, integer, bool, constant, not static."""
-    shape = dimensions(type, bindings)
-    sizes = [_log(d, 65536) for d in shape[-_DIMS:]]
-    return [
-        *[0.0] * (_DIMS - len(sizes)),
-        *sizes,
-        _log(prod(shape), 1e9),
-        len(shape) / 8,
-        type.dtype.bits / 64,
-        type.dtype in FLOATS,
-        type.dtype in INTEGERS,
-        type.dtype is DType.BOOL,
-        type.const,
-        not type.is_static,
-    ]
-
-
-def _output_columns(type: TensorType, bindings: Mapping[str, int]) -> dict[str, float]:
-    shape = dimensions(type, bindings)
-    return {"rank": len(shape) / 8, "size": _log(prod(shape), 1e9), "bits": type.dtype.bits / 64}
-
-
-def _number(node: Node, name: str, default: int) -> int:
-    value = node.attrs.get(name, default)
-    return value if isinstance(value, int) else default
-
-
-def _numbers(node: Node, name: str) -> tuple[int, ...]:
-    value = node.attrs.get(name, ())
-    return tuple(int(v) for v in value if isinstance(v, int)) if isinstance(value, tuple) else ()
-
-
-def _from_the_end(node: Node, rank: int) -> int:
-    """The axis of an operator counted from the end, 1 for the last; 0 if it has no axis."""
-    axis = node.attrs.get("axis")
-    if not isinstance(axis, int):
-        return 0
-    return -axis if axis < 0 else max(rank - axis, 0)
 
 
 __all__ = [

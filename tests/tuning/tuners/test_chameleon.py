@@ -12,7 +12,7 @@ import torch
 
 from tests.tuning.problems import convolution, knobless, matmul, softmax
 from tests.tuning.tuners.test_tuners import Landscape, goal_of, space_of
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.ppo import Rollout, update
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
 from xrlflow.tuning.surrogate import Surrogate
