@@ -4,6 +4,7 @@ from xrlflow.cost.calibrate import calibrated
 from xrlflow.cost.database import Database
 from xrlflow.cost.in_context import InContextBenchmark
 from xrlflow.cost.kernels import KernelPrices
+from xrlflow.cost.learned import Learned, load_network
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
@@ -17,6 +18,7 @@ __all__ = [
     "Database",
     "InContextBenchmark",
     "KernelPrices",
+    "Learned",
     "Machine",
     "Measured",
     "Placed",
@@ -25,4 +27,5 @@ __all__ = [
     "Roofline",
     "Tally",
     "calibrated",
+    "load_network",
 ]

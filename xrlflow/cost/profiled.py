@@ -25,6 +25,8 @@ from xrlflow.ops.work import OpKind, bodies, dimensions, work
 
 _CONVOLUTIONS = frozenset({OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV})
 _CALL = "(session call)"
+# Why an operator was modelled that could have been measured.
+_LATE = "after the time for measuring was over"
 # Operators whose time depends on the value of a float constant.
 _BY_VALUE = frozenset({"Pow"})
 
@@ -43,6 +45,11 @@ class Tally:
     remembered: int = 0
     seconds: float = 0.0
     modelled: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all operators that can be measured were."""
+        return not self.modelled[_LATE]
 
     def __str__(self) -> str:
         text = (
@@ -130,7 +137,7 @@ class Profiled(AdditiveCost):
             self.tally.remembered += 1
             return found
         if self.time_budget is not None and self.tally.seconds >= self.time_budget:
-            self.tally.modelled["after the time for measuring was over"] += 1
+            self.tally.modelled[_LATE] += 1
             return None
 
         def once() -> Sample:

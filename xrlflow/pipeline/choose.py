@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost import InContextBenchmark
+from xrlflow.cost.history import History
+from xrlflow.ir import Graph
+from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.rewrite import RewriteState
@@ -35,21 +38,27 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
         context.threads, context.imported.bindings, session_options=context.options.session_options
     )
     deadline = clock.budget.begin_comparing_until
-    trials = _Trials(context, clock.budget.select_until)
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
-    selection = select(
-        start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline, _TOLERANCE,
-        tidying, _Survey(in_context, start.base, deadline, trials.say),
-    )  # fmt: skip
+    with history.opened(context.threads) as known:
+        trials = _Trials(context, start, known, clock.budget.select_until)
+        selection = select(
+            start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline,
+            _TOLERANCE, tidying, _Survey(in_context, start.base, deadline, trials.say),
+        )  # fmt: skip
     context.notes.extend(f"not measured where it stands: {refusal}" for refusal in in_context.refused)
     return selection
 
 
 @dataclass(slots=True)
 class _Trials:
-    """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic)."""
+    """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
+
+    `known` keeps the comparisons.
+    """
 
     context: Context
+    start: Start
+    known: History
     deadline: float
     count: int = field(default=0, init=False)
 
@@ -82,7 +91,18 @@ class _Trials:
             return _REFUSED
         for path in written:
             context.remove(path)
-        return Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
+        ratio = Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
+        before = self._of(against)
+        if before is not None and not measured.load.disturbed:
+            history.keep(self.known, context, self.start.model, before, found.state.graph, ratio)
+        return ratio
+
+    def _of(self, against: SearchNode | None) -> Graph | None:
+        """The graph that ran as `against`; None for an original that was simplified before the search."""
+        if against is not None:
+            return against.state.graph
+        base = self.start.base.state.graph
+        return base if base.fingerprint == self.context.imported.graph.fingerprint else None
 
     def search(self, found: SearchNode, rules: frozenset[str]) -> SearchNode:
         """A greedy search with these rules only. Its result has the candidates of all rules."""

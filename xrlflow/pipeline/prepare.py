@@ -15,11 +15,14 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.tvm.remote import Remote
-from xrlflow.cost import CostModel, Measured, Profiled, Roofline, calibrated
+from xrlflow.cost import CostModel, Learned, Measured, Profiled, Roofline, calibrated, load_network
+from xrlflow.cost.fine_tuning import fine_tuned
+from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget
 from xrlflow.onnxio import ImportedModel, Source, load, to_proto
 from xrlflow.options import Common, Options
+from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
 from xrlflow.report import Listener
@@ -32,6 +35,10 @@ from xrlflow.verify.inputs import user_case
 
 # The part of the search's time that measuring operators may take.
 _PROFILING = 0.5
+# The latest comparisons of this machine that the learned cost model is fitted to.
+_REMEMBERED = 64
+# The part of the search's time that fitting may take.
+_FITTING = 0.1
 # If the first run takes this many seconds, no second one is made to learn the latency.
 _SLOW = 1.0
 
@@ -180,9 +187,10 @@ def cost_model(context: Context) -> CostModel:
     machine = calibrated(context.threads)
     if options.cost == "roofline":
         return Roofline(machine, bindings)
-    if options.cost == "profiled":
+    if options.cost in ("profiled", "learned"):
         left = context.clock.budget.search_until - time.monotonic()
-        return Profiled(machine, bindings=bindings, time_budget=_PROFILING * left)
+        prices = Profiled(machine, bindings=bindings, time_budget=_PROFILING * left)
+        return prices if options.cost == "profiled" else _learned(context, prices)
     assert context.feeds is not None
     return Measured(
         lambda graph: to_proto(context.imported, graph).SerializeToString(),
@@ -190,6 +198,15 @@ def cost_model(context: Context) -> CostModel:
         threads=context.threads,
         session_options=options.session_options,
     )
+
+
+def _learned(context: Context, prices: Profiled) -> Learned:
+    """The network of the package, fitted to this machine by the comparisons that it has made."""
+    with history.opened(context.threads) as known:
+        now = time.monotonic()
+        until = now + _FITTING * (context.clock.budget.search_until - now)
+        network = fine_tuned(load_network(PRETRAINED), known.latest(_REMEMBERED), until)
+    return Learned(prices, network)
 
 
 def start(context: Context, model: CostModel) -> Start:

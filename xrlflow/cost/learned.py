@@ -1,0 +1,156 @@
+"""The learned cost model: operators' prices, corrected by a network for where each operator stands.
+
+It predicts the latency of a graph relative to the graph where the search begins, with an uncertainty. See
+`xrlflow.cost.latency_network`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import fsum
+
+import numpy as np
+
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.cost.latency_network import Evaluator, NetworkConfig, NetworkParameters, shapes
+from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.cost.neighbourhoods import CONTENT_COLUMNS, EDGE_COLUMNS, Neighbourhoods, View
+from xrlflow.ir import Edit, Graph, Node, Value
+
+KIND = "latency network"
+# Half of a 90% interval of a normal distribution, in standard deviations.
+HALF_OF_90 = 1.645
+# Views of graphs that are kept: those of a search's latest states.
+_KEPT = 64
+# Seconds of a graph where nothing runs, so that ratios are finite.
+_INSTANT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """How many times faster a graph is than another, as predicted: the median, and a 90% interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Learned(AdditiveCost):
+    """A graph costs the sum of its nodes' seconds, each as the network sees it where it stands.
+
+    `prices` gives operators their seconds when they run alone; a node that the network knows nothing about costs that.
+    The seconds are the means of an ensemble, so they add up, and an edit changes those of the nodes around it.
+    """
+
+    def __init__(self, prices: AdditiveCost, parameters: NetworkParameters) -> None:
+        super().__init__(prices.bindings)
+        self.prices = prices
+        self.parameters = parameters
+        self._neighbourhoods = Neighbourhoods(prices, parameters.config.radius)
+        self._evaluator = Evaluator(parameters, self._neighbourhoods.table)
+        self._views: OrderedDict[int, View] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        return "learned"
+
+    def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        return self.prices.price(graph, node, in_types)
+
+    def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+        """The price of the node alone."""
+        return self.prices.seconds(graph, node, in_types)
+
+    def breakdown(self, graph: Graph) -> dict[Value, float]:
+        """Seconds of each node where it stands, by its id."""
+        view, top = self._view(graph), self.parameters.config.radius
+        nodes = [n for n in graph.nodes() if not n.const]
+        seconds = self._evaluator.seconds([view.number(n, top) for n in nodes]).mean(0)
+        found = {n.id: 0.0 for n in graph.nodes()}
+        return found | dict(zip((n.id for n in nodes), seconds.tolist()))
+
+    def delta(self, graph: Graph, edit: Edit) -> float:
+        _, before, after = self._view(graph).successor(edit)
+        seconds = self._evaluator.seconds([*before, *after]).mean(0)
+        return fsum(seconds[len(before) :]) - fsum(seconds[: len(before)])
+
+    def predict(self, start: Graph, graph: Graph) -> Prediction:
+        """How many times faster `graph` runs than `start`."""
+        counts = [self._view(g).counts() for g in (start, graph)]
+        totals = []
+        for count in counts:
+            numbers = list(count)
+            total = self._evaluator.seconds(numbers) @ np.array([count[n] for n in numbers])
+            totals.append(np.maximum(total, _INSTANT))
+        logs = np.log(totals[0] / totals[1])
+        numbers = list((counts[0] - counts[1]) + (counts[1] - counts[0]))
+        often = np.array([abs(counts[0][n] - counts[1][n]) for n in numbers])
+        changed = (
+            float((self._evaluator.seconds(numbers).mean(0) @ often) / totals[0].mean()) if numbers else 0.0
+        )
+        noise = self.parameters.arrays["noise"].mean(0)
+        spread = math.sqrt(float(logs.var()) + float(noise[0]) ** 2 + (float(noise[1]) * changed) ** 2)
+        half = HALF_OF_90 * spread * float(self.parameters.arrays["scale"].mean())
+        middle = float(logs.mean())
+        return Prediction(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
+
+    def _view(self, graph: Graph) -> View:
+        """The view of a graph, from memory if it was one of the last."""
+        found = self._views.pop(id(graph), None)
+        if found is None or found.graph is not graph:
+            found = self._neighbourhoods.view(graph)
+        self._views[id(graph)] = found
+        if len(self._views) > _KEPT:
+            self._views.popitem(last=False)
+        return found
+
+
+def save_network(parameters: NetworkParameters, path: str | os.PathLike[str]) -> None:
+    """Write a network. Raises CheckpointError if the file cannot be written."""
+    config = {
+        "network": asdict(parameters.config),
+        "columns": _columns(),
+        "operators": list(parameters.operators),
+        "about": dict(parameters.about),
+    }
+    save_checkpoint(Checkpoint(KIND, config, parameters.arrays), path)
+
+
+def load_network(path: str | os.PathLike[str]) -> NetworkParameters:
+    """Read a network. Raises CheckpointError if the file is damaged or is no network of this version."""
+    checkpoint = load_checkpoint(path, KIND)
+    where = os.fspath(path)
+    config = checkpoint.config
+    if config.get("columns") != _columns():
+        raise CheckpointError(f"{where}: the network was made for other features: train it again")
+    try:
+        form = NetworkConfig(**config["network"])
+        operators = tuple(map(str, config["operators"]))
+        wanted = {n: (form.members, *s) for n, s in shapes(form, len(operators)).items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: its configuration is damaged: {error!r}") from error
+    wanted |= {"noise": (form.members, 2), "scale": (form.members,)}
+    _check(where, checkpoint, wanted)
+    return NetworkParameters(form, operators, checkpoint.tensors, config.get("about", {}))
+
+
+def _check(where: str, checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raises CheckpointError unless the arrays have these names and shapes and are finite."""
+    if odd := sorted(wanted.keys() ^ checkpoint.tensors.keys()):
+        raise CheckpointError(f"{where}: its arrays are not those of its configuration: {odd[0]}")
+    for name, array in checkpoint.tensors.items():
+        if array.shape != wanted[name] or array.dtype != np.float32 or not np.isfinite(array).all():
+            raise CheckpointError(f"{where}: its array {name} is not finite float32 of shape {wanted[name]}")
+    if (checkpoint.tensors["scale"] <= 0).any():
+        raise CheckpointError(f"{where}: its array scale would turn intervals round")
+
+
+def _columns() -> dict[str, int]:
+    return {"content": CONTENT_COLUMNS, "edge": EDGE_COLUMNS}
+
+
+__all__: Sequence[str] = ("KIND", "Learned", "Prediction", "load_network", "save_network")

@@ -1,0 +1,269 @@
+"""The neighbourhoods of nodes, numbered: what a graph network of a few layers sees of each node.
+
+A graph network computes a node's vector from its neighbourhood alone. Its layers cannot tell two nodes apart that have
+the same neighbourhood (Weisfeiler and Leman, 1968; Xu et al., How Powerful are Graph Neural Networks?, 2019). So each
+neighbourhood is numbered once, and everything that a network computes is computed once for a number. Layers of a model
+repeat each other, and a successor differs from its parent in a few nodes, so a new graph has few new numbers.
+
+Level 0 is a node alone: its operator, attributes, types and price. Level r adds the edges to nodes of level r - 1:
+forward edges from what a node reads, backward edges from its readers. Constants and the graph's inputs are nodes
+without content. Constant nodes do not run, so they are constants.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from xrlflow.cost.columns import NODE_COLUMNS, TYPE_COLUMNS, node_columns, type_columns
+from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
+
+# The numbers of what is no operator, on every level.
+INPUT, CONSTANT = 0, 1
+_NAMES = ("(input)", "(constant)")
+_SLOTS = 8  # further slots count as this one
+# Columns of an edge: its tensor; its slots at both ends; whether the reading slot is 0 or 1; direction.
+EDGE_COLUMNS = TYPE_COLUMNS + 6
+# Columns of a node alone: those of its content, and whether it gives an output of the graph.
+CONTENT_COLUMNS = NODE_COLUMNS + 1
+
+_Key = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Level:
+    """The neighbourhoods of one radius, in the order of their numbers.
+
+    `inner`: the number of the same node on the level below (on level 0 its row of contents). The edges of number i are
+    `starts[i]` to `starts[i + 1]`: `sources` are numbers on the level below, `edges` rows of edges.
+    """
+
+    known: dict[_Key, int] = field(default_factory=dict)
+    inner: list[int] = field(default_factory=lambda: [INPUT, CONSTANT])
+    starts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    sources: list[int] = field(default_factory=list)
+    edges: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+# Edges: the node at the other end (for what is read also INPUT or CONSTANT), and the row of each.
+_Reads = list[tuple[Node | int, int]]
+_Readers = list[tuple[Node, int]]
+
+
+_NOTHING = (0.0,) * CONTENT_COLUMNS
+
+
+@dataclass(slots=True)
+class Table:
+    """Numbered neighbourhoods as a network reads them. It only grows.
+
+    `levels`: by radius. `ops`, `seconds`, `moved`, `contents`: operator, price, bytes read and written, and row of
+    CONTENT_COLUMNS of each node alone. `edges`: rows of EDGE_COLUMNS.
+    """
+
+    levels: tuple[Level, ...]
+    ops: list[str] = field(default_factory=lambda: list(_NAMES))
+    contents: list[tuple[float, ...]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    edges: list[tuple[float, ...]] = field(default_factory=list)
+
+
+class Neighbourhoods:
+    """Numbers neighbourhoods of up to `radius` edges in any number of graphs. `prices` gives nodes their seconds."""
+
+    def __init__(self, prices: AdditiveCost, radius: int) -> None:
+        self.prices = prices
+        self.radius = radius
+        self.table = Table(tuple(Level() for _ in range(radius + 1)))
+        self._edges: dict[tuple[bool, int, int, TensorType], int] = {}
+
+    def view(self, graph: Graph) -> View:
+        """The numbers of a graph's nodes, found when they are asked for."""
+        return View(self, graph)
+
+    def edge(self, forward: bool, given: int, read: int, type: TensorType) -> int:
+        """The row of an edge from output slot `given` to input slot `read`."""
+        key = (forward, min(given, _SLOTS), min(read, _SLOTS), type)
+        found = self._edges.get(key)
+        if found is None:
+            found = self._edges[key] = len(self.table.edges)
+            _, given, read, _ = key
+            slots = (given / _SLOTS, read / _SLOTS, float(read == 0), float(read == 1))
+            columns = type_columns(type, self.prices.bindings)
+            self.table.edges.append((*columns, *slots, float(forward), float(not forward)))
+        return found
+
+    def content(self, graph: Graph, node: Node, in_types: InTypes, given: bool) -> int:
+        """The number of a node alone. `given`: it gives an output of the graph."""
+        seconds = self.prices.seconds(graph, node, in_types)
+        key = (node.op, node.attrs.digest, in_types, node.types, seconds, given)
+        table = self.table
+        level = table.levels[0]
+        found = level.known.get(key)
+        if found is None:
+            found = level.known[key] = len(level.inner)
+            columns = node_columns(node, in_types, self.prices.bindings, seconds)
+            level.inner.append(found)
+            level.starts.append(0)
+            table.ops.append(node.op)
+            table.contents.append((*columns.row, float(given)))
+            table.seconds.append(seconds)
+            table.moved.append(columns.bytes)
+        return found
+
+    def number(self, radius: int, inner: int, ends: tuple[tuple[int, int], ...]) -> int:
+        """The number of a neighbourhood on a level: its node on the level below, and its edges (source, row)."""
+        level = self.table.levels[radius]
+        key = (inner, *ends)
+        found = level.known.get(key)
+        if found is None:
+            found = level.known[key] = len(level.inner)
+            level.inner.append(inner)
+            for source, edge in ends:
+                level.sources.append(source)
+                level.edges.append(edge)
+            level.starts.append(len(level.sources))
+        return found
+
+
+class View:
+    """The numbers of one graph's nodes. They are found on demand and remembered.
+
+    A successor's view has the view of its parent as `base`, and asks it about nodes that are not in `near[r]`: those
+    whose neighbourhood of radius r the edit did not change.
+    """
+
+    def __init__(
+        self,
+        owner: Neighbourhoods,
+        graph: Graph,
+        base: View | None = None,
+        near: tuple[set[Value], ...] = (),
+    ) -> None:
+        self.owner, self.graph = owner, graph
+        self._base, self._near = base, near
+        self._outputs = frozenset(graph.outputs)
+        self._known: tuple[dict[Value, int], ...] = tuple({} for _ in range(owner.radius + 1))
+        self._ends: dict[Value, tuple[_Reads, _Readers]] = {}
+
+    def counts(self) -> Counter[int]:
+        """How many nodes of the graph have each number of the highest level. Constant nodes are not counted."""
+        top = self.owner.radius
+        return Counter(self.number(node, top) for node in self.graph.nodes() if not node.const)
+
+    def number(self, node: Node, radius: int) -> int:
+        """The number of a node, which is no constant, on a level."""
+        known = self._known[radius]
+        found = known.get(node.id)
+        if found is None:
+            if self._base is not None and node.id not in self._near[radius]:
+                return self._base.number(node, radius)
+            found = known[node.id] = self._find(node, radius)
+        return found
+
+    def _find(self, node: Node, radius: int) -> int:
+        if radius == 0:
+            given = not self._outputs.isdisjoint(node.outputs)
+            return self.owner.content(self.graph, node, in_types(self.graph, node), given)
+        below = radius - 1
+        inner = self.number(node, below)
+        reads, readers = self._ends_of(node)
+        ends = [(e if isinstance(e, int) else self.number(e, below), row) for e, row in reads]
+        # A node's readers have no order.
+        ends += sorted((self.number(e, below), row) for e, row in readers)
+        return self.owner.number(radius, inner, tuple(ends))
+
+    def _ends_of(self, node: Node) -> tuple[_Reads, _Readers]:
+        """The forward edges of a node, in the order of its inputs, and its backward edges."""
+        found = self._ends.get(node.id)
+        if found is not None:
+            return found
+        graph, edge = self.graph, self.owner.edge
+        producers = graph.producers
+        reads: _Reads = []
+        for slot, value in enumerate(node.inputs):
+            if value == ABSENT:
+                continue
+            source = producers.get(value)
+            if source is None:
+                type = graph.leaves.types[value]
+                reads.append((CONSTANT if type.const else INPUT, edge(True, 0, slot, type)))
+                continue
+            place = source.outputs.index(value)
+            row = edge(True, place, slot, source.types[place])
+            reads.append((CONSTANT if source.const else source, row))
+        readers: _Readers = []
+        for place, (value, type) in enumerate(zip(node.outputs, node.types)):
+            for reader in graph.users(value):
+                if not reader.const:
+                    readers += [
+                        (reader, edge(False, place, slot, type))
+                        for slot, read in enumerate(reader.inputs)
+                        if read == value
+                    ]
+        found = self._ends[node.id] = (reads, readers)
+        return found
+
+    def successor(self, edit: Edit) -> tuple[View, list[int], list[int]]:
+        """The view after an edit, and the numbers of the highest level that it takes away and brings."""
+        graph = self.graph
+        after, _ = apply_edit(graph, edit)
+        leaving = [*edit.removed, *(old for old, _ in edit.rewired)]
+        coming = [*edit.added, *(new for _, new in edit.rewired)]
+        values = {v for node in (*leaving, *coming) for v in (*node.inputs, *node.outputs)}
+        values.update(set(graph.outputs) ^ set(edit.outputs))
+        top = self.owner.radius
+        near = _spread(after, _touched(after, coming, values), top)
+        changed = _spread(graph, _touched(graph, leaving, values), top)[top] | near[top]
+        view = View(self.owner, after, self, near)
+        return view, self._numbers(changed), view._numbers(changed)
+
+    def _numbers(self, ids: Iterable[Value]) -> list[int]:
+        """The numbers of those of these nodes that the graph has and that run."""
+        producers, top = self.graph.producers, self.owner.radius
+        found = []
+        for id in ids:
+            node = producers.get(id)
+            if node is not None and node.id == id and not node.const:
+                found.append(self.number(node, top))
+        return found
+
+
+def in_types(graph: Graph, node: Node) -> InTypes:
+    return tuple([None if v == ABSENT else graph.type(v) for v in node.inputs])
+
+
+def _touched(graph: Graph, nodes: Iterable[Node], values: Iterable[Value]) -> set[Value]:
+    """The ids of nodes, and of those that give or read `values`: their edges may have changed."""
+    found = {node.id for node in nodes}
+    producers, uses = graph.producers, graph.uses
+    for value in values:
+        if value in producers:
+            found.add(producers[value].id)
+        found.update(uses.get(value, ()))
+    return found
+
+
+def _spread(graph: Graph, ids: set[Value], radius: int) -> tuple[set[Value], ...]:
+    """For each level the nodes whose neighbourhood reaches one of these."""
+    levels = [ids]
+    last = ids
+    producers, uses = graph.producers, graph.uses
+    for _ in range(radius):
+        grown = set(levels[-1])
+        for id in last:
+            node = producers.get(id)
+            if node is None:
+                continue
+            grown.update(producers[v].id for v in node.inputs if v in producers)
+            for value in node.outputs:
+                grown.update(uses.get(value, ()))
+        last = grown - levels[-1]
+        levels.append(grown)
+    return tuple(levels)

@@ -1,0 +1,44 @@
+"""Comparisons that an optimisation makes are kept for the learned cost model."""
+
+from __future__ import annotations
+
+import math
+
+from xrlflow.cost import AdditiveCost, CostModel, Learned, Profiled
+from xrlflow.cost.calibrate import runtime
+from xrlflow.cost.history import History
+from xrlflow.cost.machine import cpu_name
+from xrlflow.ir import Graph
+from xrlflow.pipeline.context import Context
+from xrlflow.search import Ratio
+
+# An interval of 95% has so many standard deviations.
+_WIDTH = 3.92
+# Wider intervals (logarithm) say too little.
+_VAGUE = 0.2
+
+
+def opened(threads: int) -> History:
+    return History(cpu_name(), runtime(), threads)
+
+
+def keep(
+    known: History, context: Context, model: CostModel, before: Graph, after: Graph, ratio: Ratio
+) -> None:
+    """Keep in `known` that `after` was measured to be so many times faster than `before`. Comparisons with other
+    options of the session, or without measured prices of operators, are not comparable with others and are left out."""
+    prices = prices_of(model)
+    if prices is None or context.options.session_options is not None:
+        return
+    if not 0.0 < ratio.low <= ratio.high < math.inf:
+        return
+    width = math.log(ratio.high / ratio.low)
+    if width > _VAGUE:
+        return
+    known.keep(prices, before, after, math.log(ratio.median), max(width / _WIDTH, 1e-3))
+
+
+def prices_of(model: CostModel) -> AdditiveCost | None:
+    """The measured prices of operators that a cost model has; None if it has others, or had no time for some."""
+    prices = model.prices if isinstance(model, Learned) else model
+    return prices if isinstance(prices, Profiled) and prices.tally.complete else None
