@@ -15,9 +15,9 @@ import models
 import xrlflow
 from rewrite_rules import LIBRARY
 from xrlflow.api import OptionError
+from xrlflow.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
-from xrlflow.learn.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.rewrite import Library
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.features import Vocabulary

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrlflow.cost import AdditiveCost, CostModel, Profiled, Roofline
-from xrlflow.options import AGENT, LOOKAHEAD, OptionError
+from xrlflow.cost import AdditiveCost, CostModel, Learned, Profiled, Roofline
+from xrlflow.options import LOOKAHEAD, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import read_trace
@@ -58,8 +58,9 @@ def explore(context: Context, start: Start, model: CostModel) -> Explored:
     if result.interrupted:
         context.notes.append("interrupted: the best so far is kept")
         clock.hurry()
-    if isinstance(model, Profiled):
-        context.notes.append(f"operators: {model.tally}")
+    prices = model.prices if isinstance(model, Learned) else model
+    if isinstance(prices, Profiled):
+        context.notes.append(f"operators: {prices.tally}")
     proposals = tuple(f for f in (result.best, *result.shortlist) if context.fits(f))
     if not context.fits(result.best):
         growth = context.options.max_growth
@@ -82,7 +83,7 @@ def search(context: Context, base: SearchNode, model: CostModel) -> SearchResult
         return random_walk(base.state, base.cost, limits, options.seed)
     if options.search in LOOKAHEAD:
         return lookahead(base.state, base.cost, limits, LOOKAHEAD[options.search])
-    if options.search == AGENT:
+    if options.search in WITH_AGENT:
         return _with_agent(context, base, model, limits)
     return taso(base.state, base.cost, limits, options.alpha)
 
@@ -108,16 +109,17 @@ def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Li
         context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
     result = _by_agent(context, base, model, limits)
-    if quick.best.cost < result.best.cost and not result.interrupted:
-        return quick
+    if quick.best.cost < result.best.cost:
+        return replace(quick, interrupted=result.interrupted)
     return result
 
 
 def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limits) -> SearchResult:
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
-    from xrlflow.learn.checkpoint import CheckpointError
+    from xrlflow.checkpoint import CheckpointError
     from xrlflow.rl.features import Featuriser
+    from xrlflow.rl.mcts import tree_search
     from xrlflow.rl.network import Network
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.pretrained import PRETRAINED
@@ -136,7 +138,10 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
         if interrupted:
             limits.deadline = time.monotonic()
         network = Network(parameters)
-        result = agent_search(base.state, base.cost, limits, network, featuriser, seed=options.seed)
+        if options.search == TREE:
+            result = tree_search(base.state, base.cost, limits, network, featuriser)
+        else:
+            result = agent_search(base.state, base.cost, limits, network, featuriser, seed=options.seed)
     except CheckpointError as error:
         raise OptionError(f"agent: {error}") from error
     except PolicyError as error:
@@ -180,7 +185,7 @@ def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> 
     for step, successor in zip(steps, replay(base.state, steps)):
         match = state.find(step.key)
         assert match is not None
-        cost += match.delta
+        cost += state.priced(match)[1]
         path = extend(path, match, cost)
         state = successor
     found = SearchNode(state, path, cost)

@@ -1,7 +1,7 @@
 """The agent's network as an ONNX model. ONNX Runtime runs it, so a search with a trained agent does not need torch.
 
-It computes the same as `xrlflow.rl.agent.Agent` and `xrlflow.rl.encoder.Encoder`, but has no critic, because a search
-does not use values. ScatterND with a reduction computes sums by segment. All counts are dynamic.
+It computes the same as `xrlflow.rl.agent.Agent` and `xrlflow.rl.encoder.Encoder`. ScatterND with a reduction computes
+sums by segment. All counts are dynamic.
 """
 
 from __future__ import annotations
@@ -63,11 +63,25 @@ class Network:
 
     def log_probs(self, observations: Sequence[Observation]) -> npt.NDArray[np.float64]:
         """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
-        batch = Batch.of(observations)
-        scores, stop = self._session.run(["scores", "stop"], batch.arrays())
-        ends = np.cumsum([o.candidates for o in observations])
-        parts = zip(np.split(scores.astype(np.float64), ends[:-1]), stop.astype(np.float64))
-        return np.concatenate([_log_softmax(np.append(part, last)) for part, last in parts])
+        scores, stop = self._session.run(["scores", "stop"], Batch.of(observations).arrays())
+        return _distributions(observations, scores, stop)
+
+    def evaluate(
+        self, observations: Sequence[Observation]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The log-probabilities, as `log_probs` gives them, and the values of the B observations [B]."""
+        scores, stop, values = self._session.run(
+            ["scores", "stop", "values"], Batch.of(observations).arrays()
+        )
+        return _distributions(observations, scores, stop), np.asarray(values, np.float64)
+
+
+def _distributions(
+    observations: Sequence[Observation], scores: npt.NDArray[np.float32], stop: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float64]:
+    ends = np.cumsum([o.candidates for o in observations])
+    parts = zip(np.split(scores.astype(np.float64), ends[:-1]), stop.astype(np.float64))
+    return np.concatenate([_log_softmax(np.append(part, last)) for part, last in parts])
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -77,7 +91,8 @@ def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def to_onnx(parameters: Parameters) -> onnx.ModelProto:
-    """The policy as an ONNX model: arrays of a `Batch` -> logits `scores` [C] of candidates and `stop` [B] of No-Op."""
+    """The agent as an ONNX model: arrays of a `Batch` -> logits `scores` [C] of candidates and `stop` [B] of No-Op, and
+    `values` [B]."""
     net = _Builder(parameters.arrays)
     nodes, graphs = _encoder(net, parameters.config.encoder)
     width = parameters.config.encoder.width
@@ -92,6 +107,9 @@ def to_onnx(parameters: Parameters) -> onnx.ModelProto:
     state = net("Concat", graphs, pooled, axis=1)
     stop = net.linear("stop.2", net("Tanh", net.linear("stop.0", state)))
     net("Squeeze", stop, net.constant([1]), output="stop")
+    known = net("Concat", state, "globals", axis=1)
+    value = net.linear("value.2", net("Tanh", net.linear("value.0", known)))
+    net("Squeeze", value, net.constant([1]), output="values")
     return net.model()
 
 
@@ -160,7 +178,7 @@ class _Builder:
         ]
         outputs = [
             helper.make_tensor_value_info(name, TensorProto.FLOAT, [size])
-            for name, size in (("scores", "C"), ("stop", "B"))
+            for name, size in (("scores", "C"), ("stop", "B"), ("values", "B"))
         ]
         graph = helper.make_graph(self.nodes, "agent", inputs, outputs, list(self.initializers.values()))
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR)

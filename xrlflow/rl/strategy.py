@@ -25,8 +25,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from math import log
 from typing import Generic, Protocol, TypeVar
 
@@ -36,19 +35,15 @@ import numpy.typing as npt
 from xrlflow.ir import Graph
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.rl.features import Pricing
 from xrlflow.rl.situation import Situation, choices
-from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, extend
+from xrlflow.rl.states import Over, States
+from xrlflow.search.result import Limits, SearchNode, SearchResult
 
 Obs = TypeVar("Obs")
 ObsIn = TypeVar("ObsIn", contravariant=True)
 
-# Smaller gains, relative to the cost, count as rounding errors.
-_ROUNDING = 1e-9
 # The most nodes of a match that `alike` compares.
 _SHOWN = 16
-# A graph of fewer operators may grow as if it had this many.
-_SMALL = 32
 # A rule that lost may gain when applied again: up to this depth of kicks, and for this many nats each time.
 _REPEATS, _AGAIN = 5, 1.5
 # The search ends after this many rollouts in a row that find nothing new.
@@ -165,28 +160,14 @@ def agent_search(
     except KeyboardInterrupt:
         interrupted = True
 
-    def plain(found: SearchNode) -> SearchNode:
-        return replace(found, state=replace(found.state, delta=state.delta))
-
-    return SearchResult(
-        plain(search.best),
-        tuple(plain(f) for f in search.shortlist.best()),
-        search.expanded,
-        search.generated,
-        time.monotonic() - begin,
-        interrupted,
-    )
+    return search.result(time.monotonic() - begin, interrupted)
 
 
 class PolicyError(RuntimeError):
     """A policy returned NaN, or the wrong count of log-probabilities for its observations."""
 
 
-class _Over(Exception):
-    """The limits are reached."""
-
-
-class _Search(Generic[Obs]):
+class _Search(States, Generic[Obs]):
     def __init__(
         self,
         state: RewriteState,
@@ -197,18 +178,10 @@ class _Search(Generic[Obs]):
         config: StrategyConfig,
         seed: int,
     ) -> None:
-        assert state.delta is not None, "a state without prices has nothing to minimise"
-        self.root = SearchNode(replace(state, delta=Pricing.of(state.delta)), None, cost)
-        self.best = self.root
-        self.limits, self.policy, self.observe, self.config = limits, policy, observe, config
+        super().__init__(state, cost, limits, config.growth)
+        self.policy, self.observe, self.config = policy, observe, config
         self.rng = np.random.default_rng(seed)
-        self.shortlist = Shortlist()
-        self.shortlist.offer(self.root)
-        self.most_nodes = config.growth * max(state.graph.node_count, _SMALL)
-        # By fingerprint: every state made, its parent, the end of its descent, its evaluation.
-        self.reached: dict[int, SearchNode] = {state.fingerprint: self.root}
-        self.parents: dict[int, int] = {}
-        self.ends: dict[int, SearchNode] = {}
+        # By fingerprint: the evaluations of states.
         self.places: dict[int, _Place] = {}
         # Both queues are ordered by (nats, number).
         self.pending: list[tuple[float, int, _Waiting]] = []
@@ -217,8 +190,7 @@ class _Search(Generic[Obs]):
         # Counts states of one size and cost. These are mostly the same substitutions in other places, or detours back.
         self.twins: Counter[tuple[int, float]] = Counter()
         self.numbers = 0
-        self.expanded = self.generated = self.evaluated = 0
-        self.improved_at = 0
+        self.evaluated = 0
 
     def run(self) -> None:
         try:
@@ -235,7 +207,7 @@ class _Search(Generic[Obs]):
                 before = self.expanded + self.evaluated
                 ended = self.round(rollouts)
                 idle = 0 if self.expanded + self.evaluated > before else idle + ended
-        except _Over:
+        except Over:
             pass
 
     def round(self, rollouts: list[_Rollout]) -> int:
@@ -264,77 +236,6 @@ class _Search(Generic[Obs]):
             tried += self.kick(heapq.heappop(self.kicks)[2])
         return ended
 
-    # --- states ---
-
-    def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
-        """The successor, from memory if it is known; None if it is too large. Raises _Over at the limits."""
-        known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
-        if known is not None:
-            return known
-        if self.limits.over(self.expanded, self.best.cost):
-            raise _Over
-        state = parent.state
-        edit = state.edit(match)
-        if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:
-            return None
-        assert state.delta is not None, "a state without prices has nothing to minimise"
-        # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
-        cost = parent.cost + float(state.delta(state.graph, edit))
-        successor = state.apply(match, edit)
-        self.expanded += 1
-        known = self.reached.get(successor.fingerprint)
-        if known is not None:
-            return known
-        found = SearchNode(successor, extend(parent.path, match, cost), cost)
-        self.reached[successor.fingerprint] = found
-        self.parents[successor.fingerprint] = parent.state.fingerprint
-        self.shortlist.offer(found)
-        if cost < self.best.cost - _ROUNDING * self.root.cost:
-            self.best, self.improved_at = found, self.expanded
-        return found
-
-    def descend(self, found: SearchNode, back: float | None = None) -> SearchNode:
-        """The end of the greedy descent from a state.
-
-        After a loss, the largest gain often comes from undoing it, directly or by another rule. So the descent avoids
-        states of other descents, and states with the same cost as the state before the loss (`back`).
-        """
-        here = found.state.fingerprint
-        if here in self.ends:
-            return self.ends[here]
-        way: list[int] = []
-        self.ends[here] = found  # preliminary, so that the descent does not return here
-        while True:
-            way.append(here)
-            self.generated += found.state.count
-            match = found.state.gains_most(_ROUNDING * found.cost, partial(self.leads_back, found, back))
-            if match is None:
-                break
-            successor = self.make(found, match)
-            if successor is None or successor.state.fingerprint in self.ends:
-                break
-            found = successor
-            here = found.state.fingerprint
-            self.ends[here] = found
-        for fingerprint in way:
-            self.ends[fingerprint] = found
-        return found
-
-    def leads_back(self, found: SearchNode, back: float | None, match: Match) -> bool:
-        """Whether a candidate leads to a state of an earlier descent, or to the cost `back`."""
-        if (found.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
-            return True
-        return back is not None and abs(found.cost + match.delta - back) <= _ROUNDING * self.root.cost
-
-    def ancestors(self, found: SearchNode) -> set[int]:
-        """The fingerprints of all states on the way to a state, including its own."""
-        at: int | None = found.state.fingerprint
-        out: set[int] = set()
-        while at is not None:
-            out.add(at)
-            at = self.parents.get(at)
-        return out
-
     # --- the network ---
 
     def evaluate(self, states: Sequence[SearchNode]) -> None:
@@ -342,7 +243,7 @@ class _Search(Generic[Obs]):
         size = self.config.batch
         for start in range(0, len(states), size):
             if self.limits.over(self.expanded, self.best.cost):
-                raise _Over
+                raise Over
             situations = []
             for found in states[start : start + size]:
                 offered = choices(found.state, self.ancestors(found))

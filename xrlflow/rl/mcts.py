@@ -1,0 +1,282 @@
+"""Monte Carlo tree search with the real engine: `search="mcts"`.
+
+AlphaZero's search (Silver et al., 2018) for a single player who wants the cheapest graph. The agent's policy gives the
+priors, and its critic values what greedy descents cannot see:
+
+- A simulation walks down the tree by PUCT and makes one new state. Its value is the part of the initial cost that a
+  greedy descent from it saves, or what the critic promises beyond its own cost, if that is more.
+- Substitutions that are alike (the same in another layer) are one action, so that the breadth of the tree does not grow
+  with the number of layers.
+- States that several ways lead to are one node of the tree (by fingerprint). An edge keeps its own visits.
+- An edge's worth is the mean of its simulations, mixed with the best of them: the result is a maximum. Values are
+  scaled to 0 to 1 by the least and the greatest seen (Schrittwieser et al., 2020).
+- Simulations begin by turns at the end of the first descent and at the best graph so far. So a gain is built upon, and
+  what was done on the way to it can still be left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.rl.situation import Situation, choices
+from xrlflow.rl.states import Over, States
+from xrlflow.rl.strategy import Group, PolicyError, alike
+from xrlflow.search.result import Limits, SearchNode, SearchResult
+
+Obs = TypeVar("Obs")
+ObsIn = TypeVar("ObsIn", contravariant=True)
+Floats = npt.NDArray[np.float64]
+
+# The search ends after this many rounds in a row that make no new state.
+_IDLE = 20
+
+
+class Judge(Protocol[ObsIn]):
+    """The part of an agent that a tree search uses."""
+
+    def evaluate(self, observations: Sequence[ObsIn]) -> tuple[Floats, Floats]:
+        """Log-probabilities of the candidates and No-Op of each observation in one flat array, and values [B]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """The parameters of the tree search.
+
+    - `batch`: simulations between two calls of the network.
+    - `exploration`: the weight of the priors against what was found. `doubt`: the part of the priors that prefers small
+      losses instead of following the policy. `rise`: the nats that a loss of the whole initial cost adds.
+    - `best`: the weight of an edge's best simulation against the mean of all.
+    - `trust`: the part of the critic's value that counts. `unit`: its value for saving the whole cost.
+    - `depth`: the most steps of a simulation.
+    - `patience`: the search ends after this many states without an improvement; None: only at the limits.
+    - `growth`: graphs with more than this many times the operators of the input are dropped.
+    """
+
+    batch: int = 8
+    exploration: float = 1.25
+    doubt: float = 0.3
+    rise: float = 8.0
+    best: float = 0.5
+    trust: float = 0.25
+    unit: float = 5.0
+    depth: int = 50
+    patience: int | None = 400
+    growth: float = 2.0
+
+
+class _Vertex:
+    """A state in the tree: its A actions (substitutions that are alike), their priors and what became of them [A]."""
+
+    __slots__ = ("actions", "best", "found", "priors", "total", "visits")
+
+    def __init__(self, found: SearchNode, actions: list[tuple[Match, ...]], priors: Floats) -> None:
+        self.found, self.actions, self.priors = found, actions, priors
+        count = len(actions)
+        self.visits, self.total = np.zeros(count), np.zeros(count)
+        self.best = np.full(count, -np.inf)
+
+
+# The way of a simulation: vertices and the numbers of the actions that it took.
+_Way = list[tuple[_Vertex, int]]
+
+
+def tree_search(
+    state: RewriteState,
+    cost: float,
+    limits: Limits,
+    judge: Judge[Obs],
+    observe: Callable[[Situation], Obs],
+    config: TreeConfig = TreeConfig(),
+) -> SearchResult:
+    """Search with an agent's policy and critic. The arguments and the result are as in `strategy.agent_search`.
+
+    The search draws nothing, so it gives the same result each time, unless the deadline ends it. Raises PolicyError.
+    """
+    begin = time.monotonic()
+    search = _TreeSearch(state, cost, limits, judge, observe, config)
+    interrupted = False
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    return search.result(time.monotonic() - begin, interrupted)
+
+
+class _TreeSearch(States, Generic[Obs]):
+    def __init__(
+        self,
+        state: RewriteState,
+        cost: float,
+        limits: Limits,
+        judge: Judge[Obs],
+        observe: Callable[[Situation], Obs],
+        config: TreeConfig,
+    ) -> None:
+        super().__init__(state, cost, limits, config.growth)
+        self.judge, self.observe, self.config = judge, observe, config
+        self.tree: dict[int, _Vertex] = {}
+        self.least, self.greatest = np.inf, -np.inf
+
+    def run(self) -> None:
+        try:
+            first = self.descend(self.root)
+            patience, idle = self.config.patience, 0
+            while idle < _IDLE and (patience is None or self.expanded - self.improved_at < patience):
+                before = self.expanded
+                moved = self.round(first)
+                if self.best is not first:
+                    moved = self.round(self.best) or moved
+                if not moved:
+                    break
+                idle = 0 if self.expanded > before else idle + 1
+        except Over:
+            pass
+
+    def round(self, start: SearchNode) -> bool:
+        """Some simulations from a state, and one call of the network. False if nothing can be done there."""
+        best = self.best
+        if start.state.fingerprint not in self.tree:
+            self.grow([([], start)])
+        root = self.tree[start.state.fingerprint]
+        arrived: list[tuple[_Way, SearchNode]] = []
+        moved = False
+        for _ in range(self.config.batch):
+            way, found = self.simulate(root)
+            moved = moved or bool(way)
+            if found is None:
+                self.learn(way, -np.inf)
+            else:
+                for vertex, action in way:  # until its value is known, a simulation counts as lost
+                    vertex.visits[action] += 1
+                arrived.append((way, found))
+            if self.best is not best:
+                break
+        for way, _ in arrived:
+            for vertex, action in way:
+                vertex.visits[action] -= 1
+        self.grow(arrived)
+        return moved
+
+    def simulate(self, root: _Vertex) -> tuple[_Way, SearchNode | None]:
+        """Walk down the tree to a new state. None if the way ends at one that cannot be made or is known."""
+        way: _Way = []
+        vertex, seen = root, {root.found.state.fingerprint}
+        while len(way) < self.config.depth and vertex.actions:
+            action = self.choose(vertex)
+            way.append((vertex, action))
+            successor = self.follow(vertex, action)
+            if successor is None or successor.state.fingerprint in seen:
+                return way, None
+            here = successor.state.fingerprint
+            seen.add(here)
+            known = self.tree.get(here)
+            if known is None:
+                self.descend(successor, vertex.found.cost)
+                return way, successor
+            vertex = known
+        return way, vertex.found if way else None
+
+    def follow(self, vertex: _Vertex, action: int) -> SearchNode | None:
+        """The state that an action leads to: its first substitution that is not too large."""
+        for match in vertex.actions[action]:
+            successor = self.make(vertex.found, match)
+            if successor is not None:
+                return successor
+        return None
+
+    def choose(self, vertex: _Vertex) -> int:
+        """The action with the greatest PUCT score (Silver et al., 2018)."""
+        config = self.config
+        visits = vertex.visits
+        with np.errstate(invalid="ignore"):
+            means = vertex.total / np.maximum(visits, 1)
+            worth = config.best * self.scaled(vertex.best) + (1 - config.best) * self.scaled(means)
+        worth = np.where(np.isfinite(worth) & (visits > 0), worth, 0.0)
+        bonus = config.exploration * vertex.priors * sqrt(visits.sum() + 1) / (1 + visits)
+        return int(np.argmax(worth + bonus))
+
+    def scaled(self, values: Floats) -> Floats:
+        """Values between 0 (the least of all) and 1 (the greatest)."""
+        span = self.greatest - self.least
+        return (values - self.least) / span if span > 0 else np.zeros_like(values)
+
+    def grow(self, arrived: Sequence[tuple[_Way, SearchNode]]) -> None:
+        """Ask the agent about new states, add them to the tree, and tell the ways that led there their worth."""
+        new = {f.state.fingerprint: f for _, f in arrived if f.state.fingerprint not in self.tree}
+        promised: dict[int, float] = {}
+        if new:
+            promised = self.evaluate(list(new.values()))
+        for way, found in arrived:
+            here = found.state.fingerprint
+            end = self.ends.get(here, found)
+            saved = 1.0 - min(end.cost, found.cost) / max(self.root.cost, 1e-30)
+            hoped = 1.0 - found.cost / max(self.root.cost, 1e-30) + promised.get(here, 0.0)
+            self.learn(way, (1 - self.config.trust) * saved + self.config.trust * max(saved, hoped))
+
+    def evaluate(self, states: Sequence[SearchNode]) -> dict[int, float]:
+        """Add states to the tree; the part of the initial cost that the critic promises for each, by fingerprint."""
+        if self.limits.over(self.expanded, self.best.cost):
+            raise Over
+        situations = []
+        for found in states:
+            offered = choices(found.state, self.ancestors(found))
+            self.generated += len(offered)
+            situations.append(Situation(found.state, offered, found.cost, self.root.cost))
+        flat, values = self.judge.evaluate([self.observe(s) for s in situations])
+        wanted = sum(len(s.candidates) + 1 for s in situations)
+        if (
+            len(flat) != wanted
+            or len(values) != len(states)
+            or np.isnan(flat).any()
+            or np.isnan(values).any()
+        ):
+            raise PolicyError("the agent gives no probability or value for a state: train it again")
+        first = 0
+        promised = {}
+        for found, situation, value in zip(states, situations, values.tolist()):
+            matches = situation.candidates
+            log_probs = flat[first : first + len(matches)]
+            first += len(matches) + 1
+            self.tree[found.state.fingerprint] = self.vertex(found, matches, log_probs)
+            promised[found.state.fingerprint] = max(value, 0.0) / self.config.unit
+        return promised
+
+    def vertex(self, found: SearchNode, matches: Sequence[Match], log_probs: Floats) -> _Vertex:
+        """A vertex whose actions are the groups of alike substitutions, the likeliest of each first."""
+        groups: dict[Group, list[int]] = {}
+        for index in np.argsort(-log_probs, kind="stable").tolist():
+            groups.setdefault(alike(found.state.graph, matches[index], found.cost), []).append(index)
+        members = list(groups.values())
+        if not members:
+            return _Vertex(found, [], np.zeros(0))
+        likely = np.array([np.exp(log_probs[each]).sum() for each in members])
+        losses = np.array([matches[each[0]].delta for each in members]) / max(self.root.cost, 1e-30)
+        steep = np.maximum(losses, 0.0)
+        mild = np.exp(
+            (steep.min() - steep) * self.config.rise
+        )  # the mildest gives 1, so that the sum is not 0
+        doubt = self.config.doubt if likely.sum() > 0 else 1.0
+        priors = (1 - doubt) * likely / max(float(likely.sum()), 1e-30) + doubt * mild / mild.sum()
+        return _Vertex(found, [tuple(matches[i] for i in each) for each in members], priors)
+
+    def learn(self, way: _Way, value: float) -> None:
+        """Add the value of a simulation to the edges of its way; -inf: it led nowhere, which is as bad as the least."""
+        lost = not np.isfinite(value)
+        if lost:
+            value = self.least if np.isfinite(self.least) else 0.0
+        else:
+            self.least, self.greatest = min(self.least, value), max(self.greatest, value)
+        for vertex, action in way:
+            vertex.visits[action] += 1
+            vertex.total[action] += value
+            if not lost:
+                vertex.best[action] = max(vertex.best[action], value)

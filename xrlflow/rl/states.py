@@ -1,0 +1,118 @@
+"""The states that a search has explored: each is made once, whatever way leads to it, and descended from once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from xrlflow.ir.graph import FINGERPRINT_MASK
+from xrlflow.rewrite import Match, RewriteState
+from xrlflow.rl.features import Pricing
+from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, extend
+
+# Smaller gains, relative to the cost, count as rounding errors.
+ROUNDING = 1e-9
+# A graph of fewer operators may grow as if it had this many.
+_SMALL = 32
+
+
+class Over(Exception):
+    """The limits are reached."""
+
+
+class States:
+    """All states by their fingerprints, with the best one and a shortlist. `growth`: see `StrategyConfig`."""
+
+    def __init__(self, state: RewriteState, cost: float, limits: Limits, growth: float) -> None:
+        assert state.delta is not None, "a state without prices has nothing to minimise"
+        self._delta = state.delta
+        self.root = SearchNode(replace(state, delta=Pricing.of(state.delta)), None, cost)
+        self.best = self.root
+        self.limits = limits
+        self.shortlist = Shortlist()
+        self.shortlist.offer(self.root)
+        self.most_nodes = growth * max(state.graph.node_count, _SMALL)
+        # By fingerprint: every state made, its parent, the end of its descent.
+        self.reached: dict[int, SearchNode] = {state.fingerprint: self.root}
+        self.parents: dict[int, int] = {}
+        self.ends: dict[int, SearchNode] = {}
+        self.expanded = self.generated = 0
+        self.improved_at = 0
+
+    def result(self, seconds: float, interrupted: bool) -> SearchResult:
+        """What was found, with the prices that the search was given."""
+
+        def plain(found: SearchNode) -> SearchNode:
+            return replace(found, state=replace(found.state, delta=self._delta))
+
+        shortlist = tuple(plain(f) for f in self.shortlist.best())
+        return SearchResult(plain(self.best), shortlist, self.expanded, self.generated, seconds, interrupted)
+
+    def make(self, parent: SearchNode, match: Match) -> SearchNode | None:
+        """The successor, from memory if it is known; None if it is too large. Raises Over at the limits."""
+        known = self.reached.get((parent.state.fingerprint + match.shift) & FINGERPRINT_MASK)
+        if known is not None:
+            return known
+        if self.limits.over(self.expanded, self.best.cost):
+            raise Over
+        state = parent.state
+        edit = state.edit(match)
+        if state.graph.node_count + len(edit.added) - len(edit.removed) > self.most_nodes:
+            return None
+        assert state.delta is not None, "a state without prices has nothing to minimise"
+        # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
+        cost = parent.cost + float(state.delta(state.graph, edit))
+        successor = state.apply(match, edit)
+        self.expanded += 1
+        known = self.reached.get(successor.fingerprint)
+        if known is not None:
+            return known
+        found = SearchNode(successor, extend(parent.path, match, cost), cost)
+        self.reached[successor.fingerprint] = found
+        self.parents[successor.fingerprint] = parent.state.fingerprint
+        self.shortlist.offer(found)
+        if cost < self.best.cost - ROUNDING * self.root.cost:
+            self.best, self.improved_at = found, self.expanded
+        return found
+
+    def descend(self, found: SearchNode, back: float | None = None) -> SearchNode:
+        """The end of the greedy descent from a state.
+
+        After a loss, the largest gain often comes from undoing it, directly or by another rule. So the descent avoids
+        states of other descents, and states with the same cost as the state before the loss (`back`).
+        """
+        here = found.state.fingerprint
+        if here in self.ends:
+            return self.ends[here]
+        way: list[int] = []
+        self.ends[here] = found  # preliminary, so that the descent does not return here
+        while True:
+            way.append(here)
+            self.generated += found.state.count
+            match = found.state.gains_most(ROUNDING * found.cost, partial(self.leads_back, found, back))
+            if match is None:
+                break
+            successor = self.make(found, match)
+            if successor is None or successor.state.fingerprint in self.ends:
+                break
+            found = successor
+            here = found.state.fingerprint
+            self.ends[here] = found
+        for fingerprint in way:
+            self.ends[fingerprint] = found
+        return found
+
+    def leads_back(self, found: SearchNode, back: float | None, match: Match) -> bool:
+        """Whether a candidate leads to a state of an earlier descent, or to the cost `back`."""
+        if (found.state.fingerprint + match.shift) & FINGERPRINT_MASK in self.ends:
+            return True
+        return back is not None and abs(found.cost + match.delta - back) <= ROUNDING * self.root.cost
+
+    def ancestors(self, found: SearchNode) -> set[int]:
+        """The fingerprints of all states on the way to a state, including its own."""
+        at: int | None = found.state.fingerprint
+        out: set[int] = set()
+        while at is not None:
+            out.add(at)
+            at = self.parents.get(at)
+        return out
