@@ -19,9 +19,9 @@ from rewrite_rules import LIBRARY
 from tests.rewrite.test_engine import layered
 from tests.rewrite.toy import TOY, CancelTransposes, PushTransposeThroughRelu
 from tests.rules.harness import model
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
 from xrlflow.rl.agent import Agent

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import models
 from rewrite_rules import LIBRARY
 from tests.rl.training import CONFIG, RULES, WORDS, Valleys, valley
+from xrlflow.checkpoint import CheckpointError
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
-from xrlflow.learn.checkpoint import CheckpointError
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import TrainingError
 from xrlflow.learn.tensors import to_tensors
@@ -90,7 +90,7 @@ def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:
-    from xrlflow.learn.checkpoint import load_checkpoint
+    from xrlflow.checkpoint import load_checkpoint
 
     return to_tensors(load_checkpoint(state_path(path), "training").tensors)
 
@@ -236,7 +236,7 @@ def test_a_run_that_is_killed_leaves_no_processes_and_goes_on(tmp_path: Path) ->
 
 
 def iterations_of(path: Path) -> int:
-    from xrlflow.learn.checkpoint import load_checkpoint
+    from xrlflow.checkpoint import load_checkpoint
 
     return int(load_checkpoint(state_path(path), "training").config["iteration"])
 

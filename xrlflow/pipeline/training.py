@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rewrite_rules import LIBRARY
@@ -15,7 +16,8 @@ from xrlflow.pipeline.outputs import check_apart
 
 if TYPE_CHECKING:
     from xrlflow.learn.log import Logs
-    from xrlflow.rl.train import Trained
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.train import Files, Trained
 
 _SHOWN = {
     "episode/return": "return {:.3f}",
@@ -23,6 +25,8 @@ _SHOWN = {
     "evaluation/gain": "evaluation {:.4f}",
     "ppo/approx_kl": "kl {:.3f}",
     "ppo/entropy": "entropy {:.2f}",
+    "world/present": "masks {:.3f}",
+    "world/saving": "savings {:.4f}",
     "time/steps_per_second": "{:.0f} steps/s",
 }
 
@@ -34,7 +38,7 @@ def train(
     quiet: bool = True,
 ) -> Trained:
     """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, standard error gets a line per iteration."""
-    from xrlflow.learn.checkpoint import CheckpointError
+    from xrlflow.checkpoint import CheckpointError
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
     from xrlflow.rl.agent import Agent
@@ -42,6 +46,7 @@ def train(
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.parameters import AgentConfig
     from xrlflow.rl.workers import WorkerError
+    from xrlflow.rl.world_model.files import world_path
 
     if isinstance(models, (str, bytes, os.PathLike)):
         raise OptionError(f"models is one path, {models!r}: give a list of them")
@@ -49,6 +54,8 @@ def train(
         if not os.path.isfile(path):
             raise OptionError(f"{os.fspath(path)} is no file")
         check_apart(model=path, output=output)
+        if options.world_model:
+            check_apart(model=path, world_model=world_path(output))
     if options.log is not None and os.path.isfile(options.log):
         raise OptionError(f"log {os.fspath(options.log)} is a file: name a folder")
     files = training.Files(
@@ -58,6 +65,8 @@ def train(
         begin = None
         if options.start is not None:
             begin = Agent.load(options.start).extended(files.library())
+        if options.world_model:
+            return _with_world_model(files, begin, output, options, quiet)
         config = training.TrainConfig(
             options.iterations, options.steps, options.workers, seed=options.seed,
             env=EnvConfig(horizon=options.horizon), agent=AgentConfig() if begin is None else begin.config,
@@ -70,6 +79,64 @@ def train(
         )  # fmt: skip
     except (CheckpointError, TrainingError, WorkerError) as error:
         raise OptionError(str(error)) from error
+
+
+def _with_world_model(
+    files: Files, begin: Agent | None, output: str | os.PathLike[str], options: TrainOptions, quiet: bool
+) -> Trained:
+    """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far."""
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.env import EnvConfig
+    from xrlflow.rl.features import Vocabulary
+    from xrlflow.rl.train import Score, Trained, random_agent, state_path
+    from xrlflow.rl.workers import play
+    from xrlflow.rl.world_model.files import save_world
+    from xrlflow.rl.world_model.learning import Learner, train_world_model
+
+    if state_path(output).exists() and not options.restart:
+        raise OptionError(
+            f"{os.fspath(output)} belongs to a run without a world model: name another file, or restart"
+        )
+    started = time.monotonic()
+    deadline = math.inf if options.time_limit is None else started + options.time_limit
+    agent = random_agent(Vocabulary.of(files.library()), options.seed) if begin is None else begin
+    task = files(agent.vocabulary)
+    env = EnvConfig(horizon=options.horizon)
+    about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": options.seed}
+    best: list[tuple[Score, Agent]] = []
+    done = 0
+
+    def evaluated() -> Score:
+        return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
+
+    def keep(score: Score, learner: Learner | None) -> None:
+        if not best or score.gain > best[-1][0].gain:
+            best.append((score, Agent.of(agent.arrays())))
+            if learner is None:  # now, so that an output that cannot be written is known before the training
+                agent.save(output, about)
+            else:
+                save_world(agent, learner.world, output, about)
+
+    def progress(figures: Mapping[str, float], number: int, learner: Learner) -> bool:
+        nonlocal done
+        done = number + 1
+        score = evaluated()
+        keep(score, learner)
+        logs.scalars({**figures, "evaluation/gain": score.gain}, done)
+        return time.monotonic() < deadline
+
+    interrupted = False
+    try:
+        with _logs(options, 0, quiet) as logs:
+            keep(evaluated(), None)
+            train_world_model(
+                agent, task.problems, task.observe, steps=options.steps * options.iterations,
+                rounds=options.iterations, env=env, seed=options.seed, deadline=deadline, progress=progress,
+            )  # fmt: skip
+    except KeyboardInterrupt:  # the files hold the best so far
+        interrupted = True
+    score, kept = best[-1] if best else (Score(()), agent)
+    return Trained(kept, score, done, options.steps * done, time.monotonic() - started, interrupted)
 
 
 def _logs(options: TrainOptions, done: int, quiet: bool) -> Logs:

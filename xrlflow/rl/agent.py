@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -38,6 +39,23 @@ Obs = TypeVar("Obs")
 # loss of one percent e^2 times less likely. Losses must be tried now and then, or the agent never learns to cross
 # valleys.
 _TRUST = (10.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedded:
+    """What an agent decides upon: B states with C candidates in all.
+
+    `graphs` [B, width], `candidates` [C, width]: vectors; `owner` [C]: the state of each candidate, ascending; `delta`
+    [C]: squashed modelled deltas; `globals` [B, GLOBAL_FEATURES]. `often` [C]: how many candidates a row stands for
+    (None: one each), in imagined states.
+    """
+
+    graphs: Tensor
+    candidates: Tensor
+    owner: Tensor
+    delta: Tensor
+    globals: Tensor
+    often: Tensor | None = None
 
 
 class Agent(nn.Module):
@@ -72,19 +90,28 @@ class Agent(nn.Module):
 
     def forward(self, data: RewriteData, graphs: int) -> tuple[SegmentCategorical, Tensor]:
         """The same for collated observations. `data` has `batch` [N] and `rule_batch` [C]; `graphs` is B."""
+        return self.decide(self.embed(data, graphs))
+
+    def embed(self, data: RewriteData, graphs: int) -> Embedded:
+        """Everything that decisions depend on, as vectors."""
         assert data.rule_batch is not None
         owner = data.rule_batch
         encoded = self.encoder(data, graphs)
         hidden = self._candidates(data, encoded.nodes, self.from_graph(encoded.graphs)[owner])
-        delta = data.candidate[:, DELTA]
-        scores = self.score(hidden).squeeze(-1)
-        scores = scores + self.trust[0] * torch.relu(-delta) - self.trust[1] * torch.relu(delta)
+        return Embedded(encoded.graphs, hidden, owner, data.candidate[:, DELTA], data.globals)
+
+    def decide(self, seen: Embedded) -> tuple[SegmentCategorical, Tensor]:
+        """The distributions and values of embedded observations."""
+        scores = self.score(seen.candidates).squeeze(-1)
+        scores = scores + self.trust[0] * torch.relu(-seen.delta) - self.trust[1] * torch.relu(seen.delta)
+        if seen.often is not None:
+            scores = scores + seen.often.log()
         # A summary of all candidates of each state.
-        pooled = _mean(hidden, owner, graphs)
-        state = torch.cat([encoded.graphs, pooled], 1)
+        pooled = _mean(seen.candidates, seen.owner, seen.graphs.shape[0], seen.often)
+        state = torch.cat([seen.graphs, pooled], 1)
         stop = self.stop(state).squeeze(-1)
-        values = self.value(torch.cat([state, data.globals], 1)).squeeze(-1)
-        return _with_stop(scores, stop, owner), values
+        values = self.value(torch.cat([state, seen.globals], 1)).squeeze(-1)
+        return _with_stop(scores, stop, seen.owner), values
 
     def _candidates(self, data: RewriteData, nodes: Tensor, context: Tensor) -> Tensor:
         """Vectors of the candidates [C, width]. `context` [C, width] comes from each candidate's graph."""
@@ -146,10 +173,14 @@ def _head(inputs: int, width: int, gain: float) -> nn.Sequential:
     )
 
 
-def _mean(rows: Tensor, owner: Tensor, count: int) -> Tensor:
-    """The mean of the rows of each owner [count, width]; 0 for an owner without rows."""
+def _mean(rows: Tensor, owner: Tensor, count: int, often: Tensor | None = None) -> Tensor:
+    """The mean of the rows of each owner [count, width]; 0 for an owner without rows. Rows count `often` [R] times."""
+    if often is not None:
+        rows = rows * often.unsqueeze(1)
+        sizes = rows.new_zeros(count).index_add(0, owner, often).clamp(min=1e-9)
+    else:
+        sizes = torch.bincount(owner, minlength=count).clamp(min=1)
     total = rows.new_zeros(count, rows.shape[1]).index_add(0, owner, rows)
-    sizes = torch.bincount(owner, minlength=count).clamp(min=1)
     return total / sizes.unsqueeze(1)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.rewrite import Library
 from xrlflow.rl.features import (
     CANDIDATE_FEATURES,

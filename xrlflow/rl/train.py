@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost import AdditiveCost
-from xrlflow.learn.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
@@ -398,9 +398,14 @@ def _first_agent(vocabulary: Vocabulary, config: TrainConfig, start: Agent | Non
                 "the agent to start from has another vocabulary or another form than the run"
             )
         return _copy(start)
+    return random_agent(vocabulary, config.seed, config.agent)
+
+
+def random_agent(vocabulary: Vocabulary, seed: int, config: AgentConfig | None = None) -> Agent:
+    """An agent before any training."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return Agent(vocabulary, config.agent)
+        torch.manual_seed(seed)
+        return Agent(vocabulary, config)
 
 
 def _copy(agent: Agent) -> Agent:

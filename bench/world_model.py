@@ -1,0 +1,214 @@
+"""The world model against model-free PPO: `python bench/world_model.py TABLE [NAMES] [--json FILE] [--write]`; TABLE is
+
+- efficiency: on each training network, the gain that PPO has after `--steps` real steps, and what an agent that trained
+  in the world model has after a fifth of them, and after all. Both begin with the same random agent.
+- errors: of a world model that learned from `--steps` steps of the network, by horizon and by temperature, on episodes
+  that it did not see; and the returns that it promises beside those that the engine gives.
+
+A gain is the modelled cost of the original over that of the cheapest graph of an episode with the likeliest actions.
+Figures are medians over the seeds, with the least and the greatest. Controls: a random agent (0 steps), greedy search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import models
+from bench import pages
+from models.training import UNSEEN
+from rewrite_rules import LIBRARY
+from xrlflow.cost import Roofline
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library
+from xrlflow.rl.agent import Agent
+from xrlflow.rl.env import EnvConfig, Problem
+from xrlflow.rl.features import Featuriser, Vocabulary
+from xrlflow.rl.train import fine_tune
+from xrlflow.rl.workers import Task, play
+from xrlflow.rl.world_model.diagnostics import HORIZONS, TEMPERATURES, errors
+from xrlflow.rl.world_model.dream import dream
+from xrlflow.rl.world_model.experience import SCALE, explore
+from xrlflow.rl.world_model.learning import LearningConfig, train_world_model
+from xrlflow.search import Limits, greedy, simplify
+
+NETWORKS = tuple(name for name in models.ZOO if name not in UNSEEN)
+HORIZON = 30
+_PART = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A network to learn on."""
+
+    problem: Problem
+    featuriser: Featuriser
+    greedy: float
+
+
+def subject(name: str, vocabulary: Vocabulary, library: Library) -> Subject:
+    model = Roofline()
+    featuriser = Featuriser(vocabulary, model)
+    graph, _ = simplify(load(models.small(name)).graph, library, model.cost)
+    problem = Problem.of(name, graph, library, model, featuriser.pricing)
+    found = greedy(problem.state, problem.cost, Limits())
+    return Subject(problem, featuriser, problem.cost / found.best.cost)
+
+
+def fresh(vocabulary: Vocabulary, seed: int) -> Agent:
+    torch.manual_seed(seed)
+    return Agent(vocabulary)
+
+
+def gain(agent: Agent, on: Subject) -> float:
+    return play(agent, [on.problem], on.featuriser, EnvConfig(horizon=HORIZON))[0].gain
+
+
+def efficiency(name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Gains of one network by method."""
+    library = Library(LIBRARY)
+    vocabulary = Vocabulary.of(library)
+    on = subject(name, vocabulary, library)
+    row: dict[str, Any] = {
+        "network": name,
+        "greedy": on.greedy,
+        "nothing": [],
+        "ppo": [],
+        "fifth": [],
+        "all": [],
+    }
+    row["seconds"] = {"ppo": [], "fifth": [], "all": []}
+    for seed in seeds:
+        row["nothing"].append(gain(fresh(vocabulary, seed), on))
+        begin = time.monotonic()
+        task = Task([on.problem], (), on.featuriser)
+        trained = fine_tune(fresh(vocabulary, seed), task, steps, seed=seed, horizon=HORIZON)
+        row["ppo"].append(gain(trained.agent, on))
+        row["seconds"]["ppo"].append(time.monotonic() - begin)
+        for label, real in (("fifth", steps // _PART), ("all", steps)):
+            begin = time.monotonic()
+            agent, best = fresh(vocabulary, seed), 1.0
+
+            def progress(figures: Any, number: int, learner: Any, agent: Agent = agent) -> None:
+                nonlocal best  # as for PPO, whose best agent is kept
+                best = max(best, gain(agent, on))
+
+            train_world_model(
+                agent, [on.problem], on.featuriser, steps=real, env=EnvConfig(horizon=HORIZON), seed=seed,
+                progress=progress,
+            )  # fmt: skip
+            row[label].append(best)
+            row["seconds"][label].append(time.monotonic() - begin)
+    return row
+
+
+def shown(values: Sequence[float]) -> str:
+    return f"{np.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+
+
+def efficiency_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| network | greedy | random agent | PPO | a fifth of the steps | all | seconds: PPO / fifth |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        cells = [f"{r['greedy']:.3f}", *(shown(r[k]) for k in ("nothing", "ppo", "fifth", "all"))]
+        seconds = " / ".join(f"{np.median(r['seconds'][k]):.0f}" for k in ("ppo", "fifth"))
+        lines.append(f"| {r['network']} | {' | '.join(cells)} | {seconds} |")
+    reached = sum(np.median(r["fifth"]) >= np.median(r["ppo"]) * 0.999 for r in rows)
+    lines.append(f"\nA fifth of the steps reaches PPO's gain on {reached} of {len(rows)} networks.")
+    return "\n".join(lines)
+
+
+def model_errors(name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Errors of a world model of one network, and what dreams promise."""
+    library = Library(LIBRARY)
+    vocabulary = Vocabulary.of(library)
+    on = subject(name, vocabulary, library)
+    env = EnvConfig(horizon=HORIZON)
+    row: dict[str, Any] = {"network": name, "errors": [], "promised": [], "given": []}
+    for seed in seeds:
+        agent = fresh(vocabulary, seed)
+        learner, _ = train_world_model(
+            agent, [on.problem], on.featuriser, steps=steps, env=env, seed=seed, config=LearningConfig()
+        )
+        unseen = explore(agent, [on.problem], on.featuriser, 10 * HORIZON, seed=seed + 10_000, config=env)
+        for temperature in TEMPERATURES:
+            for e in errors(learner, unseen, HORIZONS, temperature, seed):
+                row["errors"].append([e.horizon, temperature, e.saving, e.masks, e.latent])
+        with torch.no_grad():
+            starts, _ = learner.embed([unseen[0].observations[0]] * 32)
+        episodes = dream(
+            agent, learner.world, starts, horizon=HORIZON, temperature=0.5,
+            generator=torch.Generator().manual_seed(seed),
+        )  # fmt: skip
+        row["promised"].append(float(np.mean([e.total for e in episodes])) / SCALE)
+        outcome = play(agent, [on.problem], on.featuriser, env)[0]
+        row["given"].append(1 - outcome.best / outcome.initial)
+    return row
+
+
+def errors_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| horizon | temperature | error of the savings | F1 of the masks | distance of latents |",
+        "|---|---|---|---|---|",
+    ]
+    every = np.array([e for r in rows for e in r["errors"]])
+    for horizon in HORIZONS:
+        for temperature in TEMPERATURES:
+            mine = every[(every[:, 0] == horizon) & (every[:, 1] == temperature)]
+            if len(mine):
+                saving, masks, latent = mine[:, 2:].mean(0)
+                lines.append(f"| {horizon} | {temperature:g} | {saving:.4f} | {masks:.3f} | {latent:.3f} |")
+    lines += ["", "| network | a dream promises | the engine gives |", "|---|---|---|"]
+    lines += [
+        f"| {r['network']} | {np.median(r['promised']):.3f} | {np.median(r['given']):.3f} |" for r in rows
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"efficiency": (efficiency, efficiency_table), "errors": (model_errors, errors_table)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("table", choices=tuple(TABLES))
+    parser.add_argument("names", nargs="*", help=f"networks; default: {', '.join(NETWORKS)}")
+    parser.add_argument("--steps", type=int, default=2000, help="real steps of PPO")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="rows are kept here, and resumed")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
+    options = parser.parse_intermixed_args()
+    unknown = set(options.names) - set(models.ZOO)
+    if unknown:
+        parser.error(f"no such network: {', '.join(sorted(unknown))}")
+    measure, table = TABLES[options.table]
+    kept: dict[str, Any] = (
+        json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    )
+    for name in options.names or NETWORKS:
+        if name not in kept:
+            kept[name] = measure(name, options.steps, range(options.seeds))
+            if options.json:
+                options.json.write_text(json.dumps(kept, indent=1))
+            print(table([kept[name]]), file=sys.stderr, flush=True)
+    text = table([kept[name] for name in options.names or NETWORKS])
+    print(text)
+    if options.write:
+        pages.write(f"world-model-{options.table}", text)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

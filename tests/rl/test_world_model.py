@@ -1,0 +1,339 @@
+"""The world model: its likelihood is one, it learns dynamics, dreams call no engine, and an agent learns in them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rl.test_strategy import PRICES, VALLEYS, valleys
+from tests.rules.harness import model
+from xrlflow.checkpoint import CheckpointError
+from xrlflow.cost import Roofline
+from xrlflow.learn.ppo import TrainingError
+from xrlflow.onnxio import load
+from xrlflow.options import OptionError
+from xrlflow.rewrite import Library, RewriteState
+from xrlflow.rl.agent import Agent
+from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
+from xrlflow.rl.features import Featuriser, Vocabulary
+from xrlflow.rl.parameters import AgentConfig, EncoderConfig
+from xrlflow.rl.workers import play
+from xrlflow.rl.world_model.diagnostics import errors, f1
+from xrlflow.rl.world_model.dream import dream
+from xrlflow.rl.world_model.dynamics import Forecast, Truth, World, WorldConfig, latent_of
+from xrlflow.rl.world_model.experience import SCALE, explore
+from xrlflow.rl.world_model.files import load_world, save_world, world_path
+from xrlflow.rl.world_model.learning import Learner, LearningConfig, chunks, train_world_model
+from xrlflow.rl.world_model.planning import PlanConfig, Planner
+
+torch.set_num_threads(1)
+
+LIBRARY = Library(VALLEYS)
+WORDS = Vocabulary.of(LIBRARY)
+ENV = EnvConfig(horizon=8)
+SMALL = LearningConfig(hidden=32, mixtures=1, chunk=4, dreams=30, starts=32, horizon=8)
+
+
+def agent(seed: int = 0) -> Agent:
+    torch.manual_seed(seed)
+    return Agent(WORDS, AgentConfig(EncoderConfig(width=16, layers=1, heads=2)))
+
+
+def problems(relus: tuple[int, ...] = (1, 2)) -> tuple[list[Problem], Featuriser]:
+    featuriser = Featuriser(WORDS, Roofline())
+    found = []
+    for count in relus:
+        graph = load(valleys(1, count, distractors=1)).graph
+        found.append(Problem.of(f"valley {count}", graph, LIBRARY, PRICES, featuriser.pricing))
+    return found, featuriser
+
+
+def test_the_likelihood_of_a_forecast_is_that_of_its_mixture() -> None:
+    """Against torch's own mixtures, and it integrates to one."""
+    generator = torch.Generator().manual_seed(0)
+    logits, means, wide = (torch.randn(size, generator=generator) for size in ((1, 3), (1, 3, 1), (1, 3, 1)))
+    forecast = Forecast(logits, means, 0.3 * wide, torch.zeros(1), torch.zeros(1))
+    grid = torch.linspace(-12, 12, 4001).unsqueeze(1)
+    many = Forecast(
+        *(t.expand(len(grid), *t.shape[1:]) for t in (logits, means, 0.3 * wide)), *2 * [torch.zeros(1)]
+    )  # type: ignore[arg-type]
+    density = many.log_likelihood(grid).exp()
+    assert float(torch.trapezoid(density, grid[:, 0])) == pytest.approx(1.0, abs=1e-3)
+    mixture = torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(logits=logits[0]),
+        torch.distributions.Normal(means[0, :, 0], (0.3 * wide[0, :, 0]).exp()),
+    )
+    assert torch.allclose(many.log_likelihood(grid), mixture.log_prob(grid[:, 0]), atol=1e-4)
+    draws = torch.cat([forecast.sample(1.0, generator) for _ in range(4000)])
+    expected = float((torch.softmax(logits, 1) * means[..., 0]).sum())
+    assert float(draws.mean()) == pytest.approx(expected, abs=0.08)
+    assert float(forecast.sample(0.0)) == float(means[0, logits.argmax()])
+
+
+def test_the_truth_counts_candidates_by_rule() -> None:
+    found, featuriser = problems((2,))
+    learner = Learner(agent(), SMALL)
+    observation, _ = RewriteEnv(found, featuriser, ENV).reset(seed=0)
+    seen, rule = learner.embed([observation, observation])
+    truth = Truth.of(seen, rule, learner.world.config.rules)
+    numbers = np.bincount(observation.rule, minlength=learner.world.config.rules)
+    assert np.array_equal(np.rint(np.expm1(truth.often[1].detach().numpy())), numbers)
+    assert np.array_equal(truth.present[0].numpy() > 0, numbers > 0)
+    number = int(np.flatnonzero(numbers)[0])
+    mine = seen.candidates[(seen.owner == 1) & (rule == number)]
+    assert torch.allclose(truth.vectors[1, number], mine.mean(0), atol=1e-6)
+    assert float(truth.delta[1, number]) == pytest.approx(float(seen.delta[rule == number].min()))
+
+
+def test_chunks_are_parts_of_plays() -> None:
+    found, featuriser = problems()
+    plays = explore(agent(), found, featuriser, 60, seed=1, config=ENV)
+    assert sum(map(len, plays)) >= 60
+    for chunk in chunks(plays, 3, 50, np.random.default_rng(0)):
+        assert 1 <= chunk.length <= 3
+        assert len(chunk.observations) == chunk.length + 1
+        assert chunk.first + chunk.length <= len(chunk.play)
+    with pytest.raises(TrainingError, match="no steps"):
+        chunks([], 3, 5, np.random.default_rng(0))
+
+
+def test_plays_record_what_the_engine_saved() -> None:
+    found, featuriser = problems()
+    plays = explore(agent(), found, featuriser, 40, seed=2, config=ENV)
+    again = explore(agent(), found, featuriser, 40, seed=2, config=ENV)
+    assert [p.actions for p in plays] == [p.actions for p in again]
+    for one in plays:
+        problem = next(p for p in found if p.name == one.problem)
+        env = RewriteEnv([problem], featuriser, ENV)
+        _, info = env.reset(seed=0)
+        initial = info["cost"]
+        for action in one.actions:
+            _, _, _, _, info = env.step(action)
+        assert SCALE * (initial - info["cost"]) / initial == pytest.approx(
+            sum(one.savings), rel=1e-5, abs=1e-6
+        )
+
+
+def test_it_learns_which_rules_apply_and_what_steps_save() -> None:
+    found, featuriser = problems()
+    learner = Learner(agent(), SMALL)
+    plays = explore(learner.agent, found, featuriser, 300, seed=0, config=ENV)
+    others = explore(learner.agent, found, featuriser, 80, seed=9, config=ENV)
+    before = errors(learner, others, (1, 3))
+    first = learner.learn(plays, 20)
+    learner.learn(plays, 400)
+    last = learner.learn(plays, 20)
+    assert last["present"] < 0.5 * first["present"]
+    after = errors(learner, others, (1, 3))
+    for old, new in zip(before, after):
+        assert new.saving < 0.7 * old.saving
+        assert new.masks > max(0.9, old.masks)
+
+
+def test_the_encoder_learns_with_the_world_model() -> None:
+    found, featuriser = problems()
+    learner = Learner(agent(), SMALL)
+    plays = explore(learner.agent, found, featuriser, 40, seed=0, config=ENV)
+    before = {n: p.detach().clone() for n, p in learner.agent.named_parameters()}
+    learner.learn(plays, 2)
+    moved = {n for n, p in learner.agent.named_parameters() if not torch.equal(p, before[n])}
+    assert any(n.startswith("encoder.") for n in moved)
+    assert not {n for n in moved if n.split(".")[0] in ("score", "stop", "value", "trust")}
+
+
+def test_a_dream_calls_no_engine_and_is_the_same_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, featuriser = problems()
+    learner = Learner(agent(), SMALL)
+    plays = explore(learner.agent, found, featuriser, 40, seed=0, config=ENV)
+    learner.learn(plays, 20)
+    with torch.no_grad():
+        starts, _ = learner.embed([p.observations[0] for p in plays])
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a dream called the engine")
+
+    for called in ("apply", "edit", "candidates", "start"):
+        monkeypatch.setattr(RewriteState, called, refuse)
+
+    def once(seed: int) -> list[tuple[list[int], list[float]]]:
+        generator = torch.Generator().manual_seed(seed)
+        episodes = dream(
+            learner.agent, learner.world, starts, horizon=8, temperature=1.0, generator=generator
+        )
+        return [(e.actions, e.rewards) for e in episodes]
+
+    assert once(1) == once(1)
+    assert once(1) != once(2)
+    for actions, rewards in once(3):
+        assert 1 <= len(actions) <= 8
+        assert min(rewards) >= 0.0
+
+
+def test_an_agent_that_dreamt_crosses_the_valley() -> None:
+    """Each step into the valley is a loss. The engine is asked for 400 steps; the policy learns in dreams."""
+    found, featuriser = problems((1,))
+    dreamer = agent(3)
+    learner, _ = train_world_model(
+        dreamer, found, featuriser, steps=400, rounds=4, updates=150, config=SMALL, env=ENV, seed=0
+    )
+    outcome = play(dreamer, found, featuriser, ENV)[0]
+    assert outcome.best < 0.9 * outcome.initial
+    assert learner.agent is dreamer
+
+
+def test_imagined_states_have_a_row_for_each_rule_that_is_present() -> None:
+    world = World(WorldConfig(width=4, rules=5, hidden=8, mixtures=1))
+    latents = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    offers = world.decode(latents)
+    offers = replace(offers, present=torch.eye(3, 5) - 0.5)
+    seen, rule = world.imagined(latents, offers)
+    assert int((offers.present >= 0).sum()) == len(rule) == len(seen.candidates)
+    assert seen.often is not None
+    assert float(seen.often.min()) >= 1.0
+    assert latent_of(seen).shape == latents.shape
+
+
+def test_f1() -> None:
+    a, b = torch.tensor([True, True, False]), torch.tensor([True, False, False])
+    assert f1(a, b) == pytest.approx(2 / 3)
+    assert f1(b & False, b & False) == 1.0
+
+
+def test_a_world_model_and_its_agent_are_read_as_they_were_written(tmp_path: Path) -> None:
+    learner = Learner(agent(), SMALL)
+    save_world(learner.agent, learner.world, tmp_path / "a.safetensors", {"seed": 0})
+    assert world_path(tmp_path / "a.safetensors").is_file()
+    read, world = load_world(tmp_path / "a.safetensors")
+    latents = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    for mine, theirs in zip(vars_of(learner.world.decode(latents)), vars_of(world.decode(latents))):
+        assert torch.equal(mine, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), learner.agent.parameters()))
+
+
+def vars_of(offers: Any) -> list[torch.Tensor]:
+    return [getattr(offers, name) for name in ("present", "often", "delta", "vectors", "globals")]
+
+
+@pytest.mark.parametrize("damage", ["missing", "another agent", "not finite"])
+def test_a_world_model_that_does_not_fit_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.safetensors"
+    learner = Learner(agent(), SMALL)
+    if damage == "not finite":
+        with torch.no_grad():
+            learner.world.rule.weight.fill_(float("nan"))
+    save_world(learner.agent, learner.world, path)
+    if damage == "missing":
+        world_path(path).unlink()
+    elif damage == "another agent":
+        other = Vocabulary.of(Library(VALLEYS[:1]))
+        Agent(other, AgentConfig(EncoderConfig(width=16, layers=1, heads=2))).save(path)
+    with pytest.raises(CheckpointError, match=r"a\.world\.safetensors"):
+        load_world(path)
+
+
+def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: Path) -> None:
+    import onnx
+
+    import xrlflow
+
+    model, output = tmp_path / "valley.onnx", tmp_path / "agent.safetensors"
+    onnx.save(valleys(1, 1), model)
+    trained = xrlflow.train([model], output, iterations=2, steps=20, horizon=6, world_model=True, seed=1)
+    assert trained.iterations == 2
+    assert trained.steps == 40
+    assert trained.score.gain >= 1.0
+    result = xrlflow.optimize(model, agent=output, cost="roofline", measure=False, budget=20)
+    assert result.report.search == "xrlflow"
+
+
+def test_a_plan_in_latents_crosses_the_valley_that_the_policy_does_not() -> None:
+    """The world model has learned the valley; the heads are those of a random agent, which stops at once."""
+    found, featuriser = problems((1,))
+    learner = Learner(agent(), SMALL)
+    learner.learn(explore(learner.agent, found, featuriser, 300, seed=0, config=ENV), 450)
+    planner = Planner(learner.agent, learner.world, PlanConfig(simulations=64, depth=6), seed=0)
+    env = RewriteEnv(found, featuriser, ENV)
+    observation, info = env.reset(seed=0)
+    initial = info["cost"]
+    for _ in range(4):
+        with torch.no_grad():
+            seen, _ = learner.embed([observation])
+        observation, _, terminated, truncated, info = env.step(planner.plan(seen))
+        if terminated or truncated:
+            break
+    assert play(learner.agent, found, featuriser, ENV)[0].best == initial
+    assert info["best"] < 0.9 * initial
+
+
+def test_there_is_nothing_to_learn_where_nothing_can_be_done() -> None:
+    """It used to play empty episodes for ever."""
+    _, featuriser = problems((1,))
+    graph = load(model("agraph (float[2,3,4] x) => (float[2,3,4] y) { y = Exp(x) }")).graph
+    hopeless = Problem.of("nothing", graph, Library(VALLEYS[:1]), PRICES, featuriser.pricing)
+    with pytest.raises(TrainingError, match="nothing to learn"):
+        explore(agent(), [hopeless, hopeless], featuriser, 5, seed=0, config=ENV)
+    found, _ = problems((1,))
+    plays = explore(agent(), [hopeless, *found], featuriser, 20, seed=0, config=ENV)
+    assert {p.problem for p in plays} == {found[0].name}
+
+
+def test_a_deadline_cuts_a_round_short() -> None:
+    found, featuriser = problems((1,))
+    rounds: list[int] = []
+    begin = time.monotonic()
+    _, plays = train_world_model(
+        agent(), found, featuriser, steps=10**6, rounds=5, updates=10**6, config=SMALL, env=ENV,
+        deadline=begin + 0.5, progress=lambda figures, number, learner: rounds.append(number),
+    )  # fmt: skip
+    assert rounds == [0]
+    assert plays
+    assert time.monotonic() - begin < 30
+
+
+def test_a_world_model_of_an_earlier_agent_is_not_taken_for_that_of_a_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    learner = Learner(agent(), SMALL)
+    save_world(learner.agent, learner.world, path)
+    agent(7).save(path)  # of the same form
+    with pytest.raises(CheckpointError, match="belongs to another agent"):
+        load_world(path)
+
+
+def test_ctrl_c_before_the_first_evaluation_leaves_the_first_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnx
+
+    import xrlflow
+    from xrlflow.rl import workers
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    proto = tmp_path / "valley.onnx"
+    onnx.save(valleys(1, 1), proto)
+    monkeypatch.setattr(workers, "play", interrupt)
+    trained = xrlflow.train([proto], tmp_path / "a.safetensors", iterations=1, steps=5, world_model=True)
+    assert trained.interrupted
+    assert trained.score.outcomes == ()
+
+
+def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    import onnx
+
+    import xrlflow
+
+    proto, output = tmp_path / "valley.onnx", tmp_path / "a.safetensors"
+    onnx.save(valleys(1, 1), proto)
+    xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, workers=0)
+    before = output.read_bytes()
+    with pytest.raises(OptionError, match="without a world model"):
+        xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True)
+    assert output.read_bytes() == before
+    xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True, restart=True)

@@ -1,0 +1,1 @@
+"""RLFlow's world model: it learns what substitutions do, and an agent trains inside it."""

@@ -1,0 +1,76 @@
+"""How far a world model can be trusted: its errors by horizon and by temperature, on episodes that it did not see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from xrlflow.rl.world_model.dynamics import Truth, latent_of
+from xrlflow.rl.world_model.experience import SCALE, Play
+from xrlflow.rl.world_model.learning import Learner
+
+HORIZONS = (1, 5, 10, 20)
+TEMPERATURES = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """After `horizon` imagined steps: the error of the summed savings (part of the initial cost), the F1 of the rules
+    that have candidates, the root mean squared distance of the latents, and of how many episodes."""
+
+    horizon: int
+    temperature: float
+    saving: float
+    masks: float
+    latent: float
+    episodes: int
+
+
+def errors(
+    learner: Learner,
+    plays: Sequence[Play],
+    horizons: Sequence[int] = HORIZONS,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[Errors]:
+    """Follow real episodes in the world model, with the real actions, from their first states.
+
+    Actions are given by their real vectors, so the errors are those of the dynamics alone.
+    """
+    world, generator = learner.world, torch.Generator().manual_seed(seed)
+    rows: dict[int, list[tuple[float, float, float]]] = {h: [] for h in horizons}
+    for play in plays:
+        if not len(play):
+            continue
+        with torch.no_grad():
+            seen, rule = learner.embed(play.observations)
+            truth = Truth.of(seen, rule, world.config.rules)
+            real = latent_of(seen)
+            sizes = torch.bincount(seen.owner, minlength=len(play.observations))
+            firsts = sizes.cumsum(0) - sizes
+            latents, memory, saved = real[:1], world.memory(1), 0.0
+            for step in range(min(len(play), max(horizons))):
+                chosen = firsts[step : step + 1] + play.actions[step]
+                forecast, memory = world.step(latents, seen.candidates[chosen], seen.delta[chosen], memory)
+                latents = forecast.sample(temperature, generator)
+                saved += float(forecast.saving)
+                if step + 1 in rows:
+                    present = torch.sigmoid(world.decode(latents).present[0]) >= 0.5
+                    wrong = abs(saved - float(np.sum(play.savings[: step + 1]))) / SCALE
+                    distance = float((latents[0] - real[step + 1]).square().mean().sqrt())
+                    rows[step + 1].append((wrong, f1(present, truth.present[step + 1] > 0), distance))
+    means = {h: np.mean(found, axis=0).tolist() for h, found in rows.items() if found}
+    return [
+        Errors(h, temperature, saving, masks, latent, len(rows[h]))
+        for h, (saving, masks, latent) in means.items()
+    ]
+
+
+def f1(said: torch.Tensor, right: torch.Tensor) -> float:
+    """The F1 of a set of rules; 1 if both are empty."""
+    both = float((said & right).sum())
+    total = float(said.sum() + right.sum())
+    return 2 * both / total if total else 1.0

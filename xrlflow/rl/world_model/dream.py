@@ -1,0 +1,171 @@
+"""Episodes inside the world model: an agent trains in them by PPO and never calls the engine.
+
+A dream begins at the latent of a real state. What its candidates are, what a step saves and where it leads is what the
+world model says. The agent's heads learn (scores, No-Op, value); its encoder belongs to the world model and stays.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import log1p
+
+import torch
+from torch import Tensor, nn
+
+from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, Stats, update
+from xrlflow.learn.segments import SegmentCategorical
+from xrlflow.rl.agent import Agent, Embedded
+from xrlflow.rl.features import FINEST
+from xrlflow.rl.world_model.dynamics import World, latent_of
+from xrlflow.rl.world_model.experience import SCALE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Imagined:
+    """One imagined state: `graph` [width], `candidates` [n, width], `delta` and `often` [n], `globals`."""
+
+    graph: Tensor
+    candidates: Tensor
+    delta: Tensor
+    often: Tensor
+    globals: Tensor
+
+    @staticmethod
+    def split(seen: Embedded) -> list[Imagined]:
+        """The states of a batch, one by one."""
+        sizes = torch.bincount(seen.owner, minlength=seen.graphs.shape[0]).tolist()
+        often = seen.often if seen.often is not None else torch.ones_like(seen.delta)
+        parts = (torch.split(t, sizes) for t in (seen.candidates, seen.delta, often))
+        return [
+            Imagined(g, c, d, o, row) for g, c, d, o, row in zip(seen.graphs, *parts, seen.globals)
+        ]  # fmt: skip
+
+    @staticmethod
+    def join(states: Sequence[Imagined]) -> Embedded:
+        sizes = torch.tensor([len(s.delta) for s in states])
+        return Embedded(
+            torch.stack([s.graph for s in states]),
+            torch.cat([s.candidates for s in states]),
+            torch.repeat_interleave(torch.arange(len(states)), sizes),
+            torch.cat([s.delta for s in states]),
+            torch.stack([s.globals for s in states]),
+            torch.cat([s.often for s in states]),
+        )
+
+
+class Heads:
+    """The part of an agent that decides, as a policy for PPO over imagined states."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    def evaluate(self, observations: Sequence[Imagined]) -> tuple[SegmentCategorical, Tensor]:
+        return self.agent.decide(Imagined.join(observations))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield self.agent.trust
+        for head in (self.agent.score, self.agent.stop, self.agent.value):
+            yield from head.parameters()
+
+
+def dream(
+    agent: Agent,
+    world: World,
+    starts: Embedded,
+    *,
+    horizon: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> list[Episode[Imagined]]:
+    """One episode from each of B real states. Rewards are the savings over the best so far, as `Objective.BEST` has
+    them; an episode ends with No-Op, where no rule has candidates, or at the horizon."""
+    heads = Heads(agent)
+    count = starts.graphs.shape[0]
+    with torch.no_grad():
+        latents = latent_of(starts)
+        memory = world.memory(count)
+        seen = Imagined.split(starts)
+        episodes: list[Episode[Imagined]] = [Episode() for _ in range(count)]
+        costs = [float(s.globals[0]) for s in seen]
+        best = list(costs)
+        running = list(range(count))
+        for step in range(horizon):
+            distribution, values = heads.evaluate([seen[i] for i in running])
+            actions = distribution.sample(generator)
+            chances = distribution.log_prob(actions)
+            going: list[tuple[int, int]] = []
+            for i, action, chance, value in zip(running, actions.tolist(), chances.tolist(), values.tolist()):
+                episode = episodes[i]
+                episode.observations.append(seen[i])
+                episode.actions.append(action)
+                episode.log_probs.append(chance)
+                episode.values.append(value)
+                episode.rewards.append(0.0)
+                if action < len(seen[i].delta):
+                    going.append((i, action))
+            if not going:
+                break
+            running = [i for i, _ in going]
+            rows = torch.tensor(running)
+            chosen = torch.stack([seen[i].candidates[a] for i, a in going])
+            deltas = torch.stack([seen[i].delta[a] for i, a in going])
+            kept = (memory[0][rows], memory[1][rows])
+            forecast, after = world.step(latents[rows], chosen, deltas, kept)
+            memory[0][rows], memory[1][rows] = after
+            latents[rows] = forecast.sample(temperature, generator)
+            for i, saving in zip(running, forecast.saving.tolist()):
+                costs[i] = max(costs[i] - saving / SCALE, 0.0)
+                episodes[i].rewards[-1] = SCALE * max(best[i] - costs[i], 0.0)
+                best[i] = min(best[i], costs[i])
+            imagined, _ = world.imagined(latents[rows], world.decode(latents[rows]))
+            tell(imagined, [costs[i] for i in running], 1.0 - (step + 1) / horizon)
+            for i, state in zip(running, Imagined.split(imagined)):
+                seen[i] = state
+            running = [i for i in running if len(seen[i].delta)]
+            if not running:
+                break
+        if running:
+            _, values = heads.evaluate([seen[i] for i in running])
+            for i, value in zip(running, values.tolist()):
+                if len(episodes[i]) == horizon and episodes[i].actions[-1] < len(
+                    episodes[i].observations[-1].delta
+                ):
+                    episodes[i].bootstrap, episodes[i].truncated = value, True
+    return episodes
+
+
+def tell(seen: Embedded, costs: Sequence[float], left: float) -> None:
+    """Write what is known of dreams into their globals: the relative cost, and the part of the horizon that is left."""
+    relative = torch.tensor(costs)
+    change = relative - 1
+    seen.globals[:, 0] = relative
+    seen.globals[:, 1] = change.sign() * torch.log1p(change.abs() / FINEST) / log1p(1 / FINEST)
+    seen.globals[:, 2] = left
+
+
+def train_in_dreams(
+    agent: Agent,
+    world: World,
+    starts: Sequence[Embedded],
+    config: PPOConfig,
+    *,
+    horizon: int,
+    temperature: float,
+    generator: torch.Generator,
+    deadline: float = math.inf,
+) -> list[Stats]:
+    """One PPO update of the agent's heads for each batch of starts; after `deadline` (time.monotonic) no second one
+    begins. Raises TrainingError as `ppo.update` does."""
+    heads = Heads(agent)
+    optimizer = config.optimizer(heads)
+    found: list[Stats] = []
+    for number, batch in enumerate(starts):
+        if found and time.monotonic() >= deadline:
+            break
+        episodes = dream(agent, world, batch, horizon=horizon, temperature=temperature, generator=generator)
+        rollout = Rollout.of(episodes, config)
+        found.append(update(heads, optimizer, rollout, config, generator, number / len(starts)))
+    return found

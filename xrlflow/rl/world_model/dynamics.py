@@ -1,0 +1,208 @@
+"""The world model: the transition dynamics of rewriting, learned in the agent's latent space.
+
+RLFlow (Parker, Alabed, Yoneki, 2022) and World Models (Ha and Schmidhuber, 2018): a state's latent z is what the
+agent's encoder makes of its graph and candidates. An MDN-RNN predicts the next latent as a mixture of Gaussians, and
+what the step saves. A decoder reads off a latent which rules have candidates, how many, their mean vector and price, so
+that an imagined state needs no engine. The encoder learns through the decoder and the savings; the latents that the
+mixture is to predict are constants to it, or it would learn to make them all alike.
+
+With one mixture component and temperature 0, latents are deterministic (as in MuZero, Schrittwieser et al., 2020).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
+
+from xrlflow.learn.ppo import orthogonal
+from xrlflow.rl.agent import Embedded
+from xrlflow.rl.features import GLOBAL_FEATURES
+
+# The least and the greatest logarithm of a Gaussian's standard deviation.
+_NARROW, _WIDE = -5.0, 1.0
+# A rule has at most so many imagined candidates.
+_MANY = 1e5
+
+
+@dataclass(frozen=True, slots=True)
+class WorldConfig:
+    """The size of a world model. `width` is the encoder's; `rules` the number of rules, the unknown one included."""
+
+    width: int
+    rules: int
+    hidden: int = 256
+    mixtures: int = 8
+
+    @property
+    def latent(self) -> int:
+        """A latent has the vector of the graph and the mean of its candidates' vectors."""
+        return 2 * self.width
+
+
+# (h, c) of the LSTM, each [B, hidden].
+Memory = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offers:
+    """What a decoder reads off B latents about R rules.
+
+    `present` [B, R]: logits of having a candidate; `often` [B, R]: log(1 + number of candidates); `delta` [B, R]:
+    squashed price of the best; `vectors` [B, R, width]: mean vectors of the candidates; `globals` [B, GLOBAL_FEATURES].
+    """
+
+    present: Tensor
+    often: Tensor
+    delta: Tensor
+    vectors: Tensor
+    globals: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forecast:
+    """The next latents of B steps: logits [B, K], means and logarithms of deviations [B, K, latent] of K Gaussians;
+    `saving` [B]: the part of the initial cost that the step saves, scaled as rewards are; `end` [B]: logits of the
+    episode being over."""
+
+    logits: Tensor
+    means: Tensor
+    deviations: Tensor
+    saving: Tensor
+    end: Tensor
+
+    def log_likelihood(self, latents: Tensor) -> Tensor:
+        """Of these next latents [B, latent], per dimension [B]."""
+        scaled = (latents.unsqueeze(1) - self.means) / self.deviations.exp()
+        gauss = -0.5 * scaled.square() - self.deviations - 0.5 * math.log(2 * math.pi)
+        total = torch.logsumexp(torch.log_softmax(self.logits, 1) + gauss.sum(2), 1)
+        return total / latents.shape[1]
+
+    def sample(self, temperature: float, generator: torch.Generator | None = None) -> Tensor:
+        """Draw the next latents [B, latent]. At temperature 0 they are the means of the likeliest Gaussians.
+
+        Above, the logits are divided by it and deviations multiplied by its root (Ha and Schmidhuber, section 4).
+        """
+        rows = torch.arange(len(self.logits))
+        if temperature == 0:
+            return self.means[rows, self.logits.argmax(1)]
+        chances = torch.softmax(self.logits / temperature, 1)
+        chosen = torch.multinomial(chances, 1, generator=generator).squeeze(1)
+        noise = torch.randn(self.means.shape[0], self.means.shape[2], generator=generator)
+        return self.means[rows, chosen] + math.sqrt(temperature) * self.deviations[rows, chosen].exp() * noise
+
+
+class World(nn.Module):
+    """Predicts transitions of latents, and decodes latents."""
+
+    def __init__(self, config: WorldConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, hidden, latent = config.width, config.hidden, config.latent
+        # An action is the vector of its candidate, its price, and whether it is No-Op.
+        self.cell = nn.LSTMCell(latent + width + 1, hidden)
+        self.mixture = nn.Linear(hidden, config.mixtures * (1 + 2 * latent))
+        self.saving = orthogonal(nn.Linear(hidden + 1, 1), 0.1)
+        self.end = orthogonal(nn.Linear(hidden, 1), 0.1)
+        self.rule = nn.Embedding(config.rules, width)
+        self.of_latent = nn.Linear(latent, width)
+        self.mixed = nn.Linear(width, width)
+        self.offer = nn.Linear(width, 3)
+        self.vector = nn.Linear(width, width)
+        self.globals = nn.Linear(latent, GLOBAL_FEATURES)
+
+    def memory(self, count: int) -> Memory:
+        """What the LSTM remembers at the beginning of B episodes: nothing."""
+        return (torch.zeros(count, self.config.hidden), torch.zeros(count, self.config.hidden))
+
+    def step(
+        self, latents: Tensor, actions: Tensor, deltas: Tensor, memory: Memory
+    ) -> tuple[Forecast, Memory]:
+        """Latents [B, latent], vectors of the chosen candidates [B, width] and their squashed prices [B]."""
+        price = deltas.unsqueeze(1)
+        h, c = self.cell(torch.cat([latents, actions, price], 1), memory)
+        count, latent = self.config.mixtures, self.config.latent
+        raw = self.mixture(h)
+        logits, rest = raw[:, :count], raw[:, count:].view(-1, count, 2 * latent)
+        # A substitution changes a latent little, so the network predicts the change.
+        means = latents.unsqueeze(1) + rest[..., :latent]
+        deviations = rest[..., latent:].clamp(_NARROW, _WIDE)
+        saving = self.saving(torch.cat([h, price], 1)).squeeze(1)
+        return Forecast(logits, means, deviations, saving, self.end(h).squeeze(1)), (h, c)
+
+    def decode(self, latents: Tensor) -> Offers:
+        """What latents [B, latent] say about the candidates of every rule."""
+        mixed = torch.relu(self.of_latent(latents).unsqueeze(1) + self.rule.weight.unsqueeze(0))
+        mixed = torch.relu(self.mixed(mixed))
+        present, often, delta = self.offer(mixed).unbind(2)
+        return Offers(present, often, delta, self.vector(mixed), self.globals(latents))
+
+    def imagined(self, latents: Tensor, offers: Offers, least: float = 0.5) -> tuple[Embedded, Tensor]:
+        """Imagined states for an agent to decide upon, and the rule of each row.
+
+        A rule whose probability of having candidates is at least `least` is one row, which stands for as many
+        candidates as are expected.
+        """
+        width = self.config.width
+        owner, rule = torch.nonzero(torch.sigmoid(offers.present) >= least, as_tuple=True)
+        often = torch.expm1(offers.often[owner, rule]).clamp(1.0, _MANY)
+        seen = Embedded(
+            latents[:, :width],
+            offers.vectors[owner, rule],
+            owner,
+            offers.delta[owner, rule],
+            offers.globals,
+            often,
+        )
+        return seen, rule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Truth:
+    """What a decoder should read off B states: `present` [B, R] (0 or 1), and the other fields as in `Offers`."""
+
+    present: Tensor
+    often: Tensor
+    delta: Tensor
+    vectors: Tensor
+    globals: Tensor
+
+    @staticmethod
+    def of(seen: Embedded, rule: Tensor, rules: int) -> Truth:
+        """Of embedded observations; `rule` [C] is the rule of each candidate."""
+        count, width = seen.graphs.shape[0], seen.candidates.shape[1]
+        place = seen.owner * rules + rule
+        numbers = torch.bincount(place, minlength=count * rules).float()
+        total = seen.candidates.new_zeros(count * rules, width).index_add(0, place, seen.candidates.detach())
+        best = seen.delta.new_full((count * rules,), math.inf).scatter_reduce(0, place, seen.delta, "amin")
+        return Truth(
+            (numbers > 0).float().view(count, rules),
+            torch.log1p(numbers).view(count, rules),
+            torch.where(numbers > 0, best, 0.0).view(count, rules),
+            (total / numbers.clamp(min=1).unsqueeze(1)).view(count, rules, width),
+            seen.globals,
+        )
+
+    def losses(self, offers: Offers) -> dict[str, Tensor]:
+        """How wrong a decoder is, by part. Of rules without candidates, only what is said of their absence counts."""
+        there = self.present > 0
+        return {
+            "present": binary_cross_entropy_with_logits(offers.present, self.present),
+            "often": smooth_l1_loss(offers.often[there], self.often[there]),
+            "delta": smooth_l1_loss(offers.delta[there], self.delta[there], beta=0.1),
+            "vectors": smooth_l1_loss(offers.vectors[there], self.vectors[there]),
+            "globals": smooth_l1_loss(offers.globals, self.globals),
+        }
+
+
+def latent_of(seen: Embedded) -> Tensor:
+    """The latents [B, latent] of embedded observations."""
+    count = seen.graphs.shape[0]
+    total = seen.candidates.new_zeros(count, seen.candidates.shape[1]).index_add(
+        0, seen.owner, seen.candidates
+    )
+    sizes = torch.bincount(seen.owner, minlength=count).clamp(min=1)
+    return torch.cat([seen.graphs, total / sizes.unsqueeze(1)], 1)

@@ -1,0 +1,100 @@
+"""What a world model learns from: episodes of the real environment."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from xrlflow.learn.ppo import TrainingError
+from xrlflow.rl.agent import Agent
+from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
+from xrlflow.rl.features import Observation
+from xrlflow.rl.situation import Situation
+
+
+@dataclass(slots=True, eq=False)
+class Play:
+    """An episode of T steps. `observations` [T + 1], `actions` [T]: numbers of candidates; No-Op is not a step.
+
+    `savings` [T]: the part of the initial cost that each step saves, times `SCALE`. `ended`: the last observation has
+    no candidates.
+    """
+
+    problem: str
+    observations: list[Observation] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+    savings: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+
+EPISODES = EnvConfig(horizon=30)
+"""Short episodes: what comes later has mostly been seen before."""
+SCALE = 5.0
+"""Savings are scaled as PPO scales rewards: saving the whole cost is 5."""
+
+
+def explore(
+    agent: Agent,
+    problems: Sequence[Problem],
+    observe: Callable[[Situation], Observation],
+    steps: int,
+    *,
+    seed: int,
+    config: EnvConfig = EPISODES,
+    curious: float = 0.3,
+    deadline: float = math.inf,
+) -> list[Play]:
+    """Play episodes with at least `steps` steps in all: the agent draws, and with probability `curious` chance does.
+    After `deadline` (time.monotonic) no second one begins. Raises TrainingError if nothing can be done anywhere.
+
+    An episode lasts until the horizon or until nothing is left to do: where the agent would stop, it goes on with its
+    likeliest substitution, because what comes after must be known, too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    plays: list[Play] = []
+    taken = 0
+    while taken < steps and not (plays and time.monotonic() >= deadline):
+        if not problems:
+            raise TrainingError("no substitution applies to any of the graphs: there is nothing to learn")
+        problem = problems[rng.randrange(len(problems))]
+        env = RewriteEnv([problem], observe, config)
+        observation, info = env.reset(seed=rng.randrange(2**31))
+        if not observation.candidates:
+            problems = [p for p in problems if p is not problem]
+            continue
+        play = Play(problem.name, [observation])
+        plays.append(play)
+        while observation.candidates and len(play) < config.horizon:
+            action = _action(agent, observation, generator, rng, curious)
+            before = info["cost"]
+            observation, _, terminated, truncated, info = env.step(action)
+            play.observations.append(observation)
+            play.actions.append(action)
+            play.savings.append(SCALE * (before - info["cost"]) / max(info["initial"], 1e-30))
+            taken += 1
+            if terminated or truncated:
+                break
+        play.ended = observation.candidates == 0
+    return plays
+
+
+def _action(
+    agent: Agent, observation: Observation, generator: torch.Generator, rng: random.Random, curious: float
+) -> int:
+    if rng.random() < curious:  # the rule first, so that rules with few candidates are tried as well
+        rule = rng.choice(np.unique(observation.rule).tolist())
+        return int(rng.choice(np.flatnonzero(observation.rule == rule).tolist()))
+    with torch.inference_mode():
+        distribution, _ = agent.evaluate([observation])
+    chances = distribution.log_probs[:-1].softmax(0)
+    return int(torch.multinomial(chances, 1, generator=generator))
