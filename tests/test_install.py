@@ -42,8 +42,8 @@ BY_OTHER_NAMES = {
 PLAIN = {
     f"xrlflow/{name}.py"
     for name in (
-        "learn/__init__", "learn/checkpoint", "rl/__init__", "rl/features", "rl/network", "rl/parameters",
-        "rl/pretrained/__init__", "rl/situation", "rl/strategy",
+        "rl/__init__", "rl/features", "rl/mcts", "rl/network", "rl/parameters", "rl/pretrained/__init__",
+        "rl/situation", "rl/states", "rl/strategy",
     )
 }  # fmt: skip
 

@@ -109,12 +109,13 @@ def optimize(
 
     Search:
 
-    - `search`: "xrlflow" (a trained agent), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they look 2
-      or 3 steps ahead when no single step gains), or "random" (`budget` edits that ignore the cost).
+    - `search`: "xrlflow" (a trained agent), "mcts" (tree search with that agent), "greedy", "taso", "lookahead2" and
+      "lookahead3" (greedy, but they look 2 or 3 steps ahead when no single step gains), or "random" (`budget` edits
+      that ignore the cost).
     - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
       steps on this model first.
-    - `cost`: "profiled" (operators measured alone), "roofline", "measured" (whole models, slow), or any
-      CostModel.
+    - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
+      operators stand), "roofline", "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
     - `time_limit`: seconds for everything. `seed`: the seed of everything random.
     - `replay`: apply the substitutions of this trace file instead of searching.
@@ -213,14 +214,21 @@ def train(
     time_limit: float | None = None,
     log: str | os.PathLike[str] | None = None,
     seed: int = 0,
+    world_model: bool = False,
 ) -> Trained:
     """Train an agent on ONNX files. Writes it to `output` whenever an evaluation finds it better than before.
 
     A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
     `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the most substitutions
     of an episode. `workers`: processes that try them (0: this one). `start`: the first agent. `time_limit`: seconds
-    after which the run ends. `log`: a folder for TensorBoard. Raises OptionError if an argument is wrong, ModelError if
-    a file cannot be read.
+    after which the run ends. `log`: a folder for TensorBoard.
+
+    `world_model`: learn what substitutions do, and train the agent in what was learned, as RLFlow does. An iteration
+    then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are enough for
+    one file. The world model is written beside the agent (NAME.world.safetensors). Such a run begins anew
+    each time, in this process (`workers` has no meaning). It replaces a run without a world model only with `restart`.
+
+    Raises OptionError if an argument is wrong, ModelError if a file cannot be read.
     """
     arguments = dict(locals())
     models, output = arguments.pop("models"), arguments.pop("output")

@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from xrlflow.cost import CostModel
 
 AGENT = "xrlflow"
+TREE = "mcts"
+"""Monte Carlo tree search with the agent's policy and critic."""
+WITH_AGENT = (AGENT, TREE)
 COMPARED = (AGENT, "taso", "greedy", "random")
 """The searches that `compare` compares by default."""
 LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 """Greedy searches that look this many steps ahead when no single step gains."""
-SEARCHES = (*COMPARED, *LOOKAHEAD)
+SEARCHES = (*COMPARED, TREE, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
-COSTS = ("roofline", "profiled", "measured")
+COSTS = ("roofline", "profiled", "learned", "measured")
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
@@ -110,8 +113,12 @@ class Common:
 class Options(Common):
     """The options of `optimize`; `xrlflow.optimize` explains them. Raises OptionError."""
 
-    search: str = option(AGENT, "xrlflow (an agent), taso, greedy, lookahead2, lookahead3 or random.", str)
-    cost: str | CostModel = option("profiled", "What guides the search: roofline, profiled or measured.", str)
+    search: str = option(
+        AGENT, "xrlflow (an agent), mcts, taso, greedy, lookahead2, lookahead3 or random.", str
+    )
+    cost: str | CostModel = option(
+        "profiled", "What guides the search: roofline, profiled, learned or measured.", str
+    )
     backend: str = option(
         "auto",
         "auto: kernels of our own in NAME.so if they are faster; onnxruntime: none; hybrid: in any case; "
@@ -236,7 +243,7 @@ class Options(Common):
 
     def _check_agent(self) -> None:
         for name, value in (("agent", self.agent), ("train_steps", self.train_steps)):
-            if value and self.search != AGENT:
+            if value and self.search not in WITH_AGENT:
                 raise OptionError(f"{name} has no meaning with search {self.search!r}: choose {AGENT!r}")
         if self.train_steps:
             check_installed("train_steps", "train", *TRAINING)
@@ -293,6 +300,12 @@ class TrainOptions:
     time_limit: float | None = option(None, "Seconds after which it ends.", float | None, least=0.0)
     log: str | os.PathLike[str] | None = option(None, "A folder for TensorBoard.", Path | None)
     seed: int = option(0, "Seed of everything random.", int, least=0)
+    world_model: bool = option(
+        False,
+        "Learn what substitutions do, and train the agent in what was learned.",
+        bool,
+        name="--world-model",
+    )
 
     def __post_init__(self) -> None:
         for name in ("iterations", "steps", "horizon"):
