@@ -81,7 +81,6 @@ def test_checks_are_computed_with_the_outputs() -> None:
     [
         ("(float[4] x) => (int64[1,N] y) { y = NonZero(x) }", "nonzero"),
         ("(float[4] x) => (float[N] y) { y = Unique(x) }", "unique"),
-        ("(double[4] x) => (double[2] y, int64[2] i) <int64[1] k = {2}> { y, i = TopK(x, k) }", "topk"),
     ],
 )
 def test_functions_of_the_runtime_are_refused_by_name(text: str, name: str) -> None:

@@ -307,11 +307,7 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             if own is not None:
                 return own
             if op_name in ("AveragePool", "LpPool", "MaxPool"):
-                shape = sizes(inputs[0])
-                image = None if shape is None else shape[2:]
-                if (reason := disputed(attrs, image)) is not None:
-                    raise Imported(self.bb, told.title, inputs, attrs).refused(reason)
-                attrs = with_pads(attrs, image)
+                attrs = _pool(Imported(self.bb, told.title, inputs, attrs), attrs)
             if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
                 given = [*inputs, None, None][:4]
                 if given[3] is None and (padded := border(*given[:3])) is not None:
@@ -323,6 +319,15 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             return super()._convert_operator(op_name, inputs, attrs, opset)
 
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
+
+
+def _pool(node: Imported, attrs: Any) -> Any:
+    """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime counts another way."""
+    shape = sizes(node.inputs[0])
+    image = None if shape is None else shape[2:]
+    if (reason := disputed(attrs, image)) is not None:
+        raise node.refused(reason)
+    return with_pads(attrs, image)
 
 
 def fuse(

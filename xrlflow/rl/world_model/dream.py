@@ -93,19 +93,7 @@ def dream(
         best = list(costs)
         running = list(range(count))
         for step in range(horizon):
-            distribution, values = heads.evaluate([seen[i] for i in running])
-            actions = distribution.sample(generator)
-            chances = distribution.log_prob(actions)
-            going: list[tuple[int, int]] = []
-            for i, action, chance, value in zip(running, actions.tolist(), chances.tolist(), values.tolist()):
-                episode = episodes[i]
-                episode.observations.append(seen[i])
-                episode.actions.append(action)
-                episode.log_probs.append(chance)
-                episode.values.append(value)
-                episode.rewards.append(0.0)
-                if action < len(seen[i].delta):
-                    going.append((i, action))
+            going = _act(heads, seen, running, episodes, generator)
             if not going:
                 break
             running = [i for i, _ in going]
@@ -135,6 +123,30 @@ def dream(
                 ):
                     episodes[i].bootstrap, episodes[i].truncated = value, True
     return episodes
+
+
+def _act(
+    heads: Heads,
+    seen: Sequence[Imagined],
+    running: Sequence[int],
+    episodes: Sequence[Episode[Imagined]],
+    generator: torch.Generator,
+) -> list[tuple[int, int]]:
+    """Draw an action in each running dream and write it down. Returns the dreams that go on, with their actions."""
+    distribution, values = heads.evaluate([seen[i] for i in running])
+    actions = distribution.sample(generator)
+    chances = distribution.log_prob(actions)
+    going: list[tuple[int, int]] = []
+    for i, action, chance, value in zip(running, actions.tolist(), chances.tolist(), values.tolist()):
+        episode = episodes[i]
+        episode.observations.append(seen[i])
+        episode.actions.append(action)
+        episode.log_probs.append(chance)
+        episode.values.append(value)
+        episode.rewards.append(0.0)
+        if action < len(seen[i].delta):
+            going.append((i, action))
+    return going
 
 
 def tell(seen: Embedded, costs: Sequence[float], left: float) -> None:
