@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from tests.backends.tvm.test_kernels import network
@@ -68,3 +69,27 @@ def test_tvm_compiles_no_kernel_for_weights_in_another_order() -> None:
     with mock.patch("tvm.tirx.build", side_effect=AssertionError("a kernel was compiled")):
         fused = lower.fuse(module, detect())
     assert "main" in {variable.name_hint for variable in fused.functions}
+
+
+def test_the_numbers_of_a_transposed_weight() -> None:
+    """TVM's importer folds some moves itself, so this one is made by hand, as a change of layouts makes it."""
+    tvm()
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    weight = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4, 2, 3), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            moved = builder.emit(relax.op.permute_dims(relax.const(weight, "float32"), [2, 0, 1]))
+            out = builder.emit_output(relax.op.add(x, moved))
+        builder.emit_func_output(out)
+    found: list[np.ndarray] = []
+
+    def look(expression: object) -> None:
+        if isinstance(expression, GenericConst):
+            found.append(expression.value.numpy())
+
+    relax.analysis.post_order_visit(fold_moves(builder.get())["main"], look)
+    assert any(np.array_equal(array, weight.transpose(2, 0, 1)) for array in found if array.ndim == 3)
