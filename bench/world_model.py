@@ -1,12 +1,14 @@
 """The world model against model-free PPO: `python bench/world_model.py TABLE [NAMES] [--json FILE] [--write]`; TABLE is
 
 - efficiency: on each training network, the gain that PPO has after `--steps` real steps, and what an agent that trained
-  in the world model has after a fifth of them, and after all. Both begin with the same random agent.
+  in the world model has after a fifth of them. Both begin with the same random agent.
 - errors: of a world model that learned from `--steps` steps of the network, by horizon and by temperature, on episodes
   that it did not see; and the returns that it promises beside those that the engine gives.
 
 A gain is the modelled cost of the original over that of the cheapest graph of an episode with the likeliest actions.
-Figures are medians over the seeds, with the least and the greatest. Controls: a random agent (0 steps), greedy search.
+Figures are medians over the seeds, with the least and the greatest. Controls: greedy search, a random agent's likeliest
+actions (0 steps), the best graph of episodes that chance plays with a fifth of the steps and with all, and tree search
+with the engine, which makes as many states as chance.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
-from xrlflow.rl.agent import Agent
+from xrlflow.rl.agent import Agent, InTorch
 from xrlflow.rl.env import EnvConfig, Problem
 from xrlflow.rl.features import Featuriser, Vocabulary
+from xrlflow.rl.mcts import TreeConfig, tree_search
 from xrlflow.rl.train import fine_tune
 from xrlflow.rl.workers import Task, play
 from xrlflow.rl.world_model.diagnostics import HORIZONS, TEMPERATURES, errors
@@ -46,6 +49,15 @@ from xrlflow.search import Limits, greedy, simplify
 NETWORKS = tuple(name for name in models.ZOO if name not in UNSEEN)
 HORIZON = 30
 _PART = 5
+METHODS = {
+    "nothing": "random agent",
+    "chance fifth": "chance, a fifth",
+    "chance": "chance, all",
+    "tree fifth": "tree search, a fifth",
+    "tree": "tree search, all",
+    "ppo": "PPO, all",
+    "fifth": "world model, a fifth",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,36 @@ def gain(agent: Agent, on: Subject) -> float:
     return play(agent, [on.problem], on.featuriser, EnvConfig(horizon=HORIZON))[0].gain
 
 
+def dreamt(agent: Agent, on: Subject, steps: int, seed: int) -> float:
+    """The gain of the best agent of a training in the world model, as PPO keeps its best agent."""
+    best = 1.0
+
+    def progress(figures: Any, number: int, learner: Any) -> None:
+        nonlocal best
+        best = max(best, gain(agent, on))
+
+    env = EnvConfig(horizon=HORIZON)
+    train_world_model(agent, [on.problem], on.featuriser, steps=steps, env=env, seed=seed, progress=progress)
+    return best
+
+
+def by_chance(agent: Agent, on: Subject, steps: int, seed: int) -> float:
+    """The gain of the cheapest graph of episodes in which chance draws a rule, and a candidate of it."""
+    env = EnvConfig(horizon=HORIZON)
+    plays = explore(agent, [on.problem], on.featuriser, steps, seed=seed, config=env, curious=1.0)
+    saved = max(float(np.cumsum(p.savings).max(initial=0.0)) for p in plays) / SCALE
+    return 1 / (1 - saved)
+
+
+def by_tree(agent: Agent, on: Subject, steps: int) -> float:
+    """The gain of tree search with this agent's policy and critic, and as many new states."""
+    judge = InTorch(agent)
+    limits = Limits(budget=steps)
+    config = TreeConfig(patience=None)
+    found = tree_search(on.problem.state, on.problem.cost, limits, judge, on.featuriser, config)
+    return on.problem.cost / found.best.cost
+
+
 def efficiency(name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Gains of one network by method."""
     library = Library(LIBRARY)
@@ -83,33 +125,22 @@ def efficiency(name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "network": name,
         "greedy": on.greedy,
-        "nothing": [],
-        "ppo": [],
-        "fifth": [],
-        "all": [],
+        **{method: [] for method in METHODS},
     }
-    row["seconds"] = {"ppo": [], "fifth": [], "all": []}
+    row["seconds"] = {"ppo": [], "fifth": []}
     for seed in seeds:
         row["nothing"].append(gain(fresh(vocabulary, seed), on))
+        for label, part in (("", 1), (" fifth", _PART)):
+            row["chance" + label].append(by_chance(fresh(vocabulary, seed), on, steps // part, seed))
+            row["tree" + label].append(by_tree(fresh(vocabulary, seed), on, steps // part))
         begin = time.monotonic()
         task = Task([on.problem], (), on.featuriser)
         trained = fine_tune(fresh(vocabulary, seed), task, steps, seed=seed, horizon=HORIZON)
         row["ppo"].append(gain(trained.agent, on))
         row["seconds"]["ppo"].append(time.monotonic() - begin)
-        for label, real in (("fifth", steps // _PART), ("all", steps)):
-            begin = time.monotonic()
-            agent, best = fresh(vocabulary, seed), 1.0
-
-            def progress(figures: Any, number: int, learner: Any, agent: Agent = agent) -> None:
-                nonlocal best  # as for PPO, whose best agent is kept
-                best = max(best, gain(agent, on))
-
-            train_world_model(
-                agent, [on.problem], on.featuriser, steps=real, env=EnvConfig(horizon=HORIZON), seed=seed,
-                progress=progress,
-            )  # fmt: skip
-            row[label].append(best)
-            row["seconds"][label].append(time.monotonic() - begin)
+        begin = time.monotonic()
+        row["fifth"].append(dreamt(fresh(vocabulary, seed), on, steps // _PART, seed))
+        row["seconds"]["fifth"].append(time.monotonic() - begin)
     return row
 
 
@@ -119,11 +150,11 @@ def shown(values: Sequence[float]) -> str:
 
 def efficiency_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| network | greedy | random agent | PPO | a fifth of the steps | all | seconds: PPO / fifth |",
-        "|---|---|---|---|---|---|---|",
+        f"| network | greedy | {' | '.join(METHODS.values())} | seconds: PPO / world model |",
+        "|---" * (len(METHODS) + 3) + "|",
     ]
     for r in rows:
-        cells = [f"{r['greedy']:.3f}", *(shown(r[k]) for k in ("nothing", "ppo", "fifth", "all"))]
+        cells = [f"{r['greedy']:.3f}", *(shown(r[k]) for k in METHODS)]
         seconds = " / ".join(f"{np.median(r['seconds'][k]):.0f}" for k in ("ppo", "fifth"))
         lines.append(f"| {r['network']} | {' | '.join(cells)} | {seconds} |")
     reached = sum(np.median(r["fifth"]) >= np.median(r["ppo"]) * 0.999 for r in rows)

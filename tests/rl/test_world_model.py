@@ -217,7 +217,7 @@ def test_a_world_model_and_its_agent_are_read_as_they_were_written(tmp_path: Pat
 
 
 def vars_of(offers: Any) -> list[torch.Tensor]:
-    return [getattr(offers, name) for name in ("present", "often", "delta", "vectors", "globals")]
+    return [getattr(offers, name) for name in ("present", "often", "delta", "mixed", "globals")]
 
 
 @pytest.mark.parametrize("damage", ["missing", "another agent", "not finite"])

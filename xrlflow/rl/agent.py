@@ -155,16 +155,22 @@ class Agent(nn.Module):
 
 
 class InTorch(Generic[Obs]):
-    """Makes a torch policy usable as the scorer of `xrlflow.rl.strategy.agent_search`."""
+    """Makes a torch policy usable in searches: as scorer of `strategy.agent_search`, as judge of `mcts.tree_search`."""
 
     def __init__(self, policy: Policy[Obs]) -> None:
         self.policy = policy
 
     def log_probs(self, observations: Sequence[Obs]) -> npt.NDArray[np.float64]:
         """For each observation the log-probabilities of its candidates, then of No-Op, in one flat array."""
+        return self.evaluate(observations)[0]
+
+    def evaluate(
+        self, observations: Sequence[Obs]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The same, and the values [B]."""
         with torch.inference_mode():
-            distribution, _ = self.policy.evaluate(observations)
-        return np.asarray(distribution.log_probs.double().numpy())
+            distribution, values = self.policy.evaluate(observations)
+        return np.asarray(distribution.log_probs.double().numpy()), np.asarray(values.double().numpy())
 
 
 def _head(inputs: int, width: int, gain: float) -> nn.Sequential:

@@ -52,13 +52,14 @@ class Offers:
     """What a decoder reads off B latents about R rules.
 
     `present` [B, R]: logits of having a candidate; `often` [B, R]: log(1 + number of candidates); `delta` [B, R]:
-    squashed price of the best; `vectors` [B, R, width]: mean vectors of the candidates; `globals` [B, GLOBAL_FEATURES].
+    squashed price of the best; `mixed` [B, R, width]: from which `World.vector` makes the mean vector of a rule's
+    candidates, where one is needed; `globals` [B, GLOBAL_FEATURES].
     """
 
     present: Tensor
     often: Tensor
     delta: Tensor
-    vectors: Tensor
+    mixed: Tensor
     globals: Tensor
 
 
@@ -133,12 +134,13 @@ class World(nn.Module):
         saving = self.saving(torch.cat([h, price], 1)).squeeze(1)
         return Forecast(logits, means, deviations, saving, self.end(h).squeeze(1)), (h, c)
 
-    def decode(self, latents: Tensor) -> Offers:
-        """What latents [B, latent] say about the candidates of every rule."""
-        mixed = torch.relu(self.of_latent(latents).unsqueeze(1) + self.rule.weight.unsqueeze(0))
+    def decode(self, latents: Tensor, rules: Tensor | None = None) -> Offers:
+        """What latents [B, latent] say about the candidates of these rules [R]; of all rules by default."""
+        asked = self.rule.weight if rules is None else self.rule.weight[rules]
+        mixed = torch.relu(self.of_latent(latents).unsqueeze(1) + asked.unsqueeze(0))
         mixed = torch.relu(self.mixed(mixed))
         present, often, delta = self.offer(mixed).unbind(2)
-        return Offers(present, often, delta, self.vector(mixed), self.globals(latents))
+        return Offers(present, often, delta, mixed, self.globals(latents))
 
     def imagined(self, latents: Tensor, offers: Offers, least: float = 0.5) -> tuple[Embedded, Tensor]:
         """Imagined states for an agent to decide upon, and the rule of each row.
@@ -151,7 +153,7 @@ class World(nn.Module):
         often = torch.expm1(offers.often[owner, rule]).clamp(1.0, _MANY)
         seen = Embedded(
             latents[:, :width],
-            offers.vectors[owner, rule],
+            self.vector(offers.mixed[owner, rule]),
             owner,
             offers.delta[owner, rule],
             offers.globals,
@@ -162,7 +164,8 @@ class World(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """What a decoder should read off B states: `present` [B, R] (0 or 1), and the other fields as in `Offers`."""
+    """What a decoder should read off B states: `present` [B, R] (0 or 1), `vectors` [B, R, width]: mean vectors of the
+    candidates; the other fields as in `Offers`."""
 
     present: Tensor
     often: Tensor
@@ -172,7 +175,7 @@ class Truth:
 
     @staticmethod
     def of(seen: Embedded, rule: Tensor, rules: int) -> Truth:
-        """Of embedded observations; `rule` [C] is the rule of each candidate."""
+        """Of embedded observations; `rule` [C] is the rule of each candidate, from 0 to `rules` - 1."""
         count, width = seen.graphs.shape[0], seen.candidates.shape[1]
         place = seen.owner * rules + rule
         numbers = torch.bincount(place, minlength=count * rules).float()
@@ -186,14 +189,18 @@ class Truth:
             seen.globals,
         )
 
-    def losses(self, offers: Offers) -> dict[str, Tensor]:
-        """How wrong a decoder is, by part. Of rules without candidates, only what is said of their absence counts."""
+    def losses(self, offers: Offers, vectors: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """How wrong a decoder is, by part; `vectors` [N, width]: what it says of the N rules that have candidates.
+
+        Of rules without candidates, only what is said of their absence counts. `weights` [R]: of the rules there.
+        """
         there = self.present > 0
+        wrong = binary_cross_entropy_with_logits(offers.present, self.present, reduction="none")
         return {
-            "present": binary_cross_entropy_with_logits(offers.present, self.present),
+            "present": (wrong * weights).sum(1).mean() / weights.sum(),
             "often": smooth_l1_loss(offers.often[there], self.often[there]),
             "delta": smooth_l1_loss(offers.delta[there], self.delta[there], beta=0.1),
-            "vectors": smooth_l1_loss(offers.vectors[there], self.vectors[there]),
+            "vectors": smooth_l1_loss(vectors, self.vectors[there]),
             "globals": smooth_l1_loss(offers.globals, self.globals),
         }
 

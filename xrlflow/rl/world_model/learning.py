@@ -34,7 +34,8 @@ class LearningConfig:
     """How a world model learns.
 
     - `chunk`: steps of an episode that are learned from at once; `batch`: chunks of a minibatch.
-    - `weights`: of the parts of the loss; the likelihood and the parts of `Truth.losses` not named here have 1.
+    - `absent`: rules without candidates in a minibatch that it learns from, drawn anew for each.
+    - `weights`: of the parts of the loss; the parts not named here have 1.
     - `dreams`: PPO updates between two plays, each with `starts` dreams of up to `horizon` steps at `temperature`.
     """
 
@@ -42,6 +43,7 @@ class LearningConfig:
     mixtures: int = 8
     chunk: int = 8
     batch: int = 16
+    absent: int = 32
     learning_rate: float = 3e-3
     max_grad_norm: float = 1.0
     weights: Mapping[str, float] = field(default_factory=lambda: {"saving": 5.0, "likelihood": 0.2})
@@ -130,8 +132,13 @@ class Learner:
         observations = [o for chunk in batch for o in chunk.observations]
         seen, rule = self.embed(observations)
         latents = latent_of(seen)
-        truth = Truth.of(seen, rule, self.world.config.rules)
-        parts = truth.losses(self.world.decode(latents))
+        asked, weights = self._asked(rule)
+        place = torch.zeros(self.world.config.rules, dtype=torch.long).index_copy(
+            0, asked, torch.arange(len(asked))
+        )
+        truth = Truth.of(seen, place[rule], len(asked))
+        offers = self.world.decode(latents, asked)
+        parts = truth.losses(offers, self.world.vector(offers.mixed[truth.present > 0]), weights)
         starts = np.cumsum([0, *(len(c.observations) for c in batch[:-1])])
         sizes = torch.bincount(seen.owner, minlength=len(observations))
         firsts = sizes.cumsum(0) - sizes
@@ -153,11 +160,23 @@ class Learner:
             over = (sizes[at + 1] == 0).float()
             terms["end"].append(binary_cross_entropy_with_logits(forecast.end, over, reduction="none"))
             # What is imagined must be decoded as well as what is seen.
-            imagined = self.world.decode(forecast.sample(0.0))
+            imagined = self.world.decode(forecast.sample(0.0), asked)
             present = truth.present[at + 1]
-            wrong = binary_cross_entropy_with_logits(imagined.present, present, reduction="none").mean(1)
-            terms["imagined"].append(wrong)
+            wrong = binary_cross_entropy_with_logits(imagined.present, present, reduction="none")
+            terms["imagined"].append((wrong * weights).sum(1) / weights.sum())
         return parts | {name: torch.cat(each).mean() for name, each in terms.items()}
+
+    def _asked(self, rule: Tensor) -> tuple[Tensor, Tensor]:
+        """The rules that a minibatch learns from, and their weights: those with candidates, and some drawn from the
+        others, each of which stands for as many as there are to one of them."""
+        rules = self.world.config.rules
+        numbers = torch.bincount(rule, minlength=rules)
+        present, others = torch.nonzero(numbers).squeeze(1), torch.nonzero(numbers == 0).squeeze(1)
+        count = min(self.config.absent, len(others))
+        drawn = others[torch.from_numpy(self.rng.choice(len(others), count, replace=False))]
+        each = len(others) / count if count else 0.0
+        weights = torch.cat([torch.ones(len(present)), torch.full((count,), each)])
+        return torch.cat([present, drawn]), weights
 
     def starts(self, plays: Sequence[Play]) -> list[Embedded]:
         """Embedded real states where dreams begin: first states of episodes and later ones, for each PPO update."""
