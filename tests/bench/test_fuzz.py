@@ -19,13 +19,13 @@ from tests.rules.harness import model
 from xrlflow.ir import DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, require
 
-GRAPHS = int(os.environ.get("XRLFLOW_GRAPHS", "450"))
+GRAPHS = int(os.environ.get("XRLFLOW_GRAPHS", "240"))
 
 
 def test_random_models_compute_the_same_after_random_substitutions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """About a minute of `bench/fuzz.py`; XRLFLOW_GRAPHS=3000 takes longer."""
+    """Half a minute of `bench/fuzz.py`; XRLFLOW_GRAPHS=3000 takes longer."""
     pytest.importorskip("nnsmith", reason="a third of the models is NNSmith's (pip install '.[dev]')")
     run = fuzz.Run(1, 0, save=tmp_path)
     run.go(None, GRAPHS)
@@ -34,7 +34,7 @@ def test_random_models_compute_the_same_after_random_substitutions(
     assert [f for f in told["findings"] if not f["by ONNX Runtime"]] == [], capsys.readouterr().out
     assert told["graphs"] == GRAPHS
     assert told["substitutions"] > 10 * GRAPHS
-    assert told["distinct rules"] > 100
+    assert told["distinct rules"] > 150
     assert told["share not comparable"] < 0.05
     for name, tally in told["generators"].items():
         assert tally["graphs"] == GRAPHS // 3, name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -227,3 +229,16 @@ def test_a_region_that_is_not_given_is_no_region() -> None:
     )
     with pytest.raises(BackendError, match=r"TVM cannot lower Resize y \(to a region that is not given\)"):
         Tvm().compile(network(text).SerializeToString())
+
+
+def test_tvm_is_loaded_without_torch() -> None:
+    """Torch takes longer to load than TVM. What imports it afterwards gets it; what did so before keeps it."""
+    program = (
+        "import sys\n{first}\nfrom xrlflow.backends.tvm.import_tvm import tvm\ntvm()\n"
+        "print('torch' in sys.modules)\nimport torch\nprint(float(torch.ones(2) @ torch.ones(2)))"
+    )
+    for first, loaded in (("", "False"), ("import torch", "True")):
+        told = subprocess.run(
+            [sys.executable, "-c", program.format(first=first)], capture_output=True, text=True, check=True
+        )
+        assert told.stdout.split() == [loaded, "2.0"]

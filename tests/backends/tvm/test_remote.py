@@ -49,9 +49,11 @@ def free_port() -> int:
 
 
 class Board:
-    """A tracker, and servers that register with it."""
+    """A tracker, and servers that register with it. Their processes have no torch, which TVM would load in each."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        (folder / "torch.py").write_text("raise ImportError('there is no torch on the board')\n")
+        self._path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.port = free_port()
         self._started: list[subprocess.Popen[bytes]] = []
         self._start(
@@ -78,7 +80,7 @@ class Board:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "TVM_NUM_THREADS": "2"},
+            env={**os.environ, "TVM_NUM_THREADS": "2", "PYTHONPATH": self._path},
         )
         self._started.append(process)
         return process
@@ -97,8 +99,8 @@ class Board:
 
 
 @pytest.fixture(scope="module")
-def board() -> Iterator[Board]:
-    board = Board()
+def board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+    board = Board(tmp_path_factory.mktemp("board"))
     try:
         board.serve()
         yield board
@@ -299,9 +301,9 @@ def test_kernels_that_hang_are_ended_by_the_device(board: Board) -> None:
             pool.evaluate(task, scheduled(task, 8), [])
 
 
-def test_a_crash_is_the_kernels_own() -> None:
+def test_a_crash_is_the_kernels_own(tmp_path: Path) -> None:
     """TVM's server does not outlive a kernel that crashes: the next one finds no device."""
-    own = Board()
+    own = Board(tmp_path)
     try:
         own.serve()
         task = matmul(8)
@@ -319,7 +321,7 @@ def test_a_crash_is_the_kernels_own() -> None:
 
 
 def test_a_device_that_is_gone_or_silent(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Board()
+    own = Board(tmp_path)
     compiled = Tvm().compile(str(file))
     compiled.save(tmp_path / "fast.so")
     try:
@@ -344,7 +346,7 @@ def test_a_device_that_is_gone_or_silent(file: Path, tmp_path: Path, monkeypatch
 
 
 def test_a_server_killed_while_tuning(file: Path, tmp_path: Path) -> None:
-    board = Board()
+    board = Board(tmp_path)
     place = tmp_path / "store.sqlite"
     try:
         server = board.serve()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from xrlflow.backends.placement import default_threads
@@ -45,9 +47,10 @@ def _load() -> Any:
     os.environ.setdefault(*_BINDING)
     os.environ.setdefault(_THREADS, str(default_threads()))
     try:
-        import tvm as package
-        import tvm.relax.frontend.onnx
-        import tvm.s_tir.meta_schedule
+        with _without_torch():
+            import tvm as package
+            import tvm.relax.frontend.onnx
+            import tvm.s_tir.meta_schedule
     except ImportError as error:
         raise BackendError(
             f"TVM cannot be loaded ({one_line(error)}): install it with `pip install 'xrlflow[tvm]'`"
@@ -57,6 +60,23 @@ def _load() -> Any:
     stack.register()
     unaligned.register()
     return package
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """What is imported in here finds no torch, unless it is loaded already. Afterwards torch can be imported.
+
+    TVM imports torch if it can, to exchange tensors with it, which nothing here does. Torch is more than half of what
+    loading TVM takes, and every process that builds or runs kernels loads TVM.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def last_line(error: BaseException) -> str:
