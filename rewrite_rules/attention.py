@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from rewrite_rules.axes import axis_of, compose, is_identity, perm_of, rank_of, same_dims
-from rewrite_rules.elementwise import FLOAT, is_unary, keeps_shape, made_by, read_once
+from rewrite_rules.elementwise import FLOAT, is_unary, keeps_shape, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
-from rewrite_rules.reading import between, number_of, operands
+from rewrite_rules.reading import between, number_of, only_reader, operands
 from rewrite_rules.slices import piece
 from xrlflow.ir import Dim, Node, Value
 from xrlflow.rewrite import Op, Reader, Region, RegionRule, Val, profitable, require
@@ -55,29 +56,247 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
     return all(m == 1 or (m is not None and m == s) for m, s in zip(others[::-1], lead[::-1]))
 
 
-_NEARLY_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+_LEAST = float(np.finfo(np.float32).min)
+_ABOVE_LEAST = float(np.nextafter(np.finfo(np.float32).min, np.float32(0)))
 
 
-class FuseAttention(RegionRule, family="attention"):
-    """softmax(q @ transpose(k) * scale + mask) @ v -> attention(q, k, v, mask), for four dimensions.
+@dataclass(slots=True)
+class _Passed:
+    """What was passed on the way from the softmax to the queries and keys: `inner` values are read once."""
 
-    The scale may be a product or a quotient, of q, of k (before or after its transpose), of the scores; the mask
-    may be missing. Heads and batch must be the same in q, k and v.
-    """
+    reader: Reader
+    nodes: list[Node]
+    inner: list[Value]
+    masks: list[Value] = field(default_factory=list)
+    scale: float = 1.0
+
+    def unmasked(self, value: Value) -> Value:
+        """The scores that masks are added to; the value itself if there are none."""
+        while len(self.masks) < _MOST_MASKS:
+            node = made_by(self.reader, value, "Add")
+            scores = next((a for a, _ in operands(node) if _is_product(self.reader, a, _MOST_MASKS)), None)
+            if node is None or scores is None:
+                break
+            a, b = node.inputs
+            self.masks.append(b if scores == a else a)
+            self._pass(node, value)
+            value = scores
+        return value
+
+    def unscaled(self, value: Value) -> Value:
+        """What constants scale, in any number of steps, to a value."""
+        while (found := _factor(self.reader, value)) is not None:
+            self._pass(found[2], value)
+            value, number, _ = found
+            self.scale *= number
+        return value
+
+    def product(self, value: Value) -> Node | None:
+        node = self.reader.producer(value)
+        if node is None or node.op != "MatMul":
+            return None
+        self._pass(node, value)
+        return node
+
+    def unturned(self, value: Value, grouped: bool) -> tuple[_Keys, tuple[int, ...]]:
+        """The keys, if a value is their transpose, with the permutation that makes them [batch, heads, keys, size]."""
+        perm: tuple[int, ...] = (0, 1, 3, 2)
+        keys = _Keys(value)
+        while True:
+            scaled = self.unscaled(keys.value)
+            maker = self.reader.producer(scaled)
+            if keys.repeats == 1 and maker is not None and maker.op == "Transpose" and not maker.const:
+                require(self.reader.type(scaled).rank == 4, "the keys have another rank")
+                perm = compose(perm_of(maker, 4), perm)
+                self._pass(maker, scaled)
+                keys = _Keys(maker.inputs[0])
+            elif (
+                grouped
+                and keys.repeats == 1
+                and perm[:2] == (0, 1)
+                and (found := self.unrepeated(scaled)) is not None
+            ):
+                keys = found
+            else:
+                return replace(keys, value=scaled), perm
+
+    def unrepeated(self, value: Value) -> _Keys | None:
+        """Keys or values of fewer heads, if each is repeated in turn: [b,h,1,n,d] -> [b,h,r,n,d] -> [b,h*r,n,d]."""
+        expand = made_by(self.reader, value, "Reshape")
+        expand = None if expand is None else made_by(self.reader, expand.inputs[0], "Expand")
+        if expand is None:
+            return None
+        whole, parts = self.reader.type(value).shape, expand.types[0].shape
+        before = self.reader.type(expand.inputs[0]).shape
+        if whole is None or parts is None or len(whole) != 4 or len(parts) != 5:
+            return None
+        batch, heads, repeats, *rest = parts
+        if not (isinstance(heads, int) and isinstance(repeats, int) and repeats > 1):
+            return None
+        if not same_dims(before, (batch, heads, 1, *rest)) or not same_dims(
+            whole, (batch, heads * repeats, *rest)
+        ):
+            return None
+        reshape = self.reader.producer(value)
+        assert reshape is not None
+        self._pass(reshape, value)
+        self._pass(expand, reshape.inputs[0])
+        return _Keys(expand.inputs[0], repeats)
+
+    def _pass(self, node: Node, value: Value) -> None:
+        self.nodes.append(node)
+        self.inner.append(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Keys or values: [b,h,n,d], or [b,h,1,n,d] where each head serves `repeats` heads of the queries."""
+
+    value: Value
+    repeats: int = 1
+
+
+# Masks that are added to the scores one after the other: a bias for positions and a mask for padding.
+_MOST_MASKS = 2
+
+
+def _is_product(reader: Reader, value: Value, masks: int) -> bool:
+    """Whether a value is a matrix product, scaled and with less than so many masks added."""
+    while (found := _factor(reader, value)) is not None:
+        value = found[0]
+    node = reader.producer(value)
+    if node is None:
+        return False
+    added = masks > 1 and node.op == "Add" and any(_is_product(reader, v, masks - 1) for v in node.inputs)
+    return node.op == "MatMul" or added
+
+
+class _FuseAttention(RegionRule, family="attention"):
+    """A rule that writes Attention for a softmax of scaled scores and a product with the values."""
 
     nonempty = True
-    may_remove_nonfinite = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
-
-    # Only a row of nothing but the least float shows them, which the proof does not draw (the rule's own tests do).
-    survivors: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("omit Mul (call 0)", "omit Mul (call 1)"), "the proof draws no row of nothing but the least float"
-    )
-
     proof = "numeric"
     relies_on = "softmax of scaled scores; several scales make one product, rounded to float32"
     # ONNX Runtime has kernels for these.
     dtypes = FLOAT
     anchors = ("Softmax",)
+
+    def find(self, reader: Reader, node: Node) -> Region | None:
+        if reader.type(node.inputs[0]).rank != 4 or axis_of(node, 4, -1) != 3:
+            return None
+        weights = self._weights(reader, node)
+        if weights is None:
+            return None
+        nodes, last = weights
+        # Heads that share keys are looked for first; where keys and values do not share alike, nothing is shared.
+        return self._region(reader, nodes, last, True) or self._region(reader, nodes, last, False)
+
+    @staticmethod
+    def _weights(reader: Reader, node: Node) -> tuple[tuple[Node, ...], Node] | None:
+        """The nodes that make the weights of the values from the scores, and the product with the values."""
+        readers = reader.users(node.outputs[0])
+        if len(readers) != 1 or readers[0].op != "MatMul" or readers[0].inputs[0] != node.outputs[0]:
+            return None
+        return (node,), readers[0]
+
+    def _region(self, reader: Reader, weights: tuple[Node, ...], last: Node, grouped: bool) -> Region | None:
+        softmax = weights[-1]
+        passed = _Passed(reader, list(weights), [last.inputs[0]])
+        scores = passed.unscaled(passed.unmasked(softmax.inputs[0]))
+        product = passed.product(scores)
+        if product is None:
+            return None
+        q = passed.unscaled(product.inputs[0])
+        k, perm = passed.unturned(product.inputs[1], grouped)
+        v = (passed.unrepeated(last.inputs[1]) if grouped else None) or _Keys(last.inputs[1])
+        if k.repeats != v.repeats:
+            return None
+        for value in passed.inner:
+            profitable(read_once(reader, value), "an inner value is read elsewhere")
+        self._check(reader, q, k, v, perm, passed.masks)
+        inputs = (q, k.value, v.value, *passed.masks)
+        return Region(last.outputs, inputs, (last, *passed.nodes), (passed.scale, perm))
+
+    @staticmethod
+    def _check(
+        reader: Reader, q: Value, k: _Keys, v: _Keys, perm: tuple[int, ...], masks: Sequence[Value]
+    ) -> None:
+        """Refuse shapes and types that Attention refuses or interprets differently."""
+        shapes = [reader.type(q).shape, *(_once(reader.type(x.value).shape, x.repeats) for x in (k, v))]
+        require(all(s is not None and len(s) == 4 for s in shapes), "not four dimensions")
+        queries, before, values = (s or () for s in shapes)
+        keys = tuple(before[p] for p in perm)
+        batches = {queries[0], keys[0], values[0]}
+        require(len(batches) == 1 and None not in batches, "the batch differs, or is not known")
+        heads = {queries[1], _times(keys[1], k.repeats), _times(values[1], v.repeats)}
+        require(len(heads) == 1 and None not in heads, "the heads differ, or are not known")
+        require(isinstance(queries[1], int) and queries[1] > 0, "the number of heads is not known")
+        require(
+            isinstance(queries[3], int) and queries[3] > 0 and keys[3] == queries[3],
+            "the size of a head is not known",
+        )
+        profitable(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
+        scores = (queries[0], queries[1], queries[2], keys[2])
+        for mask in masks:
+            shape = reader.type(mask).shape
+            require(shape is not None and _broadcasts(shape, scores), "the mask does not fit")
+
+    def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, *masks: Val) -> Any:
+        scale, perm = region.data
+        k, v = (op.Squeeze(x, [2]) if x.rank == 5 else x for x in (k, v))
+        keys = k if is_identity(perm) else op.Transpose(k, perm=perm)
+        mask = None
+        for other in reversed(masks):
+            mask = sum_of(op, other, mask)
+        if mask is not None:
+            # ONNX Runtime gives zeros for a fully masked row. It also treats the least float as a mask, for which a
+            # softmax gives equal weights. The float next to it masks the same.
+            mask = op.Where(op.Equal(mask, _LEAST), np.asarray(_ABOVE_LEAST, np.float32), mask)
+        if mask is not None and mask.shape[-2] != q.shape[2]:
+            mask = op.Expand(mask, [q.size(2), 1])
+        return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
+
+
+def _once(shape: tuple[Dim, ...] | None, repeats: int) -> tuple[Dim, ...] | None:
+    """The shape of keys or values as they are before they are repeated: of [b,h,1,n,d] it is [b,h,n,d]."""
+    return shape if shape is None or repeats == 1 else shape[:2] + shape[3:]
+
+
+def _times(heads: Dim, repeats: int) -> Dim:
+    return heads * repeats if isinstance(heads, int) else heads
+
+
+_NEAR_MISSES = (
+    "(float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = Transpose(k) "
+    "a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
+    "(float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+    "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
+    "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) "
+    "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
+    "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) "
+    "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
+    "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+    "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, -0.5) p = Softmax(s) y = MatMul(p, v) }",
+    "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
+    "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.0) p = Softmax(s) y = MatMul(p, v) }",
+)
+
+
+def _guarded(text: str) -> str:
+    """The graph with a guard against NaN between the softmax p and the product."""
+    return text.replace("y = MatMul(p, ", "n = IsNaN(p) w = Where(n, 0.0, p) y = MatMul(w, ")
+
+
+class FuseAttention(_FuseAttention):
+    """softmax(q @ transpose(k) * scale + mask) @ v -> attention(q, k, v, mask), for four dimensions.
+
+    The scale may be a product or a quotient, of q, of k (before or after its transpose), of the scores. There may be
+    no mask, or two that are added one after the other. Batches are the same in q, k and v. So are heads, but for those
+    of k and v that are repeated: several heads of q may share each.
+    """
+
+    may_remove_nonfinite = True  # a row of the mask that is nothing but -inf: zeros instead of NaN
+
     examples = graphs(
         "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
         "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) c = Constant<value_float=0.5>() s = Mul(a, c) "
@@ -87,121 +306,78 @@ class FuseAttention(RegionRule, family="attention"):
         "a = MatMul(r, u) p = Softmax<axis=3>(a) y = MatMul(p, v) }",
         "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) <float[1,1,1,1] c = {0.5}> "
         "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, c) p = Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[2,3,5] m, float[1,1,1,5] l) "
+        "=> (float[N,2,3,6] y) { t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) "
+        "c = Add(l, b) p = Softmax(c) y = MatMul(p, v) }",
+        "(float[N,4,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[3,5] m) => (float[N,4,3,6] y) "
+        "{ j = Unsqueeze(k, [2]) e = Expand(j, [1,1,2,1,1]) f = Reshape(e, [-1,4,5,4]) "
+        "t = Transpose<perm=[0,1,3,2]>(f) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b) "
+        "l = Unsqueeze(v, [2]) g = Expand(l, [1,1,2,1,1]) h = Reshape(g, [-1,4,5,6]) y = MatMul(p, h) }",
+    )
+    near_misses = graphs(*_NEAR_MISSES)
+
+
+class FuseGuardedAttention(_FuseAttention):
+    """where(isnan(p), 0, p) @ v -> where(isnan(y), 0 @ v, y)  for p = softmax(...), y = attention(q, k, v, mask).
+
+    PyTorch's exporter writes this guard for rows that are masked everywhere. Attention gives zeros for them, too. But
+    where q, k or the scores are not finite, it gives NaN, and the guard zeros: so 0 @ v takes the place of NaN.
+    """
+
+    examples = graphs(
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b) "
+        "n = IsNaN(p) w = Where(n, 0.0, p) y = MatMul(w, v) }",
+        "(float[N,4,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,4,3,6] y) "
+        "{ j = Unsqueeze(k, [2]) e = Expand(j, [1,1,2,1,1]) f = Reshape(e, [-1,4,5,4]) "
+        "t = Transpose<perm=[0,1,3,2]>(f) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) n = IsNaN(p) "
+        "w = Where(n, 0.0, p) l = Unsqueeze(v, [2]) g = Expand(l, [1,1,2,1,1]) h = Reshape(g, [-1,4,5,6]) "
+        "y = MatMul(w, h) }",
+        "(float[2,2,3,4] q, float[2,2,T,4] k, float[2,2,T,6] v, float[3,T] m) => (float[2,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b) "
+        "n = IsNaN(p) w = Where(n, 0.0, p) y = MatMul(w, v) }",
     )
     near_misses = graphs(
-        "(float[N,2,3,4] q, float[5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) { t = Transpose(k) "
-        "a = MatMul(q, t) p = Softmax(a) y = MatMul(p, v) }",
-        "(float[N,2,3,0] q, float[N,2,5,0] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
-        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,0] v) => (float[N,2,3,0] y) "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
-        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,D] v) => (float[N,2,3,D] y) "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) y = MatMul(p, v) }",
-        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, -0.5) p = Softmax(s) y = MatMul(p, v) }",
-        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v) => (float[N,2,3,6] y) "
-        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.0) p = Softmax(s) y = MatMul(p, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[1,1,3,5] m) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) b = Add(s, m) p = Softmax(b) "
+        "n = IsNaN(p) w = Where(n, 1.0, p) y = MatMul(w, v) }",
+        "(float[N,2,3,4] q, float[N,2,5,4] k, float[N,2,5,6] v, float[N,2,3,5] z) => (float[N,2,3,6] y) "
+        "{ t = Transpose<perm=[0,1,3,2]>(k) a = MatMul(q, t) s = Mul(a, 0.5) p = Softmax(s) r = Sqrt(z) "
+        "n = IsNaN(r) w = Where(n, 0.0, p) y = MatMul(w, v) }",
+        *map(_guarded, _NEAR_MISSES),
     )
 
-    def find(self, reader: Reader, node: Node) -> Region | None:
-        if reader.type(node.inputs[0]).rank != 4 or axis_of(node, 4, -1) != 3:
-            return None
-        nodes = [node]
-        # After the softmax: the product with the values.
-        readers = reader.users(node.outputs[0])
-        if len(readers) != 1 or readers[0].op != "MatMul" or readers[0].inputs[0] != node.outputs[0]:
-            return None
-        last = readers[0]
-        v = last.inputs[1]
-        inner = [node.outputs[0]]
-        # Before it: the mask, the scale, the product of queries and keys.
-        at, mask = node.inputs[0], None
-        above = reader.producer(at)
-        if above is not None and above.op == "Add":
-            for scores, other in (above.inputs, above.inputs[::-1]):
-                if self._product(reader, scores) is not None:
-                    nodes.append(above)
-                    inner.append(at)
-                    at, mask = scores, other
-                    break
-        scale = 1.0
-        while (found := _factor(reader, at)) is not None:
-            inner.append(at)
-            at, number, scaler = found
-            scale *= number
-            nodes.append(scaler)
-        product = reader.producer(at)
-        if product is None or product.op != "MatMul":
-            return None
-        nodes.append(product)
-        inner.append(at)
-        q, kt = product.inputs
-        while (found := _factor(reader, q)) is not None:
-            q, number, scaler = found
-            scale *= number
-            nodes.append(scaler)
-        # The keys: transposed, before or after their scale.
-        perm: tuple[int, ...] = (0, 1, 3, 2)
-        while True:
-            maker = reader.producer(kt)
-            if (found := _factor(reader, kt)) is not None:
-                kt, number, scaler = found
-                scale *= number
-                nodes.append(scaler)
-            elif maker is not None and maker.op == "Transpose" and not maker.const:
-                require(reader.type(kt).rank == 4, "the keys have another rank")
-                perm = compose(perm_of(maker, 4), perm)
-                nodes.append(maker)
-                kt = maker.inputs[0]
-            else:
-                break
-        for value in inner:
-            profitable(read_once(reader, value), "an inner value is read elsewhere")
-        self._check(reader, q, kt, v, perm, mask)
-        inputs = (q, kt, v) if mask is None else (q, kt, v, mask)
-        return Region(last.outputs, inputs, (last, *nodes), (scale, perm))
-
     @staticmethod
-    def _product(reader: Reader, value: Value) -> Node | None:
-        """The matrix product whose scaled result a value is."""
-        while (found := _factor(reader, value)) is not None:
-            value = found[0]
-        node = reader.producer(value)
-        return node if node is not None and node.op == "MatMul" else None
+    def _weights(reader: Reader, node: Node) -> tuple[tuple[Node, ...], Node] | None:
+        weights = node.outputs[0]
+        readers = reader.users(weights)
+        guard = next((r for r in readers if r.op == "Where" and r.inputs[2] == weights), None)
+        if guard is None:
+            return None
+        test = made_by(reader, guard.inputs[0], "IsNaN")
+        if test is None:
+            return None
+        require(test.inputs[0] == weights, "it is no guard against NaN")
+        require(number_of(reader, guard.inputs[1], weights) == 0.0, "the guard does not give zeros")
+        inside = all(r in (guard, test) for r in readers) and not reader.is_output(weights)
+        profitable(inside and read_once(reader, test.outputs[0]), "an inner value is read elsewhere")
+        last = only_reader(reader, guard.outputs[0])
+        if last is None or last.op != "MatMul" or last.inputs[0] != guard.outputs[0]:
+            return None
+        return (guard, test, node), last
 
-    @staticmethod
-    def _check(
-        reader: Reader, q: Value, k: Value, v: Value, perm: tuple[int, ...], mask: Value | None
-    ) -> None:
-        """Refuse shapes and types that Attention refuses or interprets differently."""
-        shapes = [reader.type(x).shape for x in (q, k, v)]
-        require(all(s is not None and len(s) == 4 for s in shapes), "not four dimensions")
-        queries, before, values = (s or () for s in shapes)
-        keys = tuple(before[p] for p in perm)
-        for place, same in ((0, "batch"), (1, "heads")):
-            dims = {queries[place], keys[place], values[place]}
-            require(len(dims) == 1 and None not in dims, f"the {same} differ, or are not known")
-        require(isinstance(queries[1], int) and queries[1] > 0, "the number of heads is not known")
-        require(
-            isinstance(queries[3], int) and queries[3] > 0 and keys[3] == queries[3],
-            "the size of a head is not known",
-        )
-        profitable(isinstance(values[3], int) and values[3] > 0, "the size of a value is not known")
-        if mask is not None:
-            scores = (queries[0], queries[1], queries[2], keys[2])
-            shape = reader.type(mask).shape
-            require(shape is not None and _broadcasts(shape, scores), "the mask does not fit")
-
-    def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, mask: Val | None = None) -> Any:
-        scale, perm = region.data
-        keys = k if is_identity(perm) else op.Transpose(k, perm=perm)
-        if mask is not None:
-            # ONNX Runtime gives zeros for a fully masked row. It also treats the least float as a mask, for which a
-            # softmax gives equal weights. One bit less masks the same, and keeps -inf and 0.
-            mask = op.Mul(mask, _NEARLY_ONE)
-        if mask is not None and mask.shape[-2] != q.shape[2]:
-            mask = op.Expand(mask, [q.size(2), 1])
-        return op.Attention(q, keys, v, mask, scale=float(np.float32(scale)))
+    def target(self, op: Op, region: Region, q: Val, k: Val, v: Val, *masks: Val) -> Any:
+        y = super().target(op, region, q, k, v, *masks)
+        keys, size = v.shape[-2], v.size(v.rank - 1)
+        if isinstance(keys, int):
+            nothing = op.MatMul(np.zeros((1, keys), np.float32), v)
+        else:
+            nothing = op.ReduceSum(op.Mul(v, 0.0), [-2], keepdims=1)
+        if v.rank == 5:
+            heads = q.size(1)
+            nothing = op.Expand(nothing, [1, 1, heads // v.size(1), 1, 1])
+            nothing = op.Reshape(nothing, [0, heads, 1, size])
+        return op.Where(op.IsNaN(y), nothing, y)
 
 
 # Rotary embeddings, nearest neighbours

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
 from rewrite_rules import attention
-from rewrite_rules.attention import FuseAttention, FuseRotaryEmbedding
-from tests.rules.harness import applies, model, numbers, refuses
+from rewrite_rules.attention import FuseAttention, FuseGuardedAttention, FuseRotaryEmbedding
+from tests.rules.harness import (
+    applies,
+    assert_same,
+    ints,
+    model,
+    numbers,
+    random_feeds,
+    refuses,
+    rewritten,
+    run,
+)
 from xrlflow.rewrite import declared_in
 
 ROTARY = (
@@ -139,8 +150,12 @@ def test_masks_that_fit(mask, scores, fits):
 
 def test_mask_at_run_time():
     body = f"{KT} a = MatMul(q, t) s = Add(a, m) p = Softmax(s) y = MatMul(p, v)"
-    applies(FuseAttention(), attend(body, more=", float[N,1,3,5] m"), ops=["Attention", "Mul"])
-    applies(FuseAttention(), attend(body, more=", float[N,1,1,5] m"), ops=["Attention", "Expand", "Mul"])
+    applies(FuseAttention(), attend(body, more=", float[N,1,3,5] m"), ops=["Attention", "Equal", "Where"])
+    applies(
+        FuseAttention(),
+        attend(body, more=", float[N,1,1,5] m"),
+        ops=["Attention", "Equal", "Expand", "Where"],
+    )
     # Every number minus infinity but one.
     hidden = np.full((3, 5), -np.inf, np.float32)
     hidden[:, 2] = 0
@@ -156,6 +171,113 @@ def test_a_row_that_is_masked_everywhere(least):
     mixed = hidden.copy()
     mixed[0, 1] = -np.inf
     applies(FuseAttention(), attend(body, m=mixed))
+
+
+def test_a_bias_and_a_mask():
+    """T5 adds a bias for positions, and then a mask for padding."""
+    body = f"{KT} a = MatMul(q, t) b = Add(a, l) s = Add(m, b) p = Softmax(s) y = MatMul(p, v)"
+    both = attend(body, more=", float[1,2,3,5] l, float[N,1,1,5] m")
+    applies(FuseAttention(), both, ops=["Add", "Attention", "Equal", "Where"])
+    applies(FuseAttention(), attend(body, l=numbers(2, 3, 5), m=numbers(1, 5)), ops=["Attention"])
+    refuses(FuseAttention(), attend(body, l=numbers(2, 3, 5), m=numbers(3, 1)), "mask does not fit")
+    hidden = np.zeros((3, 5), np.float32)
+    hidden[1], hidden[2, :3] = np.finfo(np.float32).min, np.finfo(np.float32).min
+    applies(FuseAttention(), attend(body, l=numbers(2, 3, 5), m=hidden))
+
+
+KEYS = "j = Unsqueeze(k, two) e = Expand(j, each) f = Reshape(e, ks) t = Transpose<perm=[0,1,3,2]>(f)"
+SCORES = "a = MatMul(q, t) s = Mul(a, c) p = Softmax(s)"
+VALUES = "l = Unsqueeze(v, two) g = Expand(l, each) h = Reshape(g, vs)"
+
+
+def grouped(body: str, **shapes: str):
+    """Six heads of queries, of which three share a head of keys and values."""
+    given = ints(two=[2], each=[1, 1, 3, 1, 1], ks=[-1, 6, 5, 4], kts=[-1, 6, 4, 5], vs=[-1, 6, 5, 6])
+    used = {name: array for name, array in given.items() if f" {name})" in body} | {"c": SCALE}
+    return attend(body, **({"q": "N,6,3,4", "y": "N,6,3,6"} | shapes), **used)
+
+
+def test_heads_that_share_keys():
+    body = f"{KEYS} {SCORES} {VALUES} y = MatMul(p, h)"
+    views = ["Squeeze", "Squeeze", "Unsqueeze", "Unsqueeze"]
+    applies(FuseAttention(), grouped(body), ops=["Attention", *views])
+    # Transposed before they are repeated, with a scale between.
+    expanded = "j = Unsqueeze(r, two) e = Expand(j, each) f = Reshape(e, kts)"
+    before = f"r = Transpose<perm=[0,1,3,2]>(k) {expanded} t = Mul(f, c)"
+    turned = f"{before} {SCORES} {VALUES} y = MatMul(p, h)"
+    applies(FuseAttention(), grouped(turned), ops=["Attention", "Transpose", "Transpose", *views])
+    guarded = f"{KEYS} {SCORES} {VALUES} i = IsNaN(p) w = Where(i, z, p) y = MatMul(w, h)"
+    ops = ["Attention", "Expand", "IsNaN", "MatMul", "Reshape", *views, "Where"]
+    applies(FuseGuardedAttention(), with_zero(grouped(guarded)), ops=ops)
+
+
+def test_what_is_no_sharing_of_keys():
+    """Then Attention takes the keys as they are after their repetition."""
+    repeated = ["Attention", "Expand", "Expand", "Reshape", "Reshape", "Unsqueeze", "Unsqueeze"]
+    # The heads take turns: 0, 1, 0, 1, ... instead of 0, 0, 0, 1, ...
+    turns = f"{KEYS} {SCORES} {VALUES} y = MatMul(p, h)".replace(" two)", " one)")
+    proto = attend(
+        turns,
+        q="N,6,3,4",
+        y="N,6,3,6",
+        c=SCALE,
+        **ints(one=[1], each=[1, 3, 1, 1, 1], ks=[-1, 6, 5, 4], vs=[-1, 6, 5, 6]),
+    )
+    applies(FuseAttention(), proto, ops=repeated)
+    # Only the keys are shared.
+    keys = f"{KEYS} {SCORES} y = MatMul(p, v)"
+    only = grouped(keys, v="N,6,5,6")
+    applies(FuseAttention(), only, ops=["Attention", "Expand", "Reshape", "Unsqueeze"])
+
+
+GUARD = "i = IsNaN(p) w = Where(i, z, p) y = MatMul(w, v)"
+
+
+def with_zero(proto, zero: float = 0.0):
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(zero), "z"))
+    return proto
+
+
+def test_a_guard_against_rows_that_are_masked_everywhere():
+    """PyTorch's exporter writes it: a softmax of nothing but -inf is NaN."""
+    hidden = np.zeros((3, 5), np.float32)
+    hidden[0], hidden[1, :4] = -np.inf, -np.inf
+    hidden[2] = np.finfo(np.float32).min  # a number: equal weights
+    body = f"{KT} a = MatMul(q, t) s = Add(a, m) p = Softmax(s) {GUARD}"
+    proto = with_zero(attend(body, m=hidden))
+    applies(FuseGuardedAttention(), proto, ops=["Attention", "IsNaN", "MatMul", "Where"])
+    rows = run(rewritten(FuseGuardedAttention(), proto)[0], random_feeds(proto))[0]
+    assert not rows[:, :, 0].any()
+    assert rows[:, :, 1:].all()
+    # Without the guard such a row is NaN, and so it is no number that the fusion may change.
+    plain = attend(body.replace(GUARD, "y = MatMul(p, v)"), m=hidden)
+    assert np.isnan(run(plain, random_feeds(plain))[0][:, :, 0]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(3e38)])
+@pytest.mark.parametrize("where", ["q", "k", "v", "m"])
+@pytest.mark.parametrize("keys", ["5", "T"])
+def test_a_guard_gives_numbers_where_queries_and_keys_are_not_finite(bad: float, where: str, keys: str):
+    """What the guard hides stays hidden, and what it does not hide is not hidden."""
+    body = f"{KT} a = MatMul(q, t) s = Add(a, m) p = Softmax(s) {GUARD}"
+    proto = with_zero(attend(body, k=f"N,2,{keys},4", v=f"N,2,{keys},6", more=f", float[3,{keys}] m"))
+    after, _ = rewritten(FuseGuardedAttention(), proto)
+    feeds = random_feeds(proto)
+    feeds[where][..., 1, :2] = bad
+    assert_same(run(proto, feeds), run(after, feeds))
+
+
+def test_what_is_no_guard():
+    rule = FuseGuardedAttention()
+    body = f"{KT} s = MatMul(q, t) p = Softmax(s) {GUARD}"
+    refuses(rule, with_zero(attend(body), 1.0), "does not give zeros")
+    other = attend(body.replace("IsNaN(p)", "IsNaN(n)"), more=", float[N,2,3,5] n")
+    refuses(rule, with_zero(other), "no guard")
+    refuses(rule, with_zero(attend(body, outputs=", float[N,2,3,5] p")), "read elsewhere")
+    refuses(rule, with_zero(attend(body, outputs=", bool[N,2,3,5] i")), "read elsewhere")
+    refuses(rule, with_zero(attend(body, outputs=", float[N,2,3,5] w")))
+    refuses(rule, with_zero(attend(body.replace("IsNaN(p)", "IsInf(p)"))))
+    refuses(FuseAttention(), with_zero(attend(body)))
 
 
 def test_refusals():
@@ -178,4 +300,8 @@ def test_refusals():
 
 
 def test_module():
-    assert [r.name for r in declared_in(attention)] == ["FuseAttention", "FuseRotaryEmbedding"]
+    assert [r.name for r in declared_in(attention)] == [
+        "FuseAttention",
+        "FuseGuardedAttention",
+        "FuseRotaryEmbedding",
+    ]
