@@ -184,13 +184,18 @@ def _spans(form: Form, pixels: int) -> list[int]:
 
 def cost(form: Form, how: Plan, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
+    return -(-tasks // machine.cores) * task_cost(form, how, machine)
+
+
+def task_cost(form: Form, how: Plan, machine: Machine) -> float:
+    """The estimated time of one task, in the same unit."""
     half = 1.0 if how.lanes == machine.lanes or not machine.in_halves else 0.5
     deep, lines = form.window[0], form.window[0] * form.window[1]
     slot, rows = how.slot(form), how.rows(form)
     vector = 1.0 if how.lanes == machine.lanes else half
-    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form)
     copy = _COPY * deep * rows * how.width(form) * len(pieces(slot, how.lanes))
-    if tasks < machine.cores:
+    if form.out[0] * form.results[0] * how.bands(form) * how.spans(form) < machine.cores:
         copy *= _SCATTERED
     held = 4 * deep * rows * how.width(form) * slot
     far = _SPILLED if held > machine.second_level // 2 else _SECOND if held > _FIRST_LEVEL else 1.0
@@ -202,8 +207,7 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
         step = max(form.window[2] * max(sums, _BUSY) * vector, reads) + 0.1 * reads
         left = _LEAVE * sums * (1 + len(form.steps))
         total += count * (lines * form.channels * step + left)
-    tasks *= how.units(form)
-    return -(-tasks // machine.cores) * (far * copy + how.band * how.panels(form) * total)
+    return far * copy + how.band * how.panels(form) * total
 
 
 def _reads(form: Form, how: Plan, pixels: int) -> float:
@@ -288,11 +292,11 @@ def kernel(form: Form, how: Plan) -> Any:
                 span, turn = turn % how.spans(form), turn // how.spans(form)
                 band, turn = turn % how.bands(form), turn // how.bands(form)
                 first = [turn % form.results[0], band * how.band, span * how.span]
-                _Band(form, how, image, panels, extras, out).write(task // each, first, unit)
+                Band(form, how, image, panels, extras, out).write(task // each, first, unit)
         return builder.get()
 
 
-class _Band:
+class Band:
     """Writes the loops of one task into the function that is being built."""
 
     def __init__(

@@ -18,7 +18,7 @@ from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
-from xrlflow.backends.tvm.direct_fusion import use_direct
+from xrlflow.backends.tvm.direct_fusion import use_direct, use_direct_norm
 from xrlflow.backends.tvm.folding import fold_moves
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
@@ -363,6 +363,7 @@ def fuse(
         without_detours,
         lambda module: fuse_attention(module, machine),
         lambda module: fuse_bands(module, machine),
+        lambda module: use_direct_norm(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
         lambda module: use_direct(module, machine),
         lambda module: fuse_products(module, machine),
