@@ -128,12 +128,16 @@ def test_it_learns_which_rules_apply_and_what_steps_save() -> None:
     before = errors(learner, others, (1, 3))
     first = learner.learn(plays, 20)
     learner.learn(plays, 400)
-    last = learner.learn(plays, 20)
+    masks = []
+    for _ in range(5):  # a rule more or less of one state: the last update decides it by luck
+        last = learner.learn(plays, 20)
+        after = errors(learner, others, (1, 3))
+        masks.append([e.masks for e in after])
+        for old, new in zip(before, after):
+            assert new.saving < 0.5 * old.saving
     assert last["present"] < 0.5 * first["present"]
-    after = errors(learner, others, (1, 3))
-    for old, new in zip(before, after):
-        assert new.saving < 0.7 * old.saving
-        assert new.masks > max(0.9, old.masks)
+    assert np.mean(masks) > 0.9
+    assert np.mean(masks) > np.mean([e.masks for e in before])
 
 
 def test_the_encoder_learns_with_the_world_model() -> None:

@@ -93,6 +93,7 @@ class Learner:
             width = agent.config.encoder.width
             self.world = World(WorldConfig(width, rules, config.hidden, config.mixtures))
         self.rng = np.random.default_rng(seed)
+        self.absent = np.random.default_rng((seed, 1))
         self.generator = torch.Generator().manual_seed(seed)
         heads = {id(p) for part in (agent.score, agent.stop, agent.value) for p in part.parameters()}
         heads.add(id(agent.trust))
@@ -173,7 +174,7 @@ class Learner:
         numbers = torch.bincount(rule, minlength=rules)
         present, others = torch.nonzero(numbers).squeeze(1), torch.nonzero(numbers == 0).squeeze(1)
         count = min(self.config.absent, len(others))
-        drawn = others[torch.from_numpy(self.rng.choice(len(others), count, replace=False))]
+        drawn = others[torch.from_numpy(self.absent.choice(len(others), count, replace=False))]
         each = len(others) / count if count else 0.0
         weights = torch.cat([torch.ones(len(present)), torch.full((count,), each)])
         return torch.cat([present, drawn]), weights
