@@ -35,7 +35,7 @@ contracts: install
 	$(BIN)/lint-imports
 
 pytest: install
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # The core's tests with another Python and the newest packages that it has: `make test-python PY=3.13`.
 test-python:
