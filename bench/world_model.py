@@ -5,6 +5,9 @@
 - errors: of a world model that learned from `--steps` steps of the network, by horizon and by temperature, on episodes
   that it did not see; and the returns that it promises beside those that the engine gives.
 
+`pretrain -o FILE` makes the world model that is shipped, of the shipped agent, which stays as it is. It learns from
+`--steps` steps of the curriculum that the agent was trained on (`models/training.py`).
+
 A gain is the modelled cost of the original over that of the cheapest graph of an episode with the likeliest actions.
 Figures are medians over the seeds, with the least and the greatest. Controls: greedy search, a random agent's likeliest
 actions (0 steps), the best graph of episodes that chance plays with a fifth of the steps and with all, and tree search
@@ -29,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models
 from bench import pages
-from models.training import UNSEEN
+from models.training import UNSEEN, curriculum
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import load
@@ -38,12 +41,14 @@ from xrlflow.rl.agent import Agent, InTorch
 from xrlflow.rl.env import EnvConfig, Problem
 from xrlflow.rl.features import Featuriser, Vocabulary
 from xrlflow.rl.mcts import TreeConfig, tree_search
+from xrlflow.rl.pretrained import PRETRAINED
 from xrlflow.rl.train import fine_tune
 from xrlflow.rl.workers import Task, play
 from xrlflow.rl.world_model.diagnostics import HORIZONS, TEMPERATURES, errors
 from xrlflow.rl.world_model.dream import dream
 from xrlflow.rl.world_model.experience import SCALE, explore
-from xrlflow.rl.world_model.learning import LearningConfig, train_world_model
+from xrlflow.rl.world_model.files import save_world
+from xrlflow.rl.world_model.learning import Learner, LearningConfig, train_world_model
 from xrlflow.search import Limits, greedy, simplify
 
 NETWORKS = tuple(name for name in models.ZOO if name not in UNSEEN)
@@ -209,21 +214,52 @@ def errors_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def pretrain(output: Path, steps: int, rounds: int, problems: int, seed: int) -> None:
+    """Write the agent, as it is, and its world model, and print how far that is right on graphs that are held out."""
+    plan = curriculum(problems, held_out=40, seed=seed)
+    agent = Agent.load(PRETRAINED).extended(plan.library())
+    task = plan(agent.vocabulary)
+    env = EnvConfig(horizon=HORIZON)
+    unseen = explore(agent, list(task.held_out), task.observe, 40 * HORIZON, seed=seed + 10_000, config=env)
+
+    def progress(figures: Any, number: int, learner: Learner) -> None:
+        shown = {n: round(x, 4) for n, x in figures.items()}
+        print(number + 1, shown, flush=True)
+        if (number + 1) % 5 == 0 or number + 1 == rounds:
+            for e in errors(learner, unseen):
+                print(f"  {e.horizon} steps: savings {e.saving:.4f}, masks {e.masks:.3f}", flush=True)
+        about = {"steps": steps, "rounds": rounds, "problems": problems, "seed": seed, "round": number + 1}
+        save_world(agent, learner.world, output, about)
+
+    train_world_model(
+        agent, list(task.problems), task.observe, steps=steps, rounds=rounds, updates=200, seed=seed,
+        config=LearningConfig(learning_rate=1e-3, encoder=False, dreams=0), env=env, progress=progress,
+    )  # fmt: skip
+
+
 TABLES = {"efficiency": (efficiency, efficiency_table), "errors": (model_errors, errors_table)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("table", choices=tuple(TABLES))
+    parser.add_argument("table", choices=(*TABLES, "pretrain"))
     parser.add_argument("names", nargs="*", help=f"networks; default: {', '.join(NETWORKS)}")
     parser.add_argument("--steps", type=int, default=2000, help="real steps of PPO")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20, help="pretrain: of playing and learning")
+    parser.add_argument("--problems", type=int, default=200, help="pretrain: of the curriculum")
+    parser.add_argument("-o", "--output", type=Path, help="pretrain: the agent's file")
     parser.add_argument("--json", type=Path, help="rows are kept here, and resumed")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     options = parser.parse_intermixed_args()
     unknown = set(options.names) - set(models.ZOO)
     if unknown:
         parser.error(f"no such network: {', '.join(sorted(unknown))}")
+    if options.table == "pretrain":
+        if options.output is None:
+            parser.error("pretrain needs -o FILE")
+        pretrain(options.output, options.steps, options.rounds, options.problems, 0)
+        return
     measure, table = TABLES[options.table]
     kept: dict[str, Any] = (
         json.loads(options.json.read_text()) if options.json and options.json.exists() else {}

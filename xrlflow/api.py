@@ -109,11 +109,11 @@ def optimize(
 
     Search:
 
-    - `search`: "xrlflow" (a trained agent), "mcts" (tree search with that agent), "greedy", "taso", "lookahead2" and
-      "lookahead3" (greedy, but they look 2 or 3 steps ahead when no single step gains), or "random" (`budget` edits
-      that ignore the cost).
+    - `search`: "xrlflow" (a trained agent), "mcts" (tree search with that agent), "rlflow" (an agent that first
+      trains in a world model of this graph), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they look
+      2 or 3 steps ahead when no single step gains), or "random" (`budget` edits that ignore the cost).
     - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
-      steps on this model first.
+      steps on this model first; with "rlflow" those that its world model learns from (default 200).
     - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
       operators stand), "roofline", "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 AGENT = "xrlflow"
 TREE = "mcts"
 """Monte Carlo tree search with the agent's policy and critic."""
-WITH_AGENT = (AGENT, TREE)
+RLFLOW = "rlflow"
+"""The agent's search, after it trained in a world model of this graph."""
+WITH_AGENT = (AGENT, TREE, RLFLOW)
 COMPARED = (AGENT, "taso", "greedy", "random")
 """The searches that `compare` compares by default."""
 LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 """Greedy searches that look this many steps ahead when no single step gains."""
-SEARCHES = (*COMPARED, TREE, *LOOKAHEAD)
+SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("roofline", "profiled", "learned", "measured")
@@ -114,7 +116,7 @@ class Options(Common):
     """The options of `optimize`; `xrlflow.optimize` explains them. Raises OptionError."""
 
     search: str = option(
-        AGENT, "xrlflow (an agent), mcts, taso, greedy, lookahead2, lookahead3 or random.", str
+        AGENT, "xrlflow (an agent), mcts, rlflow, taso, greedy, lookahead2, lookahead3 or random.", str
     )
     cost: str | CostModel = option(
         "profiled", "What guides the search: roofline, profiled, learned or measured.", str
@@ -245,8 +247,9 @@ class Options(Common):
         for name, value in (("agent", self.agent), ("train_steps", self.train_steps)):
             if value and self.search not in WITH_AGENT:
                 raise OptionError(f"{name} has no meaning with search {self.search!r}: choose {AGENT!r}")
-        if self.train_steps:
-            check_installed("train_steps", "train", *TRAINING)
+        for name, wanted in (("train_steps", self.train_steps), ("search 'rlflow'", self.search == RLFLOW)):
+            if wanted:
+                check_installed(name, "train", *TRAINING)
         if self.agent is not None and not os.path.isfile(self.agent):
             raise OptionError(
                 f"agent {os.fspath(self.agent)} is no file: give one that `xrlflow train` wrote"

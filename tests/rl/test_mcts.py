@@ -20,7 +20,7 @@ from xrlflow.cost import Roofline
 from xrlflow.pipeline import explore
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.features import Featuriser, Observation, Vocabulary
-from xrlflow.rl.mcts import TreeConfig, tree_search
+from xrlflow.rl.mcts import TreeConfig, _TreeSearch, tree_search
 from xrlflow.rl.strategy import PolicyError
 from xrlflow.search import Limits, SearchNode, SearchResult, greedy, replay, taso
 
@@ -184,3 +184,15 @@ def test_what_greedy_found_is_kept_if_the_agent_is_interrupted(monkeypatch: pyte
     found = explore._with_agent(context, base, cost, Limits(50))
     assert found.interrupted
     assert found.best.cost == greedy(base.state, base.cost, Limits(50)).best.cost < base.cost
+
+
+def test_the_tree_begins_where_the_first_descent_ends() -> None:
+    graph, cost = zoo("squeezenet"), Roofline()
+    words = Vocabulary.of(ALL)
+    state, initial = RewriteState.start(graph, ALL, cost.delta), cost.cost(graph)
+    search = _TreeSearch(
+        state, initial, Limits(40), Judging(words), Featuriser(words, cost), TreeConfig(batch=2)
+    )
+    search.run()
+    end = greedy(state, initial, Limits()).best.state.fingerprint
+    assert next(iter(search.tree)) == end != state.fingerprint

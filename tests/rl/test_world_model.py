@@ -23,6 +23,7 @@ from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
 from xrlflow.rl.features import Featuriser, Vocabulary
 from xrlflow.rl.parameters import AgentConfig, EncoderConfig
+from xrlflow.rl.pretrained import DREAMER, PRETRAINED
 from xrlflow.rl.workers import play
 from xrlflow.rl.world_model.diagnostics import errors, f1
 from xrlflow.rl.world_model.dream import dream
@@ -254,6 +255,100 @@ def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: 
     assert trained.score.gain >= 1.0
     result = xrlflow.optimize(model, agent=output, cost="roofline", measure=False, budget=20)
     assert result.report.search == "xrlflow"
+    dreamt = xrlflow.optimize(
+        model, search="rlflow", agent=output, cost="roofline", measure=False, budget=20, train_steps=10
+    )
+    assert any("in a world model of this model for 5 rounds" in note for note in dreamt.report.notes)
+    assert dreamt.report.cost_after <= result.report.cost_before
+
+
+def test_rlflow_goes_on_with_the_world_model_of_its_agent_and_begins_one_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnx
+
+    import xrlflow
+    from rewrite_rules import LIBRARY as ALL
+    from xrlflow.rl.train import random_agent
+
+    model, path = tmp_path / "m.onnx", tmp_path / "a.safetensors"
+    onnx.save(valleys(1, 1), model)
+    mine = random_agent(Vocabulary.of(Library(ALL)), 0)
+    rules = len(mine.vocabulary.rules) + 1
+    world = World(WorldConfig(mine.config.encoder.width, rules, hidden=24, mixtures=2))
+    given: list[World | None] = []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        given.append(options["world"])
+        return train_world_model(*args, **options | {"updates": 1, "rounds": 1})
+
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.train_world_model", noting)
+    mine.save(path)
+    xrlflow.optimize(model, search="rlflow", agent=path, cost="roofline", measure=False, budget=5)
+    save_world(mine, world, path)
+    xrlflow.optimize(model, search="rlflow", agent=path, cost="roofline", measure=False, budget=5)
+    first, second = given
+    assert first is None
+    assert second is not None
+    assert torch.equal(second.rule.weight, world.rule.weight)
+    world_path(path).write_bytes(b"no world model")
+    with pytest.raises(OptionError, match=r"a\.world\.safetensors"):
+        xrlflow.optimize(model, search="rlflow", agent=path, cost="roofline", measure=False, budget=5)
+
+
+def test_the_world_model_of_the_package_belongs_to_its_agent() -> None:
+    mine, world = load_world(DREAMER)
+    shipped = Agent.load(PRETRAINED)
+    assert set(shipped.vocabulary.rules) <= set(mine.vocabulary.rules)
+    assert world.config.rules == len(mine.vocabulary.rules) + 1
+    known, same = dict(mine.named_parameters()), dict(shipped.named_parameters())
+    assert all(torch.equal(known[name][: len(p)], p) for name, p in same.items())
+
+
+def test_ctrl_c_in_a_dream_keeps_what_greedy_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    import models
+    import xrlflow
+    from rewrite_rules import LIBRARY as ALL
+    from xrlflow.rl.train import random_agent
+
+    def interrupt(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.Learner.dream", interrupt)
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.Learner.learn", lambda *args: {})
+    proto = tmp_path / "m.onnx"
+    onnx.save(models.small("squeezenet"), proto)
+    path = tmp_path / "a.safetensors"
+    random_agent(Vocabulary.of(Library(ALL)), 0).save(path)
+    result = xrlflow.optimize(
+        proto, search="rlflow", agent=path, cost="roofline", measure=False, backend="onnxruntime"
+    )
+    assert any("interrupted" in note for note in result.report.notes)
+    assert result.report.cost_after < result.report.cost_before
+
+
+def test_a_world_model_learns_about_new_rules_and_keeps_what_it_knows_of_others() -> None:
+    world = World(WorldConfig(16, 5, hidden=8, mixtures=1))
+    wider = World.of(replace(world.config, rules=7), world.state_dict())
+    latents = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(wider.decode(latents).present[:, :5], world.decode(latents).present)
+    assert not wider.rule.weight[5:].any()
+
+
+def test_an_encoder_that_stays_as_it_is() -> None:
+    found, featuriser = problems()
+    config = replace(SMALL, encoder=False, dreams=0)
+    dreamer = agent()
+    before = {name: p.clone() for name, p in dreamer.named_parameters()}
+    learner, _ = train_world_model(
+        dreamer, found, featuriser, steps=60, rounds=1, updates=60, config=config, env=ENV
+    )
+    assert all(torch.equal(p, before[name]) for name, p in dreamer.named_parameters())
+    fresh = Learner(agent(), config)
+    others = explore(dreamer, found, featuriser, 40, seed=9, config=ENV)
+    assert errors(learner, others, (1,))[0].saving < errors(fresh, others, (1,))[0].saving
 
 
 def test_a_plan_in_latents_crosses_the_valley_that_the_policy_does_not() -> None:

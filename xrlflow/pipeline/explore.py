@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from xrlflow.cost import AdditiveCost, CostModel, Learned, Profiled, Roofline
-from xrlflow.options import LOOKAHEAD, TREE, WITH_AGENT, OptionError
+from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import read_trace
@@ -26,8 +26,11 @@ from xrlflow.search import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from xrlflow.rl.features import Featuriser
     from xrlflow.rl.parameters import Parameters
+    from xrlflow.rl.world_model.learning import Learner
 
 # Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
@@ -35,6 +38,9 @@ _SEARCH_AT_LEAST = 2.0
 _AGENT_LOADING = 0.5
 # Of the time until searching must be over, what fine-tuning an agent may take.
 _TRAIN_AT_MOST = 0.6
+# What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in rounds of
+# so many updates.
+_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES = 200, 5, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +128,21 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
     from xrlflow.rl.mcts import tree_search
     from xrlflow.rl.network import Network
     from xrlflow.rl.parameters import Parameters
-    from xrlflow.rl.pretrained import PRETRAINED
+    from xrlflow.rl.pretrained import DREAMER, PRETRAINED
     from xrlflow.rl.strategy import PolicyError, agent_search
 
     options = context.options
-    path = options.agent if options.agent is not None else PRETRAINED
+    shipped = DREAMER if options.search == RLFLOW else PRETRAINED
+    path = options.agent if options.agent is not None else shipped
     interrupted = False
     try:
         parameters = Parameters.load(path).extended(context.library)
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
         featuriser = Featuriser(parameters.vocabulary, prices)
         limits.deadline = _until(context)
-        if options.train_steps:
+        if options.search == RLFLOW:
+            parameters, interrupted = _dreamt(context, base, path, featuriser)
+        elif options.train_steps:
             parameters, interrupted = _fine_tuned(context, base, parameters, featuriser)
         if interrupted:
             limits.deadline = time.monotonic()
@@ -175,6 +184,50 @@ def _fine_tuned(
         raise OptionError(f"train_steps: {error}") from error
     context.notes.append(f"the agent was trained on this model for {trained.steps} steps")
     return trained.agent.arrays(), trained.interrupted
+
+
+def _dreamt(
+    context: Context, base: SearchNode, path: str | os.PathLike[str], featuriser: Featuriser
+) -> tuple[Parameters, bool]:
+    """The agent's parameters after training in a world model of this model, and whether that was interrupted.
+
+    An agent without a world model gets a new one. Raises CheckpointError, and OptionError.
+    """
+    from xrlflow.learn.threads import one_thread
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.env import Problem
+    from xrlflow.rl.features import Pricing
+    from xrlflow.rl.train import TrainingError
+    from xrlflow.rl.world_model.files import load_world, world_path
+    from xrlflow.rl.world_model.learning import train_world_model
+
+    assert base.state.delta is not None, "candidates have no prices"
+    options = context.options
+    agent, world = load_world(path) if world_path(path).exists() else (Agent.load(path), None)
+    agent = agent.extended(context.library)
+    state = replace(base.state, delta=Pricing.of(base.state.delta))
+    problem = Problem(context.imported.name, state, base.cost)
+    done = 0
+
+    def progress(figures: Mapping[str, float], number: int, learner: Learner) -> None:
+        nonlocal done
+        done = number + 1
+        context.say("train", done, _DREAM_ROUNDS, f"savings {figures['world/saving']:.4f}")
+
+    interrupted = False
+    try:
+        with one_thread():
+            train_world_model(
+                agent, [problem], featuriser, steps=options.train_steps or _DREAM_STEPS, rounds=_DREAM_ROUNDS,
+                updates=_DREAM_UPDATES, seed=options.seed, world=world, progress=progress,
+                deadline=context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
+            )  # fmt: skip
+    except TrainingError as error:
+        raise OptionError(f"search 'rlflow': {error}") from error
+    except KeyboardInterrupt:  # the agent is as far as it got
+        interrupted = True
+    context.notes.append(f"the agent trained in a world model of this model for {done} rounds")
+    return agent.arrays(), interrupted
 
 
 def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> SearchResult:

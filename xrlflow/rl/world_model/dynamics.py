@@ -12,6 +12,7 @@ With one mixture component and temperature 0, latents are deterministic (as in M
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +115,15 @@ class World(nn.Module):
         self.offer = nn.Linear(width, 3)
         self.vector = nn.Linear(width, width)
         self.globals = nn.Linear(latent, GLOBAL_FEATURES)
+
+    @staticmethod
+    def of(config: WorldConfig, known: Mapping[str, Tensor]) -> World:
+        """A world model with these parameters; the rules that it has beyond theirs are new to it: zeros."""
+        world = World(config)
+        rules = torch.zeros_like(world.rule.weight)
+        rules[: len(known["rule.weight"])] = known["rule.weight"]
+        world.load_state_dict({**known, "rule.weight": rules})
+        return world
 
     def memory(self, count: int) -> Memory:
         """What the LSTM remembers at the beginning of B episodes: nothing."""

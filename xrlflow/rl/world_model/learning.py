@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class LearningConfig:
     - `chunk`: steps of an episode that are learned from at once; `batch`: chunks of a minibatch.
     - `absent`: rules without candidates in a minibatch that it learns from, drawn anew for each.
     - `weights`: of the parts of the loss; the parts not named here have 1.
+    - `encoder`: whether the agent's encoder learns, too.
     - `dreams`: PPO updates between two plays, each with `starts` dreams of up to `horizon` steps at `temperature`.
     """
 
@@ -47,6 +48,7 @@ class LearningConfig:
     learning_rate: float = 3e-3
     max_grad_norm: float = 1.0
     weights: Mapping[str, float] = field(default_factory=lambda: {"saving": 5.0, "likelihood": 0.2})
+    encoder: bool = True
     dreams: int = 20
     starts: int = 32
     horizon: int = 30
@@ -83,23 +85,31 @@ def chunks(plays: Sequence[Play], length: int, count: int, rng: np.random.Genera
 
 
 class Learner:
-    """A world model and the agent whose encoder it shares, with their optimizer."""
+    """A world model and the agent whose encoder it shares, with their optimizer.
 
-    def __init__(self, agent: Agent, config: LearningConfig, seed: int = 0) -> None:
+    `world` is to learn further; one that knows fewer rules than the agent gets the new ones. By default, a new one.
+    """
+
+    def __init__(
+        self, agent: Agent, config: LearningConfig, seed: int = 0, world: World | None = None
+    ) -> None:
         self.agent, self.config = agent, config
         rules = len(agent.vocabulary.rules) + 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             width = agent.config.encoder.width
-            self.world = World(WorldConfig(width, rules, config.hidden, config.mixtures))
+            if world is None:
+                self.world = World(WorldConfig(width, rules, config.hidden, config.mixtures))
+            else:
+                self.world = World.of(replace(world.config, rules=rules), world.state_dict())
         self.rng = np.random.default_rng(seed)
         self.absent = np.random.default_rng((seed, 1))
         self.generator = torch.Generator().manual_seed(seed)
         heads = {id(p) for part in (agent.score, agent.stop, agent.value) for p in part.parameters()}
         heads.add(id(agent.trust))
-        trunk = [p for p in agent.parameters() if id(p) not in heads]
-        self.optimizer = torch.optim.Adam([*trunk, *self.world.parameters()], lr=config.learning_rate)
+        trunk = [p for p in agent.parameters() if config.encoder and id(p) not in heads]
         self.learned = [*trunk, *self.world.parameters()]
+        self.optimizer = torch.optim.Adam(self.learned, lr=config.learning_rate)
 
     def embed(self, observations: Sequence[Observation]) -> tuple[Embedded, Tensor]:
         """The embedded observations, and the rule of each candidate."""
@@ -131,7 +141,8 @@ class Learner:
     def losses(self, batch: Sequence[Chunk]) -> dict[str, Tensor]:
         """The parts of the loss on some chunks."""
         observations = [o for chunk in batch for o in chunk.observations]
-        seen, rule = self.embed(observations)
+        with torch.set_grad_enabled(self.config.encoder):
+            seen, rule = self.embed(observations)
         latents = latent_of(seen)
         asked, weights = self._asked(rule)
         place = torch.zeros(self.world.config.rules, dtype=torch.long).index_copy(
@@ -196,6 +207,8 @@ class Learner:
     def dream(self, plays: Sequence[Play], deadline: float = math.inf) -> dict[str, float]:
         """Train the agent's heads in dreams that begin in these plays."""
         config = self.config
+        if not config.dreams:
+            return {}
         stats = train_in_dreams(
             self.agent, self.world, self.starts(plays), config.ppo, horizon=config.horizon,
             temperature=config.temperature, generator=self.generator, deadline=deadline,
@@ -223,15 +236,17 @@ def train_world_model(
     seed: int = 0,
     deadline: float = math.inf,
     progress: Progress | None = None,
+    world: World | None = None,
 ) -> tuple[Learner, list[Play]]:
     """Train a world model on `steps` real steps, and the agent inside it. The agent is changed.
 
     In each round the agent plays its share of the steps, the world model makes `updates` updates on all plays so far,
     and the agent trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the
-    training by returning False. At `deadline` (time.monotonic) the round that runs is cut short, and is the last.
+    training by returning False. `world`: one that this agent has already. At `deadline` (time.monotonic) the round that
+    runs is cut short, and is the last.
     Raises TrainingError if there is nothing to do in any of the problems, or if a loss is not finite.
     """
-    learner = Learner(agent, config or LearningConfig(), seed)
+    learner = Learner(agent, config or LearningConfig(), seed, world)
     plays: list[Play] = []
     for number in range(rounds):
         plays += explore(
