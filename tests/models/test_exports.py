@@ -10,7 +10,7 @@ import pytest
 
 import models
 import xrlflow
-from models import exports
+from models import exports, training
 from models.exports import EXPORTS, HELD_OUT
 from xrlflow.onnxio import load
 from xrlflow.verify import Status
@@ -68,3 +68,11 @@ def test_errors_list_what_there_is() -> None:
         exports.export("mamba2")
     with pytest.raises(models.ZooError, match='"dynamo" or "torchscript"'):
         exports.export("llama", exporter="tf")
+
+
+def test_half_of_them_are_trained_on_and_the_others_never() -> None:
+    names = {source.name.split("-export")[0] for source in training.export_sources()}
+    assert names == set(exports.EXPORTS) - exports.HELD_OUT
+    assert abs(len(names) - len(exports.HELD_OUT)) <= 1
+    graph = next(s for s in training.export_sources() if s.name == "llama-export").build()
+    assert graph.node_count > 20
