@@ -233,7 +233,7 @@ def pretrain(output: Path, steps: int, rounds: int, problems: int, seed: int) ->
 
     train_world_model(
         agent, list(task.problems), task.observe, steps=steps, rounds=rounds, updates=200, seed=seed,
-        config=LearningConfig(learning_rate=1e-3, encoder=False, dreams=0), env=env, progress=progress,
+        config=LearningConfig(learning_rate=2e-3, encoder=False, dreams=0), env=env, progress=progress,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ torch.set_num_threads(1)
 LIBRARY = Library(VALLEYS)
 WORDS = Vocabulary.of(LIBRARY)
 ENV = EnvConfig(horizon=8)
-SMALL = LearningConfig(hidden=32, mixtures=1, chunk=4, dreams=30, starts=32, horizon=8)
+SMALL = LearningConfig(hidden=64, mixtures=1, chunk=4, dreams=30, starts=32, horizon=8)
 
 
 def agent(seed: int = 0) -> Agent:
@@ -200,7 +200,7 @@ def test_imagined_states_have_a_row_for_each_rule_that_is_present() -> None:
     seen, rule = world.imagined(latents, offers)
     assert int((offers.present >= 0).sum()) == len(rule) == len(seen.candidates)
     assert seen.often is not None
-    assert float(seen.often.min()) >= 1.0
+    assert float(seen.often.detach().min()) >= 1.0
     assert latent_of(seen).shape == latents.shape
 
 
@@ -222,7 +222,7 @@ def test_a_world_model_and_its_agent_are_read_as_they_were_written(tmp_path: Pat
 
 
 def vars_of(offers: Any) -> list[torch.Tensor]:
-    return [getattr(offers, name) for name in ("present", "often", "delta", "mixed", "globals")]
+    return [getattr(offers, name) for name in ("present", "often", "delta", "hidden", "globals")]
 
 
 @pytest.mark.parametrize("damage", ["missing", "another agent", "not finite"])
@@ -334,7 +334,7 @@ def test_a_world_model_learns_about_new_rules_and_keeps_what_it_knows_of_others(
     wider = World.of(replace(world.config, rules=7), world.state_dict())
     latents = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(wider.decode(latents).present[:, :5], world.decode(latents).present)
-    assert not wider.rule.weight[5:].any()
+    assert float(wider.decode(latents).present[:, 5:].max()) < 0
 
 
 def test_an_encoder_that_stays_as_it_is() -> None:

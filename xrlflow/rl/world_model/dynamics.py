@@ -27,6 +27,8 @@ from xrlflow.rl.features import GLOBAL_FEATURES
 _NARROW, _WIDE = -5.0, 1.0
 # A rule has at most so many imagined candidates.
 _MANY = 1e5
+# The logit of having candidates, of a rule that was never seen.
+_UNKNOWN = -4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,14 @@ class Offers:
     """What a decoder reads off B latents about R rules.
 
     `present` [B, R]: logits of having a candidate; `often` [B, R]: log(1 + number of candidates); `delta` [B, R]:
-    squashed price of the best; `mixed` [B, R, width]: from which `World.vector` makes the mean vector of a rule's
+    squashed price of the best; `hidden` [B, hidden]: from which `World.vectors` makes the mean vector of a rule's
     candidates, where one is needed; `globals` [B, GLOBAL_FEATURES].
     """
 
     present: Tensor
     often: Tensor
     delta: Tensor
-    mixed: Tensor
+    hidden: Tensor
     globals: Tensor
 
 
@@ -109,20 +111,25 @@ class World(nn.Module):
         self.mixture = nn.Linear(hidden, config.mixtures * (1 + 2 * latent))
         self.saving = orthogonal(nn.Linear(hidden + 1, 1), 0.1)
         self.end = orthogonal(nn.Linear(hidden, 1), 0.1)
+        self.read = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+        # For each rule: of having candidates, how many, the price of the best.
+        self.offer = nn.Linear(hidden, 3 * config.rules)
+        self.globals = nn.Linear(hidden, GLOBAL_FEATURES)
         self.rule = nn.Embedding(config.rules, width)
-        self.of_latent = nn.Linear(latent, width)
-        self.mixed = nn.Linear(width, width)
-        self.offer = nn.Linear(width, 3)
+        self.of_hidden = nn.Linear(hidden, width)
         self.vector = nn.Linear(width, width)
-        self.globals = nn.Linear(latent, GLOBAL_FEATURES)
 
     @staticmethod
     def of(config: WorldConfig, known: Mapping[str, Tensor]) -> World:
-        """A world model with these parameters; the rules that it has beyond theirs are new to it: zeros."""
+        """A world model with these parameters; it expects no candidates of rules that it has beyond theirs."""
         world = World(config)
-        rules = torch.zeros_like(world.rule.weight)
-        rules[: len(known["rule.weight"])] = known["rule.weight"]
-        world.load_state_dict({**known, "rule.weight": rules})
+        wide = dict(known)
+        for name in ("rule.weight", "offer.weight", "offer.bias"):
+            old = known[name]
+            wide[name] = torch.zeros_like(world.get_parameter(name).detach())
+            wide[name][: len(old)] = old
+        wide["offer.bias"][len(known["offer.bias"]) :: 3] = _UNKNOWN
+        world.load_state_dict(wide)
         return world
 
     def memory(self, count: int) -> Memory:
@@ -144,13 +151,16 @@ class World(nn.Module):
         saving = self.saving(torch.cat([h, price], 1)).squeeze(1)
         return Forecast(logits, means, deviations, saving, self.end(h).squeeze(1)), (h, c)
 
-    def decode(self, latents: Tensor, rules: Tensor | None = None) -> Offers:
-        """What latents [B, latent] say about the candidates of these rules [R]; of all rules by default."""
-        asked = self.rule.weight if rules is None else self.rule.weight[rules]
-        mixed = torch.relu(self.of_latent(latents).unsqueeze(1) + asked.unsqueeze(0))
-        mixed = torch.relu(self.mixed(mixed))
-        present, often, delta = self.offer(mixed).unbind(2)
-        return Offers(present, often, delta, mixed, self.globals(latents))
+    def decode(self, latents: Tensor) -> Offers:
+        """What latents [B, latent] say about the candidates of every rule."""
+        hidden = self.read(latents)
+        present, often, delta = self.offer(hidden).view(len(latents), -1, 3).unbind(2)
+        return Offers(present, often, delta, hidden, self.globals(hidden))
+
+    def vectors(self, hidden: Tensor, rule: Tensor) -> Tensor:
+        """The mean vectors [N, width] of the candidates of N rules, each in a state with `hidden` [N, hidden]."""
+        found: Tensor = self.vector(torch.relu(self.of_hidden(hidden) + self.rule(rule)))
+        return found
 
     def imagined(self, latents: Tensor, offers: Offers, least: float = 0.5) -> tuple[Embedded, Tensor]:
         """Imagined states for an agent to decide upon, and the rule of each row.
@@ -163,7 +173,7 @@ class World(nn.Module):
         often = torch.expm1(offers.often[owner, rule]).clamp(1.0, _MANY)
         seen = Embedded(
             latents[:, :width],
-            self.vector(offers.mixed[owner, rule]),
+            self.vectors(offers.hidden[owner], rule),
             owner,
             offers.delta[owner, rule],
             offers.globals,
@@ -185,7 +195,7 @@ class Truth:
 
     @staticmethod
     def of(seen: Embedded, rule: Tensor, rules: int) -> Truth:
-        """Of embedded observations; `rule` [C] is the rule of each candidate, from 0 to `rules` - 1."""
+        """Of embedded observations; `rule` [C] is the rule of each candidate."""
         count, width = seen.graphs.shape[0], seen.candidates.shape[1]
         place = seen.owner * rules + rule
         numbers = torch.bincount(place, minlength=count * rules).float()
@@ -199,15 +209,14 @@ class Truth:
             seen.globals,
         )
 
-    def losses(self, offers: Offers, vectors: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    def losses(self, offers: Offers, vectors: Tensor) -> dict[str, Tensor]:
         """How wrong a decoder is, by part; `vectors` [N, width]: what it says of the N rules that have candidates.
 
-        Of rules without candidates, only what is said of their absence counts. `weights` [R]: of the rules there.
+        Of rules without candidates, only what is said of their absence counts.
         """
         there = self.present > 0
-        wrong = binary_cross_entropy_with_logits(offers.present, self.present, reduction="none")
         return {
-            "present": (wrong * weights).sum(1).mean() / weights.sum(),
+            "present": binary_cross_entropy_with_logits(offers.present, self.present),
             "often": smooth_l1_loss(offers.often[there], self.often[there]),
             "delta": smooth_l1_loss(offers.delta[there], self.delta[there], beta=0.1),
             "vectors": smooth_l1_loss(vectors, self.vectors[there]),

@@ -34,7 +34,6 @@ class LearningConfig:
     """How a world model learns.
 
     - `chunk`: steps of an episode that are learned from at once; `batch`: chunks of a minibatch.
-    - `absent`: rules without candidates in a minibatch that it learns from, drawn anew for each.
     - `weights`: of the parts of the loss; the parts not named here have 1.
     - `encoder`: whether the agent's encoder learns, too.
     - `dreams`: PPO updates between two plays, each with `starts` dreams of up to `horizon` steps at `temperature`.
@@ -44,9 +43,8 @@ class LearningConfig:
     mixtures: int = 8
     chunk: int = 8
     batch: int = 16
-    absent: int = 32
     learning_rate: float = 3e-3
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 5.0
     weights: Mapping[str, float] = field(default_factory=lambda: {"saving": 5.0, "likelihood": 0.2})
     encoder: bool = True
     dreams: int = 20
@@ -103,7 +101,6 @@ class Learner:
             else:
                 self.world = World.of(replace(world.config, rules=rules), world.state_dict())
         self.rng = np.random.default_rng(seed)
-        self.absent = np.random.default_rng((seed, 1))
         self.generator = torch.Generator().manual_seed(seed)
         heads = {id(p) for part in (agent.score, agent.stop, agent.value) for p in part.parameters()}
         heads.add(id(agent.trust))
@@ -144,13 +141,10 @@ class Learner:
         with torch.set_grad_enabled(self.config.encoder):
             seen, rule = self.embed(observations)
         latents = latent_of(seen)
-        asked, weights = self._asked(rule)
-        place = torch.zeros(self.world.config.rules, dtype=torch.long).index_copy(
-            0, asked, torch.arange(len(asked))
-        )
-        truth = Truth.of(seen, place[rule], len(asked))
-        offers = self.world.decode(latents, asked)
-        parts = truth.losses(offers, self.world.vector(offers.mixed[truth.present > 0]), weights)
+        truth = Truth.of(seen, rule, self.world.config.rules)
+        offers = self.world.decode(latents)
+        owner, number = torch.nonzero(truth.present, as_tuple=True)
+        parts = truth.losses(offers, self.world.vectors(offers.hidden[owner], number))
         starts = np.cumsum([0, *(len(c.observations) for c in batch[:-1])])
         sizes = torch.bincount(seen.owner, minlength=len(observations))
         firsts = sizes.cumsum(0) - sizes
@@ -172,23 +166,11 @@ class Learner:
             over = (sizes[at + 1] == 0).float()
             terms["end"].append(binary_cross_entropy_with_logits(forecast.end, over, reduction="none"))
             # What is imagined must be decoded as well as what is seen.
-            imagined = self.world.decode(forecast.sample(0.0), asked)
+            imagined = self.world.decode(forecast.sample(0.0))
             present = truth.present[at + 1]
-            wrong = binary_cross_entropy_with_logits(imagined.present, present, reduction="none")
-            terms["imagined"].append((wrong * weights).sum(1) / weights.sum())
+            wrong = binary_cross_entropy_with_logits(imagined.present, present, reduction="none").mean(1)
+            terms["imagined"].append(wrong)
         return parts | {name: torch.cat(each).mean() for name, each in terms.items()}
-
-    def _asked(self, rule: Tensor) -> tuple[Tensor, Tensor]:
-        """The rules that a minibatch learns from, and their weights: those with candidates, and some drawn from the
-        others, each of which stands for as many as there are to one of them."""
-        rules = self.world.config.rules
-        numbers = torch.bincount(rule, minlength=rules)
-        present, others = torch.nonzero(numbers).squeeze(1), torch.nonzero(numbers == 0).squeeze(1)
-        count = min(self.config.absent, len(others))
-        drawn = others[torch.from_numpy(self.absent.choice(len(others), count, replace=False))]
-        each = len(others) / count if count else 0.0
-        weights = torch.cat([torch.ones(len(present)), torch.full((count,), each)])
-        return torch.cat([present, drawn]), weights
 
     def starts(self, plays: Sequence[Play]) -> list[Embedded]:
         """Embedded real states where dreams begin: first states of episodes and later ones, for each PPO update."""
