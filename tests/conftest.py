@@ -13,6 +13,7 @@ import pytest
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
+    "jax": ("models/test_hlo.py",),
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
     "mkdocs": ("repository/test_docs.py",),

@@ -30,6 +30,7 @@ EXTRAS = {
     "train": ("xrlflow/learn", "xrlflow/rl"),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
     "models": ("models",),
+    "xla": ("models/hlo/",),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {
@@ -114,7 +115,11 @@ def test_every_import_is_declared(ours: Distribution) -> None:
     core = required(ours)
     owners = {**BY_OTHER_NAMES, **packages_distributions()}
     missing = []
-    for path in [*ROOT.glob("xrlflow/**/*.py"), *ROOT.glob("rewrite_rules/*.py"), *ROOT.glob("models/*.py")]:
+    for path in [
+        *ROOT.glob("xrlflow/**/*.py"),
+        *ROOT.glob("rewrite_rules/*.py"),
+        *ROOT.glob("models/**/*.py"),
+    ]:
         name = path.relative_to(ROOT).as_posix()
         allowed = set(core)
         for extra, places in EXTRAS.items():
@@ -133,6 +138,7 @@ def test_the_core_needs_no_heavy_packages(ours: Distribution) -> None:
     heavy = {
         "torch",
         "torch-geometric",
+        "jax",
         "gymnasium",
         "tensorboard",
         "onnxscript",
