@@ -37,8 +37,11 @@ def joined(module: Any) -> tuple[Any, tuple[Array, ...]]:
                 for n, tensor in enumerate(plan.tensors):
                     if n not in buffers:
                         buffers[n] = T.sblock_alloc_buffer(tensor.shape, tensor.dtype)
-                for call in plan.calls:
-                    T.add_to_parent(_called(module[call.kernel], [buffers[n] for n in call.arguments]))
+                for number, call in enumerate(plan.calls):
+                    kernel = module[call.kernel]
+                    if any(call.kernel == earlier.kernel for earlier in plan.calls[:number]):
+                        kernel = _copy(kernel)
+                    T.add_to_parent(_called(kernel, [buffers[n] for n in call.arguments]))
         return builder.get(), plan.constants
 
 
@@ -54,6 +57,12 @@ def _check(plan: Plan) -> None:
 
 def _title(call: Call) -> str:
     return "a copy" if call.kernel == COPY else f"kernel {call.kernel}"
+
+
+def _copy(kernel: Any) -> Any:
+    """The kernel with variables of its own, which a function may define once only."""
+    package = tvm()
+    return package.ir.load_json(package.ir.save_json(kernel))
 
 
 def _called(kernel: Any, buffers: list[Any]) -> Any:
