@@ -487,3 +487,36 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
         fused = bands_in(CHAIN, Algorithms(timings=times(store)))
     assert all(min(row["direct_us"], row["heuristic_us"], row["best_us"]) > 0 for row in rows)
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
+
+
+def test_blocks_that_others_made_possible_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
+    asked: list[list[str]] = []
+
+    def faked(
+        layers: Sequence[Block], machine: Any, store: Store, pool: Any, limits: Limits, tell: Any
+    ) -> list[str]:
+        asked.append([known.name for known in layers])
+        for known in layers:
+            put(store, known, APART, *[1e-3] * 4)
+            put(store, known, untuned(known), *[2e-3] * 4)
+        return []
+
+    monkeypatch.setattr(layer_times, "measure_layers", faked)
+    found = api.tune(
+        network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
+    )
+    assert asked == [
+        [
+            "3x3 block of 32 to 32 to 64 channels at 20x20",
+            "3x3 block of 64 to 32 channels at 20x20",
+        ],
+        ["3x3 block of 32 to 64 to 32 channels at 20x20"],
+    ]
+    assert found.verification is not None
+    assert found.verification.verified
+    rows = found.to_json()["layers"]
+    assert [row["name"] for row in rows] == [asked[0][0], asked[1][0]]
+    assert [row["algorithm"] for row in rows] == ["one by one"] * 2
