@@ -366,6 +366,12 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
     assert times(store).of_block(BLOCK.form, far=False) is None
     put(store, BLOCK, APART, *[1e-3] * 4)
     assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
+    put(store, BLOCK, other(BLOCK), *[0.5e-3] * 4)
+    put(store, BLOCK, untuned(BLOCK), *[1e-9] * 4, key="another kernel")
+    put(store, BLOCK, untuned(BLOCK), *[0.4e-3] * 9, key="yet another kernel")
+    found = times(store).of_block(BLOCK.form, far=False)
+    assert found is not None
+    assert found.plan == other(BLOCK).plan
     for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):
         assert StoredTimes.on(store, machine, threads, device).of_block(BLOCK.form, far=False) is None
 

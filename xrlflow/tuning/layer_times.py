@@ -119,10 +119,20 @@ class StoredTimes:
             some = [known for known in kept if known.way.group == untuned.group]
             best = next((known for known in _ranked(some) if self._is_current(layer, known)), None)
             if best is not None:
-                found[untuned.group] = _worth(best, untuned, some)
+                found[untuned.group] = self._worth(layer, best, untuned, some)
             elif any(known.failed and self._is_current(layer, known) for known in some):
                 found[untuned.group] = None
         return found
+
+    def _worth(
+        self, layer: Measurable[W], best: _Known[W], untuned: W, some: Sequence[_Known[W]]
+    ) -> _Known[W]:
+        """The best kernel, unless the untuned one is as fast."""
+        for known in some:
+            as_fast = known.way == untuned and not known.failed and best.seconds > _WORTH * known.seconds
+            if as_fast and self._is_current(layer, known):
+                return known
+        return best
 
     def _is_current(self, layer: Measurable[W], known: _Known[W]) -> bool:
         return layer.is_current(known.way, known.key, self.machine)
@@ -169,14 +179,6 @@ def _ranked(some: Sequence[_Known[W]]) -> list[_Known[W]]:
     running = [known for known in some if not known.failed]
     often = [known for known in running if known.count >= CONFIRMED] or running
     return sorted(often, key=lambda known: known.seconds)
-
-
-def _worth(best: _Known[W], untuned: W, some: Sequence[_Known[W]]) -> _Known[W]:
-    """The best kernel, unless the untuned one is as fast."""
-    for known in some:
-        if known.way == untuned and not known.failed and best.seconds > _WORTH * known.seconds:
-            return known
-    return best
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.tuning.tasks import module_key
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -82,6 +83,4 @@ class Measurable(Protocol[W]):
 
 def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
     """A key of the kernels' code."""
-    from xrlflow.tuning.tasks import module_key
-
     return "+".join(module_key(module) for module in subject.kernels(way, machine))
