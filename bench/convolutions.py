@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +31,14 @@ from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison, SpeedUp
-from xrlflow.backends.tvm import Tvm, TvmModel, detect, lower
+from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import evaluate_graph
 
 _CHAIN = 4
 VARIANTS = {
-    "direct": Algorithms(only=Algorithm.DIRECT),
+    "direct": Algorithms(only=Algorithm.DIRECT, blocks=False),  # a kernel for each convolution
     "f23": Algorithms(only=Algorithm.F23),
     "f43": Algorithms(only=Algorithm.F43),
     "best": Algorithms(),
@@ -174,21 +173,9 @@ LAYERS: Sequence[Chain] = (
 )  # fmt: skip
 
 
-@contextmanager
-def _only(name: str) -> Iterator[Algorithms]:
-    """The algorithms of a variant. `direct` has a kernel for each convolution."""
-    if name == "direct":
-        with mock.patch.object(lower, "fuse_bands", lambda module, machine: module):
-            yield VARIANTS[name]
-    else:
-        yield VARIANTS[name]
-
-
 def compiled(model: onnx.ModelProto, name: str, threads: int) -> TvmModel:
-    with _only(name) as algorithms:
-        return Tvm(detect(cores=threads), algorithms=algorithms).compile(
-            model.SerializeToString(), threads=threads
-        )
+    backend = Tvm(detect(cores=threads), algorithms=VARIANTS[name])
+    return backend.compile(model.SerializeToString(), threads=threads)
 
 
 def measure(chain: Chain, threads: int, seconds: float) -> Comparison:

@@ -17,7 +17,7 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
-from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen, Timings
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
 from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
@@ -31,6 +31,7 @@ from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import SearchNode
 from xrlflow.tuning import layer_times
+from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
 from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, Tell
 from xrlflow.tuning.layers import Layer
@@ -219,7 +220,7 @@ class Lowering:
 
     @property
     def layer_times(self) -> StoredTimes:
-        """What the store knows of convolutions."""
+        """What the store knows of convolutions and blocks of them."""
         return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
     def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]]) -> Hybrid:
@@ -491,12 +492,17 @@ def tune_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fused:
-    """A file as a fused module, with its convolutions, and the algorithms that they have by estimates."""
+    """A file as a fused module, with its convolutions, the algorithms that they have, and blocks of convolutions."""
 
     path: str
     module: Any
     layers: tuple[Layer, ...]
     chosen: tuple[Chosen, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def measurable(self) -> tuple[Layer | Block, ...]:
+        return (*self.layers, *self.blocks)
 
 
 def _tuned(
@@ -507,50 +513,72 @@ def _tuned(
     tell: Tell | None,
     remarks: list[str],
 ) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
-    """Measure convolutions, then tune the kernels of the graphs that have the algorithms chosen so: the result, and
-    what became of each graph's convolutions."""
+    """Measure convolutions and blocks, then tune the kernels of the graphs that have what was chosen so: the result,
+    and what became of each graph's convolutions and blocks."""
     begin, machine = time.monotonic(), how.target.machine
     options = PoolOptions(threads=how.threads, timing=COLD_PRIVATE_CACHES, remote=how.target.remote)
-    interrupted = _measured(how, graphs, plan, options, tell, remarks)
-    again = [_fuse(how, graph.path, how.tuned_algorithms) for graph in graphs]
+    measuring = _Measuring(how, plan, options, begin + _FOR_LAYERS * plan.time_limit, tell, remarks)
+    interrupted = measuring.measure(graphs)
+    again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
+    # A block that is no longer one kernel leaves its convolutions to others.
+    if not interrupted and measuring.has_new(again):
+        interrupted = measuring.measure(again)
+        again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
     layers = [
-        tuple(layer_times.results(graph.layers, graph.chosen, chosen_in(module), how.layer_times))
-        for graph, module in zip(graphs, again)
+        (
+            *layer_times.results(tuned.layers, graph.chosen, tuned.chosen, how.layer_times),
+            *layer_times.block_results(tuned.blocks, how.layer_times),
+        )
+        for graph, tuned in zip(graphs, again)
     ]
     left = max(1e-3, plan.time_limit - (time.monotonic() - begin))
     found = tune(
-        _together(kernel_tasks(module, machine) for module in again), blocked(plan.method, machine),
+        _together(kernel_tasks(graph.module, machine) for graph in again), blocked(plan.method, machine),
         trials=0 if interrupted else plan.trials, batch=plan.batch, time_limit=left, seed=plan.seed, store=how.store,
         pool=options, listener=listener, usual=untuned_kernel(machine),
     )  # fmt: skip
     return replace(found, stop=Stop.INTERRUPTED) if interrupted else found, layers
 
 
-def _measured(
-    how: Lowering,
-    graphs: Sequence[_Fused],
-    plan: TuningPlan,
-    options: PoolOptions,
-    tell: Tell | None,
-    remarks: list[str],
-) -> bool:
-    """Measure the convolutions of graphs. True if that was interrupted: what was measured is in the store."""
-    layers = layer_times.together(layer for graph in graphs for layer in graph.layers)
-    if not layers or plan.trials == 0:
+@dataclass(slots=True)
+class _Measuring:
+    """Measures the convolutions and blocks of graphs, each once, until `until` (`time.monotonic`)."""
+
+    how: Lowering
+    plan: TuningPlan
+    options: PoolOptions
+    until: float
+    tell: Tell | None
+    remarks: list[str]
+    _tried: set[str] = field(default_factory=set)
+
+    def has_new(self, graphs: Iterable[_Fused]) -> bool:
+        """Whether graphs have what was not yet to be measured."""
+        return any(layer.key not in self._tried for graph in graphs for layer in graph.measurable)
+
+    def measure(self, graphs: Sequence[_Fused]) -> bool:
+        """Measure what is new. True if that was interrupted: what was measured is in the store."""
+        together: list[Layer | Block] = [
+            *layer_times.together(layer for graph in graphs for layer in graph.layers),
+            *layer_times.together(block for graph in graphs for block in graph.blocks),
+        ]
+        layers = [layer for layer in together if layer.key not in self._tried]
+        self._tried.update(layer.key for layer in layers)
+        if not layers or self.plan.trials == 0:
+            return False
+        if self.how.target.remote is not None:
+            self.remarks.append(
+                "algorithms of convolutions are chosen by estimates: they are not measured on a remote device"
+            )
+            return False
+        limits = layer_times.Limits(blockings=min(_BLOCKINGS, self.plan.trials), until=self.until)
+        try:
+            self.remarks += layer_times.measure_layers(
+                layers, self.how.target.machine, self.how.store, self.options, limits, self.tell
+            )
+        except KeyboardInterrupt:
+            return True
         return False
-    if how.target.remote is not None:
-        remarks.append(
-            "algorithms of convolutions are chosen by estimates: they are not measured on a remote device"
-        )
-        return False
-    limits = layer_times.Limits(
-        blockings=min(_BLOCKINGS, plan.trials), until=time.monotonic() + _FOR_LAYERS * plan.time_limit
-    )
-    try:
-        remarks += layer_times.measure_layers(layers, how.target.machine, how.store, options, limits, tell)
-    except KeyboardInterrupt:
-        return True
-    return False
 
 
 def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
@@ -601,24 +629,24 @@ def _fused(how: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str
     found: list[_Fused] = []
     remarks: list[str] = []
     for graph in graphs:
-        seen = Seen()
         try:
-            module = _fuse(how, graph, replace(how.algorithms, timings=seen))
+            found.append(_fuse(how, graph))
         except BackendError as error:
             if not found:
                 raise
             remarks.append(_left_out(error))
-        else:
-            found.append(_Fused(graph, module, tuple(seen.layers), chosen_in(module)))
     return found, remarks
 
 
-def _fuse(how: Lowering, path: str, algorithms: Algorithms) -> Any:
-    """A file as a fused module. Raises BackendError if it cannot be lowered."""
+def _fuse(how: Lowering, path: str, known: Timings | None = None) -> _Fused:
+    """A file as a fused module, with estimates where there are no times. Raises BackendError if it cannot be
+    lowered."""
     import onnx
 
+    seen = Seen(known)
     module = import_model(onnx.load(path), how.shapes or None)
-    return fuse(module, how.target.machine, algorithms=algorithms)
+    module = fuse(module, how.target.machine, algorithms=replace(how.algorithms, timings=seen))
+    return _Fused(path, module, tuple(seen.layers), chosen_in(module), tuple(seen.blocks))
 
 
 def _left_out(error: BackendError) -> str:

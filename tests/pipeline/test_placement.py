@@ -15,7 +15,7 @@ pytest.importorskip("tvm")
 
 from rewrite_rules.merge import MergeParallelConvs
 from tests.rules.harness import model
-from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm import bands, detect
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Timed, Times
 from xrlflow.backends.tvm.operator_times import Operator, operator_times
 from xrlflow.backends.tvm.operator_times import Times as Taken
@@ -48,6 +48,9 @@ class Fastest:
 
     def of(self, form: Form, far: bool) -> Times:
         return self._times
+
+    def of_block(self, form: bands.Form, far: bool) -> None:
+        return None
 
 
 @pytest.mark.parametrize("algorithm", Algorithm, ids=lambda a: a.name)

@@ -27,7 +27,8 @@ from xrlflow.backends.tvm.winograd import Form, Plan, plans
 from xrlflow.backends.tvm.winograd_fusion import chosen_in
 from xrlflow.tuning import layer_times, layers
 from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, measure_layers, results, together
-from xrlflow.tuning.layers import FAST, Layer, Way, arguments, expected, is_current, key_of, usual, ways
+from xrlflow.tuning.layers import FAST, Layer, Way
+from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -83,8 +84,8 @@ def other(layer: Layer, algorithm: Algorithm) -> Way:
     """Another blocking than the untuned one."""
     return next(
         way
-        for way in ways(layer, MACHINE, 4)
-        if way.algorithm is algorithm and way != usual(layer, algorithm, MACHINE)
+        for way in layer.ways(MACHINE, 4)
+        if way.algorithm is algorithm and way != layer.usual(algorithm, MACHINE)
     )
 
 
@@ -110,15 +111,15 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
     layer = Layer(FORMS[name], far=False)
-    wanted = expected(layer, MACHINE)
+    wanted = layer.expected(MACHINE)
     assert wanted.shape == layer.form.out
-    some = [usual(layer, algorithm, MACHINE) for algorithm in FAST]
-    modules = [layers.kernels(layer, way, MACHINE)[0] for way in some]
+    some = [layer.usual(algorithm, MACHINE) for algorithm in FAST]
+    modules = [layer.kernels(way, MACHINE)[0] for way in some]
     with pool.built(MACHINE.target(), modules) as built:
         for way, kernel in zip(some, built):
             assert kernel is not None
             assert not isinstance(kernel, Measurement)
-            (found,) = pool.called(kernel, arguments(layer, way))
+            (found,) = pool.called(kernel, layer.arguments(way, MACHINE) or [])
             np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
 
 
@@ -135,15 +136,15 @@ def test_the_direct_kernel_is_the_convolution() -> None:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run({"x": np.ascontiguousarray(layers.image_of(form).transpose(0, 3, 1, 2))})
-    found = expected(Layer(form, False), MACHINE).transpose(0, 3, 1, 2)
+    found = Layer(form, False).expected(MACHINE).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
-    found = ways(LAYER, MACHINE, 5)
-    assert found[:3] == [usual(LAYER, algorithm, MACHINE) for algorithm in (DIRECT, F23, F43)]
+    found = LAYER.ways(MACHINE, 5)
+    assert found[:3] == [LAYER.usual(algorithm, MACHINE) for algorithm in (DIRECT, F23, F43)]
     assert len(found) == len(set(found)) == 1 + 2 * 5
-    assert ways(LAYER, MACHINE, 1) == found[:3]
+    assert LAYER.ways(MACHINE, 1) == found[:3]
     for way in found[1:]:
         assert way.plan is not None
         assert replace(way.plan, ahead=False) in set(plans(way.form(LAYER), MACHINE))
@@ -157,14 +158,14 @@ def test_layers_are_measured_once(
     deviation = layer_times._Session._deviation
 
     def watched(session: Any, layer: Layer, way: Way, kernel: Any) -> str | None:
-        checked.append(way)
+        checked.extend([way] * (layer.arguments(way, MACHINE) is not None))
         return deviation(session, layer, way, kernel)
 
     monkeypatch.setattr(layer_times._Session, "_deviation", watched)
     told: list[tuple[int, int, str]] = []
     assert measure_layers([LAYER], MACHINE, store, pool, Limits(2), lambda *t: told.append(t)) == []
     assert told == [(0, 1, LAYER.name)]
-    promising = ways(LAYER, MACHINE, 2)
+    promising = LAYER.ways(MACHINE, 2)
     assert set(checked) == set(promising[1:]), "each kernel is compared before it is timed"
     records = store.known(LAYER.key, setting())
     assert {record.candidate for record in records} == {key_of(LAYER, way, MACHINE) for way in promising}
@@ -181,7 +182,8 @@ def test_layers_are_measured_once(
 def test_kernels_that_compute_something_else_are_no_choice(
     store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_times, "expected", lambda layer, machine: expected(layer, machine) + 0.01)
+    expected = Layer.expected
+    monkeypatch.setattr(Layer, "expected", lambda layer, machine: expected(layer, machine) + 0.01)
     measure_layers([LAYER], MACHINE, store, pool, Limits(1))
     assert sum("off by" in (record.error or "") for record in store.known(LAYER.key)) == len(FAST)
     known = times(store).of(LAYER.form, far=False)
@@ -197,7 +199,7 @@ def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
     def failing(*_: Any) -> Any:
         raise BackendError("not this one")
 
-    monkeypatch.setattr(layer_times, "expected", failing)
+    monkeypatch.setattr(Layer, "expected", failing)
     (remark,) = measure_layers([LAYER], MACHINE, store, pool, Limits(1))
     assert remark == f"{LAYER.name} could not be measured: not this one"
     assert times(store).of(LAYER.form, far=False) == {}
@@ -230,7 +232,7 @@ def test_after_the_time_limit_nothing_is_measured(store: Store) -> None:
 
 
 def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: Store) -> None:
-    untuned, another = usual(LAYER, F43, MACHINE), other(LAYER, F43)
+    untuned, another = LAYER.usual(F43, MACHINE), other(LAYER, F43)
     put(store, LAYER, Way(DIRECT), 4e-3)
     put(store, LAYER, untuned, 1e-3)
     put(store, LAYER, another, 0.99e-3)
@@ -244,11 +246,11 @@ def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: 
 
 def test_what_was_measured_once_is_lucky(store: Store) -> None:
     put(store, LAYER, Way(DIRECT), 4e-3)
-    put(store, LAYER, usual(LAYER, F43, MACHINE), *[1e-3] * 4)
+    put(store, LAYER, LAYER.usual(F43, MACHINE), *[1e-3] * 4)
     put(store, LAYER, other(LAYER, F43), 0.5e-3)
     found = times(store).of(LAYER.form, far=False)[F43]
     assert found is not None
-    assert found.plan == usual(LAYER, F43, MACHINE).plan
+    assert found.plan == LAYER.usual(F43, MACHINE).plan
 
 
 NOT_CURRENT = {
@@ -260,7 +262,7 @@ NOT_CURRENT = {
 
 @pytest.mark.parametrize("name", NOT_CURRENT)
 def test_a_plan_that_is_no_longer_a_choice_is_ignored(name: str, store: Store) -> None:
-    assert not is_current(LAYER, NOT_CURRENT[name], "code", MACHINE)
+    assert not LAYER.is_current(NOT_CURRENT[name], "code", MACHINE)
     put(store, LAYER, Way(DIRECT), 4e-3)
     put(store, LAYER, NOT_CURRENT[name], 1e-9, key="code")
     assert times(store).of(LAYER.form, far=False) == {DIRECT: Timed(4e-3)}
@@ -269,7 +271,7 @@ def test_a_plan_that_is_no_longer_a_choice_is_ignored(name: str, store: Store) -
 def test_times_of_other_code_are_ignored(store: Store) -> None:
     """Of a kernel that the same plan once had, of another machine or thread count, and what is no record of ours."""
     put(store, LAYER, Way(DIRECT), 4e-3)
-    put(store, LAYER, usual(LAYER, F43, MACHINE), 1e-3, key="another kernel")
+    put(store, LAYER, LAYER.usual(F43, MACHINE), 1e-3, key="another kernel")
     put(store, LAYER, other(LAYER, F43), error="died", key="another kernel")
     for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null"):
         record = Record(LAYER.key, setting(), "x", text, "[]", (1e-9,), None, time.time())
@@ -282,7 +284,7 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
 
 def test_a_layer_without_a_direct_time_is_estimated(store: Store) -> None:
     """Seconds and estimates have different units."""
-    put(store, LAYER, usual(LAYER, F43, MACHINE), 1e-9)
+    put(store, LAYER, LAYER.usual(F43, MACHINE), 1e-9)
     assert times(store).of(LAYER.form, far=False) == {}
     put(store, LAYER, Way(DIRECT), error="died")
     assert times(store).of(LAYER.form, far=False) == {}
@@ -314,7 +316,7 @@ def tuned_store(store: Store, fastest: Algorithm) -> None:
     for layer in layers_of(MODEL):
         for algorithm in (DIRECT, *FAST):
             seconds = 1e-3 if algorithm is fastest else 4e-3
-            put(store, layer, usual(layer, algorithm, MACHINE), *[seconds] * 4)
+            put(store, layer, layer.usual(algorithm, MACHINE), *[seconds] * 4)
         if fastest is not DIRECT:
             put(store, layer, other(layer, fastest), *[0.5e-3] * 4)
 
@@ -408,7 +410,7 @@ def test_results_say_what_was_chosen(store: Store) -> None:
         assert row.name == layer.name
         assert row.calls == 1
         assert row.direct_seconds == pytest.approx(4e-3)
-        assert row.heuristic == str(usual(layer, Algorithm(untuned.algorithm), MACHINE))
+        assert row.heuristic == str(layer.usual(Algorithm(untuned.algorithm), MACHINE))
         assert row.heuristic_seconds == pytest.approx(
             1e-3 if untuned.algorithm == F23.value else 4e-3, rel=1e-3
         )
@@ -417,7 +419,7 @@ def test_results_say_what_was_chosen(store: Store) -> None:
 
 
 def test_weights_are_far_in_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.backends.tvm.winograd_fusion.last_level", lambda: 1 << 16)
+    monkeypatch.setattr("xrlflow.backends.tvm.reading.last_level", lambda: 1 << 16)
     few, many = (conv(f"1,{n},6,6", f"32,{n},3,3", "1,32,6,6") for n in (16, 32))
     assert not layers_of(few)[0].far
     assert layers_of(many)[0].far

@@ -259,7 +259,8 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The algorithms of convolutions: the direct kernel, the heuristic's choice, and the tuned one."""
+    """The algorithms of convolutions and of blocks of them: the direct kernels, the heuristic's choice, and the tuned
+    one."""
     table = _grid(
         "layer", "calls", "direct us", "heuristic", "us", "chosen", "us", title="\nAlgorithms of convolutions"
     )

@@ -1,4 +1,4 @@
-"""Measures the kernels of layers, and remembers their times.
+"""Measures the kernels of layers (convolutions, and blocks of them), and remembers their times.
 
 Each kernel is compared with the direct one before it is timed, with weights as cold as in the model. The fastest ones
 of each algorithm are measured again, beside the one of an untuned compilation: the least of many noisy times is a lucky
@@ -11,29 +11,21 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, Times
+from xrlflow.backends.tvm import bands
+from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.winograd import Form
-from xrlflow.tuning.layers import (
-    FAST,
-    Floats,
-    Layer,
-    Way,
-    arguments,
-    expected,
-    is_current,
-    kernels,
-    key_of,
-    usual,
-    ways,
-)
+from xrlflow.tuning.blocks import Block, BlockWay, Kernels
+from xrlflow.tuning.layers import Layer, Way
+from xrlflow.tuning.measurable import Floats, Measurable, W, key_of
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -49,20 +41,29 @@ _DEVIATION = 2e-5
 
 
 class Seen:
-    """Notes layers, and knows no times: for a compilation that finds what there is to measure."""
+    """Notes layers, for a compilation that finds what there is to measure. `known`: the times that this one uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Timings | None = None) -> None:
+        self._known = known
         self.layers: list[Layer] = []
         """In the order of the model."""
+        self.blocks: list[Block] = []
 
     def of(self, form: Form, far: bool) -> Times:
         self.layers.append(Layer(form, far))
-        return {}
+        return {} if self._known is None else self._known.of(form, far)
+
+    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+        self.blocks.append(Block(form, far))
+        return None if self._known is None else self._known.of_block(form, far)
 
 
-def together(layers: Iterable[Layer]) -> list[Layer]:
+Called = TypeVar("Called", Layer, Block)
+
+
+def together(layers: Iterable[Called]) -> list[Called]:
     """Each layer once, with the number of its calls."""
-    found: dict[str, Layer] = {}
+    found: dict[str, Called] = {}
     for layer in layers:
         known = found.get(layer.key)
         found[layer.key] = layer if known is None else replace(known, weight=known.weight + layer.weight)
@@ -86,36 +87,60 @@ class StoredTimes:
         for distance in (far, not far):
             found = self._known(Layer(form, distance))
             if found.get(Algorithm.DIRECT) is not None:
-                return found
+                return {
+                    algorithm: None if best is None else Timed(best.seconds, best.way.plan)
+                    for algorithm in Algorithm
+                    if algorithm in found
+                    for best in [found[algorithm]]
+                }
         return {}
 
-    def _known(self, layer: Layer) -> dict[Algorithm, Timed | None]:
+    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+        """What an untuned compilation chooses is kept, too, unless another way is faster by a margin."""
+        for distance in (far, not far):
+            block = Block(form, distance)
+            found = self._known(block)
+            apart = found.get(Kernels.APART)
+            if apart is None or Kernels.BANDS not in found:
+                continue
+            fused = found[Kernels.BANDS]
+            if fused is None:
+                return TimedBlock(apart.seconds)
+            usual, other = (fused, apart) if block.usual(self.machine).plan is not None else (apart, fused)
+            best = other if other.seconds < _WORTH * usual.seconds else usual
+            return TimedBlock(best.seconds, best.way.plan)
+        return None
+
+    def _known(self, layer: Measurable[W]) -> dict[Hashable, _Known[W] | None]:
+        """The best kernels of each group of ways that was measured; None: all failed."""
         kept = _kept(self.store, layer, self.setting)
-        found: dict[Algorithm, Timed | None] = {}
-        for algorithm in (Algorithm.DIRECT, *FAST):
-            some = [known for known in kept if known.way.algorithm is algorithm]
+        found: dict[Hashable, _Known[W] | None] = {}
+        for untuned in layer.untuned(self.machine) if kept else ():
+            some = [known for known in kept if known.way.group == untuned.group]
             best = next((known for known in _ranked(some) if self._is_current(layer, known)), None)
             if best is not None:
-                found[algorithm] = self._worth(layer, best, some)
+                found[untuned.group] = self._worth(layer, best, untuned, some)
             elif any(known.failed and self._is_current(layer, known) for known in some):
-                found[algorithm] = None
+                found[untuned.group] = None
         return found
 
-    def _is_current(self, layer: Layer, known: _Known) -> bool:
-        return is_current(layer, known.way, known.key, self.machine)
-
-    def _worth(self, layer: Layer, best: _Known, some: Sequence[_Known]) -> Timed:
+    def _worth(
+        self, layer: Measurable[W], best: _Known[W], untuned: W, some: Sequence[_Known[W]]
+    ) -> _Known[W]:
         """The best kernel, unless the untuned one is as fast."""
-        untuned = usual(layer, best.way.algorithm, self.machine)
         for known in some:
-            if known.way == untuned and not known.failed and best.seconds > _WORTH * known.seconds:
-                return Timed(known.seconds, known.way.plan)
-        return Timed(best.seconds, best.way.plan)
+            as_fast = known.way == untuned and not known.failed and best.seconds > _WORTH * known.seconds
+            if as_fast and self._is_current(layer, known):
+                return known
+        return best
 
-    def seconds(self, layer: Layer, way: Way) -> float | None:
+    def _is_current(self, layer: Measurable[W], known: _Known[W]) -> bool:
+        return layer.is_current(known.way, known.key, self.machine)
+
+    def seconds(self, layer: Measurable[W], way: W) -> float | None:
         """The median time of a kernel; None if it is not known."""
         for distance in (layer.far, not layer.far):
-            kept = _kept(self.store, replace(layer, far=distance), self.setting)
+            kept = _kept(self.store, layer.at(distance), self.setting)
             for known in kept:
                 if known.way == way and not known.failed and self._is_current(layer, known):
                     return known.seconds
@@ -123,20 +148,20 @@ class StoredTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(Generic[W]):
     """What the store has of a kernel. `failed`: the last time. `seconds`: the median of `count` measurements."""
 
-    way: Way
+    way: W
     key: str
     seconds: float
     count: int
     failed: bool
 
 
-def _kept(store: Store, layer: Layer, setting: Setting) -> list[_Known]:
-    groups: dict[tuple[Way, str], list[Measurement]] = {}
+def _kept(store: Store, layer: Measurable[W], setting: Setting) -> list[_Known[W]]:
+    groups: dict[tuple[W, str], list[Measurement]] = {}
     for record in store.known(layer.key, setting):
-        if (way := Way.stored(record.trace)) is not None:
+        if (way := layer.stored(record.trace)) is not None:
             groups.setdefault((way, record.candidate), []).append(record.outcome)
     return [
         _Known(way, key, _median(outcomes), len(outcomes), outcomes[-1].error is not None)
@@ -149,8 +174,8 @@ def _median(outcomes: Sequence[Measurement]) -> float:
     return statistics.median(times) if times else math.inf
 
 
-def _ranked(some: Sequence[_Known]) -> list[_Known]:
-    """Kernels of one algorithm, the fastest first: of those that were measured often enough, if there are any."""
+def _ranked(some: Sequence[_Known[W]]) -> list[_Known[W]]:
+    """Kernels of one group, the fastest first: of those that were measured often enough, if there are any."""
     running = [known for known in some if not known.failed]
     often = [known for known in running if known.count >= CONFIRMED] or running
     return sorted(often, key=lambda known: known.seconds)
@@ -161,8 +186,8 @@ class LayerResult:
     """What tuning found for a layer, which the model calls `calls` times.
 
     `heuristic`, `chosen`: the kernels of an untuned and of a tuned compilation, with their seconds (None: not
-    measured), and the seconds of the `direct` kernel. Both stay within the same budget of rounding errors, so that
-    `chosen` need not be the fastest.
+    measured), and the seconds of the `direct` kernel (of a block: of one kernel for each convolution). Both stay within
+    the same budget of rounding errors, so that `chosen` need not be the fastest.
     """
 
     name: str
@@ -182,10 +207,10 @@ def results(
     found: dict[tuple[str, str, str], LayerResult] = {}
     for layer, untuned, tuned in zip(layers, before, after, strict=True):
         known = times.of(layer.form, layer.far)
-        first = usual(layer, Algorithm(untuned.algorithm), times.machine)
+        first = layer.usual(Algorithm(untuned.algorithm), times.machine)
         algorithm = Algorithm(tuned.algorithm)
         best = known.get(algorithm)
-        last = usual(layer, algorithm, times.machine) if best is None else Way(algorithm, best.plan)
+        last = layer.usual(algorithm, times.machine) if best is None else Way(algorithm, best.plan)
         direct = known.get(Algorithm.DIRECT)
         key = (layer.key, str(first), str(last))
         earlier = found.get(key)
@@ -195,6 +220,21 @@ def results(
             None if direct is None else direct.seconds,
         )  # fmt: skip
     return list(found.values())
+
+
+def block_results(blocks: Iterable[Block], times: StoredTimes) -> list[LayerResult]:
+    """What became of blocks. Equal ones are together."""
+    found = []
+    for block in together(blocks):
+        first, known = block.usual(times.machine), times.of_block(block.form, block.far)
+        last = first if known is None else BlockWay(known.plan)
+        found.append(
+            LayerResult(
+                block.name, block.weight, str(first), times.seconds(block, first), str(last),
+                None if known is None else known.seconds, times.seconds(block, BlockWay()),
+            )
+        )  # fmt: skip
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +250,7 @@ Tell = Callable[[int, int, str], None]
 
 
 def measure_layers(
-    layers: Sequence[Layer],
+    layers: Sequence[Measurable[Any]],
     machine: Machine,
     store: Store,
     pool: Pool | PoolOptions,
@@ -228,7 +268,7 @@ def measure_layers(
     setting = Setting.on(options.device, machine.target(), options.threads, flushed=True)
     with contextlib.ExitStack() as at_end:
         session = _Session(machine, store, options, setting, limits, at_end, given)
-        for done, layer in enumerate(sorted(layers, key=lambda each: -_work(each))):
+        for done, layer in enumerate(sorted(layers, key=lambda each: -each.work)):
             if tell is not None:
                 tell(done, len(layers), layer.name)
             try:
@@ -236,12 +276,6 @@ def measure_layers(
             except BackendError as error:  # the direct kernel does not compile or run alone
                 remarks.append(f"{layer.name} could not be measured: {error}")
     return remarks
-
-
-def _work(layer: Layer) -> int:
-    """Multiplications of the direct kernels."""
-    form = layer.form
-    return layer.weight * math.prod(form.out) * form.channels
 
 
 @dataclass(slots=True)
@@ -255,9 +289,9 @@ class _Session:
     _pool: Pool | None = None
     _expected: dict[str, Floats] = field(default_factory=dict)
 
-    def measure(self, layer: Layer) -> None:
+    def measure(self, layer: Measurable[W]) -> None:
         """Measure what is not known of a layer."""
-        promising = ways(layer, self.machine, self.limits.blockings)
+        promising = layer.ways(self.machine, self.limits.blockings)
         known = {(k.way, k.key) for k in self._kept(layer)}
         new = [way for way in promising if (way, key_of(layer, way, self.machine)) not in known]
         self._time(layer, new, 1)
@@ -271,34 +305,33 @@ class _Session:
     def _over(self) -> bool:
         return time.monotonic() >= self.limits.until
 
-    def _kept(self, layer: Layer) -> list[_Known]:
+    def _kept(self, layer: Measurable[W]) -> list[_Known[W]]:
         return _kept(self.store, layer, self.setting)
 
-    def _unsettled(self, layer: Layer) -> list[Way]:
-        """The leading kernels of algorithms, with the untuned ones, where one of them was measured too seldom."""
+    def _unsettled(self, layer: Measurable[W]) -> list[W]:
+        """The leading kernels of each group, with the untuned ones, where one of them was measured too seldom."""
         kept = [k for k in self._kept(layer) if not k.failed]
-        kept = [k for k in kept if is_current(layer, k.way, k.key, self.machine)]
-        found: list[Way] = []
-        for algorithm in (Algorithm.DIRECT, *FAST):
-            some = sorted((k for k in kept if k.way.algorithm is algorithm), key=lambda k: k.seconds)
-            untuned = usual(layer, algorithm, self.machine)
+        kept = [k for k in kept if layer.is_current(k.way, k.key, self.machine)]
+        found: list[W] = []
+        for untuned in layer.untuned(self.machine):
+            some = sorted((k for k in kept if k.way.group == untuned.group), key=lambda k: k.seconds)
             near = [k for k in some if k.seconds <= _NEAR * some[0].seconds][:_LEADERS]
             leading = [k for k in some if k in near or k.way == untuned]
             if any(k.count < CONFIRMED for k in leading):
                 found += [k.way for k in leading]
         return found
 
-    def _time(self, layer: Layer, some: Sequence[Way], rounds: int) -> None:
+    def _time(self, layer: Measurable[W], some: Sequence[W], rounds: int) -> None:
         """Build kernels, check them, and time them in turns."""
         if not some or self._over():
             return
-        modules = [kernels(layer, way, self.machine) for way in some]
+        modules = [layer.kernels(way, self.machine) for way in some]
         with self._built(modules) as built:
-            running: list[tuple[Way, list[Kernel]]] = []
+            running: list[tuple[W, list[Kernel]]] = []
             for way, found in zip(some, built):
                 error = next((part.error for part in found if isinstance(part, Measurement)), None)
                 parts = [part for part in found if isinstance(part, Kernel)]
-                if error is None and way.plan is not None and len(parts) == len(found) and not self._over():
+                if error is None and len(parts) == len(found) and not self._over():
                     error = self._deviation(layer, way, parts[0])
                 if error is not None:
                     self._put(layer, way, Measurement(error=error))
@@ -325,14 +358,16 @@ class _Session:
             left = iter(found)
             yield [[next(left) for _ in several] for several in modules]
 
-    def _deviation(self, layer: Layer, way: Way, kernel: Kernel) -> str | None:
-        """What is wrong with the results of a kernel; None if they are those of the direct one."""
+    def _deviation(self, layer: Measurable[W], way: W, kernel: Kernel) -> str | None:
+        """What is wrong with the results of a kernel; None if they are as expected, or not compared."""
         assert self._pool is not None
+        if (arguments := layer.arguments(way, self.machine)) is None:
+            return None
         if layer.key not in self._expected:
-            self._expected[layer.key] = expected(layer, self.machine)
+            self._expected[layer.key] = layer.expected(self.machine)
         wanted = self._expected[layer.key]
         try:
-            (found,) = self._pool.called(kernel, arguments(layer, way))
+            (found,) = self._pool.called(kernel, arguments)
         except BackendError as error:
             return str(error)
         off, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
@@ -340,7 +375,7 @@ class _Session:
             return None
         return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
 
-    def _timed(self, layer: Layer, parts: Sequence[Kernel]) -> Measurement:
+    def _timed(self, layer: Measurable[Any], parts: Sequence[Kernel]) -> Measurement:
         """The time of all kernels of a way."""
         assert self._pool is not None
         timing = replace(self.options.timing, others=last_level() if layer.far else 0)
@@ -352,7 +387,7 @@ class _Session:
             return Measurement(error=error)
         return Measurement((sum(outcome.median for outcome in outcomes),))
 
-    def _put(self, layer: Layer, way: Way, outcome: Measurement) -> None:
+    def _put(self, layer: Measurable[W], way: W, outcome: Measurement) -> None:
         key = key_of(layer, way, self.machine)
         record = Record(
             layer.key, self.setting, key, way.text, "[]", outcome.seconds, outcome.error, time.time()

@@ -8,51 +8,28 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.compiled import Interface, TvmModel, Value
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.lower import compile_module, fuse, schedule_all
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.lower import fuse, schedule_all
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.winograd import Form, Plan, cost, kernel, packed, plan, plans
 from xrlflow.backends.tvm.winograd_fusion import title
-from xrlflow.tuning.tasks import module_key
+from xrlflow.tuning.alone import alone, run, with_steps
+from xrlflow.tuning.measurable import Floats, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 FAST = (Algorithm.F23, Algorithm.F43)
-Floats = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A convolution, of whichever algorithm. `far`: its weights come from memory. `weight`: how often the model calls
-    it."""
-
-    form: Form
-    far: bool
-    weight: int = 1
-
-    @property
-    def name(self) -> str:
-        return title(self.form)
-
-    @property
-    def key(self) -> str:
-        """Equal, in every process, for equal forms. Measurements are stored under it."""
-        text = json.dumps([repr(replace(self.form, m=0)), self.far])
-        return "layer " + hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +41,10 @@ class Way:
 
     def form(self, layer: Layer) -> Form:
         return replace(layer.form, m=self.algorithm.m or layer.form.m)
+
+    @property
+    def group(self) -> Algorithm:
+        return self.algorithm
 
     @property
     def text(self) -> str:
@@ -88,59 +69,96 @@ class Way:
         return f"{self.algorithm.value}, {how.rows}x{how.columns} by {how.block}{parts}{ahead}"
 
 
-def usual(layer: Layer, algorithm: Algorithm, machine: Machine) -> Way:
-    """The kernel of an algorithm in an untuned compilation."""
-    way = Way(algorithm)
-    return way if algorithm.m is None else replace(way, plan=plan(way.form(layer), machine))
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A convolution, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
 
+    form: Form
+    far: bool
+    weight: int = 1
 
-def ways(layer: Layer, machine: Machine, most: int) -> list[Way]:
-    """What is worth measuring: the direct kernel, and of each other algorithm the `most` most promising blockings by
-    the estimate, the best of all algorithms first. The first one is tried with and without fetching ahead."""
-    ranked = []
-    for algorithm in FAST:
-        first = usual(layer, algorithm, machine)
-        form, best = first.form(layer), first.plan
-        assert best is not None
-        likely = heapq.nsmallest(most, plans(form, machine), key=lambda how: cost(form, how, machine))
-        found = [best, *(replace(how, ahead=best.ahead) for how in likely)]
-        if most > 1:
-            found.insert(1, replace(best, ahead=not best.ahead))
-        ranked.append([Way(algorithm, how) for how in dict.fromkeys(found)][:most])
-    turns = [way for several in zip(*ranked) for way in several]
-    left = [way for several in ranked for way in several if way not in turns]
-    return [Way(Algorithm.DIRECT), *turns, *left]
+    @property
+    def name(self) -> str:
+        return title(self.form)
 
+    @property
+    def key(self) -> str:
+        text = json.dumps([repr(replace(self.form, m=0)), self.far])
+        return "layer " + hashlib.sha256(text.encode()).hexdigest()[:24]
 
-def is_current(layer: Layer, way: Way, key: str, machine: Machine) -> bool:
-    """Whether a stored way is still one to choose, and its kernel still the one that was measured."""
-    if way.plan is not None:
-        if way.algorithm.m is None:
+    @property
+    def work(self) -> int:
+        return self.weight * math.prod(self.form.out) * self.form.channels
+
+    def at(self, far: bool) -> Layer:
+        return replace(self, far=far)
+
+    def usual(self, algorithm: Algorithm, machine: Machine) -> Way:
+        """The kernel of an algorithm in an untuned compilation."""
+        way = Way(algorithm)
+        return way if algorithm.m is None else replace(way, plan=plan(way.form(self), machine))
+
+    def untuned(self, machine: Machine) -> list[Way]:
+        return [self.usual(algorithm, machine) for algorithm in (Algorithm.DIRECT, *FAST)]
+
+    def ways(self, machine: Machine, most: int) -> list[Way]:
+        """The direct kernel, and of each other algorithm the `most` most promising blockings by the estimate, the best
+        of all algorithms first. The first one is tried with and without fetching ahead."""
+        ranked = []
+        for algorithm in FAST:
+            first = self.usual(algorithm, machine)
+            form, best = first.form(self), first.plan
+            assert best is not None
+            likely = heapq.nsmallest(most, plans(form, machine), key=lambda how: cost(form, how, machine))
+            found = [best, *(replace(how, ahead=best.ahead) for how in likely)]
+            if most > 1:
+                found.insert(1, replace(best, ahead=not best.ahead))
+            ranked.append([Way(algorithm, how) for how in dict.fromkeys(found)][:most])
+        turns = [way for several in zip(*ranked) for way in several]
+        left = [way for several in ranked for way in several if way not in turns]
+        return [Way(Algorithm.DIRECT), *turns, *left]
+
+    def stored(self, text: str) -> Way | None:
+        return Way.stored(text)
+
+    def is_current(self, way: Way, key: str, machine: Machine) -> bool:
+        if way.plan is not None:
+            if way.algorithm.m is None:
+                return False
+            known = {replace(how, ahead=way.plan.ahead) for how in plans(way.form(self), machine)}
+            if way.plan not in known:
+                return False
+        elif way.algorithm.m is not None:
             return False
-        known = {replace(how, ahead=way.plan.ahead) for how in plans(way.form(layer), machine)}
-        if way.plan not in known:
-            return False
-    elif way.algorithm.m is not None:
-        return False
-    return key_of(layer, way, machine) == key
+        return key_of(self, way, machine) == key
 
+    def kernels(self, way: Way, machine: Machine) -> tuple[IRModule, ...]:
+        """The direct kernel may have others beside it, which pad."""
+        if way.plan is None:
+            return _direct_kernels(replace(self.form, m=0), machine)
+        return (_fast_kernel(way.form(self), way.plan),)
 
-def key_of(layer: Layer, way: Way, machine: Machine) -> str:
-    """A key of the kernels' code."""
-    return "+".join(module_key(module) for module in kernels(layer, way, machine))
+    def arguments(self, way: Way, machine: Machine) -> list[Floats] | None:
+        """Results are compared with those of the direct kernel."""
+        if way.plan is None:
+            return None
+        form = way.form(self)
+        weights, extras = operands(form)
+        return [image_of(form), packed(weights, form, way.plan), *extras]
 
-
-def kernels(layer: Layer, way: Way, machine: Machine) -> tuple[IRModule, ...]:
-    """The kernels of a layer, in modules of their own. The direct one may have others beside it, which pad."""
-    if way.plan is None:
-        return _direct_kernels(replace(layer.form, m=0), machine)
-    return (_fast_kernel(way.form(layer), way.plan),)
+    def expected(self, machine: Machine) -> Floats:
+        """What the direct kernel computes."""
+        form = self.form
+        _, extras = operands(form)
+        large = [array for array, extra in zip(extras, form.extras) if not extra.by_channel]
+        given = {"image": image_of(form), **{f"extra{i}": array for i, array in enumerate(large)}}
+        return run(_direct(form, machine), given, machine)
 
 
 @cache
 def _fast_kernel(form: Form, how: Plan) -> IRModule:
     with heeding_interrupts():
-        return _alone(kernel(form, how))
+        return alone(kernel(form, how))
 
 
 @cache
@@ -148,11 +166,7 @@ def _direct_kernels(form: Form, machine: Machine) -> tuple[IRModule, ...]:
     from tvm import tirx
 
     functions = _direct(form, machine).functions.values()
-    return tuple(_alone(function) for function in functions if isinstance(function, tirx.PrimFunc))
-
-
-def _alone(function: Any) -> IRModule:
-    return tvm().IRModule({"main": function.with_attr("global_symbol", "main")})
+    return tuple(alone(function) for function in functions if isinstance(function, tirx.PrimFunc))
 
 
 def _direct(form: Form, machine: Machine) -> IRModule:
@@ -179,47 +193,15 @@ def _module(form: Form) -> IRModule:
     )
     with builder.function("main", [image, *given.values()]):
         with builder.dataflow():
-            found = [
-                builder.emit(
-                    relax.op.nn.conv2d(
-                        image, relax.const(weights), padding=[form.top, form.left, bottom, right],
-                        groups=form.groups, data_layout="NHWC", kernel_layout="HWIO", out_layout="NHWC",
-                    )
+            convolved = builder.emit(
+                relax.op.nn.conv2d(
+                    image, relax.const(weights), padding=[form.top, form.left, bottom, right],
+                    groups=form.groups, data_layout="NHWC", kernel_layout="HWIO", out_layout="NHWC",
                 )
-            ]  # fmt: skip
-            left = iter(range(len(extras)))
-            for step in form.steps:
-                args = [_operand(o, found, left, extras, given) for o in step.operands]
-                found.append(builder.emit(_operator(step)(*args)))
-            result = builder.emit_output(found[-1])
+            )  # fmt: skip
+            result = builder.emit_output(with_steps(builder, convolved, form.steps, extras, given))
         builder.emit_func_output(result)
     return builder.get()
-
-
-def _operand(
-    given: float | Extra | Earlier,
-    found: Sequence[Any],
-    left: Iterator[int],
-    extras: Sequence[Floats],
-    large: Any,
-) -> Any:
-    from tvm import relax
-
-    if isinstance(given, Earlier):
-        return found[given.step]
-    if isinstance(given, Extra):
-        number = next(left)
-        return relax.const(extras[number].reshape(1, 1, 1, -1)) if given.by_channel else large[number]
-    return relax.const(given, FLOAT)
-
-
-def _operator(step: Step) -> Any:
-    from tvm import relax
-
-    found: Any = relax.op
-    for name in step.operator.split(".")[1:]:
-        found = getattr(found, name)
-    return found
 
 
 def operands(form: Form) -> tuple[Floats, list[Floats]]:
@@ -233,26 +215,3 @@ def operands(form: Form) -> tuple[Floats, list[Floats]]:
 
 def image_of(form: Form) -> Floats:
     return np.random.default_rng(1).standard_normal(form.image, np.float32)
-
-
-def arguments(layer: Layer, way: Way) -> list[Floats]:
-    """What the kernel of a way with a blocking reads."""
-    form = way.form(layer)
-    assert way.plan is not None
-    weights, extras = operands(form)
-    return [image_of(form), packed(weights, form, way.plan), *extras]
-
-
-def expected(layer: Layer, machine: Machine) -> Floats:
-    """What the direct kernel computes. Raises BackendError if it cannot run here."""
-    form = layer.form
-    _, extras = operands(form)
-    large = [array for array, extra in zip(extras, form.extras) if not extra.by_channel]
-    given = {"image": image_of(form), **{f"extra{i}": array for i, array in enumerate(large)}}
-    values = tuple(Value(name, FLOAT, array.shape) for name, array in given.items())
-    interface = Interface(values, ("out",), machine.triple, machine.cpu, "")
-    executable = compile_module(_direct(form, machine), machine)
-    # One thread: others would still spin while kernels are timed in another process.
-    with TvmModel(executable, interface, threads=1) as model:
-        (found,) = model.run(given)
-    return np.asarray(found)

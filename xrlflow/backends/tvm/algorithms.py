@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from xrlflow.backends.tvm import bands
     from xrlflow.backends.tvm.winograd import Form, Plan
 
 BUDGET = 3.5
@@ -61,11 +62,24 @@ Times: TypeAlias = "Mapping[Algorithm, Timed | None]"
 """What was measured of a layer's algorithms. None: all kernels of the algorithm failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimedBlock:
+    """The fastest way of a depthwise convolution with its neighbours that was measured: its seconds, and the blocking
+    of the kernel in bands (None: one kernel for each convolution)."""
+
+    seconds: float
+    plan: bands.Plan | None = None
+
+
 class Timings(Protocol):
     """Measured times of layers."""
 
     def of(self, form: Form, far: bool) -> Times:
         """What is known of a layer; empty if it was not measured. `far`: its weights come from memory."""
+        ...
+
+    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+        """The same of a depthwise convolution with its neighbours; None if it was not measured."""
         ...
 
 
@@ -96,12 +110,14 @@ class Algorithms:
     """What convolutions may use. `exact`: the direct kernel, which alone rounds no more than itself for every image:
     estimated errors are those of usual ones. (F(2,3) has 0.7 to 1.1 times the direct error, but about twice where most
     pixels are zero.) `only`: this algorithm wherever it can be used, whatever it costs (for measurements). `timings`:
-    times that take the place of estimates where they are known."""
+    times that take the place of estimates where they are known. `blocks`: whether a depthwise convolution and its
+    neighbours may be one kernel."""
 
     exact: bool = False
     budget: float = BUDGET
     only: Algorithm | None = None
     timings: Timings | None = None
+    blocks: bool = True
 
     def choose(self, layers: Sequence[Sequence[Choice]], others: int) -> list[Choice]:
         """A choice for each layer. The first choice of a layer is the direct kernel. `others`: how many more layers

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.bands import (
     Form,
     Plan,
@@ -15,10 +16,10 @@ from xrlflow.backends.tvm.bands import (
     packed_expansion,
     packed_projection,
 )
-from xrlflow.backends.tvm.bands_plan import gains, plan
+from xrlflow.backends.tvm.bands_plan import possible, usual
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.following import Followed, Function
-from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, weights_from_memory
 from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
 
@@ -99,30 +100,42 @@ def _matrix(weights: Any) -> Any:
     return weights.reshape(weights.shape[2:])
 
 
-def fuse_bands(module: Any, machine: Machine) -> Any:
-    """The module with one kernel for each depthwise convolution in "main" and those neighbours with which it gains."""
+def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) -> Any:
+    """The module with one kernel for each depthwise convolution in "main" and those neighbours with which it gains: as
+    was measured, or by the estimate."""
+    if not algorithms.blocks:
+        return module
+    main = module["main"]
+    far = algorithms.timings is not None and weights_from_memory(main)
+
+    def choose(form: Form) -> Plan | None:
+        known = None if algorithms.timings is None else algorithms.timings.of_block(form, far)
+        return usual(form, machine) if known is None else known.plan
+
     found = {
-        match.last.followed.last: _replacement(match, machine)
-        for match in _matches(Function(module["main"]), machine)
+        match.last.followed.last: _replacement(match, how)
+        for match, how in _matches(Function(main), machine, choose)
     }
     return with_kernels(module, found, "bands")
 
 
-def _replacement(match: _Match, machine: Machine) -> Replacement:
+def _replacement(match: _Match, how: Plan) -> Replacement:
     form = match.form()
-    how = plan(form, machine)
-    return Replacement(form, partial(kernel, form, how), partial(match.operands, form, how), form.out)
+    return Replacement((form, how), partial(kernel, form, how), partial(match.operands, form, how), form.out)
 
 
-def _matches(function: Function, machine: Machine) -> list[_Match]:
-    """Depthwise convolutions with neighbours. No two matches share anything."""
+def _matches(
+    function: Function, machine: Machine, choose: Callable[[Form], Plan | None]
+) -> list[tuple[_Match, Plan]]:
+    """Depthwise convolutions with neighbours, and their blockings, which `choose` gives; None: they stay apart. No two
+    matches share anything."""
     pointwise: dict[Any, _Convolution] = {}
     """1x1 convolutions by their last variable."""
     for variable, call in function.values.items():
         if _is_pointwise(call):
             followed = function.followed(variable, by_channel=True)
             pointwise[followed.last] = _Convolution(call, followed)
-    found: list[_Match] = []
+    found: list[tuple[_Match, Plan]] = []
     taken: set[Any] = set()
     for variable, call in function.values.items():
         if not _is_depthwise(call):
@@ -133,10 +146,10 @@ def _matches(function: Function, machine: Machine) -> list[_Match]:
             before = None
         after = _projection(function, alone, taken)
         choices = [_Match(before, alone, after), _Match(None, alone, after), _Match(before, alone, None)]
-        better = [match for match in choices if len(match.parts) > 1 and gains(match.form(), machine)]
-        if better:
-            found.append(better[0])
-            taken |= better[0].inside
+        match = next((c for c in choices if len(c.parts) > 1 and possible(c.form(), machine)), None)
+        if match is not None and (how := choose(match.form())) is not None:
+            found.append((match, how))
+            taken |= match.inside
     return found
 
 

@@ -339,7 +339,7 @@ def fuse(
     """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
 
     `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
-    that convolutions may use; `winograd_fusion.chosen_in` says which they got.
+    that convolutions may use, alone and with their neighbours; `winograd_fusion.chosen_in` says which they got.
     Raises BackendError if TVM refuses the module.
     """
     package = tvm()
@@ -362,7 +362,7 @@ def fuse(
         relax.transform.FoldConstant(),
         without_detours,
         lambda module: fuse_attention(module, machine),
-        lambda module: fuse_bands(module, machine),
+        lambda module: fuse_bands(module, machine, algorithms),
         lambda module: use_direct_norm(module, machine),
         lambda module: use_winograd(module, machine, algorithms),
         lambda module: use_direct(module, machine),

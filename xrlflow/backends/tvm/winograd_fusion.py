@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.placement import last_level
 from xrlflow.backends.tvm.algorithms import (
     Algorithm,
     Algorithms,
@@ -21,7 +19,7 @@ from xrlflow.backends.tvm.algorithms import (
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.following import Function
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, with_main
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, weights_from_memory, with_main
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.winograd import (
     Form,
@@ -55,7 +53,7 @@ def use_winograd(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
     others = _layers(main) - len(matches)
     options = [_choices(match, machine) for match in matches]
     if (timings := algorithms.timings) is not None:
-        far = _far(main)
+        far = weights_from_memory(main)
         options = with_times(options, [timings.of(match.form, far) for match in matches])
     chosen = algorithms.choose(options, others)
     report = shared_out([title(match.form) for match in matches], chosen, others)
@@ -84,17 +82,6 @@ def use_winograd(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
 
     done = relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
     return done.with_attr(CHOSEN, json.dumps([each.stored() for each in report]))
-
-
-def _far(function: Any) -> bool:
-    """Whether the weights of a function come from memory, because the caches do not hold all of them until it is called
-    again. (Transformed weights are 1.8 to 4 times as large as those that are counted here.)"""
-    from tvm.ir import GenericConst
-
-    values = [binding.value for block in function.body.blocks for binding in block.bindings]
-    constants = {c for v in values for c in getattr(v, "args", ()) if isinstance(c, GenericConst)}
-    size = sum(math.prod(shape) * 4 for c in constants if (shape := sizes(c)) is not None)
-    return size > last_level() // 2
 
 
 def chosen_in(module: Any) -> tuple[Chosen, ...]:

@@ -1,0 +1,528 @@
+"""Depthwise convolutions with their neighbours are measured, one by one and in bands, and the fastest way is used."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.backends.tvm.test_bands import block
+from tests.backends.tvm.test_kernels import network, numbers
+from xrlflow import api
+from xrlflow.backends.beside import library_path
+from xrlflow.backends.onnxruntime import open_model, with_library
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm import bands_plan, detect
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, TimedBlock
+from xrlflow.backends.tvm.bands import Form, Plan, Tile
+from xrlflow.backends.tvm.compiled import compiled
+from xrlflow.backends.tvm.joined import joined
+from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.steps import Earlier, Extra, Step
+from xrlflow.lowering import ExecutionTarget, Lowering
+from xrlflow.tuning import blocks, layer_times
+from xrlflow.tuning.blocks import Block, BlockWay
+from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, block_results, measure_layers, together
+from xrlflow.tuning.layers import Layer, Way
+from xrlflow.tuning.measurable import Measurable, key_of
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.tuners.protocol import Measurement
+from xrlflow.tuning.worker import Timing
+
+MACHINE = detect(cores=2)
+QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2, flush=True))
+APART = BlockWay()
+BIAS = Step("relax.add", (Earlier(0), Extra(True)))
+RELU = (BIAS, Step("relax.nn.relu", (Earlier(1),)))
+SILU = (
+    BIAS,
+    Step("relax.sigmoid", (Earlier(1),)),
+    Step("relax.multiply", (Earlier(1), Earlier(2))),
+)
+RESIDUAL = (BIAS, Step("relax.add", (Extra(False), Earlier(1))))
+FORMS = {
+    "a residual": Form((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, RELU, RELU, RESIDUAL),
+    "strides, odd channels, a batch": Form(
+        (2, 9, 8, 11), (2, 5, 4, 37), (2, 5, 4, 13), (5, 5), (2, 2), 2, 2, SILU, SILU, ()
+    ),
+    "not all rows are read": Form((1, 9, 9, 8), (1, 2, 2, 16), (1, 2, 2, 8), (3, 3), (4, 4), 0, 0, (), (), ()),
+    "expansion alone": Form((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 48), (3, 3), (1, 1), 1, 1, RELU, RELU, None),
+    "projection alone": Form((1, 9, 9, 48), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, None, RELU, RELU),
+    "equal 1x1 convolutions": Form(
+        (1, 9, 9, 32), (1, 9, 9, 32), (1, 9, 9, 32), (3, 3), (1, 1), 1, 1, RELU, RELU, RELU
+    ),
+}  # fmt: skip
+BLOCK = Block(FORMS["a residual"], far=False)
+MODEL = block("1,16,9,9", 48, "1,16,9,9", end="y = Add(x, p)")
+CHAIN = (
+    "(float[1,32,20,20] x, float[32,1,3,3] w, float[64,32,1,1] w1, float[64,1,3,3] w2, float[32,64,1,1] w3,"
+    " float[32,32,1,1] v) => (float[1,32,20,20] y) { z = Conv(x, v) a = Conv<group=32, pads=[1,1,1,1]>(z, w)"
+    " b = Relu(a) c = Conv(b, w1) d = Relu(c) e = Conv<group=64, pads=[1,1,1,1]>(d, w2) f = Relu(e)"
+    " y = Conv(f, w3) }"
+)
+"""Two depthwise convolutions, and a 1x1 convolution between them that either could be one kernel with."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(tmp_path / "store.sqlite") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(QUICK) as opened:
+        yield opened
+
+
+def setting() -> Setting:
+    return Setting.here(MACHINE.target(), 2, flushed=True)
+
+
+def put(
+    store: Store,
+    layer: Measurable[Any],
+    way: Any,
+    *seconds: float,
+    error: str | None = None,
+    key: str | None = None,
+) -> None:
+    """Store measurements of a way; none of them has the same number."""
+    outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
+    for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
+        candidate = key_of(layer, way, MACHINE) if key is None else key
+        now = time.time()
+        record = Record(layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, now)
+        store.put(record)
+
+
+def times(store: Store) -> StoredTimes:
+    return StoredTimes.on(store, MACHINE, 2)
+
+
+def untuned(known: Block) -> BlockWay:
+    """The untuned kernel in bands."""
+    return known.untuned(MACHINE)[1]
+
+
+def other(known: Block) -> BlockWay:
+    """Another kernel in bands."""
+    return known.ways(MACHINE, 3)[2]
+
+
+def blocks_of(text: str, known: StoredTimes | None = None) -> list[Block]:
+    seen = Seen(known)
+    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
+    return seen.blocks
+
+
+def bands_in(text: str, algorithms: Algorithms) -> int:
+    """How many blocks of a model are one kernel."""
+    module = fuse(import_model(network(text)), MACHINE, algorithms=algorithms)
+    return sum("bands" in variable.name_hint for variable in module.functions)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_all_ways_of_a_block_compute_the_same(name: str, pool: Pool) -> None:
+    known = Block(FORMS[name], far=False)
+    wanted = known.expected(MACHINE)
+    assert wanted.shape == known.form.out
+    some = known.ways(MACHINE, 2)
+    assert [way.plan is None for way in some] == [True, False, False]
+    modules = [known.kernels(way, MACHINE)[0] for way in some]
+    with pool.built(MACHINE.target(), modules) as built:
+        for way, kernel in zip(some, built):
+            assert kernel is not None
+            assert not isinstance(kernel, Measurement)
+            (found,) = pool.called(kernel, known.arguments(way, MACHINE))
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
+
+
+def test_what_is_expected_is_the_block() -> None:
+    """Against ONNX Runtime: a block is made of its form with the right operators, paddings and layouts."""
+    form = FORMS["strides, odd channels, a batch"]
+    drawn = blocks._drawn(form)
+    assert drawn.expand is not None
+    assert drawn.project is not None
+    model = network(
+        "(float[2,11,9,8] x, float[37,11,1,1] w, float[37] b, float[37,1,5,5] w1, float[37] b1,"
+        " float[13,37,1,1] w2) => (float[2,13,5,4] y) { e = Conv(x, w, b) s = Sigmoid(e) f = Mul(e, s)"
+        " d = Conv<group=37, pads=[2,2,2,2], strides=[2,2]>(f, w1, b1) t = Sigmoid(d) g = Mul(d, t) y = Conv(g, w2) }"
+    )
+    del model.graph.initializer[:]
+    arrays = {
+        "w": drawn.expand.weights.transpose(3, 2, 0, 1), "b": drawn.expand.extras[0],
+        "w1": drawn.depthwise.weights.transpose(3, 2, 0, 1), "b1": drawn.depthwise.extras[0],
+        "w2": drawn.project.weights.transpose(3, 2, 0, 1),
+    }  # fmt: skip
+    for name, array in arrays.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (wanted,) = runtime.run({"x": np.ascontiguousarray(drawn.image.transpose(0, 3, 1, 2))})
+    found = Block(form, False).expected(MACHINE).transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["a residual", "expansion alone", "projection alone"])
+def test_a_block_of_a_model_has_this_form(name: str) -> None:
+    """So what is measured under its key is what a compilation asks for."""
+    texts = {
+        "a residual": MODEL,
+        "expansion alone": (
+            "(float[1,16,9,9] x, float[48,16,1,1] w, float[48] b, float[48,1,3,3] w1, float[48] b1)"
+            " => (float[1,48,9,9] y) { e = Conv(x, w, b) f = Relu(e)"
+            " d = Conv<group=48, pads=[1,1,1,1]>(f, w1, b1) y = Relu(d) }"
+        ),
+        "projection alone": (
+            "(float[1,48,9,9] x, float[48,1,3,3] w, float[48] b, float[16,48,1,1] w1, float[16] b1)"
+            " => (float[1,16,9,9] y) { e = Conv<group=48, pads=[1,1,1,1]>(x, w, b) f = Relu(e)"
+            " d = Conv(f, w1, b1) y = Relu(d) }"
+        ),
+    }
+    (found,) = blocks_of(texts[name])
+    assert not found.far
+    form = found.form
+    assert replace(form, expand=None, depthwise=(), project=None) == replace(
+        FORMS[name], expand=None, depthwise=(), project=None
+    )
+    assert [s is None for s in (form.expand, form.project)] == [
+        s is None for s in (FORMS[name].expand, FORMS[name].project)
+    ]
+    if name != "a residual":
+        assert form == FORMS[name]
+
+
+def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
+    found = BLOCK.ways(MACHINE, 5)
+    assert found[:2] == [APART, BlockWay(bands_plan.plan(BLOCK.form, MACHINE))]
+    assert len(found) == len(set(found)) == 1 + 5
+    assert BLOCK.ways(MACHINE, 1) == found[:2]
+    for way in found[1:]:
+        assert way.plan in set(bands_plan.plans(BLOCK.form, MACHINE))
+    assert [BlockWay.stored(way.text) for way in found] == found
+
+
+def test_keys_are_those_of_blocks() -> None:
+    keys = [known.key for form in FORMS.values() for far in (False, True) for known in [Block(form, far)]]
+    assert len(set(keys)) == len(keys)
+    assert all(key.startswith("block ") for key in keys)
+    assert BLOCK.name == "3x3 block of 16 to 48 to 16 channels at 9x9"
+
+
+def test_blocks_are_measured_once(
+    store: Store, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[BlockWay] = []
+    deviation = layer_times._Session._deviation
+
+    def watched(session: Any, known: Block, way: BlockWay, kernel: Any) -> str | None:
+        checked.append(way)
+        return deviation(session, known, way, kernel)
+
+    monkeypatch.setattr(layer_times._Session, "_deviation", watched)
+    assert measure_layers([BLOCK], MACHINE, store, pool, Limits(2)) == []
+    promising = BLOCK.ways(MACHINE, 2)
+    assert set(checked) == set(promising), "each way is compared before it is timed"
+    records = store.known(BLOCK.key, setting())
+    assert {record.candidate for record in records} == {key_of(BLOCK, way, MACHINE) for way in promising}
+    assert all(record.error is None for record in records)
+    found = times(store).of_block(BLOCK.form, far=False)
+    assert found is not None
+    assert found.seconds > 0
+    assert BlockWay(found.plan) in promising
+    assert times(store).of_block(BLOCK.form, far=True) == found, "at another distance, for want of better"
+    monkeypatch.setattr(layer_times._Session, "_built", None)
+    measure_layers([BLOCK], MACHINE, store, pool, Limits(2))
+    assert len(store) == len(records), "nothing is measured again"
+    assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
+
+
+def test_kernels_that_compute_something_else_are_no_choice(
+    store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = blocks._in_bands
+
+    def wrong(form: Form, how: Plan) -> Any:
+        return fused(replace(form, depthwise=form.depthwise[:1]), how)
+
+    monkeypatch.setattr(blocks, "_in_bands", wrong)
+    measure_layers([BLOCK], MACHINE, store, pool, Limits(2))
+    assert sum("off by" in (record.error or "") for record in store.known(BLOCK.key)) == 2
+    found = times(store).of_block(BLOCK.form, far=False)
+    assert found is not None
+    assert found.plan is None
+
+
+def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
+    store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise BackendError("not this one")
+
+    monkeypatch.setattr(blocks, "_scheduled", failing)
+    blocks._apart.cache_clear()
+    (remark,) = measure_layers([BLOCK], MACHINE, store, pool, Limits(1))
+    assert remark == f"{BLOCK.name} could not be measured: not this one"
+    put(store, BLOCK, APART, 1e-9, key="code")
+    put(store, BLOCK, untuned(BLOCK), 1e-3)
+    assert times(store).of_block(BLOCK.form, far=False) is None
+    monkeypatch.undo()
+    blocks._apart.cache_clear()
+
+
+def test_what_is_more_than_a_sequence_of_kernels_is_not_joined() -> None:
+    model = network("(float[4,4] x) => (float[4,4] y) { y = Identity(x) }")
+    with pytest.raises(BackendError, match="a copy cannot be part of one function"):
+        joined(schedule_all(fuse(import_model(model), MACHINE), MACHINE))
+
+
+Times = Sequence[float]
+CHOSEN: dict[str, tuple[Times, Times, Times, str]] = {
+    # seconds one by one, of the untuned kernel in bands, and of another one; what is chosen
+    "apart": ([1e-3] * 4, [2e-3] * 4, [3e-3] * 4, "apart"),
+    "apart, but not clearly": ([1e-3] * 4, [1.01e-3] * 4, [3e-3] * 4, "untuned"),
+    "bands": ([2e-3] * 4, [1e-3] * 4, [3e-3] * 4, "untuned"),
+    "other bands": ([2e-3] * 4, [1e-3] * 4, [0.5e-3] * 4, "other"),
+    "other bands, but not clearly": ([2e-3] * 4, [1e-3] * 4, [0.99e-3] * 4, "untuned"),
+    "other bands, but once": ([2e-3] * 4, [1e-3] * 4, [0.5e-3], "untuned"),
+    "other bands, the untuned ones failed": ([2e-3] * 4, [], [1e-3] * 4, "other"),
+    "all bands failed": ([2e-3] * 4, [], [], "apart"),
+}
+
+
+def ways_of(known: Block) -> dict[str, BlockWay]:
+    return {"apart": APART, "untuned": untuned(known), "other": other(known)}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_chosen(name: str, store: Store) -> None:
+    *seconds, wanted = CHOSEN[name]
+    options = ways_of(BLOCK)
+    for way, measured in zip(options.values(), seconds):
+        put(store, BLOCK, way, *measured, error=None if measured else "died")
+    found = times(store).of_block(BLOCK.form, far=False)
+    assert found is not None
+    assert BlockWay(found.plan) == options[wanted]
+
+
+@pytest.mark.parametrize("way", ["apart", "untuned"])
+def test_a_block_that_was_measured_one_way_only_is_estimated(way: str, store: Store) -> None:
+    put(store, BLOCK, ways_of(BLOCK)[way], 1e-9)
+    assert times(store).of_block(BLOCK.form, far=False) is None
+    put(store, BLOCK, APART, error="died")
+    assert times(store).of_block(BLOCK.form, far=False) is None
+
+
+def test_a_block_that_stays_apart_untuned_does_so_unless_bands_are_clearly_faster(store: Store) -> None:
+    form = replace(
+        FORMS["projection alone"], image=(1, 20, 20, 48), middle=(1, 20, 20, 48), out=(1, 20, 20, 16)
+    )
+    known = Block(form, far=False)
+    assert known.usual(MACHINE) == APART
+    put(store, known, APART, *[1e-3] * 4)
+    put(store, known, untuned(known), *[0.99e-3] * 4)
+    assert times(store).of_block(form, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
+    put(store, known, untuned(known), *[0.5e-3] * 8)
+    found = times(store).of_block(form, far=False)
+    assert found is not None
+    assert found.plan == untuned(known).plan
+
+
+OTHER_PLAN = Plan(Tile(3, 17), Tile(3, 17), 16, 17, 5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "null", '["bands", null]', '["one by one", {}]', '["bands", {"band": 3}]', '["F(4,3)", null]',
+        '["bands", {"expand": 1, "project": 2, "lanes": 3, "block": 4, "band": 5}]',
+        untuned(BLOCK).text.replace('"parts"', '"pieces"'),
+        untuned(BLOCK).text.replace('"lanes": ', '"lanes": [1, 2], "parts": '),
+        json.dumps(["one by one", json.loads(untuned(BLOCK).text)[1]]),
+        BlockWay(OTHER_PLAN).text,
+    ],
+)  # fmt: skip
+def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, store: Store) -> None:
+    """So the estimate is used, as without them."""
+    (known,) = blocks_of(MODEL)
+    put(store, known, APART, *[1e-3] * 4)
+    store.put(Record(known.key, setting(), "code", text, "[]", (1e-9,), None, time.time()))
+    assert times(store).of_block(known.form, known.far) is None
+    assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
+
+
+def test_times_of_other_code_are_ignored(store: Store) -> None:
+    """Of a kernel that the same plan once had, and of another machine or thread count."""
+    put(store, BLOCK, APART, *[1e-3] * 4, key="another kernel")
+    put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
+    assert times(store).of_block(BLOCK.form, far=False) is None
+    put(store, BLOCK, APART, *[1e-3] * 4)
+    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
+    put(store, BLOCK, other(BLOCK), *[0.5e-3] * 4)
+    put(store, BLOCK, untuned(BLOCK), *[1e-9] * 4, key="another kernel")
+    put(store, BLOCK, untuned(BLOCK), *[0.4e-3] * 9, key="yet another kernel")
+    found = times(store).of_block(BLOCK.form, far=False)
+    assert found is not None
+    assert found.plan == other(BLOCK).plan
+    for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):
+        assert StoredTimes.on(store, machine, threads, device).of_block(BLOCK.form, far=False) is None
+
+
+def tuned_store(store: Store, text: str, fastest: str) -> None:
+    """Times of the blocks of a model of which one way is the fastest."""
+    for known in together(blocks_of(text)):
+        for name, way in ways_of(known).items():
+            put(store, known, way, *[0.5e-3 if name == fastest else 1e-3] * 4)
+
+
+@pytest.mark.parametrize("fastest", ["apart", "untuned", "other"])
+def test_a_compilation_uses_what_was_measured(
+    fastest: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_store(store, MODEL, fastest)
+    (known,) = blocks_of(MODEL)
+    made: list[Plan] = []
+    kernel = blocks.kernel
+
+    def watched(form: Form, how: Plan) -> Any:
+        made.append(how)
+        return kernel(form, how)
+
+    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.kernel", watched)
+    model, algorithms = network(MODEL), Algorithms(timings=times(store))
+    assert bands_in(MODEL, algorithms) == (0 if fastest == "apart" else 1)
+    given = numbers(model)
+    with open_model(model.SerializeToString(), threads=1) as runtime:
+        (wanted,) = runtime.run(given)
+    with compiled(model, MACHINE, threads=2, algorithms=algorithms) as lowered:
+        (found,) = lowered.run(given)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
+    assert set(made) == {how for how in [ways_of(known)[fastest].plan] if how is not None}
+
+
+@pytest.mark.parametrize("fastest", ["apart", "untuned"])
+def test_kernels_beside_a_file_use_what_was_measured(fastest: str, store: Store, tmp_path: Path) -> None:
+    tuned_store(store, MODEL, fastest)
+    model = network(MODEL)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    how = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store)
+    made = how.hybrid(str(path), [{}])
+    assert any(b"bands" in code for code in made.library.code) == (fastest != "apart")
+    made.save(tmp_path / "fast.onnx")
+    given = numbers(model)
+    with open_model(str(path), threads=1) as runtime:
+        (wanted,) = runtime.run(given)
+    options = with_library(None, str(library_path(tmp_path / "fast.onnx")))
+    with open_model(str(tmp_path / "fast.onnx"), threads=2, session_options=options) as runtime:
+        (found,) = runtime.run(given)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
+
+
+def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> None:
+    """As an older version wrote it: with convolutions only."""
+    text = MODEL.replace("y = Add(x, p)", "y = Conv<pads=[1,1,1,1]>(p, v)").replace(
+        "float[16] b2", "float[16] b2, float[16,16,3,3] v"
+    )
+    seen = Seen()
+    fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
+    (convolution,) = seen.layers
+    assert isinstance(convolution, Layer)
+    put(store, convolution, Way(Algorithm.DIRECT), *[1e-3] * 4)
+    store.close()
+    with Store(store.path) as again:
+        known = times(again)
+        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.DIRECT}
+        assert bands_in(text, Algorithms(timings=known)) == bands_in(text, Algorithms()) == 1
+        tuned_store(again, text, "apart")
+        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.DIRECT}
+        assert bands_in(text, Algorithms(timings=known)) == 0
+
+
+def test_what_comes_apart_leaves_its_convolutions_to_others(store: Store) -> None:
+    first, second = blocks_of(CHAIN)
+    assert first.form.project is not None
+    assert second.form.expand is None
+    for way, seconds in ((APART, 1e-3), (untuned(first), 2e-3)):
+        put(store, first, way, *[seconds] * 4)
+    again, third = blocks_of(CHAIN, times(store))
+    assert again.key == first.key
+    assert third.form.expand is not None
+    assert third.form.project is not None
+
+
+def test_equal_blocks_are_one() -> None:
+    assert [known.weight for known in together([BLOCK, BLOCK, replace(BLOCK, far=True)])] == [2, 1]
+    assert BLOCK.work == 81 * 48 * (16 + 9 + 16)
+
+
+def test_results_say_what_was_chosen(store: Store) -> None:
+    put(store, BLOCK, APART, *[1e-3] * 4)
+    put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
+    (row,) = block_results([BLOCK, BLOCK], times(store))
+    assert (row.name, row.calls) == (BLOCK.name, 2)
+    assert (row.heuristic, row.chosen) == (str(untuned(BLOCK)), "one by one")
+    assert row.heuristic_seconds == pytest.approx(2e-3, rel=1e-3)
+    assert row.chosen_seconds == row.direct_seconds == pytest.approx(1e-3, rel=1e-3)
+    (row,) = block_results([Block(FORMS["projection alone"], False)], times(store))
+    assert row.chosen == row.heuristic
+    assert row.chosen_seconds is row.heuristic_seconds is row.direct_seconds is None
+
+
+def test_tune_measures_blocks(tmp_path: Path) -> None:
+    """From the command to the report, and what is stored is used by the next compilation."""
+    path = tmp_path / "store.sqlite"
+    found = api.tune(
+        network(CHAIN), trials=1, method="random", threads=2, store=path, measure=False, rewrite=False
+    )
+    assert found.verification is not None
+    assert found.verification.verified
+    rows = found.to_json()["layers"]
+    with Store(path) as store:
+        used = blocks_of(CHAIN, times(store))
+        assert {known.key for known in used} <= set(store.tasks()), "also those that others made possible"
+        assert [row["name"] for row in rows] == [known.name for known in used]
+        fused = bands_in(CHAIN, Algorithms(timings=times(store)))
+    assert all(min(row["direct_us"], row["heuristic_us"], row["best_us"]) > 0 for row in rows)
+    assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
+
+
+def test_blocks_that_others_made_possible_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
+    asked: list[list[str]] = []
+
+    def faked(
+        layers: Sequence[Block], machine: Any, store: Store, pool: Any, limits: Limits, tell: Any
+    ) -> list[str]:
+        asked.append([known.name for known in layers])
+        for known in layers:
+            put(store, known, APART, *[1e-3] * 4)
+            put(store, known, untuned(known), *[2e-3] * 4)
+        return []
+
+    monkeypatch.setattr(layer_times, "measure_layers", faked)
+    found = api.tune(
+        network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
+    )
+    assert asked == [
+        [
+            "3x3 block of 32 to 32 to 64 channels at 20x20",
+            "3x3 block of 64 to 32 channels at 20x20",
+        ],
+        ["3x3 block of 32 to 64 to 32 channels at 20x20"],
+    ]
+    assert found.verification is not None
+    assert found.verification.verified
+    rows = found.to_json()["layers"]
+    assert [row["name"] for row in rows] == [asked[0][0], asked[1][0]]
+    assert [row["algorithm"] for row in rows] == ["one by one"] * 2

@@ -1,0 +1,86 @@
+"""What `layer_times` measures: part of a model that can be computed in several ways, with the kernels of each."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.tvm.target import Machine
+from xrlflow.tuning.tasks import module_key
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
+
+Floats = npt.NDArray[np.float32]
+
+
+class Way(Hashable, Protocol):
+    """How something is computed. Ways of one `group` differ in blocking only."""
+
+    @property
+    def group(self) -> Hashable: ...
+
+    @property
+    def text(self) -> str:
+        """As it is stored: JSON."""
+        ...
+
+
+W = TypeVar("W", bound=Way)
+
+
+class Measurable(Protocol[W]):
+    """`far`: its weights come from memory. `key`: equal, in every process, for what has equal times. Measurements are
+    stored under it. `work`: multiplications of all calls in the model."""
+
+    @property
+    def far(self) -> bool: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def work(self) -> int: ...
+
+    def at(self, far: bool) -> Measurable[W]:
+        """The same with weights from memory, or not."""
+        ...
+
+    def untuned(self, machine: Machine) -> Sequence[W]:
+        """The kernels of each group in an untuned compilation."""
+        ...
+
+    def ways(self, machine: Machine, most: int) -> Sequence[W]:
+        """What is worth measuring, at most so many blockings of each group: the untuned kernels first."""
+        ...
+
+    def stored(self, text: str) -> W | None:
+        """The way of a record; None if another version of the program wrote something else."""
+        ...
+
+    def is_current(self, way: W, key: str, machine: Machine) -> bool:
+        """Whether a stored way is still one to choose, and its kernels still those that were measured."""
+        ...
+
+    def kernels(self, way: W, machine: Machine) -> Sequence[IRModule]:
+        """The kernels of a way, in modules of their own. Raises BackendError if they cannot be had alone."""
+        ...
+
+    def arguments(self, way: W, machine: Machine) -> Sequence[Floats] | None:
+        """What the kernel of a way reads; None if its results are not compared."""
+        ...
+
+    def expected(self, machine: Machine) -> Floats:
+        """What its kernels must compute. Raises BackendError if it cannot run here."""
+        ...
+
+
+def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
+    """A key of the kernels' code."""
+    return "+".join(module_key(module) for module in subject.kernels(way, machine))
