@@ -71,6 +71,8 @@ def train(
             begin = Agent.load(options.start).extended(files.library())
         if options.world_model:
             return _with_world_model(files, begin, output, options, quiet)
+        if not options.restart:
+            _check_evaluated_on(files.held_out or files.problems, output)
         config = training.TrainConfig(
             options.iterations, options.steps, options.workers, seed=options.seed,
             env=EnvConfig(horizon=options.horizon), agent=AgentConfig() if begin is None else begin.config,
@@ -83,6 +85,25 @@ def train(
         )  # fmt: skip
     except (CheckpointError, TrainingError, WorkerError) as error:
         raise OptionError(str(error)) from error
+
+
+def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -> None:
+    """Raise OptionError if a run to go on with was evaluated on other files: its best agent is not that of these.
+    Raises CheckpointError."""
+    from xrlflow.checkpoint import load_checkpoint
+    from xrlflow.rl.train import KIND, state_path
+
+    if not state_path(output).exists():
+        return
+    found = load_checkpoint(state_path(output), KIND).config.get("score")
+    outcomes = [o for o in found if isinstance(o, dict)] if isinstance(found, list) else []
+    # Files may have been moved.
+    earlier = {os.path.basename(str(o.get("problem"))) for o in outcomes}
+    if earlier and earlier != {os.path.basename(m) for m in models}:
+        raise OptionError(
+            f"{os.fspath(output)} belongs to a run that was evaluated on {', '.join(sorted(earlier))}: name another "
+            "file, or restart (start goes on from its agent)"
+        )
 
 
 def _with_world_model(
