@@ -56,6 +56,8 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
     return all(m == 1 or (m is not None and m == s) for m, s in zip(others[::-1], lead[::-1]))
 
 
+# A scale that float32 holds with all its bits, and so does its root, by which ONNX Runtime multiplies queries and keys.
+_SMALLEST, _GREATEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _LEAST = float(np.finfo(np.float32).min)
 _ABOVE_LEAST = float(np.nextafter(np.finfo(np.float32).min, np.float32(0)))
 
@@ -213,6 +215,7 @@ class _FuseAttention(RegionRule, family="attention"):
             return None
         for value in passed.inner:
             profitable(read_once(reader, value), "an inner value is read elsewhere")
+        require(_SMALLEST <= passed.scale <= _GREATEST, "the scales make none that is a float32")
         self._check(reader, q, k, v, perm, passed.masks)
         inputs = (q, k.value, v.value, *passed.masks)
         return Region(last.outputs, inputs, (last, *passed.nodes), (passed.scale, perm))

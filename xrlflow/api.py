@@ -225,8 +225,9 @@ def train(
 
     `world_model`: learn what substitutions do, and train the agent in what was learned, as RLFlow does. An iteration
     then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are enough for
-    one file. The world model is written beside the agent (NAME.world.safetensors). Such a run begins anew
-    each time, in this process (`workers` has no meaning). It replaces a run without a world model only with `restart`.
+    one file. The world model is written beside the agent (NAME.world.safetensors). A later run goes on from the best
+    agent. All is done in this process (`workers` has no meaning). It replaces a run without a world model only with
+    `restart`.
 
     Raises OptionError if an argument is wrong, ModelError if a file cannot be read.
     """

@@ -139,10 +139,13 @@ class Options(Common):
     time_limit: float = option(60.0, "Seconds for everything.", float, least=0.0)
     alpha: float = option(1.05, "TASO: how much worse than the best may a graph be.", float, least=1.0)
     agent: str | os.PathLike[str] | None = option(
-        None, "xrlflow: an agent of your own (`xrlflow train`).", Path | None, shown=False
+        None, "xrlflow, mcts, rlflow: an agent of your own (`xrlflow train`).", Path | None, shown=False
     )
     train_steps: int = option(
-        0, "xrlflow: train the agent on this model first, for so many steps.", int, least=0
+        0,
+        "xrlflow, mcts: train the agent on this model first, for so many steps; rlflow: learn from so many.",
+        int,
+        least=0,
     )
     exclude: Sequence[str] = option((), "Leave out a rule, or a family of rules. May be repeated.", list[str])
     only: Sequence[str] = option((), "Use no other rules, or families of rules. May be repeated.", list[str])
@@ -246,7 +249,10 @@ class Options(Common):
     def _check_agent(self) -> None:
         for name, value in (("agent", self.agent), ("train_steps", self.train_steps)):
             if value and self.search not in WITH_AGENT:
-                raise OptionError(f"{name} has no meaning with search {self.search!r}: choose {AGENT!r}")
+                choices = ", ".join(WITH_AGENT)
+                raise OptionError(
+                    f"{name} has no meaning with search {self.search!r}: choose one of {choices}"
+                )
         for name, wanted in (("train_steps", self.train_steps), ("search 'rlflow'", self.search == RLFLOW)):
             if wanted:
                 check_installed(name, "train", *TRAINING)

@@ -311,6 +311,15 @@ def test_without_time_nothing_is_learned() -> None:
     assert fine_tuned(parameters, known, time.monotonic() - 1) is parameters
 
 
+@pytest.mark.parametrize("log", [1e40, 1e300])
+def test_a_comparison_beyond_all_measure_teaches_nothing(log: float) -> None:
+    """What it would add to the network is no float32, or no number at all."""
+    parameters = network(spread=0.2)
+    found = compared(Learned(Roofline(), parameters), "squeezenet", 12, 0)
+    wild = replace(found, arrays={**found.arrays, "logs": found.arrays["logs"] + log})
+    assert fine_tuned(parameters, [wild]) is parameters
+
+
 def test_comparisons_that_say_what_is_known_change_nothing() -> None:
     parameters = network(spread=0.2, members=1)
     truth = Learned(Roofline(), parameters)

@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import xrlflow
 from tests.rules.harness import model
-from xrlflow.options import BACKENDS, Options
+from xrlflow.cost import Roofline
+from xrlflow.cost.model import InTypes
+from xrlflow.ir import Graph, Node
+from xrlflow.options import BACKENDS, OptionError, Options
 from xrlflow.pipeline.context import Clock
 from xrlflow.pipeline.explore import explore
 from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
@@ -61,3 +65,17 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
         folder = Path(context.folder)
         assert folder.is_dir()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-6])
+@pytest.mark.parametrize("search", ["greedy", "xrlflow", "mcts"])
+def test_a_cost_model_that_gives_no_seconds_is_named(seconds: float, search: str) -> None:
+    """It is the user's own; no agent is to blame."""
+
+    class Odd(Roofline):
+        def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
+            return seconds if node.op == "Relu" else super().price(graph, node, in_types)
+
+    proto = model("agraph (float[N,4] x) => (float[N,4] y) { a = Neg(x) b = Neg(a) y = Relu(b) }")
+    with pytest.raises(OptionError, match=r"cost 'roofline' gives Relu .* seconds: give 0 or more"):
+        xrlflow.optimize(proto, search=search, cost=Odd(), measure=False, threads=1)

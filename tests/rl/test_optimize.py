@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import models
 import xrlflow
 from rewrite_rules import LIBRARY
+from tests.rules.harness import model
 from xrlflow.api import OptionError
 from xrlflow.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
@@ -151,3 +152,35 @@ def test_without_time_for_the_agent_there_is_what_greedy_finds(monkeypatch: pyte
     found, greedy = optimize("resnext50"), optimize("resnext50", search="greedy")
     assert not found.returned_original
     assert found.trace == greedy.trace
+
+
+@pytest.mark.parametrize(
+    ("search", "moment"),
+    [
+        ("xrlflow", "xrlflow.rl.parameters.Parameters.load"),
+        ("mcts", "xrlflow.rl.network.Network.__init__"),
+        ("rlflow", "xrlflow.rl.world_model.files.load_world"),
+    ],
+)
+def test_ctrl_c_while_the_agent_is_loaded_keeps_what_greedy_found(
+    search: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moment, interrupted)
+    found = optimize("resnext50", search=search)
+    assert found.trace == optimize("resnext50", search="greedy").trace
+    assert any("interrupted" in note for note in found.report.notes)
+
+
+@pytest.mark.parametrize(("search", "steps"), [("rlflow", 0), ("xrlflow", 5), ("mcts", 5)])
+def test_an_agent_has_nothing_to_learn_where_nothing_can_be_done(
+    search: str, steps: int, tmp_path: Path
+) -> None:
+    proto = model("agraph (float[2,3] x) => (float[2,3] y) { y = Relu(x) }")
+    agent = small_agent(tmp_path / "agent.safetensors")
+    found = xrlflow.optimize(
+        proto, search=search, agent=agent, train_steps=steps, cost=Roofline(), measure=False, threads=1
+    )
+    assert found.returned_original

@@ -294,6 +294,26 @@ def test_the_command_trains_and_goes_on(tmp_path: Path) -> None:
     assert started.exit_code == 0, started.output
 
 
+def test_a_run_that_was_evaluated_on_other_files_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Its best score says nothing about these files, and is not reported as theirs."""
+    (tmp_path / "moved").mkdir()
+    paths = [tmp_path / "a.onnx", tmp_path / "b.onnx", tmp_path / "moved" / "a.onnx"]
+    for path in paths:
+        onnx.save(models.small("squeezenet"), path)
+    arguments = ["train", "-o", str(tmp_path / "agent.safetensors"), "--steps", "8", "--workers", "0"]
+    arguments += ["--horizon", "4", "--iterations", "1"]
+    assert CliRunner().invoke(app, [*arguments, str(paths[0])]).exit_code == 0
+    before = state_path(tmp_path / "agent.safetensors").read_bytes()
+    other = CliRunner().invoke(app, [*arguments, str(paths[1])])
+    assert other.exit_code == 2
+    assert "evaluated on a.onnx" in other.stderr
+    held_out = CliRunner().invoke(app, [*arguments, str(paths[0]), "--held-out", str(paths[1])])
+    assert held_out.exit_code == 2
+    assert state_path(tmp_path / "agent.safetensors").read_bytes() == before
+    assert CliRunner().invoke(app, [*arguments, str(paths[2])]).exit_code == 0
+    assert CliRunner().invoke(app, [*arguments, str(paths[1]), "--restart"]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["nowhere.onnx"], "nowhere.onnx"), (["{model}", "--start", "{model}"], "no checkpoint")],

@@ -29,7 +29,7 @@ from xrlflow.rl.world_model.diagnostics import errors, f1
 from xrlflow.rl.world_model.dream import dream
 from xrlflow.rl.world_model.dynamics import Forecast, Truth, World, WorldConfig, latent_of
 from xrlflow.rl.world_model.experience import SCALE, explore
-from xrlflow.rl.world_model.files import load_world, save_world, world_path
+from xrlflow.rl.world_model.files import load_world, save_alone, save_world, world_path
 from xrlflow.rl.world_model.learning import Learner, LearningConfig, chunks, train_world_model
 from xrlflow.rl.world_model.planning import PlanConfig, Planner
 
@@ -256,8 +256,9 @@ def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: 
     result = xrlflow.optimize(model, agent=output, cost="roofline", measure=False, budget=20)
     assert result.report.search == "xrlflow"
     dreamt = xrlflow.optimize(
-        model, search="rlflow", agent=output, cost="roofline", measure=False, budget=20, train_steps=10
-    )
+        model, search="rlflow", agent=output, cost="roofline", measure=False, budget=20, train_steps=10,
+        time_limit=600.0,
+    )  # fmt: skip
     assert any("in a world model of this model for 5 rounds" in note for note in dreamt.report.notes)
     assert dreamt.report.cost_after <= result.report.cost_before
 
@@ -436,3 +437,56 @@ def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) 
         xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True)
     assert output.read_bytes() == before
     xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True, restart=True)
+
+
+def test_a_run_with_a_world_model_goes_on_from_its_best_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run neither begins again nor overwrites what the first one learned."""
+    import onnx
+
+    import xrlflow
+    from xrlflow.rl import workers
+
+    proto, output = tmp_path / "valley.onnx", tmp_path / "a.safetensors"
+    onnx.save(valleys(1, 1), proto)
+    played: list[int] = []
+    play = workers.play
+
+    def better(*args: Any, **options: Any) -> Any:
+        """Each evaluation finds more."""
+        played.append(len(played))
+        return [replace(outcome, best=outcome.best / 2 ** len(played)) for outcome in play(*args, **options)]
+
+    monkeypatch.setattr(workers, "play", better)
+    run = {"steps": 5, "horizon": 6, "world_model": True, "seed": 1}
+    xrlflow.train([proto], output, iterations=1, **run)
+    first, rule = load_world(output)[0].arrays(), load_world(output)[1].rule.weight
+    monkeypatch.setattr(workers, "play", play)
+    given: list[tuple[Any, World | None]] = []
+
+    def noting(agent: Agent, *args: Any, **options: Any) -> Any:
+        given.append((agent.arrays(), options["world"]))
+        return train_world_model(agent, *args, **options)
+
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.train_world_model", noting)
+    before = output.read_bytes()
+    stopped = xrlflow.train([proto], output, iterations=3, time_limit=1e-9, **run)
+    assert stopped.iterations == 2
+    ((begun, world),) = given
+    assert all((array == first.arrays[name]).all() for name, array in begun.arrays.items())
+    assert world is not None
+    assert torch.equal(world.rule.weight, rule)
+    assert output.read_bytes() == before  # the evaluation found nothing better
+
+
+def test_a_run_that_begins_again_leaves_no_world_model_of_an_earlier_agent(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    learner = Learner(agent(), SMALL)
+    save_world(learner.agent, learner.world, path)
+    save_alone(agent(7), path)
+    assert Agent.load(path)
+    assert not world_path(path).exists()
+    world_path(path).mkdir()
+    with pytest.raises(CheckpointError, match=r"a\.world\.safetensors cannot be removed"):
+        save_alone(agent(7), path)

@@ -92,6 +92,15 @@ def test_scale(body):
     applies(FuseAttention(), attend(body, **given), ops=["Attention"])
 
 
+@pytest.mark.parametrize("number", [1e-30, 1e30])
+def test_scales_that_make_no_float(number):
+    """ONNX Runtime takes no scale of 0, which the product of small ones is in float32."""
+    body = f"{KT} r = Mul(q, c) u = Mul(t, c) s = MatMul(r, u) p = Softmax(s) y = MatMul(p, v)"
+    refuses(FuseAttention(), attend(body, c=np.float32(number)), "none that is a float32")
+    apart = body.replace("(t, c)", "(t, d)")
+    applies(FuseAttention(), attend(apart, c=np.float32(number), d=np.float32(1 / number)), ops=["Attention"])
+
+
 def test_keys_in_other_layouts():
     rest = "s = MatMul(q, t) p = Softmax(s) y = MatMul(p, v)"
     applies(

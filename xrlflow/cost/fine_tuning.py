@@ -55,12 +55,14 @@ def fine_tuned(
     if learned < LEAST:
         return parameters
     moved = np.linalg.solve(precision, pull[..., None])[..., 0].reshape(members, width + 1, 2)
-    if not np.isfinite(moved).all():  # figures that are beyond all measure
+    with np.errstate(over="ignore"):
+        head = {
+            "head.weight": (parameters.arrays["head.weight"] + moved[:, :width]).astype(np.float32),
+            "head.bias": (parameters.arrays["head.bias"] + moved[:, width]).astype(np.float32),
+        }
+    if not all(np.isfinite(array).all() for array in head.values()):  # figures that are beyond all measure
         return parameters
-    arrays = dict(parameters.arrays)
-    arrays["head.weight"] = (arrays["head.weight"] + moved[:, :width]).astype(np.float32)
-    arrays["head.bias"] = (arrays["head.bias"] + moved[:, width]).astype(np.float32)
-    return replace(parameters, arrays=arrays)
+    return replace(parameters, arrays={**parameters.arrays, **head})
 
 
 def _slopes(parameters: NetworkParameters, found: Comparisons) -> tuple[Doubles, Doubles, Doubles]:

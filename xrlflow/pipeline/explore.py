@@ -114,7 +114,10 @@ def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Li
     if options.agent is None and late:
         context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
-    result = _by_agent(context, base, model, limits)
+    try:
+        result = _by_agent(context, base, model, limits)
+    except KeyboardInterrupt:  # while the agent was loaded, which takes seconds where torch is needed
+        return replace(quick, interrupted=True)
     if quick.best.cost < result.best.cost:
         return replace(quick, interrupted=result.interrupted)
     return result
@@ -129,6 +132,7 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
     from xrlflow.rl.network import Network
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.pretrained import DREAMER, PRETRAINED
+    from xrlflow.rl.situation import choices
     from xrlflow.rl.strategy import PolicyError, agent_search
 
     options = context.options
@@ -140,9 +144,11 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
         featuriser = Featuriser(parameters.vocabulary, prices)
         limits.deadline = _until(context)
-        if options.search == RLFLOW:
+        # Where nothing can be done, there is nothing to learn.
+        usable = bool(choices(base.state, {base.state.fingerprint}))
+        if usable and options.search == RLFLOW:
             parameters, interrupted = _dreamt(context, base, path, featuriser)
-        elif options.train_steps:
+        elif usable and options.train_steps:
             parameters, interrupted = _fine_tuned(context, base, parameters, featuriser)
         if interrupted:
             limits.deadline = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,22 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.tvm.remote import Remote
-from xrlflow.cost import CostModel, Learned, Measured, Profiled, Roofline, calibrated, load_network
+from xrlflow.cost import (
+    AdditiveCost,
+    CostModel,
+    Learned,
+    Measured,
+    Profiled,
+    Roofline,
+    calibrated,
+    load_network,
+)
 from xrlflow.cost.fine_tuning import fine_tuned
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget
 from xrlflow.onnxio import ImportedModel, Source, load, to_proto
-from xrlflow.options import Common, Options
+from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
@@ -180,9 +190,11 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
 
 
 def cost_model(context: Context) -> CostModel:
-    """The cost model that the options ask for, with this machine's figures."""
+    """The cost model that the options ask for, with this machine's figures. Raises OptionError."""
     options, bindings = context.options, context.imported.bindings
     if not isinstance(options.cost, str):
+        if isinstance(options.cost, AdditiveCost):
+            _check_prices(options.cost, context.imported.graph)
         return options.cost
     machine = calibrated(context.threads)
     if options.cost == "roofline":
@@ -198,6 +210,16 @@ def cost_model(context: Context) -> CostModel:
         threads=context.threads,
         session_options=options.session_options,
     )
+
+
+def _check_prices(model: AdditiveCost, graph: Graph) -> None:
+    """Raise OptionError if a cost model of the user's own gives a node of the original no number of seconds."""
+    prices = model.breakdown(graph)
+    for node in graph.nodes():
+        if not 0.0 <= prices[node.id] < math.inf:
+            raise OptionError(
+                f"cost {model.name!r} gives {node.op} {prices[node.id]} seconds: give 0 or more"
+            )
 
 
 def _learned(context: Context, prices: Profiled) -> Learned:

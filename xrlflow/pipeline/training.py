@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from xrlflow.learn.log import Logs
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.train import Files, Trained
+    from xrlflow.rl.world_model.dynamics import World
+
+# Where an agent that trained in a world model says after how many rounds it was the best.
+_ROUNDS = "world model rounds"
 
 _SHOWN = {
     "episode/return": "return {:.3f}",
@@ -67,6 +71,8 @@ def train(
             begin = Agent.load(options.start).extended(files.library())
         if options.world_model:
             return _with_world_model(files, begin, output, options, quiet)
+        if not options.restart:
+            _check_evaluated_on(files.held_out or files.problems, output)
         config = training.TrainConfig(
             options.iterations, options.steps, options.workers, seed=options.seed,
             env=EnvConfig(horizon=options.horizon), agent=AgentConfig() if begin is None else begin.config,
@@ -81,16 +87,36 @@ def train(
         raise OptionError(str(error)) from error
 
 
+def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -> None:
+    """Raise OptionError if a run to go on with was evaluated on other files: its best agent is not that of these.
+    Raises CheckpointError."""
+    from xrlflow.checkpoint import load_checkpoint
+    from xrlflow.rl.train import KIND, state_path
+
+    if not state_path(output).exists():
+        return
+    found = load_checkpoint(state_path(output), KIND).config.get("score")
+    outcomes = [o for o in found if isinstance(o, dict)] if isinstance(found, list) else []
+    # Files may have been moved.
+    earlier = {os.path.basename(str(o.get("problem"))) for o in outcomes}
+    if earlier and earlier != {os.path.basename(m) for m in models}:
+        raise OptionError(
+            f"{os.fspath(output)} belongs to a run that was evaluated on {', '.join(sorted(earlier))}: name another "
+            "file, or restart (start goes on from its agent)"
+        )
+
+
 def _with_world_model(
     files: Files, begin: Agent | None, output: str | os.PathLike[str], options: TrainOptions, quiet: bool
 ) -> Trained:
-    """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far."""
+    """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far, and
+    a later run goes on from there."""
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent, state_path
     from xrlflow.rl.workers import play
-    from xrlflow.rl.world_model.files import save_world
+    from xrlflow.rl.world_model.files import save_alone, save_world
     from xrlflow.rl.world_model.learning import Learner, train_world_model
 
     if state_path(output).exists() and not options.restart:
@@ -99,12 +125,15 @@ def _with_world_model(
         )
     started = time.monotonic()
     deadline = math.inf if options.time_limit is None else started + options.time_limit
+    earlier = None if options.restart else _earlier(output)
+    world, done = None, 0
+    if earlier is not None:
+        begin, world, done = earlier[0].extended(files.library()), *earlier[1:]
+    first = done
     agent = random_agent(Vocabulary.of(files.library()), options.seed) if begin is None else begin
     task = files(agent.vocabulary)
     env = EnvConfig(horizon=options.horizon)
-    about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": options.seed}
     best: list[tuple[Score, Agent]] = []
-    done = 0
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
@@ -112,14 +141,16 @@ def _with_world_model(
     def keep(score: Score, learner: Learner | None) -> None:
         if not best or score.gain > best[-1][0].gain:
             best.append((score, Agent.of(agent.arrays())))
+            about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": options.seed, _ROUNDS: done}
             if learner is None:  # now, so that an output that cannot be written is known before the training
-                agent.save(output, about)
+                if earlier is None:
+                    save_alone(agent, output, about)
             else:
                 save_world(agent, learner.world, output, about)
 
     def progress(figures: Mapping[str, float], number: int, learner: Learner) -> bool:
         nonlocal done
-        done = number + 1
+        done = first + number + 1
         score = evaluated()
         keep(score, learner)
         logs.scalars({**figures, "evaluation/gain": score.gain}, done)
@@ -127,16 +158,36 @@ def _with_world_model(
 
     interrupted = False
     try:
-        with _logs(options, 0, quiet) as logs:
+        with _logs(options, first, quiet) as logs:
             keep(evaluated(), None)
+            rounds = max(options.iterations - first, 0)
             train_world_model(
-                agent, task.problems, task.observe, steps=options.steps * options.iterations,
-                rounds=options.iterations, env=env, seed=options.seed, deadline=deadline, progress=progress,
+                agent, task.problems, task.observe, steps=options.steps * rounds, rounds=rounds, env=env,
+                seed=options.seed + first, deadline=deadline, progress=progress, world=world,
             )  # fmt: skip
     except KeyboardInterrupt:  # the files hold the best so far
         interrupted = True
     score, kept = best[-1] if best else (Score(()), agent)
     return Trained(kept, score, done, options.steps * done, time.monotonic() - started, interrupted)
+
+
+def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] | None:
+    """The best agent that a run with a world model left in this file, with the world model, if it had one by then, and
+    the number of its rounds. None if the file is anything else. Raises CheckpointError for a world model that does not
+    fit."""
+    from xrlflow.checkpoint import CheckpointError
+    from xrlflow.rl.agent import Agent
+    from xrlflow.rl.parameters import Parameters
+    from xrlflow.rl.world_model.files import load_world, world_path
+
+    try:
+        rounds = Parameters.load(output).about.get(_ROUNDS)
+    except CheckpointError:  # no agent, so no run to go on with
+        return None
+    if type(rounds) is not int:
+        return None
+    agent, world = load_world(output) if world_path(output).exists() else (Agent.load(output), None)
+    return agent, world, rounds
 
 
 def _logs(options: TrainOptions, done: int, quiet: bool) -> Logs:

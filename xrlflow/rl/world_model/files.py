@@ -34,6 +34,16 @@ def save_world(
     agent.save(path, about)
 
 
+def save_alone(agent: Agent, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
+    """Write an agent that has no world model; one of an earlier agent in this file is removed. Raises
+    CheckpointError."""
+    agent.save(path, about)
+    try:
+        world_path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{world_path(path)} cannot be removed: {error.strerror or error}") from error
+
+
 def load_world(path: str | os.PathLike[str]) -> tuple[Agent, World]:
     """Read the agent in `path` and its world model. Raises CheckpointError if one is damaged or does not fit."""
     agent = Agent.load(path)
