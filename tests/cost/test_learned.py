@@ -313,11 +313,26 @@ def test_without_time_nothing_is_learned() -> None:
 
 @pytest.mark.parametrize("log", [1e40, 1e300])
 def test_a_comparison_beyond_all_measure_teaches_nothing(log: float) -> None:
-    """What it would add to the network is no float32, or no number at all."""
     parameters = network(spread=0.2)
     found = compared(Learned(Roofline(), parameters), "squeezenet", 12, 0)
     wild = replace(found, arrays={**found.arrays, "logs": found.arrays["logs"] + log})
-    assert fine_tuned(parameters, [wild]) is parameters
+    tuned = fine_tuned(parameters, [wild])
+    for name in ("head.weight", "head.bias"):
+        assert tuned.arrays[name] == pytest.approx(parameters.arrays[name], abs=1e-4)
+
+
+@pytest.mark.parametrize("log", [1.0, 4.0, 20.0])
+def test_one_comparison_that_is_far_off_changes_little(log: float) -> None:
+    parameters = network(spread=0.2)
+    truth = Learned(Roofline(), shifted(parameters, 1.0))
+    known = compared(truth, "squeezenet", 24, 0)
+    logs = known.arrays["logs"].copy()
+    logs[3] += log
+    wrong = fine_tuned(parameters, [replace(known, arrays={**known.arrays, "logs": logs})])
+    right = fine_tuned(parameters, [known])
+    start = small("squeezenet")
+    costs = [Learned(Roofline(), p).cost(start) for p in (wrong, right)]
+    assert costs[0] == pytest.approx(costs[1], rel=0.1)
 
 
 def test_comparisons_that_say_what_is_known_change_nothing() -> None:

@@ -1,7 +1,9 @@
 """Fits the network of the learned cost model to one machine, from a few comparisons, without torch.
 
-Only the last layer of each member moves, in one Gauss-Newton step of Bayesian linear regression: the network as it was
-trained is the prior, and the error of each comparison its weight. So few comparisons change little, and none is needed.
+Only the last layer of each member moves, by Bayesian linear regression: the network as it was trained is the prior, and
+the error of each comparison its weight. So few comparisons change little, and none is needed. Errors follow Student's t
+distribution, as in training, so that a comparison that is far off counts little (iteratively reweighted least squares;
+Lange, Little, Taylor 1989).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ Doubles = npt.NDArray[np.float64]
 
 # The standard deviation of the last layer's weights around those that were trained.
 _PRIOR = 0.3
+# Degrees of freedom of the errors, as in training; and how often comparisons are weighed anew.
+_FREEDOM, _ROUNDS = 4.0, 4
 # Fewer comparisons than this say little about a machine.
 LEAST = 8
 
@@ -37,24 +41,23 @@ def fine_tuned(
     if sum(c.graphs - 1 for c in comparisons) < LEAST:
         return parameters
     members, width = parameters.config.members, parameters.config.width
-    precision = np.repeat(np.eye(2 * (width + 1))[None], members, 0) / _PRIOR**2
-    pull = np.zeros((members, 2 * (width + 1)))
     noise = parameters.arrays["noise"].astype(np.float64)
+    slopes, residuals, variances = [], [], []
     learned = 0
     for found in comparisons:
         if time.monotonic() >= deadline:
             break
         learned += found.graphs - 1
-        slopes, logs, changed = _slopes(parameters, found)
-        variance = (
+        slope, logs, changed = _slopes(parameters, found)
+        slopes.append(slope)
+        residuals.append(found.arrays["logs"] - logs)
+        variances.append(
             found.arrays["errors"] ** 2 + noise[:, :1] ** 2 + (noise[:, 1:] * changed) ** 2
         )  # [members, G - 1]
-        weighted = slopes / variance[..., None]
-        precision += np.swapaxes(weighted, 1, 2) @ slopes
-        pull += np.einsum("mgd,mg->md", weighted, found.arrays["logs"] - logs)
     if learned < LEAST:
         return parameters
-    moved = np.linalg.solve(precision, pull[..., None])[..., 0].reshape(members, width + 1, 2)
+    moved = _moved(*(np.concatenate(found, 1) for found in (slopes, residuals, variances)))
+    moved = moved.reshape(members, width + 1, 2)
     with np.errstate(over="ignore"):
         head = {
             "head.weight": (parameters.arrays["head.weight"] + moved[:, :width]).astype(np.float32),
@@ -63,6 +66,27 @@ def fine_tuned(
     if not all(np.isfinite(array).all() for array in head.values()):  # figures that are beyond all measure
         return parameters
     return replace(parameters, arrays={**parameters.arrays, **head})
+
+
+def _moved(slopes: Doubles, residuals: Doubles, variances: Doubles) -> Doubles:
+    """By how much each member's last layer moves [members, D].
+
+    `slopes`: the derivatives of the predictions [members, N, D]; `residuals`: what they lack; `variances`: of the
+    comparisons [members, N]. How far off a comparison is, is first judged by the prior, then by what was learned.
+    """
+    prior = np.eye(slopes.shape[2]) / _PRIOR**2
+    moved = np.zeros((len(slopes), slopes.shape[2]))
+    spread = variances + _PRIOR**2 * (slopes**2).sum(2)
+    for _ in range(_ROUNDS):
+        left = residuals - np.einsum("mnd,md->mn", slopes, moved)
+        with np.errstate(over="ignore"):  # beyond all measure: no weight
+            weights = (_FREEDOM + 1) / (_FREEDOM + left**2 / spread)
+        weighted = slopes * (weights / variances)[..., None]
+        precision = prior + np.swapaxes(weighted, 1, 2) @ slopes
+        pull = np.einsum("mnd,mn->md", weighted, residuals)
+        moved = np.linalg.solve(precision, pull[..., None])[..., 0]
+        spread = variances
+    return moved
 
 
 def _slopes(parameters: NetworkParameters, found: Comparisons) -> tuple[Doubles, Doubles, Doubles]:
