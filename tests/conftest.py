@@ -15,6 +15,8 @@ import pytest
 EXTRAS = {
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
+    "jax": ("passes/test_xla.py",),
+    "gymnasium": ("passes/test_environment.py",),
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]

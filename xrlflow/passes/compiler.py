@@ -145,8 +145,8 @@ class Compiler(Protocol):
         """Read a program. Raises CompilerError if it is none, and says where."""
         ...
 
-    def text(self, module: Module) -> str:
-        """A module as text that `load` reads."""
+    def write(self, module: Module) -> str | bytes:
+        """A module as the contents of a file that `load` reads: HLO text, the bytes of an ONNX file."""
         ...
 
     def apply(self, module: Module, name: str) -> Applied:

@@ -314,8 +314,12 @@ def _random(parameter: hlo.Parameter, positive: bool, bound: int, generator: np.
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return " ".join(lines[0].split())[:300] if lines else type(error).__name__
+    """The message up to its stack trace on one line. A parser's message goes on below its first line."""
+    lines = [line for line in str(error).partition("*** Begin stack trace")[0].splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    several = lines[0].rstrip().endswith(":")
+    return " ".join(" ".join(lines[:4] if several else lines[:1]).split())[:400]
 
 
 def serve(descriptor: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +116,8 @@ class XlaCompiler:
             raise CompilerError("the module is empty")
         return _module(self._answer(Load(source)))
 
-    def text(self, module: Module) -> str:
+    def write(self, module: Module) -> str:
+        """HLO text."""
         text: str = self._answer(Print(module.data))
         return text
 
@@ -167,7 +167,10 @@ class XlaCompiler:
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
     ) -> list[tuple[float, ...]]:
-        """Seconds of the modules compiled with XLA's default options: all passes run again. A first run is not counted."""
+        """Seconds of the modules compiled with XLA's default options, so all passes run again.
+
+        The first run of each, which its outputs come from, is not counted.
+        """
         found: Executed = self._answer(
             Execute(tuple(m.data for m in modules), (Draw(seed, positive=True),), repetitions)
         )
