@@ -150,7 +150,10 @@ SNIPPETS: dict[str, str] = {
         " ROOT r = f32[15] reduce-window(x, z), window={size=2}, to_apply=add",
         _ADD,
     ),
-    "cholesky_expander": _module(" x = f32[3,3] parameter(0)\n ROOT r = f32[3,3] cholesky(x), lower=true"),
+    "cholesky_expander": _module(
+        " x = f32[3,3] parameter(0)\n d = f32[3,3] dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={1}\n"
+        " ROOT r = f32[3,3] cholesky(d), lower=true"
+    ),
     "triangular_solve_expander": _module(
         " x = f32[3,3] parameter(0)\n y = f32[3,2] parameter(1)\n ROOT r = f32[3,2] triangular-solve(x, y),"
         " left_side=true, lower=true, unit_diagonal=false, transpose_a=NO_TRANSPOSE"

@@ -104,6 +104,7 @@ def test_a_pass_alone(xla: XlaCompiler, name: str) -> None:
     assert applied.error is None
     assert applied.changed
     assert applied.module != module
+    assert xla.compare(module, applied.module).equal
 
 
 # What is there before and after: live instructions without parameters.

@@ -177,10 +177,10 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         truncated = not terminated and len(self._trace) >= self.configuration.horizon
         over = terminated or truncated
         if (
-            self.configuration.check is Check.STEP
-            and changed
-            or self.configuration.check is Check.END
-            and over
+            (self.configuration.check is Check.STEP
+            and changed)
+            or (self.configuration.check is Check.END
+            and over)
         ):
             self._compare()
         reward, relative = self._reward(before, over)

@@ -103,7 +103,7 @@ class Ready:
 
 # By the number of `PrimitiveType`.
 _DTYPES: dict[int, Any] = {
-    **{
+
         1: np.bool_,
         2: np.int8,
         3: np.int16,
@@ -111,9 +111,9 @@ _DTYPES: dict[int, Any] = {
         5: np.int64,
         6: np.uint8,
         7: np.uint16,
-        8: np.uint32,
-    },
-    **{9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 18: np.complex128},
+        8: np.uint32
+    ,
+    9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 18: np.complex128,
     16: ml_dtypes.bfloat16,
 }
 
