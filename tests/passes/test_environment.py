@@ -87,10 +87,10 @@ class Halving:
         return [(float(m.data),) * repetitions for m in modules]
 
 
-def halving(configuration: Configuration = Configuration(), *numbers: int) -> PassEnv:
+def halving(configuration: Configuration | None = None, *numbers: int) -> PassEnv:
     compiler = Halving()
     problems = [Problem(str(n), compiler.load(str(n))) for n in numbers or (24,)]
-    return PassEnv(compiler, problems, configuration)
+    return PassEnv(compiler, problems, configuration or Configuration())
 
 
 HALVE, BREAK, FAIL, STOP = range(4)
@@ -304,7 +304,8 @@ def test_xla_works_in_the_environment(xla: Compiler) -> None:
     assert observation["action_mask"].tolist() == [1, 0, 0, 0, 1]
     observation, reward, terminated, truncated, information = env.step(0)
     assert reward == pytest.approx(1 / 3)
-    assert not (terminated or truncated)
+    assert not terminated
+    assert not truncated
     assert information["module"].summary.operations == 2
     timed = PassEnv(xla, [problem], replace(configuration, reward=Metric.SECONDS, repetitions=3))
     timed.reset(seed=0)

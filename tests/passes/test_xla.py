@@ -66,8 +66,9 @@ def test_the_digest_ignores_names_but_not_sharing(xla: XlaCompiler) -> None:
     assert xla.load(TWO.replace("square", "pow2").replace(" d ", " dd ").replace("(d)", "(dd)").replace(
         "s, d)", "s, dd)"
     )) == module  # fmt: skip
-    shared = "HloModule m\nENTRY e { x = f32[4] parameter(0)\n a = f32[4] exponential(x)\n %s ROOT r = f32[4] add(a, %s) }"
-    assert xla.load(shared % ("", "a")) != xla.load(shared % ("b = f32[4] exponential(x)\n", "b"))
+    once = "HloModule m\nENTRY e { x = f32[4] parameter(0)\n a = f32[4] exponential(x)\n ROOT r = f32[4] add(a, a) }"
+    twice = once.replace("ROOT r = f32[4] add(a, a)", "b = f32[4] exponential(x)\n ROOT r = f32[4] add(a, b)")
+    assert xla.load(once) != xla.load(twice)
 
 
 def test_stablehlo_is_read(xla: XlaCompiler) -> None:
@@ -252,21 +253,27 @@ def test_a_wrong_module_is_told(xla: XlaCompiler) -> None:
     assert not found.equal
     assert found.difference is not None
     assert found.difference.startswith("output 0 (float32[8, 16]): ")
-    assert xla.compare(right, xla.load(TWO.replace("f32[8,4]", "f32[8,4]").replace("ROOT r = f32[8,16] add(s, d)",
-        "ROOT r = f32[16,8] transpose(s), dimensions={1,0}"))).difference == (
+    turned = TWO.replace("r = f32[8,16] add(s, d)", "r = f32[16,8] transpose(s), dimensions={1,0}")
+    assert xla.compare(right, xla.load(turned)).difference == (
         "output 0 (float32[8, 16]): float32[16, 8] instead"
-    )  # fmt: skip
+    )
 
 
 def test_a_small_error_is_told(xla: XlaCompiler) -> None:
-    text = "HloModule m\nENTRY e { x = f32[4] parameter(0)\n c = f32[] constant(%s)\n b = f32[4] broadcast(c), dimensions={}\n ROOT r = f32[4] multiply(x, b) }"
-    assert xla.compare(xla.load(text % "2"), xla.load(text % "2.00001")).equal
-    assert not xla.compare(xla.load(text % "2"), xla.load(text % "2.002")).equal
+    def scaled(by: str) -> Module:
+        return xla.load(
+            f"HloModule m\nENTRY e {{ x = f32[4] parameter(0)\n c = f32[] constant({by})\n"
+            " b = f32[4] broadcast(c), dimensions={}\n ROOT r = f32[4] multiply(x, b) }"
+        )
+
+    assert xla.compare(scaled("2"), scaled("2.00001")).equal
+    assert not xla.compare(scaled("2"), scaled("2.002")).equal
 
 
 def test_a_comparison_of_nothing_is_refused(xla: XlaCompiler) -> None:
     module = xla.load(
-        "HloModule m\nENTRY e { x = f32[4] parameter(0)\n y = f32[4] subtract(x, x)\n z = f32[4] log(y)\n ROOT r = f32[4] sqrt(z) }"
+        "HloModule m\nENTRY e { x = f32[4] parameter(0)\n n = f32[4] abs(x)\n m = f32[4] negate(n)\n"
+        " ROOT r = f32[4] log(m) }"
     )
     with pytest.raises(CompilerError, match="nothing can be compared"):
         xla.compare(module, module)
@@ -355,6 +362,6 @@ def broken(descriptor: int) -> None:
 def test_a_worker_that_does_not_start() -> None:
     with (
         Pool(broken, 1, 5.0) as pool,
-        pytest.raises(CompilerError, match="no worker can be started: .*no luck"),
+        pytest.raises(CompilerError, match="no luck"),
     ):
         pool.ask(1)

@@ -36,7 +36,7 @@ _LOOK = 200
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a pass made of a module: the digest of the new one (of the old one if nothing changed), and why it failed."""
+    """What a pass made of a module: the new digest (the old one if nothing changed), and why it failed."""
 
     after: str
     error: str | None = None

@@ -1,9 +1,9 @@
 """The compiler protocol: what an environment, an agent or a benchmark of pass orders knows about a compiler.
 
-A compiler has numbered passes. `apply` runs one of them on a module and says what came of it; a pass may fail, or end the
-process that it runs in, and the module is then as it was. A `Module` is a frozen value that holds the program in the
-compiler's own format together with what agents and tables need to know of it, so it can be pickled, kept in a cache and
-compared by its digest. Two compilers are here: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler` (ONNX
+A compiler has numbered passes. `apply` runs one of them on a module and says what came of it; a pass may fail, or end
+the process that it runs in, and the module is then as it was. A `Module` is a frozen value that holds the program in
+the compiler's own format together with what agents and tables need to know of it, so it can be pickled, kept in a cache
+and compared by its digest. Two compilers are here: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler` (ONNX
 graphs; a pass applies the rules of a family).
 
     with XlaCompiler() as compiler:
@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 
 class CompilerError(ValueError):
-    """A module cannot be read or run, a pass does not exist, or a compiler is not installed. The message is one line."""
+    """A module cannot be read or run, a pass does not exist, or a compiler is not installed. Messages are one line."""
 
 
 class Metric(Enum):
@@ -111,9 +111,9 @@ class Comparison:
 class ModuleGraph:
     """The live instructions of a module as a graph, ready for `torch_geometric.data.Data`.
 
-    `opcode` int64 [N]: numbers in `Compiler.opcodes`; the last number + 1 is an unknown one. `x` float32 [N, 6]: log2 of
-    (1 + elements), log2 of (1 + bytes), rank, whether it is the root of its function, of the entry, and the number of
-    readers (log2 of 1 + it). `edge_index` int64 [2, E]: from operands to readers, then from the roots of called
+    `opcode` int64 [N]: numbers in `Compiler.opcodes`; the last number + 1 is an unknown one. `x` float32 [N, 6]: log2
+    of (1 + elements), log2 of (1 + bytes), rank, whether it is the root of its function, of the entry, and the number
+    of readers (log2 of 1 + it). `edge_index` int64 [2, E]: from operands to readers, then from the roots of called
     functions to their callers. `edge_kind` int64 [E]: the position of the operand, at most 6; 7 for a call.
     """
 

@@ -75,8 +75,8 @@ class Check(Enum):
 class Configuration:
     """The form of an episode, which is cut off after `horizon` steps.
 
-    The reward of a step is the reduction of the metric, relative to the first module: over an episode, rewards sum to the
-    relative reduction. With Metric.SECONDS all of it comes with the last step, from `repetitions` pairs of runs.
+    The reward of a step is the reduction of the metric, relative to the first module: over an episode, rewards sum to
+    the relative reduction. With Metric.SECONDS all of it comes with the last step, from `repetitions` pairs of runs.
     """
 
     reward: Metric = Metric.OPERATIONS
@@ -139,7 +139,7 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
             "action_mask": spaces.MultiBinary(count + 1),
         }
         if self.configuration.graph:
-            found["graph"] = spaces.Graph(box(7), box(1))  # type: ignore[arg-type]
+            found["graph"] = spaces.Graph(box(7), box(1))
         return found
 
     def reset(
@@ -176,11 +176,8 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
                 self._note(before, action)
         truncated = not terminated and len(self._trace) >= self.configuration.horizon
         over = terminated or truncated
-        if (
-            (self.configuration.check is Check.STEP
-            and changed)
-            or (self.configuration.check is Check.END
-            and over)
+        if (self.configuration.check is Check.STEP and changed) or (
+            self.configuration.check is Check.END and over
         ):
             self._compare()
         reward, relative = self._reward(before, over)

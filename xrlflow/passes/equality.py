@@ -13,8 +13,8 @@ from xrlflow.passes.compiler import Comparison, CompilerError
 Array: TypeAlias = npt.NDArray[Any]
 Outputs: TypeAlias = Sequence[Array]
 
-# The relative error allowed, by the name of the type, as a part of the number and as a part of the largest number of its
-# tensor: passes reorder sums. Integers and truth values must be equal.
+# The relative error allowed, by the name of the type, as a part of the number and as a part of the largest number of
+# its tensor: passes reorder sums. Integers and truth values must be equal.
 RTOL = {
     "float64": 1e-9,
     "complex128": 1e-9,

@@ -33,9 +33,29 @@ _UNNAMED = (
 )
 
 # The names of HLO's opcodes (openxla/xla, `xla/hlo/ir/hlo_opcode.h`).
-OPCODES = tuple(
-    ["abs", "acos", "acosh", "add", "add-dependency", "after-all", "all-gather", "all-gather-done", "all-gather-start", "all-reduce", "all-reduce-done", "all-reduce-start", "all-to-all", "and", "asin", "asinh", "async-done", "async-start", "async-update", "atan2", "atanh", "batch-norm-grad", "batch-norm-inference", "batch-norm-training", "bitcast", "bitcast-convert", "broadcast", "call", "cbrt", "ceil", "cholesky", "clamp", "collective-broadcast", "collective-permute", "collective-permute-done", "collective-permute-start", "compare", "complex", "concatenate", "conditional", "constant", "convert", "convolution", "copy", "copy-done", "copy-start", "cosine", "cosh", "count-leading-zeros", "custom-call", "divide", "domain", "dot", "dynamic-reshape", "dynamic-slice", "dynamic-update-slice", "erf", "exponential", "exponential-minus-one", "fft", "floor", "fusion", "gather", "get-dimension-size", "get-tuple-element", "imag", "infeed", "iota", "is-finite", "log", "log-plus-one", "logistic", "map", "maximum", "minimum", "multiply", "negate", "not", "opt-barrier", "or", "outfeed", "pad", "parameter", "partition-id", "popcnt", "power", "ragged-all-to-all", "ragged-dot", "real", "recv", "recv-done", "reduce", "reduce-precision", "reduce-scatter", "reduce-window", "remainder", "replica-id", "reshape", "reverse", "rng", "rng-bit-generator", "rng-get-and-update-state", "round-nearest-afz", "round-nearest-even", "rsqrt", "scan", "scatter", "select", "select-and-scatter", "send", "send-done", "set-dimension-size", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sinh", "slice", "sort", "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "topk", "transpose", "triangular-solve", "tuple", "while", "xor"]
+# fmt: off
+OPCODES = (
+    "abs", "acos", "acosh", "add", "add-dependency", "after-all", "all-gather", "all-gather-done",
+    "all-gather-start", "all-reduce", "all-reduce-done", "all-reduce-start", "all-to-all", "and", "asin",
+    "asinh", "async-done", "async-start", "async-update", "atan2", "atanh", "batch-norm-grad",
+    "batch-norm-inference", "batch-norm-training", "bitcast", "bitcast-convert", "broadcast", "call",
+    "cbrt", "ceil", "cholesky", "clamp", "collective-broadcast", "collective-permute",
+    "collective-permute-done", "collective-permute-start", "compare", "complex", "concatenate",
+    "conditional", "constant", "convert", "convolution", "copy", "copy-done", "copy-start", "cosine",
+    "cosh", "count-leading-zeros", "custom-call", "divide", "domain", "dot", "dynamic-reshape",
+    "dynamic-slice", "dynamic-update-slice", "erf", "exponential", "exponential-minus-one", "fft", "floor",
+    "fusion", "gather", "get-dimension-size", "get-tuple-element", "imag", "infeed", "iota", "is-finite",
+    "log", "log-plus-one", "logistic", "map", "maximum", "minimum", "multiply", "negate", "not",
+    "opt-barrier", "or", "outfeed", "pad", "parameter", "partition-id", "popcnt", "power",
+    "ragged-all-to-all", "ragged-dot", "real", "recv", "recv-done", "reduce", "reduce-precision",
+    "reduce-scatter", "reduce-window", "remainder", "replica-id", "reshape", "reverse", "rng",
+    "rng-bit-generator", "rng-get-and-update-state", "round-nearest-afz", "round-nearest-even", "rsqrt",
+    "scan", "scatter", "select", "select-and-scatter", "send", "send-done", "set-dimension-size",
+    "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sinh", "slice", "sort",
+    "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "topk", "transpose", "triangular-solve",
+    "tuple", "while", "xor",
 )
+# fmt: on
 _NUMBERS = {name: number for number, name in enumerate(OPCODES)}
 
 _INT, _TEXT, _MESSAGE, _BYTES = 3, 9, 11, 12
@@ -78,7 +98,11 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
 @cache
 def _module_class() -> Any:
     """The message class of modules, made from the table above."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import (  # type: ignore[import-untyped]
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+    )
 
     file = descriptor_pb2.FileDescriptorProto(
         name="xrlflow/hlo.proto", package="xrlflow.hlo", syntax="proto3"
@@ -89,18 +113,18 @@ def _module_class() -> Any:
             declared.field.add(
                 name=name,
                 number=number,
-                type=kind,  # type: ignore[arg-type]
-                label=3 if repeated else 1,  # type: ignore[arg-type]
+                type=kind,
+                label=3 if repeated else 1,
                 **({"type_name": f".xrlflow.hlo.{of}"} if of else {}),
             )
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("xrlflow.hlo.Module"))  # type: ignore[no-untyped-call]
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("xrlflow.hlo.Module"))
 
 
 def parse(proto: bytes) -> Any:
     """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none."""
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     module = _module_class()()
     try:
@@ -114,8 +138,11 @@ def parse(proto: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts over the live instructions of a module: `opcodes` of all of them, `computations` for each computation that
-    is used, the entry first, how many of its instructions compute something."""
+    """Counts over the live instructions of a module.
+
+    `opcodes`: of each kind. `operations`: those that compute something. `computations`: the operations of each
+    computation that is used, the entry first.
+    """
 
     operations: int
     instructions: int
@@ -127,8 +154,8 @@ def counts(module: Any) -> Counts:
     """Count what the module's result depends on.
 
     An instruction is live if the root of its computation reads it, or if it has an effect; a computation, if a live
-    instruction calls it. `operations` leaves out parameters, constants, tuples and their elements: they compute nothing,
-    and XLA's own importer makes and merges them at will.
+    instruction calls it. `operations` leaves out parameters, constants, tuples and their elements: they compute
+    nothing, and XLA's own importer makes and merges them at will.
     """
     opcodes: Counter[str] = Counter()
     sizes = []
@@ -181,9 +208,9 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
 
 
 def digest(module: Any) -> str:
-    """A digest (32 hex digits) of the entry and what it calls: equal for modules that differ in names, ids and metadata.
+    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata.
 
-    Instructions that nobody reads belong to it, since passes see them. The message is changed: its names are cleared.
+    Instructions that nobody reads belong to it, since passes see them. The message is changed: names are cleared.
     """
     by_id = {c.id: c for c in module.computations}
     known: dict[int, int] = {}

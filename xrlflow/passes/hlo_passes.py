@@ -1,13 +1,14 @@
-"""The HLO passes of jaxlib 0.10 for the CPU: where each stands in XLA's pipelines, and how to run one alone.
+"""The HLO passes of jaxlib 0.10 for the CPU, and how to run one alone.
 
-XLA has no call for one pass. But compile options choose which passes run, and `jax.extend.xla`'s hook hands out the
-module after all HLO passes and may then end the compilation, before any code is generated. So a compilation with a single
-pass enabled is that pass.
+XLA has no call for one pass. But compile options choose which passes run, and a hook (`jax.extend.xla`) hands out the
+module after all HLO passes and may then end the compilation, before any code is generated. So a compilation with a
+single pass enabled is that pass.
 
-What "one pass" means: a pass outside nested pipelines runs once at each of its places in XLA's order (mostly one). A pass
-of the pipeline "simplification", which XLA repeats until nothing changes, runs to its own fixpoint (at most 25 times). After it, XLA's importer runs, as it does before the first pass of every compilation: it drops dead
-code, folds simple constants and removes unused loop variables and operands of sorts. Passes that then have nothing left
-to do are not listed: dce, tuple-simplifier, zero_sized_hlo_elimination, simplify-sorts, while-loop-constant-sinking,
+What "one pass" means: a pass outside nested pipelines runs once at each of its places in XLA's order (mostly one). A
+pass of the pipeline "simplification", which XLA repeats until nothing changes, runs to its own fixpoint (at most 25
+times). After it, XLA's importer runs, as it does before the first pass of every compilation: it drops dead code, folds
+simple constants and removes unused loop variables and operands of sorts. Passes that then have nothing left to do are
+not listed: dce, tuple-simplifier, zero_sized_hlo_elimination, simplify-sorts, while-loop-constant-sinking,
 conditional-canonicalizer, dynamic-dimension-simplifier. `rng-expander` is not, because it changes the random numbers;
 layouts and fusion are not, because they depend on the target.
 """

@@ -1,4 +1,4 @@
-"""Worker processes that may crash. A request whose worker dies gets the reason as its answer, and the next worker starts.
+"""Worker processes that may crash. A request whose worker dies gets the reason as its answer; another worker starts.
 
 Workers start when they are needed first. Requests of a batch are spread over all of them.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.children import serve_in_child
 from xrlflow.passes.compiler import CompilerError
@@ -35,10 +35,6 @@ class Died:
     """The answer to a request that ended its worker, or exceeded its time limit. `reason`: one line."""
 
     reason: str
-
-
-class _Serve(Protocol):
-    def __call__(self, descriptor: int) -> None: ...
 
 
 class _Worker:

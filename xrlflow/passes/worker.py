@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xrlflow.passes import hlo
 from xrlflow.passes.compiler import CompilerError, Summary
 
-Options: TypeAlias = tuple[tuple[str, str], ...]
+Options: TypeAlias = tuple[tuple[str, str | int | bool], ...]
 Array: TypeAlias = npt.NDArray[Any]
 
 
@@ -101,19 +101,24 @@ class Ready:
     version: str
 
 
+_QUICK: Options = (("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True))
+
 # By the number of `PrimitiveType`.
 _DTYPES: dict[int, Any] = {
-
-        1: np.bool_,
-        2: np.int8,
-        3: np.int16,
-        4: np.int32,
-        5: np.int64,
-        6: np.uint8,
-        7: np.uint16,
-        8: np.uint32
-    ,
-    9: np.uint64, 10: np.float16, 11: np.float32, 12: np.float64, 15: np.complex64, 18: np.complex128,
+    1: np.bool_,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.uint8,
+    7: np.uint16,
+    8: np.uint32,
+    9: np.uint64,
+    10: np.float16,
+    11: np.float32,
+    12: np.float64,
+    15: np.complex64,
+    18: np.complex128,
     16: ml_dtypes.bfloat16,
 }
 
@@ -240,8 +245,7 @@ class _Xla:
 
         device = jax.devices("cpu")[0]
         devices = self.jax.DeviceList((device,))
-        quick = (("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True))
-        options = self.options(quick if request.quick else ())
+        options = self.options(_QUICK if request.quick else ())
         drawn = [draw(request.modules[0], d) for d in request.draws]
 
         def placed(arrays: Sequence[Array]) -> list[Any]:
