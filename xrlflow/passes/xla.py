@@ -2,8 +2,7 @@
 
 A module is a serialized HloModuleProto as XLA's importer leaves it: what the next pass, and in the end XLA's compiler,
 will see. This process does not load jaxlib; workers do, because some passes abort when others have not run before
-them (`gather_simplifier` and `scatter_simplifier` on indices in several dimensions do). Such a pass has failed, and the
-module is as it was.
+them. Such a pass has failed, and the module is as it was.
 
 `operations` counts the live instructions of all computations that are used, without parameters, constants, tuples and
 their elements (see `hlo.counts`). Bytes and flops are XLA's own cost analysis.
@@ -20,11 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.placement import default_threads
-from xrlflow.passes import hlo
+from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.compiler import Applied, Comparison, CompilerError, Module, ModuleGraph, Summary
 from xrlflow.passes.equality import compared
-from xrlflow.passes.hlo_passes import PASSES, default_order, only
+from xrlflow.passes.hlo_passes import default_order, only
 from xrlflow.passes.pool import Died, Pool
 from xrlflow.passes.worker import (
     Draw,
@@ -74,7 +73,7 @@ class XlaCompiler:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
         self._cache = cache
-        self._known = {p.name: p for p in PASSES}
+        self._known = {p.name: p for p in hlo_passes.PASSES}
         self._passes = tuple(self._known) if passes is None else tuple(passes)
         for name in self._passes:
             self._check(name)
@@ -127,9 +126,15 @@ class XlaCompiler:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         for name in names:
             self._check(name)
-        known = {name: self._remember(module, name) for name in dict.fromkeys(names)}
+        kinds = {kind for kind, _ in module.summary.opcodes}
+        known: dict[str, Applied | None] = {}
+        for name in dict.fromkeys(names):
+            needs = self._known[name].needs
+            idle = bool(needs) and kinds.isdisjoint(needs)
+            known[name] = Applied(module, False) if idle else self._remember(module, name)
         missing = [name for name, found in known.items() if found is None]
-        requests = [Transform(module.data, module.digest, only(self._known[name])) for name in missing]
+        wanted = [self._known[name] for name in missing]
+        requests = [Transform(module.data, module.digest, only(p), p.unbatched) for p in wanted]
         self.steps += len(requests)
         for name, answer in zip(missing, self._pool.ask_each(requests)):
             known[name] = self._settled(module, name, answer)
