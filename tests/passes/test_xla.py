@@ -277,6 +277,25 @@ def test_a_small_error_is_told(xla: XlaCompiler) -> None:
     assert not xla.compare(scaled("2"), scaled("2.002")).equal
 
 
+def test_both_modules_get_the_inputs_of_the_reference(xla: XlaCompiler) -> None:
+    """Indices are drawn below the smallest dimension that is indexed, which differs between these modules."""
+    wide = xla.load(
+        "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
+        " f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n s = f32[1] dynamic-slice(x, j), dynamic_slice_sizes={1}\n"
+        " ROOT r = (s32[8], f32[1]) tuple(i, s) }"
+    )
+    narrow = xla.load(
+        "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
+        " h = f32[2] slice(x), slice={[0:2]}\n f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n"
+        " s = f32[1] dynamic-slice(h, j), dynamic_slice_sizes={1}\n ROOT r = (s32[8], f32[1]) tuple(i, s) }"
+    )
+    assert xla.compare(narrow, wide).equal  # indices 0 and 1
+    found = xla.compare(wide, narrow)  # indices up to 63; the first output is the indices
+    assert not found.equal
+    assert found.difference is not None
+    assert found.difference.startswith("output 1 ")
+
+
 def test_a_comparison_of_nothing_is_refused(xla: XlaCompiler) -> None:
     module = xla.load(
         "HloModule m\nENTRY e { x = f32[4] parameter(0)\n n = f32[4] abs(x)\n m = f32[4] negate(n)\n"
