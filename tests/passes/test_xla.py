@@ -281,8 +281,8 @@ def test_both_modules_get_the_inputs_of_the_reference(xla: XlaCompiler) -> None:
     """Indices are drawn below the smallest dimension that is indexed, which differs between these modules."""
     wide = xla.load(
         "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
-        " f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n s = f32[1] dynamic-slice(x, j), dynamic_slice_sizes={1}\n"
-        " ROOT r = (s32[8], f32[1]) tuple(i, s) }"
+        " f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n"
+        " s = f32[1] dynamic-slice(x, j), dynamic_slice_sizes={1}\n ROOT r = (s32[8], f32[1]) tuple(i, s) }"
     )
     narrow = xla.load(
         "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
