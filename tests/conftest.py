@@ -16,6 +16,8 @@ EXTRAS = {
     "jax": ("models/test_hlo.py",),
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
+    "jax": ("passes/test_xla.py",),
+    "gymnasium": ("passes/test_environment.py",),
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]

@@ -27,8 +27,9 @@ from tests.rules.harness import model
 ROOT = Path(__file__).parents[1]
 # Which of our own modules need which extra; all others need none.
 EXTRAS = {
-    "train": ("xrlflow/learn", "xrlflow/rl"),
+    "train": ("xrlflow/learn", "xrlflow/passes/environment", "xrlflow/rl"),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
+    "xla": ("xrlflow/passes/worker",),
     "models": ("models",),
     "xla": ("models/hlo/",),
 }
