@@ -13,9 +13,10 @@ import pytest
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
-    "jax": ("models/test_hlo.py",),
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
+    "jax": ("models/test_hlo.py", "passes/test_xla.py"),
+    "gymnasium": ("passes/test_environment.py",),
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]

@@ -27,10 +27,10 @@ from tests.rules.harness import model
 ROOT = Path(__file__).parents[1]
 # Which of our own modules need which extra; all others need none.
 EXTRAS = {
-    "train": ("xrlflow/learn", "xrlflow/rl"),
+    "train": ("xrlflow/learn", "xrlflow/passes/environment", "xrlflow/rl"),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
+    "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
-    "xla": ("models/hlo/",),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {

@@ -1,0 +1,367 @@
+"""XLA's passes: each alone, counts, crashes, the cache, the default order, equivalence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.passes.snippets import SNIPPETS
+from xrlflow.passes import CompilerError, Metric, Module, Summary, run
+from xrlflow.passes import hlo as hlo_modules
+from xrlflow.passes.cache import Cache, Outcome
+from xrlflow.passes.hlo_passes import PASSES
+from xrlflow.passes.pool import Died, Pool
+from xrlflow.passes.xla import XlaCompiler, XlaOptions
+
+TWO = """HloModule two
+square { p = f32[] parameter(0)
+ ROOT m = f32[] multiply(p, p) }
+ENTRY e { x = f32[8,4] parameter(0)
+ y = f32[4,16] parameter(1)
+ d = f32[8,16] dot(x, y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+ s = f32[8,16] map(d), dimensions={0,1}, to_apply=square
+ unused = f32[8,16] exponential(d)
+ ROOT r = f32[8,16] add(s, d) }
+"""
+
+
+@pytest.fixture(scope="module")
+def xla() -> Iterator[XlaCompiler]:
+    with XlaCompiler(XlaOptions(workers=1)) as compiler:
+        yield compiler
+
+
+def names(module: Module) -> dict[str, int]:
+    return dict(module.summary.opcodes)
+
+
+def test_counts(xla: XlaCompiler) -> None:
+    module = xla.load(TWO)
+    # Dead code is not counted. The function's multiplication is.
+    assert names(module) == {"add": 1, "dot": 1, "map": 1, "multiply": 1, "parameter": 3}
+    assert module.summary.operations == 4
+    assert module.summary.computations == (3, 1)
+    # dot 2 * 8 * 4 * 16, map and add 8 * 16 each
+    assert module.summary.flops == 1024 + 128 + 128
+    elements = (32 + 64 + 128) + (128 + 128) + (3 * 128)
+    assert module.summary.bytes_accessed == 4 * elements
+
+
+def test_a_module_is_read_again_as_it_was_written(xla: XlaCompiler) -> None:
+    module = xla.load(TWO)
+    assert xla.load(xla.write(module)) == module
+    assert xla.load(module.data) == module
+
+
+def test_the_digest_ignores_names_but_not_sharing(xla: XlaCompiler) -> None:
+    module = xla.load(TWO)
+    assert xla.load(TWO.replace("square", "pow2").replace(" d ", " dd ").replace("(d)", "(dd)").replace(
+        "s, d)", "s, dd)"
+    )) == module  # fmt: skip
+    once = "HloModule m\nENTRY e { x = f32[4] parameter(0)\n a = f32[4] exponential(x)\n ROOT r = f32[4] add(a, a) }"
+    twice = once.replace("ROOT r = f32[4] add(a, a)", "b = f32[4] exponential(x)\n ROOT r = f32[4] add(a, b)")
+    assert xla.load(once) != xla.load(twice)
+
+
+def test_stablehlo_is_read(xla: XlaCompiler) -> None:
+    text = """module @m { func.func public @main(%a: tensor<4xf32>) -> tensor<4xf32> {
+      %0 = stablehlo.exponential %a : tensor<4xf32>
+      return %0 : tensor<4xf32> } }"""
+    assert names(xla.load(text)) == {"exponential": 1, "parameter": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("HloModule m\nENTRY e { ROOT x = f32[4] nonsense() }", "nonsense"),
+        ("module @m { func.func @main( }", "error"),
+        ("   ", "empty"),
+        (b"\xff\xff\xff", "no HLO module"),
+    ],
+)
+def test_what_is_no_module_is_refused_in_one_line(xla: XlaCompiler, source: str | bytes, says: str) -> None:
+    with pytest.raises(CompilerError, match=says) as raised:
+        xla.load(source)
+    assert "\n" not in str(raised.value)
+
+
+def test_every_pass_has_a_module_that_it_changes() -> None:
+    assert len(PASSES) >= 20
+    assert {p.name for p in PASSES} == set(SNIPPETS)
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_pass_alone(xla: XlaCompiler, name: str) -> None:
+    module = xla.load(SNIPPETS[name])
+    applied = xla.apply(module, name)
+    assert applied.error is None
+    assert applied.changed
+    assert applied.module != module
+    assert xla.compare(module, applied.module).equal
+
+
+# What is there before and after: live instructions without parameters.
+CHANGES = {
+    "algsimp": ({"exponential": 2, "multiply": 1}, {"exponential": 1, "add": 1}),
+    "cse": ({"exponential": 2, "add": 1}, {"exponential": 1, "add": 1}),
+    "constant_folding": ({"constant": 1, "dot": 1, "add": 1}, {"constant": 1, "add": 1}),
+    "reshape-mover": ({"reshape": 2, "add": 1}, {"reshape": 1, "add": 1}),
+    "transpose-folding": ({"transpose": 1, "dot": 1}, {"dot": 1}),
+    "call-inliner": ({"call": 1, "negate": 1}, {"negate": 1}),
+    "map-inline": ({"map": 1, "add": 1}, {"add": 1}),
+    "cse_barrier_expander": ({"opt-barrier": 1, "negate": 1}, {"negate": 1}),
+    "operand_upcaster": ({"dot": 1}, {"convert": 2, "dot": 1}),
+    "simplify-conditional": (
+        {"constant": 1, "conditional": 1, "negate": 1, "exponential": 1},
+        {"negate": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_pass_does(xla: XlaCompiler, name: str) -> None:
+    before, after = CHANGES[name]
+    module = xla.load(SNIPPETS[name])
+
+    def kinds(of: Module) -> dict[str, int]:
+        return {op: count for op, count in names(of).items() if op != "parameter"}
+
+    assert kinds(module) == before
+    assert kinds(xla.apply(module, name).module) == after
+
+
+def test_no_pass_changes_a_module_with_nothing_to_do(xla: XlaCompiler) -> None:
+    module = xla.load("HloModule m\nENTRY e { x = f32[4] parameter(0)\n ROOT r = f32[4] negate(x) }")
+    applied = xla.apply_each(module, xla.passes)
+    assert [a for a in applied if a.changed or a.error] == []
+    assert xla.default(module) == module
+
+
+def test_an_unknown_pass_is_named(xla: XlaCompiler) -> None:
+    with pytest.raises(CompilerError, match="no pass 'algebra'; there are: algsimp"):
+        xla.apply(xla.load(TWO), "algebra")
+
+
+# Alone, this pass ends the process: it expects what another pass leaves.
+CRASHES = """HloModule m
+add { p = f32[] parameter(0)
+ q = f32[] parameter(1)
+ ROOT s = f32[] add(p, q) }
+ENTRY e { x = f32[3,8] parameter(0)
+ i = s32[3,2,1] parameter(1)
+ u = f32[3,2] parameter(2)
+ ROOT r = f32[3,8] scatter(x, i, u), update_window_dims={}, inserted_window_dims={1},
+  scatter_dims_to_operand_dims={1}, input_batching_dims={0}, scatter_indices_batching_dims={0}, index_vector_dim=2,
+  to_apply=add }
+"""
+
+
+def test_a_pass_that_ends_the_process_is_survived(tmp_path: Path) -> None:
+    with XlaCompiler(XlaOptions(workers=1), Cache(tmp_path / "passes.sqlite")) as xla:
+        module = xla.load(CRASHES)
+        crashed, fine = xla.apply_each(module, ["scatter_simplifier", "batched_gather_scatter_normalizer"])
+        assert crashed.module == module
+        assert not crashed.changed
+        assert crashed.error is not None
+        assert "SIGABRT" in crashed.error
+        assert "Check failed" in crashed.error
+        assert fine.changed
+        assert xla.crashes == 1
+        assert xla.apply(module, "scatter_simplifier") == crashed
+        assert xla.crashes == 1
+
+
+def test_results_come_from_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "passes.sqlite"
+    with XlaCompiler(XlaOptions(workers=1), cache := Cache(path)) as xla:
+        module = xla.load(TWO)
+        first = xla.apply_each(module, ["map-inline", "cse"])
+        assert xla.steps == 2
+        assert xla.apply_each(module, ["map-inline", "cse"]) == first
+        assert xla.steps == 2
+        cache.close()
+    # Another program: no worker starts.
+    with XlaCompiler(XlaOptions(workers=1), Cache(path), serve=never) as xla:
+        again = xla.apply_each(module, ["map-inline", "cse"])
+        assert again == first
+        assert again[0].module.data == first[0].module.data
+        assert again[0].module.summary == first[0].module.summary
+        assert [a.changed for a in again] == [True, False]
+
+
+def never(descriptor: int) -> None:
+    raise AssertionError("a worker was started")
+
+
+def test_the_cache_is_bounded(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "passes.sqlite", limit=5000)
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        module = Module(f"{number:032x}", rng.bytes(1000), Summary(number, 1.0, 2.0, (("add", 1),), (1,)))
+        cache.put("c", "before", f"pass {number}", Outcome(module.digest), module)
+    cache.put("c", "before", "idle", Outcome("before"), None)
+    cache.prune()
+    assert cache.bytes <= 5000
+    assert cache.outcome("c", "before", "pass 0") is None
+    assert cache.module(f"{0:032x}") is None
+    assert cache.outcome("c", "before", "pass 19") == Outcome(f"{19:032x}")
+    assert (kept := cache.module(f"{19:032x}")) is not None
+    assert kept.summary == Summary(19, 1.0, 2.0, (("add", 1),), (1,))
+    assert cache.outcome("c", "before", "idle") == Outcome("before")
+
+
+def test_the_default_order(xla: XlaCompiler) -> None:
+    """XLA's own pipelines with our passes: maps inlined, transposes folded, equal instructions merged, in one go."""
+    module = xla.load(
+        "HloModule m\nneg { p = f32[] parameter(0)\n ROOT n = f32[] negate(p) }\n"
+        "ENTRY e { x = f32[3,2] parameter(0)\n y = f32[3,4] parameter(1)\n"
+        " t = f32[2,3] transpose(x), dimensions={1,0}\n"
+        " d = f32[2,4] dot(t, y), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        " a = f32[2,4] map(d), dimensions={0,1}, to_apply=neg\n b = f32[2,4] map(d), dimensions={0,1}, to_apply=neg\n"
+        " ROOT r = f32[2,4] multiply(a, b) }"
+    )
+    after = xla.default(module)
+    assert {op for op, _ in after.summary.opcodes} <= {"parameter", "dot", "negate", "multiply", "transpose"}
+    assert after.summary.operations < module.summary.operations
+    assert xla.default(after).summary.operations == after.summary.operations
+    assert xla.compare(module, after).equal
+    one = run(xla, module, ["map-inline", "cse", "transpose-folding"])
+    assert names(one) == {"parameter": 2, "dot": 1, "negate": 1, "multiply": 1}
+
+
+def test_the_default_order_uses_only_the_passes_on_offer() -> None:
+    with XlaCompiler(XlaOptions(workers=1), passes=["map-inline"]) as xla:
+        module = xla.load(SNIPPETS["transpose-folding"])
+        assert xla.default(module) == module
+        module = xla.load(SNIPPETS["map-inline"])
+        assert xla.default(module) == xla.apply(module, "map-inline").module
+
+
+def test_a_wrong_module_is_told(xla: XlaCompiler) -> None:
+    right = xla.load(TWO)
+    assert xla.compare(right, run(xla, right, ["map-inline", "dot_decomposer"])).equal
+    wrong = xla.load(TWO.replace("multiply(p, p)", "add(p, p)"))
+    found = xla.compare(right, wrong)
+    assert not found.equal
+    assert found.difference is not None
+    assert found.difference.startswith("output 0 (float32[8, 16]): ")
+    turned = TWO.replace("r = f32[8,16] add(s, d)", "r = f32[16,8] transpose(s), dimensions={1,0}")
+    assert xla.compare(right, xla.load(turned)).difference == (
+        "output 0 (float32[8, 16]): float32[16, 8] instead"
+    )
+
+
+def test_a_small_error_is_told(xla: XlaCompiler) -> None:
+    def scaled(by: str) -> Module:
+        return xla.load(
+            f"HloModule m\nENTRY e {{ x = f32[4] parameter(0)\n c = f32[] constant({by})\n"
+            " b = f32[4] broadcast(c), dimensions={}\n ROOT r = f32[4] multiply(x, b) }"
+        )
+
+    assert xla.compare(scaled("2"), scaled("2.00001")).equal
+    assert not xla.compare(scaled("2"), scaled("2.002")).equal
+
+
+def test_a_comparison_of_nothing_is_refused(xla: XlaCompiler) -> None:
+    module = xla.load(
+        "HloModule m\nENTRY e { x = f32[4] parameter(0)\n n = f32[4] abs(x)\n m = f32[4] negate(n)\n"
+        " ROOT r = f32[4] log(m) }"
+    )
+    with pytest.raises(CompilerError, match="nothing can be compared"):
+        xla.compare(module, module)
+
+
+def test_seconds_are_measured_in_turn(xla: XlaCompiler) -> None:
+    small, large = (
+        xla.load(
+            f"HloModule m\nENTRY e {{ x = f32[{n},{n}] parameter(0)\n"
+            f" ROOT d = f32[{n},{n}] dot(x, x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}} }}"
+        )
+        for n in (4, 384)
+    )
+    (quick,) = xla.seconds([small], repetitions=5)
+    (slow,) = xla.seconds([large], repetitions=5)
+    assert len(quick) == len(slow) == 5
+    assert 0.0 < min(quick) < min(slow)
+    with pytest.raises(ValueError, match="measured"):
+        small.summary.of(Metric.SECONDS)
+
+
+def test_the_graph(xla: XlaCompiler) -> None:
+    module = xla.load(TWO)
+    graph = xla.graph(module)
+    kinds = [xla.opcodes[i] for i in graph.opcode]
+    assert sorted(kinds) == ["add", "dot", "map", "multiply", "parameter", "parameter", "parameter"]
+    edges = {(kinds[a], kinds[b], int(k)) for a, b, k in zip(*graph.edge_index, graph.edge_kind)}
+    assert edges == {
+        ("parameter", "dot", 0), ("parameter", "dot", 1), ("dot", "map", 0), ("map", "add", 0), ("dot", "add", 1),
+        ("parameter", "multiply", 0), ("parameter", "multiply", 1), ("multiply", "map", 7),
+    }  # fmt: skip
+    dot = graph.x[kinds.index("dot")]
+    assert dot[:3] == pytest.approx([np.log2(129), np.log2(513), 2])
+    assert graph.x[kinds.index("add"), 3:].tolist() == [1.0, 1.0, 0.0]
+    assert graph.x[kinds.index("multiply"), 3:].tolist() == [1.0, 0.0, 1.0]
+    assert set(names(module)) <= set(hlo_modules.OPCODES)
+
+
+def test_without_jax_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "import importlib.util, importlib.machinery\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, package=None: None if name == 'jax' else find(name, package)\n"
+        "from xrlflow.passes.xla import XlaCompiler\n"
+        "try: XlaCompiler()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == "CompilerError XLA's passes need jax: install it with `pip install 'xrlflow[xla]'`\n"
+    )
+
+
+def sleepy(descriptor: int) -> None:
+    """A worker that doubles numbers, sleeps at 13 and kills itself at 7."""
+    pipe = Connection(descriptor)
+    pipe.send("ready")
+    while True:
+        try:
+            number = pipe.recv()
+        except EOFError:
+            return
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if number == 13:
+            signal.pause()
+        pipe.send(2 * number)
+
+
+def test_a_pool_answers_in_order_and_survives() -> None:
+    with Pool(sleepy, 2, 0.5) as pool:
+        answers = pool.ask_each([1, 7, 2, 13, 3, 4])
+        assert [a for a in answers if isinstance(a, int)] == [2, 4, 6, 8]
+        assert answers[1] == Died("the worker was ended by SIGSEGV")
+        assert answers[3] == Died("it took more than 0.5 s")
+        assert pool.deaths == 2
+    with pytest.raises(CompilerError, match="closed"):
+        pool.ask(1)
+
+
+def broken(descriptor: int) -> None:
+    raise RuntimeError("Error: no luck")
+
+
+def test_a_worker_that_does_not_start() -> None:
+    with (
+        Pool(broken, 1, 5.0) as pool,
+        pytest.raises(CompilerError, match="no luck"),
+    ):
+        pool.ask(1)

@@ -1,0 +1,29 @@
+"""Orders of compiler passes: a protocol for compilers, an environment over it, and two compilers.
+
+`compiler` is the protocol. `xla` runs XLA's HLO passes (the extra `xla`), `rules` our rewrite rules on ONNX graphs.
+`environment` needs Gymnasium (the extra `train`). Importing this package loads none of them.
+"""
+
+from xrlflow.passes.compiler import (
+    Applied,
+    Comparison,
+    Compiler,
+    CompilerError,
+    Metric,
+    Module,
+    ModuleGraph,
+    Summary,
+    run,
+)
+
+__all__ = [
+    "Applied",
+    "Comparison",
+    "Compiler",
+    "CompilerError",
+    "Metric",
+    "Module",
+    "ModuleGraph",
+    "Summary",
+    "run",
+]

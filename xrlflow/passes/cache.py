@@ -1,0 +1,116 @@
+"""What passes made of modules, on disk: a pass on a module that any earlier run has seen takes no compiler.
+
+A bounded SQLite file that processes share (see `SharedFile`). Modules are kept compressed, once each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from xrlflow.passes.compiler import Module, Summary
+from xrlflow.sqlite import Layout, SharedFile, cache_directory
+
+VERSION = 1
+_PATIENCE = 20.0  # seconds that a writer waits for another process
+_PUT = "INSERT OR REPLACE INTO result"
+_LAYOUT = Layout(
+    (
+        "CREATE TABLE IF NOT EXISTS result (compiler TEXT NOT NULL, before TEXT NOT NULL, pass TEXT NOT NULL,"
+        " after TEXT NOT NULL, error TEXT, PRIMARY KEY (compiler, before, pass)) WITHOUT ROWID",
+        "CREATE TABLE IF NOT EXISTS module (digest TEXT PRIMARY KEY, summary TEXT NOT NULL, data BLOB NOT NULL,"
+        " bytes INTEGER NOT NULL, taken REAL NOT NULL)",
+        "CREATE INDEX IF NOT EXISTS age ON module (taken)",
+    ),
+    VERSION,
+    "result",
+    _PUT,
+)
+# After so many new modules the size of the file is looked at.
+_LOOK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pass made of a module: the new digest (the old one if nothing changed), and why it failed."""
+
+    after: str
+    error: str | None = None
+
+
+class Cache:
+    """Outcomes of passes, and modules by their digest. `limit`: bytes of compressed modules, about; the oldest go."""
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, limit: int = 1 << 30) -> None:
+        """`path`: the file. By default it is `passes.sqlite` in the user's cache directory."""
+        self.path = Path(path) if path is not None else cache_directory() / "passes.sqlite"
+        self.limit = limit
+        self._file = SharedFile(self.path, _LAYOUT, _PATIENCE)
+        self._new = 0
+
+    def outcome(self, compiler: str, before: str, name: str) -> Outcome | None:
+        """What is known of a pass on a module, or None."""
+        rows = self._file.read(
+            "SELECT after, error FROM result WHERE compiler = ? AND before = ? AND pass = ?",
+            (compiler, before, name),
+        )
+        return Outcome(*rows[-1]) if rows else None
+
+    def module(self, digest: str) -> Module | None:
+        """A module by its digest; None if it is not kept."""
+        rows = self._file.read("SELECT summary, data FROM module WHERE digest = ?", (digest,))
+        if not rows:
+            return None
+        summary, data = rows[-1]
+        return Module(digest, zlib.decompress(data), _summary(summary))
+
+    def put(self, compiler: str, before: str, name: str, outcome: Outcome, module: Module | None) -> None:
+        """Keep an outcome, and the new module if there is one."""
+        if module is not None:
+            data = zlib.compress(module.data, 3)
+            self._file.write(
+                "INSERT OR REPLACE INTO module VALUES (?, ?, ?, ?, ?)",
+                (module.digest, json.dumps(astuple(module.summary)), data, len(data), time.time()),
+            )
+            self._new += 1
+            if self._new % _LOOK == 0:
+                self.prune()
+        self._file.write(
+            f"{_PUT} VALUES (?, ?, ?, ?, ?)", (compiler, before, name, outcome.after, outcome.error)
+        )
+
+    def prune(self) -> None:
+        """Drop the oldest modules beyond the limit, and outcomes that lead to none."""
+        self._file.write(
+            "DELETE FROM module WHERE digest IN (SELECT digest FROM (SELECT digest, sum(bytes) OVER"
+            " (ORDER BY taken DESC, digest) AS total FROM module) WHERE total > ?)",
+            (self.limit,),
+        )
+        self._file.write(
+            "DELETE FROM result WHERE after != before AND after NOT IN (SELECT digest FROM module)", ()
+        )
+
+    def __len__(self) -> int:
+        return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM result", ()))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all modules, compressed."""
+        return sum(
+            int(total) for (total,) in self._file.read("SELECT coalesce(sum(bytes), 0) FROM module", ())
+        )
+
+    def close(self) -> None:
+        """Write what is not yet written, if that is possible now."""
+        self._file.close()
+
+
+def _summary(text: str) -> Summary:
+    operations, moved, flops, opcodes, computations = json.loads(text)
+    return Summary(
+        operations, moved, flops, tuple((name, count) for name, count in opcodes), tuple(computations)
+    )

@@ -1,0 +1,317 @@
+"""HLO modules as serialized protocol buffers, read without jaxlib: a digest, counts, and the graph of the instructions.
+
+Only the fields that are needed are declared (numbers: openxla/xla, `xla/service/hlo.proto` and `xla/xla_data.proto`);
+all others are kept as they are, so that the digest covers them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from xrlflow.passes.compiler import CompilerError, ModuleGraph
+
+# Bytes of an element by the number of its type (`PrimitiveType`). Types of less than a byte count as one.
+_WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 15: 8, 16: 2, 18: 16}
+_TUPLE = 13
+# Instructions that hold or hand on values, and compute nothing.
+BOOKKEEPING = frozenset({"parameter", "constant", "tuple", "get-tuple-element"})
+_EFFECTS = frozenset(
+    {"send", "send-done", "recv", "recv-done", "infeed", "outfeed", "rng-get-and-update-state", "domain"}
+)
+# Fields of an instruction that say how it is called or where it is from, or that the digest covers by other means.
+_UNNAMED = (
+    *("name", "id", "operand_ids", "called_computation_ids", "control_predecessor_ids", "metadata"),
+    *("original_value", "statistics_viz"),
+)
+
+# The names of HLO's opcodes (openxla/xla, `xla/hlo/ir/hlo_opcode.h`).
+# fmt: off
+OPCODES = (
+    "abs", "acos", "acosh", "add", "add-dependency", "after-all", "all-gather", "all-gather-done",
+    "all-gather-start", "all-reduce", "all-reduce-done", "all-reduce-start", "all-to-all", "and", "asin",
+    "asinh", "async-done", "async-start", "async-update", "atan2", "atanh", "batch-norm-grad",
+    "batch-norm-inference", "batch-norm-training", "bitcast", "bitcast-convert", "broadcast", "call",
+    "cbrt", "ceil", "cholesky", "clamp", "collective-broadcast", "collective-permute",
+    "collective-permute-done", "collective-permute-start", "compare", "complex", "concatenate",
+    "conditional", "constant", "convert", "convolution", "copy", "copy-done", "copy-start", "cosine",
+    "cosh", "count-leading-zeros", "custom-call", "divide", "domain", "dot", "dynamic-reshape",
+    "dynamic-slice", "dynamic-update-slice", "erf", "exponential", "exponential-minus-one", "fft", "floor",
+    "fusion", "gather", "get-dimension-size", "get-tuple-element", "imag", "infeed", "iota", "is-finite",
+    "log", "log-plus-one", "logistic", "map", "maximum", "minimum", "multiply", "negate", "not",
+    "opt-barrier", "or", "outfeed", "pad", "parameter", "partition-id", "popcnt", "power",
+    "ragged-all-to-all", "ragged-dot", "real", "recv", "recv-done", "reduce", "reduce-precision",
+    "reduce-scatter", "reduce-window", "remainder", "replica-id", "reshape", "reverse", "rng",
+    "rng-bit-generator", "rng-get-and-update-state", "round-nearest-afz", "round-nearest-even", "rsqrt",
+    "scan", "scatter", "select", "select-and-scatter", "send", "send-done", "set-dimension-size",
+    "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sinh", "slice", "sort",
+    "sqrt", "stochastic-convert", "subtract", "tan", "tanh", "topk", "transpose", "triangular-solve",
+    "tuple", "while", "xor",
+)
+# fmt: on
+_NUMBERS = {name: number for number, name in enumerate(OPCODES)}
+
+_INT, _TEXT, _MESSAGE, _BYTES = 3, 9, 11, 12
+_MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
+    "Shape": (
+        ("element_type", 2, _INT, False, ""),
+        ("dimensions", 3, _INT, True, ""),
+        ("tuple_shapes", 4, _MESSAGE, True, "Shape"),
+    ),
+    "DotDimensions": (("lhs_contracting", 1, _INT, True, ""),),
+    "Instruction": (
+        ("name", 1, _TEXT, False, ""),
+        ("opcode", 2, _TEXT, False, ""),
+        ("shape", 3, _MESSAGE, False, "Shape"),
+        ("metadata", 7, _BYTES, False, ""),
+        ("parameter_number", 9, _INT, False, ""),
+        ("dot_dimensions", 30, _MESSAGE, False, "DotDimensions"),
+        ("id", 35, _INT, False, ""),
+        ("operand_ids", 36, _INT, True, ""),
+        ("control_predecessor_ids", 37, _INT, True, ""),
+        ("called_computation_ids", 38, _INT, True, ""),
+        ("custom_call_has_side_effect", 65, _INT, False, ""),
+        ("statistics_viz", 82, _BYTES, False, ""),
+        ("original_value", 87, _BYTES, False, ""),
+    ),
+    "Computation": (
+        ("name", 1, _TEXT, False, ""),
+        ("instructions", 2, _MESSAGE, True, "Instruction"),
+        ("id", 5, _INT, False, ""),
+        ("root_id", 6, _INT, False, ""),
+    ),
+    "Module": (
+        ("name", 1, _TEXT, False, ""),
+        ("computations", 3, _MESSAGE, True, "Computation"),
+        ("entry_computation_id", 6, _INT, False, ""),
+    ),
+}
+
+
+@cache
+def _module_class() -> Any:
+    """The message class of modules, made from the table above."""
+    from google.protobuf import (  # type: ignore[import-untyped]
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+    )
+
+    file = descriptor_pb2.FileDescriptorProto(
+        name="xrlflow/hlo.proto", package="xrlflow.hlo", syntax="proto3"
+    )
+    for message, fields in _MESSAGES.items():
+        declared = file.message_type.add(name=message)
+        for name, number, kind, repeated, of in fields:
+            declared.field.add(
+                name=name,
+                number=number,
+                type=kind,
+                label=3 if repeated else 1,
+                **({"type_name": f".xrlflow.hlo.{of}"} if of else {}),
+            )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("xrlflow.hlo.Module"))
+
+
+def parse(proto: bytes) -> Any:
+    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    module = _module_class()()
+    try:
+        module.ParseFromString(proto)
+    except DecodeError as error:
+        raise CompilerError(f"the bytes are no HLO module: {error}") from error
+    if not module.computations:
+        raise CompilerError("the HLO module has no computation")
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts over the live instructions of a module.
+
+    `opcodes`: of each kind. `operations`: those that compute something. `computations`: the operations of each
+    computation that is used, the entry first.
+    """
+
+    operations: int
+    instructions: int
+    opcodes: tuple[tuple[str, int], ...]
+    computations: tuple[int, ...]
+
+
+def counts(module: Any) -> Counts:
+    """Count what the module's result depends on.
+
+    An instruction is live if the root of its computation reads it, or if it has an effect; a computation, if a live
+    instruction calls it. `operations` leaves out parameters, constants, tuples and their elements: they compute
+    nothing, and XLA's own importer makes and merges them at will.
+    """
+    opcodes: Counter[str] = Counter()
+    sizes = []
+    for _, instructions in live(module):
+        names = [i.opcode for i in instructions]
+        opcodes.update(names)
+        sizes.append(sum(name not in BOOKKEEPING for name in names))
+    entry, rest = sizes[0], sorted(sizes[1:], reverse=True)
+    return Counts(sum(sizes), opcodes.total(), tuple(sorted(opcodes.items())), (entry, *rest))
+
+
+def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The used computations, the entry first, each with its live instructions (producers first)."""
+    by_id = {c.id: c for c in module.computations}
+    waiting, seen = [module.entry_computation_id or module.computations[-1].id], set()
+    while waiting:
+        number = waiting.pop()
+        if number in seen:
+            continue
+        seen.add(number)
+        computation = by_id[number]
+        roots = [computation.root_id, *(i.id for i in computation.instructions if _has_effect(i))]
+        instructions = list(_ordered(computation, roots))
+        waiting += [called for i in instructions for called in i.called_computation_ids]
+        yield computation, instructions
+
+
+def _has_effect(instruction: Any) -> bool:
+    return instruction.opcode in _EFFECTS or bool(instruction.custom_call_has_side_effect)
+
+
+def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
+    """Instructions that the roots depend on, each after its operands, in an order that names do not influence."""
+    by_id = {i.id: i for i in computation.instructions}
+    done: set[int] = set()
+    for root in roots:
+        stack = [(root, False)]
+        while stack:
+            number, ready = stack.pop()
+            if number in done:
+                continue
+            instruction = by_id[number]
+            if ready:
+                done.add(number)
+                yield instruction
+                continue
+            stack.append((number, True))
+            before = (*instruction.operand_ids, *instruction.control_predecessor_ids)
+            stack.extend((b, False) for b in reversed(before) if b not in done)
+
+
+def digest(module: Any) -> str:
+    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata.
+
+    Instructions that nobody reads belong to it, since passes see them. The message is changed: names are cleared.
+    """
+    by_id = {c.id: c for c in module.computations}
+    known: dict[int, int] = {}
+
+    def of(number: int) -> bytes:
+        if number in known:  # called again: not the same as a copy of it
+            return b"again %d" % known[number]
+        known[number] = len(known)
+        computation = by_id[number]
+        state = hashlib.blake2b(digest_size=16)
+        numbers: dict[int, int] = {}
+        root = computation.root_id
+        for instruction in list(_ordered(computation, (root, *(i.id for i in computation.instructions)))):
+            numbers[instruction.id] = len(numbers)
+            before = [numbers[o] for o in instruction.operand_ids]
+            before += [-1, *(numbers[o] for o in instruction.control_predecessor_ids)]
+            state.update(repr(before).encode())
+            for called in instruction.called_computation_ids:
+                state.update(of(called))
+            for field in _UNNAMED:
+                instruction.ClearField(field)
+            state.update(instruction.SerializeToString(deterministic=True))
+        state.update(b"root %d" % numbers[root])
+        return state.digest()
+
+    return of(module.entry_computation_id or module.computations[-1].id).hex()
+
+
+def graph(module: Any) -> ModuleGraph:
+    """The live instructions of all computations (see `ModuleGraph`)."""
+    parts = list(live(module))
+    numbers: dict[int, int] = {}
+    roots: dict[int, int] = {}
+    for computation, instructions in parts:
+        for instruction in instructions:
+            numbers[instruction.id] = len(numbers)
+        roots[computation.id] = numbers[computation.root_id]
+    opcode = np.full(len(numbers), len(OPCODES), np.int64)
+    x = np.zeros((len(numbers), 6), np.float32)
+    edges: list[tuple[int, int, int]] = []
+    for position, (computation, instructions) in enumerate(parts):
+        for instruction in instructions:
+            at = numbers[instruction.id]
+            opcode[at] = _NUMBERS.get(instruction.opcode, len(OPCODES))
+            elements, size = extent(instruction.shape)
+            is_root = at == roots[computation.id]
+            x[at, :5] = (
+                elements,
+                size,
+                len(instruction.shape.dimensions),
+                is_root,
+                is_root and position == 0,
+            )
+            edges += [(numbers[o], at, min(i, 6)) for i, o in enumerate(instruction.operand_ids)]
+            edges += [(roots[c], at, 7) for c in instruction.called_computation_ids]
+    table = np.array(edges, np.int64).reshape(-1, 3)
+    x[:, 5] = np.bincount(table[:, 0], minlength=len(numbers))
+    x[:, (0, 1, 5)] = np.log2(1.0 + x[:, (0, 1, 5)])
+    return ModuleGraph(opcode, x, np.ascontiguousarray(table[:, :2].T), table[:, 2].copy())
+
+
+def extent(shape: Any) -> tuple[int, int]:
+    """The elements and bytes of a shape; of all parts if it is a tuple."""
+    if shape.element_type == _TUPLE:
+        parts = [extent(part) for part in shape.tuple_shapes]
+        return sum(e for e, _ in parts), sum(b for _, b in parts)
+    elements = math.prod(shape.dimensions)
+    return elements, elements * _WIDTHS.get(shape.element_type, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the entry: element type (a number of `PrimitiveType`) and dimensions."""
+
+    element_type: int
+    dimensions: tuple[int, ...]
+
+
+def parameters(module: Any) -> list[Parameter]:
+    """The parameters of the entry, in their order. Raises CompilerError if one is a tuple."""
+    entry, _ = next(live(module))
+    found = {}
+    for instruction in entry.instructions:
+        if instruction.opcode == "parameter":
+            if instruction.shape.element_type == _TUPLE:
+                raise CompilerError(f"parameter {instruction.name} is a tuple: give its parts as parameters")
+            found[instruction.parameter_number] = Parameter(
+                instruction.shape.element_type, tuple(instruction.shape.dimensions)
+            )
+    return [found[number] for number in sorted(found)]
+
+
+def index_bound(module: Any) -> int:
+    """Integers below this are in range wherever the module takes indices: the smallest dimension above 1 of what is
+    gathered from, scattered to or sliced at run time; at least 2, at most 64."""
+    least = 64
+    for computation, instructions in live(module):
+        by_id = {i.id: i for i in computation.instructions}
+        for instruction in instructions:
+            if instruction.opcode in ("gather", "scatter", "dynamic-slice", "dynamic-update-slice"):
+                least = min(
+                    [least, *(d for d in by_id[instruction.operand_ids[0]].shape.dimensions if d > 1)]
+                )
+    return max(2, least)

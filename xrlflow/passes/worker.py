@@ -1,0 +1,349 @@
+"""The process that runs XLA for `XlaCompiler`. A pass may abort it: then the pool starts another.
+
+It loads jaxlib alone, not jax. Requests and answers are pickled; `serve` answers one request after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.passes import hlo
+from xrlflow.passes.compiler import CompilerError, Summary
+
+Options: TypeAlias = tuple[tuple[str, str | int | bool], ...]
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read HLO text, StableHLO text or bytecode, or a serialized HloModuleProto. Answer: Loaded."""
+
+    source: str | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """Run the passes that these options enable on a module with this digest. Answer: Loaded; None: nothing changed."""
+
+    data: bytes
+    digest: str
+    options: Options
+
+
+@dataclass(frozen=True, slots=True)
+class Print:
+    """A module as HLO text. Answer: str."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Random inputs: normal floats, or (`positive`) floats between 0.5 and 1.5."""
+
+    seed: int
+    positive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """All of XLA's HLO passes, with layouts and fusion, as a compilation runs them. Answer: Summary."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Run modules of one interface on the same inputs: on each of the draws for their outputs, then `repetitions` times
+    in turn on the first one for times. `quick`: compile with little effort. Answer: Executed.
+    """
+
+    modules: tuple[bytes, ...]
+    draws: tuple[Draw, ...]
+    repetitions: int = 0
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    data: bytes
+    digest: str
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """The outputs of each module on each draw, and the seconds of each run of each module."""
+
+    outputs: tuple[tuple[tuple[Array, ...], ...], ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """XLA, or we, said no. `error`: one line."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has loaded XLA of this version."""
+
+    version: str
+
+
+_QUICK: Options = (("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True))
+
+# By the number of `PrimitiveType`.
+_DTYPES: dict[int, Any] = {
+    1: np.bool_,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.uint8,
+    7: np.uint16,
+    8: np.uint32,
+    9: np.uint64,
+    10: np.float16,
+    11: np.float32,
+    12: np.float64,
+    15: np.complex64,
+    18: np.complex128,
+    16: ml_dtypes.bfloat16,
+}
+
+Request: TypeAlias = Load | Transform | Print | Whole | Execute
+
+
+class _Xla:
+    """A CPU client, and the hook through which modules come out."""
+
+    def __init__(self) -> None:
+        from jaxlib import _hlo, _jax, _xla, xla_client
+
+        self.hlo, self.jax, self.client_module = _hlo, _jax, xla_client
+        self.client = xla_client.make_cpu_client()
+        self.devices = _jax.DeviceList(tuple(self.client.devices()[:1]))
+        self._taken: list[bytes] = []
+        self._taking = False
+        _xla.register_xla_transform("xrlflow", 0, self._take)
+        # The module that was converted last: agents run many passes on one module.
+        self._converted: tuple[str, bytes] = ("", b"")
+
+    def _take(self, module: bytes) -> None:
+        """Called by XLA after the HLO passes. An error ends the compilation, which is what we want."""
+        if self._taking:
+            self._taken.append(module)
+            raise _Enough
+
+    def options(self, chosen: Options) -> Any:
+        options = self.client_module.CompileOptions()
+        options.env_option_overrides = list(chosen)
+        return options
+
+    def passes(self, stablehlo: bytes, chosen: Options) -> bytes:
+        """The HLO module after these passes. Raises CompilerError if XLA fails before the end of them."""
+        self._taken.clear()
+        self._taking = True
+        try:
+            self.client.compile_and_load(stablehlo, self.devices, self.options(chosen))
+        except Exception as error:  # jaxlib's own error type: the hook's error, or that of a pass
+            if not self._taken:
+                raise CompilerError(_first_line(error)) from error
+        finally:
+            self._taking = False
+        if not self._taken:
+            raise CompilerError("this jaxlib does not call the hook after the HLO passes")
+        return self._taken.pop()
+
+    def stablehlo(self, data: bytes, digest: str = "") -> bytes:
+        """StableHLO bytecode of a serialized HLO module: what XLA's compiler takes."""
+        if digest and self._converted[0] == digest:
+            return self._converted[1]
+        try:
+            converted: bytes = self.jax.mlir.hlo_to_stablehlo(data)
+        except Exception as error:
+            raise CompilerError(_first_line(error)) from error
+        self._converted = (digest, converted)
+        return converted
+
+    def imported(self, stablehlo: str | bytes) -> bytes:
+        """The HLO module that XLA makes of StableHLO before its first pass."""
+        try:
+            computation = self.jax.mlir.mlir_module_to_xla_computation(stablehlo)
+        except Exception as error:
+            raise CompilerError(_first_line(error)) from error
+        proto: bytes = computation.as_serialized_hlo_module_proto()
+        return proto
+
+    def landed(self, data: bytes) -> Loaded:
+        """A module as the next pass will see it: what XLA's importer makes of it.
+
+        The importer folds reshapes of reshapes and the like. If it ran at the start of the next pass instead, passes
+        without effect would seem to have one.
+        """
+        imported = self.imported(self.stablehlo(data))
+        message = hlo.parse(imported)
+        counts = hlo.counts(message)
+        costs = self.costs(imported)
+        summary = Summary(counts.operations, *costs, counts.opcodes, counts.computations)
+        return Loaded(imported, hlo.digest(message), summary)
+
+    def costs(self, data: bytes) -> tuple[float, float]:
+        """Bytes accessed and flops by XLA's own cost analysis."""
+        module = self.hlo.HloModule.from_serialized_hlo_module_proto(data)
+        found = self.jax.hlo_module_cost_analysis(self.client, module)
+        return float(found.get("bytes accessed", 0.0)), float(found.get("flops", 0.0))
+
+    def load(self, source: str | bytes) -> Loaded:
+        if isinstance(source, str) and source.lstrip().startswith("HloModule"):
+            try:
+                data = self.hlo.hlo_module_from_text(source).as_serialized_hlo_module_proto()
+            except Exception as error:
+                raise CompilerError(_first_line(error)) from error
+        elif isinstance(source, str) or source[:4] == b"ML\xefR":
+            data = self.imported(source)
+        else:
+            hlo.parse(source)
+            data = source
+        # Twice: jax's own module has calls and tuples that go away only at the second time.
+        return self.landed(self.landed(data).data)
+
+    def transform(self, request: Transform) -> Loaded | None:
+        after = self.passes(self.stablehlo(request.data, request.digest), request.options)
+        if hlo.digest(hlo.parse(after)) == request.digest:
+            return None
+        landed = self.landed(after)
+        return None if landed.digest == request.digest else landed
+
+    def text(self, data: bytes) -> str:
+        options = self.hlo.HloPrintOptions.short_parsable()
+        options.print_metadata = False
+        options.print_large_constants = True
+        module = self.hlo.HloModule.from_serialized_hlo_module_proto(data)
+        text: str = module.to_string(options)
+        return text
+
+    def whole(self, data: bytes) -> Summary:
+        """Counts after all HLO passes. What is fused counts where it is computed."""
+        after = self.passes(self.stablehlo(data), ())
+        counts = hlo.counts(hlo.parse(after))
+        return Summary(counts.operations, *self.costs(after), counts.opcodes, counts.computations)
+
+    def execute(self, request: Execute) -> Executed:
+        import jax
+
+        device = jax.devices("cpu")[0]
+        devices = self.jax.DeviceList((device,))
+        options = self.options(_QUICK if request.quick else ())
+        drawn = [draw(request.modules[0], d) for d in request.draws]
+
+        def placed(arrays: Sequence[Array]) -> list[Any]:
+            return [jax.device_put(a, device) for a in arrays]
+
+        try:
+            programs = [
+                device.client.compile_and_load(self.stablehlo(m), devices, options) for m in request.modules
+            ]
+            outputs = tuple(
+                tuple(tuple(np.asarray(o) for o in p.execute(placed(arrays))) for arrays in drawn)
+                for p in programs
+            )
+            seconds: list[list[float]] = [[] for _ in programs]
+            inputs = placed(drawn[0])
+            for _ in range(request.repetitions):
+                for program, taken in zip(programs, seconds):
+                    if any(i.is_deleted() for i in inputs):  # a module may take over the memory of its inputs
+                        inputs = placed(drawn[0])
+                    jax.block_until_ready(inputs)
+                    begin = time.perf_counter()
+                    jax.block_until_ready(program.execute(inputs))
+                    taken.append(time.perf_counter() - begin)
+        except Exception as error:
+            raise CompilerError(_first_line(error)) from error
+        return Executed(outputs, tuple(tuple(s) for s in seconds))
+
+    def answer(self, request: Request) -> Any:
+        match request:
+            case Load(source):
+                return self.load(source)
+            case Transform():
+                return self.transform(request)
+            case Print(data):
+                return self.text(data)
+            case Whole(data):
+                return self.whole(data)
+            case Execute():
+                return self.execute(request)
+
+
+class _Enough(Exception):
+    """Ends a compilation after the HLO passes."""
+
+
+def draw(data: bytes, how: Draw) -> list[Array]:
+    """Random inputs for a module, one for each parameter of its entry. Integers are valid as indices."""
+    module = hlo.parse(data)
+    generator = np.random.default_rng(how.seed)
+    bound = hlo.index_bound(module)
+    return [_random(p, how.positive, bound, generator) for p in hlo.parameters(module)]
+
+
+def _random(parameter: hlo.Parameter, positive: bool, bound: int, generator: np.random.Generator) -> Array:
+    dtype = _DTYPES.get(parameter.element_type)
+    if dtype is None:
+        raise CompilerError(f"inputs of element type {parameter.element_type} cannot be drawn")
+    kind, shape = np.dtype(dtype), parameter.dimensions
+    if kind == np.bool_:
+        return generator.integers(0, 2, shape).astype(kind)
+    if kind.kind == "u" and kind.itemsize > 1:  # keys of random number generators
+        return generator.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
+    if kind.kind in "iu":
+        return generator.integers(0, min(bound, 100), shape).astype(kind)
+
+    def floats() -> Array:
+        return generator.uniform(0.5, 1.5, shape) if positive else generator.normal(size=shape)
+
+    return (floats() + 1j * floats()).astype(kind) if kind.kind == "c" else np.asarray(floats()).astype(kind)
+
+
+def _first_line(error: BaseException) -> str:
+    """The message up to its stack trace on one line. A parser's message goes on below its first line."""
+    lines = [line for line in str(error).partition("*** Begin stack trace")[0].splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    several = lines[0].rstrip().endswith(":")
+    return " ".join(" ".join(lines[:4] if several else lines[:1]).split())[:400]
+
+
+def serve(descriptor: int) -> None:
+    """Answer requests that come through a pipe until it is closed."""
+    pipe = Connection(descriptor)
+    xla = _Xla()
+    pipe.send(Ready(f"jaxlib {_version()}"))
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = xla.answer(request)
+        except CompilerError as error:
+            answer = Refusal(str(error))
+        pipe.send(answer)
+
+
+def _version() -> str:
+    from jaxlib.version import __version__
+
+    return str(__version__)

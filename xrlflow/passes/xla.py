@@ -1,0 +1,264 @@
+"""XLA's HLO passes on the CPU, one at a time, in worker processes (`hlo_passes` lists them and says what one pass is).
+
+A module is a serialized HloModuleProto as XLA's importer leaves it: what the next pass, and in the end XLA's compiler,
+will see. This process does not load jaxlib; workers do, because some passes abort when others have not run before
+them (`gather_simplifier` and `scatter_simplifier` on indices in several dimensions do). Such a pass has failed, and the
+module is as it was.
+
+`operations` counts the live instructions of all computations that are used, without parameters, constants, tuples and
+their elements (see `hlo.counts`). Bytes and flops are XLA's own cost analysis.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from xrlflow.backends.placement import default_threads
+from xrlflow.passes import hlo
+from xrlflow.passes.cache import Cache, Outcome
+from xrlflow.passes.compiler import Applied, Comparison, CompilerError, Module, ModuleGraph, Summary
+from xrlflow.passes.equality import compared
+from xrlflow.passes.hlo_passes import PASSES, default_order, only
+from xrlflow.passes.pool import Died, Pool
+from xrlflow.passes.worker import (
+    Draw,
+    Execute,
+    Executed,
+    Load,
+    Loaded,
+    Options,
+    Print,
+    Refusal,
+    Transform,
+    Whole,
+    serve,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A new number when the same pass gives another module: results of older versions in the cache are then passed over.
+_SEMANTICS = 1
+_ROUNDS = 20  # of the default order until the number of operations stays the same
+
+
+@dataclass(frozen=True, slots=True)
+class XlaOptions:
+    """`workers` run passes at the same time. A pass may take `seconds`. `remember`: bytes of modules kept in memory."""
+
+    workers: int = field(default_factory=default_threads)
+    seconds: float = 60.0
+    remember: int = 1 << 27
+
+
+class XlaCompiler:
+    """The HLO passes of the installed jaxlib as a `Compiler`. Use it in a `with` statement, or close it.
+
+    `cache`: where results are kept between programs; None: nowhere. `passes`: the names to offer, by default all.
+    Raises CompilerError if jax is missing, or a pass does not exist.
+    """
+
+    def __init__(
+        self,
+        options: XlaOptions | None = None,
+        cache: Cache | None = None,
+        passes: Sequence[str] | None = None,
+        serve: Callable[[int], None] = serve,
+    ) -> None:
+        self.options = options if options is not None else XlaOptions()
+        self._name = f"xla {_version()} v{_SEMANTICS}"
+        self._cache = cache
+        self._known = {p.name: p for p in PASSES}
+        self._passes = tuple(self._known) if passes is None else tuple(passes)
+        for name in self._passes:
+            self._check(name)
+        self._pool = Pool(
+            serve,
+            self.options.workers,
+            self.options.seconds,
+            variables={
+                "JAX_PLATFORMS": "cpu",
+                "JAX_ENABLE_X64": "1",
+                "TF_CPP_MIN_LOG_LEVEL": "2",
+            },
+        )
+        self._modules: OrderedDict[str, Module] = OrderedDict()
+        self._remembered = 0
+        self.steps = 0
+        """Passes that a worker ran, and did not come from the cache."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return self._passes
+
+    @property
+    def opcodes(self) -> tuple[str, ...]:
+        return hlo.OPCODES
+
+    @property
+    def crashes(self) -> int:
+        """The workers that passes have ended so far."""
+        return self._pool.deaths
+
+    def load(self, source: str | bytes) -> Module:
+        """Read HLO text ("HloModule ..."), StableHLO text or bytecode, or a serialized HloModuleProto."""
+        if not source.strip():
+            raise CompilerError("the module is empty")
+        return _module(self._answer(Load(source)))
+
+    def write(self, module: Module) -> str:
+        """HLO text."""
+        text: str = self._answer(Print(module.data))
+        return text
+
+    def apply(self, module: Module, name: str) -> Applied:
+        return self.apply_each(module, [name])[0]
+
+    def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
+        for name in names:
+            self._check(name)
+        known = {name: self._remember(module, name) for name in dict.fromkeys(names)}
+        missing = [name for name, found in known.items() if found is None]
+        requests = [Transform(module.data, module.digest, only(self._known[name])) for name in missing]
+        self.steps += len(requests)
+        for name, answer in zip(missing, self._pool.ask_each(requests)):
+            known[name] = self._settled(module, name, answer)
+        return [found for name in names if (found := known[name]) is not None]
+
+    def default(self, module: Module) -> Module:
+        """XLA's own pipelines up to the assignment of layouts, with these passes alone, repeated until the number of
+        operations stays the same (at most 20 times)."""
+        options = default_order(self._passes)
+        for _ in range(_ROUNDS):
+            after = self._ordered(module, options)
+            if after is None or after.summary.operations == module.summary.operations:
+                return module if after is None else after
+            module = after
+        return module
+
+    def default_once(self, module: Module) -> Module:
+        """XLA's own pipelines with these passes alone, once, as a compilation runs them."""
+        return self._ordered(module, default_order(self._passes)) or module
+
+    def whole(self, module: Module) -> Summary:
+        """Figures after all of XLA's passes, with layouts and fusion. Not comparable to those of `default`: what is
+        fused with several readers is computed, and counted, once for each."""
+        summary: Summary = self._answer(Whole(module.data))
+        return summary
+
+    def graph(self, module: Module) -> ModuleGraph:
+        return hlo.graph(hlo.parse(module.data))
+
+    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
+        draws = (Draw(2 * seed), Draw(2 * seed + 1, positive=True))
+        found: Executed = self._answer(Execute((reference.data, module.data), draws, quick=True))
+        return compared(found.outputs[0], found.outputs[1])
+
+    def seconds(
+        self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
+    ) -> list[tuple[float, ...]]:
+        """Seconds of the modules compiled with XLA's default options, so all passes run again.
+
+        The first run of each, which its outputs come from, is not counted.
+        """
+        found: Executed = self._answer(
+            Execute(tuple(m.data for m in modules), (Draw(seed, positive=True),), repetitions)
+        )
+        return list(found.seconds)
+
+    def close(self) -> None:
+        """End the workers. The cache stays open: it is the caller's."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, name: str) -> None:
+        if name not in self._known:
+            raise CompilerError(f"XLA has no pass {name!r}; there are: {', '.join(self._known)}")
+
+    def _answer(self, request: Any) -> Any:
+        """The answer to a request that must not fail. Raises CompilerError."""
+        answer = self._pool.ask(request)
+        match answer:
+            case Refusal(error):
+                raise CompilerError(error)
+            case Died(reason):
+                raise CompilerError(reason)
+        return answer
+
+    def _ordered(self, module: Module, options: Options) -> Module | None:
+        answer: Loaded | None = self._answer(Transform(module.data, module.digest, options))
+        return None if answer is None else _module(answer)
+
+    def _remember(self, module: Module, name: str) -> Applied | None:
+        """What is known of a pass on a module."""
+        if self._cache is None:
+            return None
+        outcome = self._cache.outcome(self._name, module.digest, name)
+        if outcome is None:
+            return None
+        if outcome.after == module.digest:
+            return Applied(module, False, outcome.error)
+        after = self._modules.get(outcome.after)
+        if after is None and (after := self._cache.module(outcome.after)) is None:
+            return None
+        self._keep(after)
+        return Applied(after, True)
+
+    def _settled(self, module: Module, name: str, answer: Any) -> Applied:
+        match answer:
+            case Loaded():
+                found = Applied(_module(answer), True)
+            case None:
+                found = Applied(module, False)
+            case Refusal(error):
+                found = Applied(module, False, error)
+            case Died(reason):
+                found = Applied(module, False, reason)
+                if "SIGABRT" not in reason and "SIGSEGV" not in reason:
+                    return found  # it may go better next time
+            case _:
+                raise CompilerError(f"a worker gave an unexpected answer: {answer!r}")
+        if self._cache is not None:
+            new = found.module if found.changed else None
+            outcome = Outcome(found.module.digest, found.error)
+            self._cache.put(self._name, module.digest, name, outcome, new)
+            self._keep(found.module)
+        return found
+
+    def _keep(self, module: Module) -> None:
+        """Keep a module in memory; those that were not used for longest go."""
+        if module.digest not in self._modules:
+            self._remembered += len(module.data)
+        self._modules[module.digest] = module
+        self._modules.move_to_end(module.digest)
+        while self._remembered > self.options.remember and len(self._modules) > 1:
+            _, oldest = self._modules.popitem(last=False)
+            self._remembered -= len(oldest.data)
+
+
+def _module(loaded: Loaded) -> Module:
+    return Module(loaded.digest, loaded.data, loaded.summary)
+
+
+def _version() -> str:
+    """The version of jaxlib. Raises CompilerError if jax is missing."""
+    if importlib.util.find_spec("jax") is None or importlib.util.find_spec("jaxlib") is None:
+        raise CompilerError("XLA's passes need jax: install it with `pip install 'xrlflow[xla]'`")
+    return f"jaxlib {importlib.metadata.version('jaxlib')}"
