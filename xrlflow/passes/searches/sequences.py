@@ -40,7 +40,9 @@ def evolve(
     explorer = Explorer(compiler, module, budget, metric)
     generator = np.random.default_rng(seed)
     names = explorer.passes
-    first = [tuple(str(n) for n in generator.choice(names, min(8, budget.horizon))) for _ in range(_POPULATION)]
+    first = [
+        tuple(str(n) for n in generator.choice(names, min(8, budget.horizon))) for _ in range(_POPULATION)
+    ]
 
     def measured(passes: Passes) -> float:
         return explorer.replay(passes).value
@@ -127,7 +129,10 @@ def _evolution(
     meter: Meter,
     generator: np.random.Generator,
 ) -> None:
-    """Steady-state evolution: a child of one or two of the population takes the place of the worst, if it is better."""
+    """Steady-state evolution: a child of one or two of the population takes the place of the worst, if it is as good.
+
+    Of equals the newest come first: passes that bring nothing yet may stay until others make use of them.
+    """
     population = [(measured(passes), passes) for passes in dict.fromkeys(first)]
     idle = 0
     while idle < _IDLE:
@@ -135,8 +140,8 @@ def _evolution(
         child = _child([passes for _, passes in population], names, horizon, generator)
         idle += 1
         if all(child != passes for _, passes in population):
-            population.append((measured(child), child))
-            population.sort(key=lambda pair: (pair[0], len(pair[1])))
+            population.insert(0, (measured(child), child))
+            population.sort(key=lambda pair: pair[0])
             del population[_POPULATION:]
         if meter.steps > before:
             idle = 0

@@ -28,7 +28,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.steps < 0 or self.horizon < 1:
-            raise ValueError(f"a budget has steps >= 0 and a horizon >= 1, not {self.steps} and {self.horizon}")
+            raise ValueError(
+                f"a budget has steps >= 0 and a horizon >= 1, not {self.steps} and {self.horizon}"
+            )
 
 
 class Meter:
