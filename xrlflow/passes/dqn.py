@@ -1,7 +1,7 @@
-"""Deep Q-learning as a control, in one file: double (van Hasselt et al., 2016), with replay, a target network and
-epsilon-greedy exploration (Mnih et al., 2015).
+"""Deep Q-learning as a control, in one file.
 
-The network is that of `Agent`: its scores are the values of the actions. So the same files and the same play serve both.
+It is double (van Hasselt et al., 2016), with replay, a target network and epsilon-greedy exploration (Mnih et al.,
+2015). The network is that of `Agent`: its scores are the values of the actions. So files and play are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import TrainingError
 from xrlflow.learn.threads import one_thread
-from xrlflow.passes.agent import Agent, AgentConfig, random_agent
+from xrlflow.passes.agent import AgentConfig, random_agent
 from xrlflow.passes.compiler import Compiler
 from xrlflow.passes.environment import Observation, Problem
 from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
@@ -29,8 +29,8 @@ from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
 class DQNConfig:
     """`steps` of the environment in all. Epsilon falls linearly to its last value in the first `explore` of them.
 
-    A minibatch of `batch` transitions is learned from every `every` steps, from step `begin` on, out of the last `memory`;
-    the target network follows every `follow` steps. Rewards are multiplied by `reward_scale`.
+    From step `begin` on, every `every` steps, a minibatch of `batch` transitions is learned from, out of the last
+    `memory`; the target network follows every `follow` steps. Rewards are multiplied by `reward_scale`.
     """
 
     steps: int = 20_000

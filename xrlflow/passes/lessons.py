@@ -3,11 +3,11 @@ out; and what all training runs share.
 
 - Masking (`AgentConfig.masking`): passes seen to have no effect on the present module are masked. What was seen is
   forgotten at the end of the episode, because a module that is new to the agent comes without it.
-- Shaping: an order ends at its best prefix, so a step is worth by how much it betters the best module of the episode, as a
-  difference of logarithms. A step that makes the module worse costs nothing. Without shaping, a step is worth the change of
-  the metric relative to the first module, as `PassEnv` gives it.
-- Curriculum: training begins with the smallest modules; the others join in the order of their size until the middle of the
-  training.
+- Shaping: an order ends at its best prefix. So the reward of a step is by how much it betters the best module of the
+  episode, as a difference of logarithms. A step that makes the module worse costs nothing. Without shaping, the reward
+  is the change of the metric relative to the first module, as `PassEnv` gives it.
+- Curriculum: training begins with the smallest modules; the others join in the order of their size until the middle of
+  the training.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ class Trained:
     seconds: float
     interrupted: bool = False
     history: tuple[Mapping[str, float], ...] = field(default=(), repr=False)
+
+    @property
+    def reduction(self) -> float:
+        """1 - the geometric mean of value / initial value; 0 if the agent was never evaluated."""
+        return 0.0 if math.isinf(self.score) else 1.0 - math.exp(self.score)
 
 
 class Lessons:
@@ -100,6 +105,6 @@ class Lessons:
 
 
 def score(agent: Agent, compiler: Compiler, problems: Sequence[Problem], metric: Metric) -> float:
-    """The mean logarithm of what an agent's likeliest orders leave of the modules: 0 without any gain, less is better."""
+    """The mean logarithm of what an agent's likeliest orders leave of the modules: 0 without gain, less is better."""
     orders = [play(agent, compiler, p.module, metric) for p in problems]
     return math.fsum(math.log(max(1.0 - o.reduction, _LEAST)) for o in orders) / len(orders)

@@ -68,7 +68,7 @@ def guided(
     budget: Budget,
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
-    config: TreeConfig = TreeConfig(),
+    config: TreeConfig | None = None,
 ) -> Order:
     """Monte Carlo tree search whose priors are the agent's policy."""
     agent.check(compiler)
@@ -84,7 +84,7 @@ def guided(
             distribution, _ = agent.evaluate([observation])
         return dict(zip(agent.passes, distribution.probs.double().numpy() + 1e-3))
 
-    return tree(meter, module, budget, seed, metric, config, priors)
+    return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
 
 
 def _environment(agent: Agent, compiler: Compiler, module: Module) -> PassEnv:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -174,7 +174,3 @@ def _scalars(episodes: Sequence[Episode[Observation]], stats: Stats) -> dict[str
         "episode/length": float(np.mean([len(e) for e in episodes])),
         **{f"ppo/{f.name}": float(getattr(stats, f.name)) for f in fields(stats)},
     }
-
-
-Trainer = Callable[[Compiler, Sequence[Problem], int], Agent]
-"""Makes an agent from modules and a seed: what a benchmark compares."""

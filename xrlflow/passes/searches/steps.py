@@ -6,6 +6,7 @@ search alike. So searches are compared at equal numbers of passes that a compile
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -210,8 +211,6 @@ class Explorer:
 
 def until_over(explorer: Explorer, search: Callable[[], None]) -> Order:
     """Run a search that may end by `Over`."""
-    try:
+    with contextlib.suppress(Over):
         search()
-    except Over:
-        pass
     return explorer.order()

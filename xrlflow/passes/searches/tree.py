@@ -1,10 +1,10 @@
 """Monte Carlo tree search over modules, with transpositions.
 
 - Modules that several orders lead to are one vertex (by digest). An edge keeps its own visits.
-- A simulation walks down by PUCT to a pass that was not tried there, and goes on from the new module by chance for a few
-  passes. Its worth is the best value on the way.
-- An edge's worth is the mean of its simulations mixed with the best of them, because the result is a maximum, scaled to
-  0 to 1 by the least and the greatest seen.
+- A simulation walks down by PUCT to a pass that was not tried there, and goes on from the new module by chance for a
+  few passes. Its worth is the best value on the way.
+- An edge's worth is the mean of its simulations mixed with the best of them, because the result is a maximum, scaled
+  to 0 to 1 by the least and the greatest seen.
 - A pass without effect is dropped from its vertex when that is seen.
 """
 
