@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.passes.snippets import SNIPPETS
-from xrlflow.passes import CompilerError, Metric, Module, Summary, run
+from xrlflow.passes import CompilerError, Metric, Module, Summary, hlo_passes, run
 from xrlflow.passes import hlo as hlo_modules
 from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.hlo_passes import PASSES
@@ -150,7 +151,7 @@ def test_an_unknown_pass_is_named(xla: XlaCompiler) -> None:
         xla.apply(xla.load(TWO), "algebra")
 
 
-# Alone, this pass ends the process: it expects what another pass leaves.
+# Without a check of ours, XLA aborts here: it expects what another pass leaves.
 CRASHES = """HloModule m
 add { p = f32[] parameter(0)
  q = f32[] parameter(1)
@@ -164,9 +165,15 @@ ENTRY e { x = f32[3,8] parameter(0)
 """
 
 
-def test_a_pass_that_ends_the_process_is_survived(tmp_path: Path) -> None:
+def test_a_pass_that_ends_the_process_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with XlaCompiler(XlaOptions(workers=1), Cache(tmp_path / "passes.sqlite")) as xla:
         module = xla.load(CRASHES)
+        refused = xla.apply(module, "scatter_simplifier")
+        assert refused.error is not None
+        assert "batched_gather_scatter_normalizer first" in refused.error
+        assert xla.crashes == 0
+    monkeypatch.setattr(hlo_passes, "PASSES", [replace(p, unbatched=False) for p in PASSES])
+    with XlaCompiler(XlaOptions(workers=1), Cache(tmp_path / "other.sqlite")) as xla:
         crashed, fine = xla.apply_each(module, ["scatter_simplifier", "batched_gather_scatter_normalizer"])
         assert crashed.module == module
         assert not crashed.changed
@@ -268,6 +275,25 @@ def test_a_small_error_is_told(xla: XlaCompiler) -> None:
 
     assert xla.compare(scaled("2"), scaled("2.00001")).equal
     assert not xla.compare(scaled("2"), scaled("2.002")).equal
+
+
+def test_both_modules_get_the_inputs_of_the_reference(xla: XlaCompiler) -> None:
+    """Indices are drawn below the smallest dimension that is indexed, which differs between these modules."""
+    wide = xla.load(
+        "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
+        " f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n s = f32[1] dynamic-slice(x, j), dynamic_slice_sizes={1}\n"
+        " ROOT r = (s32[8], f32[1]) tuple(i, s) }"
+    )
+    narrow = xla.load(
+        "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
+        " h = f32[2] slice(x), slice={[0:2]}\n f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n"
+        " s = f32[1] dynamic-slice(h, j), dynamic_slice_sizes={1}\n ROOT r = (s32[8], f32[1]) tuple(i, s) }"
+    )
+    assert xla.compare(narrow, wide).equal  # indices 0 and 1
+    found = xla.compare(wide, narrow)  # indices up to 63; the first output is the indices
+    assert not found.equal
+    assert found.difference is not None
+    assert found.difference.startswith("output 1 ")
 
 
 def test_a_comparison_of_nothing_is_refused(xla: XlaCompiler) -> None:

@@ -3,8 +3,8 @@
 A compiler has numbered passes. `apply` runs one of them on a module and says what came of it; a pass may fail, or end
 the process that it runs in, and the module is then as it was. A `Module` is a frozen value that holds the program in
 the compiler's own format together with what agents and tables need to know of it, so it can be pickled, kept in a cache
-and compared by its digest. Two compilers are here: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler` (ONNX
-graphs; a pass applies the rules of a family).
+and compared by its digest. Two compilers are here: `xla.XlaCompiler` (HLO passes of jaxlib) and `rules.RuleCompiler`
+(ONNX graphs; a pass applies the rules of a family).
 
     with XlaCompiler() as compiler:
         module = compiler.load(text)

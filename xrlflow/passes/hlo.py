@@ -65,18 +65,19 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("dimensions", 3, _INT, True, ""),
         ("tuple_shapes", 4, _MESSAGE, True, "Shape"),
     ),
-    "DotDimensions": (("lhs_contracting", 1, _INT, True, ""),),
+    "Indexing": (("batching_dims", 5, _INT, True, ""),),
     "Instruction": (
         ("name", 1, _TEXT, False, ""),
         ("opcode", 2, _TEXT, False, ""),
         ("shape", 3, _MESSAGE, False, "Shape"),
         ("metadata", 7, _BYTES, False, ""),
         ("parameter_number", 9, _INT, False, ""),
-        ("dot_dimensions", 30, _MESSAGE, False, "DotDimensions"),
+        ("gather", 33, _MESSAGE, False, "Indexing"),
         ("id", 35, _INT, False, ""),
         ("operand_ids", 36, _INT, True, ""),
         ("control_predecessor_ids", 37, _INT, True, ""),
         ("called_computation_ids", 38, _INT, True, ""),
+        ("scatter", 48, _MESSAGE, False, "Indexing"),
         ("custom_call_has_side_effect", 65, _INT, False, ""),
         ("statistics_viz", 82, _BYTES, False, ""),
         ("original_value", 87, _BYTES, False, ""),
@@ -90,6 +91,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     "Module": (
         ("name", 1, _TEXT, False, ""),
         ("computations", 3, _MESSAGE, True, "Computation"),
+        ("id", 5, _INT, False, ""),
         ("entry_computation_id", 6, _INT, False, ""),
     ),
 }
@@ -134,6 +136,14 @@ def parse(proto: bytes) -> Any:
     if not module.computations:
         raise CompilerError("the HLO module has no computation")
     return module
+
+
+def without_number(proto: bytes) -> bytes:
+    """A serialized module without its own number, which XLA draws anew in every compilation."""
+    module = parse(proto)
+    module.ClearField("id")
+    plain: bytes = module.SerializeToString(deterministic=True)
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +311,13 @@ def parameters(module: Any) -> list[Parameter]:
                 instruction.shape.element_type, tuple(instruction.shape.dimensions)
             )
     return [found[number] for number in sorted(found)]
+
+
+def has_batched_indices(module: Any) -> bool:
+    """Whether a gather or scatter has batch dimensions."""
+    return any(
+        i.gather.batching_dims or i.scatter.batching_dims for c in module.computations for i in c.instructions
+    )
 
 
 def index_bound(module: Any) -> int:

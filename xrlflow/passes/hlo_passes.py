@@ -27,11 +27,17 @@ _AFTER_SCATTER = "post_scatter_expansion_simplification"
 
 @dataclass(frozen=True, slots=True)
 class HloPass:
-    """A pass. `repeated`: it is part of the pipeline "simplification" and runs to its fixpoint."""
+    """A pass. `repeated`: it is part of the pipeline "simplification" and runs to its fixpoint.
+
+    `needs`: it has no effect on a module without live instructions of these kinds; empty: nothing is known.
+    `unbatched`: XLA expects that no gather or scatter has batch dimensions, and may abort otherwise.
+    """
 
     name: str
     does: str
+    needs: tuple[str, ...] = ()
     repeated: bool = False
+    unbatched: bool = False
 
 
 PASSES: tuple[HloPass, ...] = (
@@ -42,48 +48,98 @@ PASSES: tuple[HloPass, ...] = (
     ),
     HloPass("cse", "merges equal instructions and constants"),
     HloPass("constant_folding", "computes what depends on constants alone", repeated=True),
-    HloPass("reshape-mover", "moves reshapes and transposes below elementwise operators", repeated=True),
-    HloPass("transpose-folding", "a dot of a transposed operand contracts another dimension"),
-    HloPass("dot_decomposer", "brings dots to one contracting dimension and leading batch dimensions"),
-    HloPass("gemv-rewriter", "a matrix times a vector becomes a matrix product"),
-    HloPass("batch-dot-simplification", "drops batch dimensions of size 1 from dots"),
-    HloPass("call-inliner", "inlines calls"),
-    HloPass("flatten-call-graph", "a copy of a function for each of its callers"),
-    HloPass("map-inline", "a map of one operator becomes the operator on tensors"),
-    HloPass("cse_barrier_expander", "removes optimization barriers"),
-    HloPass("batchnorm_expander", "batch normalization as elementwise operators"),
-    HloPass("logistic-expander", "the logistic function as exp and a division"),
-    HloPass("conditional-to-select", "a conditional inside a map becomes a select"),
-    HloPass("simplify-conditional", "removes and merges conditionals", repeated=True),
-    HloPass("topk-decomposer", "top-k as a sort and slices"),
-    HloPass("topk-rewriter", "a sort and slices as top-k"),
-    HloPass("gather_expander", "a gather as a loop of slices", repeated=True),
-    HloPass("gather_simplifier", "brings gathers to one index dimension", repeated=True),
-    HloPass("batched_gather_scatter_normalizer", "batch dimensions of gathers and scatters as indices"),
-    HloPass("scatter_simplifier", "brings scatters to one index dimension"),
-    HloPass("scatter_expander", "a scatter as a loop or an update of a slice"),
-    HloPass("select_and_scatter_expander", "select-and-scatter as a reduction and a scatter"),
-    HloPass("reduce-window-rewriter", "a cumulative sum as sums of blocks"),
-    HloPass("reduce-window-resizer", "reduce-window with as many dimensions as the backend wants"),
-    HloPass("cholesky_expander", "the Cholesky decomposition as a loop"),
-    HloPass("triangular_solve_expander", "a triangular solve as a loop"),
-    HloPass("rng-bit-generator-expander", "random bits as integer arithmetic"),
-    HloPass("comparison-expander", "a total order of floats as a comparison of integers"),
-    HloPass("convolution-group-converter", "a grouped convolution as one with a masked filter"),
-    HloPass("convolution-canonicalization", "transposes around a convolution until the backend has a kernel"),
-    HloPass("operand_upcaster", "converts operands of dots to the type of the result"),
-    HloPass("result_caster", "converts the result of a dot instead of its operands"),
-    HloPass("change-op-data-type", "16-bit dots and convolutions in 32 bits"),
-    HloPass("float-normalization-bf16", "bfloat16 arithmetic in 32 bits"),
-    HloPass("bitcast_dtypes_expander", "bitcasts between types of different widths as shifts"),
-    HloPass("stochastic_convert_decomposer", "stochastic rounding as integer arithmetic"),
-    HloPass("all-reduce-promotion", "all-reduces of 16-bit numbers in 32 bits"),
-    HloPass("dynamic_padder", "dynamic dimensions as padding and masks"),
-    HloPass("qr_expander", "the QR decomposition as a loop"),
-    HloPass("eigh_expander", "the symmetric eigenvalue decomposition as a loop"),
-    HloPass("while-loop-invariant-code-motion", "moves what a loop repeats out of it", repeated=True),
     HloPass(
-        "simplify-while-loops", "removes loops of at most one trip and what they do not change", repeated=True
+        "reshape-mover",
+        "moves reshapes and transposes below elementwise operators",
+        ("reshape", "transpose"),
+        repeated=True,
+    ),
+    HloPass("transpose-folding", "a dot of a transposed operand contracts another dimension", ("transpose",)),
+    HloPass(
+        "dot_decomposer", "brings dots to one contracting dimension and leading batch dimensions", ("dot",)
+    ),
+    HloPass("gemv-rewriter", "a matrix times a vector becomes a matrix product", ("dot",)),
+    HloPass("batch-dot-simplification", "drops batch dimensions of size 1 from dots", ("dot",)),
+    HloPass("call-inliner", "inlines calls", ("call",)),
+    HloPass("flatten-call-graph", "a copy of a function for each of its callers"),
+    HloPass("map-inline", "a map of one operator becomes the operator on tensors", ("map",)),
+    HloPass("cse_barrier_expander", "removes optimization barriers", ("opt-barrier",)),
+    HloPass(
+        "batchnorm_expander",
+        "batch normalization as elementwise operators",
+        ("batch-norm-inference", "batch-norm-training", "batch-norm-grad"),
+    ),
+    HloPass("logistic-expander", "the logistic function as exp and a division", ("logistic",)),
+    HloPass("conditional-to-select", "a conditional inside a map becomes a select", ("conditional",)),
+    HloPass("simplify-conditional", "removes and merges conditionals", ("conditional",), repeated=True),
+    HloPass("topk-decomposer", "top-k as a sort and slices", ("topk", "custom-call")),
+    HloPass("topk-rewriter", "a sort and slices as top-k", ("sort",)),
+    HloPass("gather_expander", "a gather as a loop of slices", ("gather",), repeated=True, unbatched=True),
+    HloPass(
+        "gather_simplifier",
+        "brings gathers to one index dimension",
+        ("gather",),
+        repeated=True,
+        unbatched=True,
+    ),
+    HloPass(
+        "batched_gather_scatter_normalizer",
+        "batch dimensions of gathers and scatters as indices",
+        ("gather", "scatter"),
+    ),
+    HloPass("scatter_simplifier", "brings scatters to one index dimension", ("scatter",), unbatched=True),
+    HloPass("scatter_expander", "a scatter as a loop or an update of a slice", ("scatter",), unbatched=True),
+    HloPass(
+        "select_and_scatter_expander",
+        "select-and-scatter as a reduction and a scatter",
+        ("select-and-scatter",),
+    ),
+    HloPass("reduce-window-rewriter", "a cumulative sum as sums of blocks", ("reduce-window",)),
+    HloPass(
+        "reduce-window-resizer",
+        "reduce-window with as many dimensions as the backend wants",
+        ("reduce-window",),
+    ),
+    HloPass("cholesky_expander", "the Cholesky decomposition as a loop", ("cholesky",)),
+    HloPass("triangular_solve_expander", "a triangular solve as a loop", ("triangular-solve",)),
+    HloPass("rng-bit-generator-expander", "random bits as integer arithmetic", ("rng-bit-generator",)),
+    HloPass("comparison-expander", "a total order of floats as a comparison of integers", ("compare",)),
+    HloPass(
+        "convolution-group-converter", "a grouped convolution as one with a masked filter", ("convolution",)
+    ),
+    HloPass(
+        "convolution-canonicalization",
+        "transposes around a convolution until the backend has a kernel",
+        ("convolution",),
+    ),
+    HloPass(
+        "operand_upcaster", "converts operands of dots to the type of the result", ("dot", "convolution")
+    ),
+    HloPass("result_caster", "converts the result of a dot instead of its operands", ("dot", "convolution")),
+    HloPass("change-op-data-type", "16-bit dots and convolutions in 32 bits", ("dot", "convolution")),
+    HloPass("float-normalization-bf16", "bfloat16 arithmetic in 32 bits"),
+    HloPass(
+        "bitcast_dtypes_expander",
+        "bitcasts between types of different widths as shifts",
+        ("bitcast-convert",),
+    ),
+    HloPass(
+        "stochastic_convert_decomposer", "stochastic rounding as integer arithmetic", ("stochastic-convert",)
+    ),
+    HloPass(
+        "all-reduce-promotion", "all-reduces of 16-bit numbers in 32 bits", ("all-reduce", "reduce-scatter")
+    ),
+    HloPass("dynamic_padder", "dynamic dimensions as padding and masks"),
+    HloPass("qr_expander", "the QR decomposition as a loop", ("custom-call",)),
+    HloPass("eigh_expander", "the symmetric eigenvalue decomposition as a loop", ("custom-call",)),
+    HloPass(
+        "while-loop-invariant-code-motion", "moves what a loop repeats out of it", ("while",), repeated=True
+    ),
+    HloPass(
+        "simplify-while-loops",
+        "removes loops of at most one trip and what they do not change",
+        ("while",),
+        repeated=True,
     ),
 )
 

@@ -50,7 +50,10 @@ class _Worker:
         finally:
             theirs.close()
         self.pipe = Connection(ours.detach())
+        self.ready = False
+        # The number of the request that it works on, and the request.
         self.task: int | None = None
+        self.request: Any = None
         self.deadline = 0.0
         self.end = weakref.finalize(self, _end, self.process, self.pipe)
 
@@ -102,7 +105,7 @@ class Pool:
         self._used = [0] * workers
         self._closed = False
         self.deaths = 0
-        self.greeting: Any = None
+        self._failed_starts = 0
 
     def ask(self, request: Any) -> Any:
         """The answer to one request."""
@@ -135,15 +138,17 @@ class Pool:
             worker.end()
             worker = None
         if worker is None:
-            worker = self._workers[place] = self._start()
+            worker = self._workers[place] = _Worker(self._serve, self._variables)
             self._used[place] = 0
         self._used[place] += 1
-        worker.task, worker.deadline = task, time.monotonic() + self._seconds
+        worker.task, worker.request = task, request
+        # It reads the request when it is ready; until then others work.
+        worker.deadline = time.monotonic() + (self._seconds if worker.ready else _START_SECONDS)
         with contextlib.suppress(OSError):  # it has died: `_collect` sees the end of its pipe
             worker.pipe.send(request)
 
     def _collect(self, answers: list[Any]) -> None:
-        """Wait for an answer, a death or a time limit."""
+        """Wait for an answer, a greeting, a death or a time limit."""
         busy = {
             w.pipe: (place, w)
             for place, w in enumerate(self._workers)
@@ -155,37 +160,35 @@ class Pool:
             place, worker = busy[pipe]  # type: ignore[index]
             assert worker.task is not None
             try:
-                answers[worker.task] = worker.pipe.recv()
-                worker.task = None
+                message = worker.pipe.recv()
             except (EOFError, OSError):
                 self._bury(place, worker, answers, worker.reason())
+                continue
+            if worker.ready:
+                answers[worker.task] = message
+                worker.task = worker.request = None
+            else:
+                self._failed_starts, worker.ready = 0, True
+                worker.deadline = time.monotonic() + self._seconds
         now = time.monotonic()
         for place, worker in busy.values():
             if worker.pipe not in done and now >= worker.deadline:
-                self._bury(place, worker, answers, f"it took more than {self._seconds:g} s")
+                limit = self._seconds if worker.ready else _START_SECONDS
+                self._bury(place, worker, answers, f"it took more than {limit:g} s")
 
     def _bury(self, place: int, worker: _Worker, answers: list[Any], reason: str) -> None:
+        """A worker is dead: its request has its answer, or, if it never was ready, gets another worker."""
         assert worker.task is not None
-        answers[worker.task] = Died(reason)
         worker.end()
         self._workers[place] = None
-        self.deaths += 1
-
-    def _start(self) -> _Worker:
-        """A worker that is ready."""
-        for attempt in range(_ATTEMPTS):
-            worker = _Worker(self._serve, self._variables)
-            try:
-                if worker.pipe.poll(_START_SECONDS):
-                    self.greeting = worker.pipe.recv()
-                    return worker
-                reason = f"it was not ready after {_START_SECONDS:g} s"
-            except (EOFError, OSError):
-                reason = worker.reason()
-            worker.end()
-            if attempt == _ATTEMPTS - 1:
-                raise CompilerError(f"no worker can be started: {reason}")
-        raise AssertionError("the loop returns or raises")
+        if worker.ready:
+            answers[worker.task] = Died(reason)
+            self.deaths += 1
+            return
+        self._failed_starts += 1
+        if self._failed_starts >= _ATTEMPTS:
+            raise CompilerError(f"no worker can be started: {reason}")
+        self._give(place, worker.task, worker.request)
 
     def _stop(self) -> None:
         for worker in self._workers:

@@ -31,11 +31,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """Run the passes that these options enable on a module with this digest. Answer: Loaded; None: nothing changed."""
+    """Run the passes that these options enable on a module with this digest.
+
+    `unbatched`: refuse the module if a gather or scatter has batch dimensions. Answer: Loaded; None: nothing changed.
+    """
 
     data: bytes
     digest: str
     options: Options
+    unbatched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,11 @@ class Whole:
 @dataclass(frozen=True, slots=True)
 class Execute:
     """Run modules of one interface on the same inputs: on each of the draws for their outputs, then `repetitions` times
-    in turn on the first one for times. `quick`: compile with little effort. Answer: Executed.
+    in turn on the first one for times. Inputs are drawn as `like` needs them. `quick`: compile with little effort.
+    Answer: Executed.
     """
 
+    like: bytes
     modules: tuple[bytes, ...]
     draws: tuple[Draw, ...]
     repetitions: int = 0
@@ -101,7 +107,12 @@ class Ready:
     version: str
 
 
-_QUICK: Options = (("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True))
+# Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
+_QUICK: Options = (
+    ("xla_backend_optimization_level", 0),
+    ("xla_llvm_disable_expensive_passes", True),
+    ("xla_cpu_use_fusion_emitters", False),
+)
 
 # By the number of `PrimitiveType`.
 _DTYPES: dict[int, Any] = {
@@ -139,6 +150,8 @@ class _Xla:
         _xla.register_xla_transform("xrlflow", 0, self._take)
         # The module that was converted last: agents run many passes on one module.
         self._converted: tuple[str, bytes] = ("", b"")
+        # How a module looks after a pass without effect, by its digest: spares most of the digests.
+        self._idle: tuple[str, bytes] = ("", b"")
 
     def _take(self, module: bytes) -> None:
         """Called by XLA after the HLO passes. An error ends the compilation, which is what we want."""
@@ -220,8 +233,18 @@ class _Xla:
         return self.landed(self.landed(data).data)
 
     def transform(self, request: Transform) -> Loaded | None:
+        if request.unbatched and hlo.has_batched_indices(hlo.parse(request.data)):
+            raise CompilerError(
+                "a gather or scatter has batch dimensions: batched_gather_scatter_normalizer first"
+            )
         after = self.passes(self.stablehlo(request.data, request.digest), request.options)
-        if hlo.digest(hlo.parse(after)) == request.digest:
+        known, idle = self._idle
+        plain = hlo.without_number(after)
+        if known != request.digest:
+            if hlo.digest(hlo.parse(after)) == request.digest:
+                self._idle = request.digest, plain
+                return None
+        elif plain == idle:
             return None
         landed = self.landed(after)
         return None if landed.digest == request.digest else landed
@@ -246,7 +269,7 @@ class _Xla:
         device = jax.devices("cpu")[0]
         devices = self.jax.DeviceList((device,))
         options = self.options(_QUICK if request.quick else ())
-        drawn = [draw(request.modules[0], d) for d in request.draws]
+        drawn = [draw(request.like, d) for d in request.draws]
 
         def placed(arrays: Sequence[Array]) -> list[Any]:
             return [jax.device_put(a, device) for a in arrays]

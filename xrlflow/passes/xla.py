@@ -2,8 +2,7 @@
 
 A module is a serialized HloModuleProto as XLA's importer leaves it: what the next pass, and in the end XLA's compiler,
 will see. This process does not load jaxlib; workers do, because some passes abort when others have not run before
-them (`gather_simplifier` and `scatter_simplifier` on indices in several dimensions do). Such a pass has failed, and the
-module is as it was.
+them. Such a pass has failed, and the module is as it was.
 
 `operations` counts the live instructions of all computations that are used, without parameters, constants, tuples and
 their elements (see `hlo.counts`). Bytes and flops are XLA's own cost analysis.
@@ -17,16 +16,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xrlflow.backends.placement import default_threads
-from xrlflow.passes import hlo
+from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.compiler import Applied, Comparison, CompilerError, Module, ModuleGraph, Summary
 from xrlflow.passes.equality import compared
-from xrlflow.passes.hlo_passes import PASSES, default_order, only
+from xrlflow.passes.hlo_passes import default_order, only
 from xrlflow.passes.pool import Died, Pool
 from xrlflow.passes.worker import (
+    Array,
     Draw,
     Execute,
     Executed,
@@ -43,8 +43,11 @@ from xrlflow.passes.worker import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
+
 # A new number when the same pass gives another module: results of older versions in the cache are then passed over.
 _SEMANTICS = 1
+_REFERENCES = 8  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
 
@@ -74,7 +77,7 @@ class XlaCompiler:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
         self._cache = cache
-        self._known = {p.name: p for p in PASSES}
+        self._known = {p.name: p for p in hlo_passes.PASSES}
         self._passes = tuple(self._known) if passes is None else tuple(passes)
         for name in self._passes:
             self._check(name)
@@ -90,6 +93,7 @@ class XlaCompiler:
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
         self._remembered = 0
+        self._references: OrderedDict[tuple[str, tuple[Draw, ...]], Outputs] = OrderedDict()
         self.steps = 0
         """Passes that a worker ran, and did not come from the cache."""
 
@@ -127,9 +131,15 @@ class XlaCompiler:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         for name in names:
             self._check(name)
-        known = {name: self._remember(module, name) for name in dict.fromkeys(names)}
+        kinds = {kind for kind, _ in module.summary.opcodes}
+        known: dict[str, Applied | None] = {}
+        for name in dict.fromkeys(names):
+            needs = self._known[name].needs
+            idle = bool(needs) and kinds.isdisjoint(needs)
+            known[name] = Applied(module, False) if idle else self._remember(module, name)
         missing = [name for name, found in known.items() if found is None]
-        requests = [Transform(module.data, module.digest, only(self._known[name])) for name in missing]
+        wanted = [self._known[name] for name in missing]
+        requests = [Transform(module.data, module.digest, only(p), p.unbatched) for p in wanted]
         self.steps += len(requests)
         for name, answer in zip(missing, self._pool.ask_each(requests)):
             known[name] = self._settled(module, name, answer)
@@ -161,8 +171,21 @@ class XlaCompiler:
 
     def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
         draws = (Draw(2 * seed), Draw(2 * seed + 1, positive=True))
-        found: Executed = self._answer(Execute((reference.data, module.data), draws, quick=True))
-        return compared(found.outputs[0], found.outputs[1])
+        return compared(self._expected(reference, draws), self._outputs(reference, module, draws))
+
+    def _expected(self, reference: Module, draws: tuple[Draw, ...]) -> Outputs:
+        """The outputs of a reference on each draw. Those of a few references are kept."""
+        key = reference.digest, draws
+        found = self._references.get(key)
+        if found is None:
+            found = self._references[key] = self._outputs(reference, reference, draws)
+            if len(self._references) > _REFERENCES:
+                self._references.popitem(last=False)
+        return found
+
+    def _outputs(self, like: Module, module: Module, draws: tuple[Draw, ...]) -> Outputs:
+        executed: Executed = self._answer(Execute(like.data, (module.data,), draws, quick=True))
+        return executed.outputs[0]
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
@@ -172,7 +195,9 @@ class XlaCompiler:
         The first run of each, which its outputs come from, is not counted.
         """
         found: Executed = self._answer(
-            Execute(tuple(m.data for m in modules), (Draw(seed, positive=True),), repetitions)
+            Execute(
+                modules[0].data, tuple(m.data for m in modules), (Draw(seed, positive=True),), repetitions
+            )
         )
         return list(found.seconds)
 
