@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.passes.toy import VALLEY, Words
-from xrlflow.passes import Metric, run
+from xrlflow.passes import Applied, Metric, run
 from xrlflow.passes.searches import (
     Budget,
+    Explorer,
     Meter,
+    Node,
     Order,
     Over,
     beam,
@@ -91,16 +93,26 @@ def test_what_is_asked_again_costs_nothing() -> None:
         assert meter.apply(module, "merge").module.digest == "ab"
     assert meter.steps == compiler.steps == 1
     assert not meter.idle(module, "merge")
-    meter.apply_each(module, ["idle", "merge", "idle"])
-    assert meter.idle(module, "idle")
+    meter.apply_each(module, ["drop", "merge", "drop"])
+    assert meter.idle(module, "drop")
     assert meter.steps == 2
     with pytest.raises(Over):
-        meter.apply_each(module, ["open", "drop"])
+        meter.apply_each(module, ["open", "tidy"])
     assert meter.steps == 2
     assert meter.apply(module, "open").changed
     with pytest.raises(Over):
-        meter.apply(module, "drop")
+        meter.apply(module, "tidy")
     assert meter.apply(module, "merge").changed
+
+
+def test_what_the_compiler_foresees_costs_nothing() -> None:
+    compiler = Words()
+    meter = Meter(compiler, Budget(0))
+    module = compiler.load("aab")
+    assert meter.idle(module, "idle")
+    assert meter.apply(module, "idle") == Applied(module, False)
+    assert meter.steps == compiler.steps == 0
+    assert "idle" not in Explorer(meter, module, Budget(0)).open(Node(module, (), 3.0))
 
 
 def test_a_round_that_the_budget_cuts_short_is_used_as_far_as_it_goes() -> None:

@@ -25,7 +25,10 @@ RULES: dict[str, tuple[str, str]] = {
 
 
 class Words:
-    """Words of the letters a, b, c, d, e. `wrong`: a pass that makes every word "e", which computes something else."""
+    """Words of the letters a, b, c, d, e. `wrong`: a pass that makes every word "e", which computes something else.
+
+    It foresees that "idle" has no effect.
+    """
 
     opcodes = ("a", "b", "c", "d", "e")
 
@@ -60,6 +63,9 @@ class Words:
             if word != module.digest
             else Applied(module, False)
         )
+
+    def without_effect(self, module: Module) -> frozenset[str]:
+        return frozenset({"idle"})
 
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         return [self.apply(module, name) for name in names]

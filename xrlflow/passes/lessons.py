@@ -1,8 +1,9 @@
 """Episodes to learn from: an environment over `PassEnv` with a curriculum and shaped rewards, each of which can be left
 out; and what all training runs share.
 
-- Masking (`AgentConfig.masking`): passes seen to have no effect on the present module are masked. What was seen is
-  forgotten at the end of the episode, because a module that is new to the agent comes without it.
+- Masking (`AgentConfig.masking`): passes seen to have no effect on the present module are masked, and those of which
+  the compiler foresees it. What was seen is forgotten at the end of the episode, because a module that is new to the
+  agent comes without it.
 - Shaping: an order ends at its best prefix. So the reward of a step is by how much it betters the best module of the
   episode, as a difference of logarithms. A step that makes the module worse costs nothing. Without shaping, the reward
   is the change of the metric relative to the first module, as `PassEnv` gives it.
@@ -22,7 +23,7 @@ import numpy as np
 from xrlflow.passes.agent import Agent
 from xrlflow.passes.compiler import Compiler, Metric
 from xrlflow.passes.environment import Configuration, Observation, PassEnv, Problem
-from xrlflow.passes.play import play
+from xrlflow.passes.play import narrowed, play
 
 # progress(scalars, iteration): the figures of a part of the training.
 Progress = Callable[[Mapping[str, float], int], None]
@@ -91,7 +92,7 @@ class Lessons:
         self._env = PassEnv(self.compiler, [chosen], self.configuration)
         observation, information = self._env.reset(seed=seed)
         self._best = float(information["initial"])
-        return observation, information
+        return self._narrowed(observation, information), information
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         if self._env is None:
@@ -101,7 +102,10 @@ class Lessons:
             value = float(information["value"])
             reward = math.log(max(self._best, _LEAST) / max(min(value, self._best), _LEAST))
             self._best = min(self._best, value)
-        return observation, reward, terminated, truncated, information
+        return self._narrowed(observation, information), reward, terminated, truncated, information
+
+    def _narrowed(self, observation: Observation, information: Mapping[str, Any]) -> Observation:
+        return narrowed(observation, self.compiler, information["module"], self.configuration.masking)
 
 
 def score(agent: Agent, compiler: Compiler, problems: Sequence[Problem], metric: Metric) -> float:

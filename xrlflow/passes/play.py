@@ -9,8 +9,8 @@ import torch
 
 from xrlflow.passes.agent import Agent
 from xrlflow.passes.compiler import Compiler, Metric, Module
-from xrlflow.passes.environment import Observation, PassEnv, Problem
-from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree
+from xrlflow.passes.environment import Masking, Observation, PassEnv, Problem
+from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree, without_effect
 from xrlflow.passes.searches.steps import until_over
 
 # Chooses an action for an observation.
@@ -80,11 +80,22 @@ def guided(
         observation, _ = env.reset(seed=0)
         for name in node.passes[: agent.config.horizon - 1]:
             observation = env.step(agent.passes.index(name))[0]
+        observation = narrowed(observation, meter, node.module, agent.config.masking)
         with torch.no_grad():
             distribution, _ = agent.evaluate([observation])
         return dict(zip(agent.passes, distribution.probs.double().numpy() + 1e-3))
 
     return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
+
+
+def narrowed(observation: Observation, compiler: Compiler, module: Module, masking: Masking) -> Observation:
+    """An observation whose mask also leaves out the passes of which the compiler foresees that they have no effect."""
+    idle = without_effect(compiler, module) if masking is not Masking.NONE else frozenset()
+    if not idle:
+        return observation
+    mask = observation["action_mask"].copy()
+    mask[[number for number, name in enumerate(compiler.passes) if name in idle]] = 0
+    return {**observation, "action_mask": mask}
 
 
 def _environment(agent: Agent, compiler: Compiler, module: Module) -> PassEnv:
@@ -109,7 +120,8 @@ def _episode(agent: Agent, explorer: Explorer, choose: _Choose) -> None:
     observation, _ = env.reset(seed=0)
     node, over = explorer.root, False
     while not over:
-        action = choose(observation)
+        masking = agent.config.masking
+        action = choose(narrowed(observation, explorer.meter, node.module, masking))
         if action < len(agent.passes):
             node = explorer.apply(node, agent.passes[action]) or node
         observation, _, terminated, truncated, _ = env.step(action)

@@ -2,13 +2,23 @@
 
 from xrlflow.passes.searches.sequences import Fixed, evolve, fixed, follow
 from xrlflow.passes.searches.simple import beam, greedy, random
-from xrlflow.passes.searches.steps import Budget, Explorer, Meter, Node, Order, Over
+from xrlflow.passes.searches.steps import (
+    Budget,
+    Explorer,
+    Foreseeing,
+    Meter,
+    Node,
+    Order,
+    Over,
+    without_effect,
+)
 from xrlflow.passes.searches.tree import TreeConfig, tree
 
 __all__ = [
     "Budget",
     "Explorer",
     "Fixed",
+    "Foreseeing",
     "Meter",
     "Node",
     "Order",
@@ -21,4 +31,5 @@ __all__ = [
     "greedy",
     "random",
     "tree",
+    "without_effect",
 ]

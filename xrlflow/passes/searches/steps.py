@@ -1,22 +1,38 @@
 """What all searches share: the budget, the meter that counts the compiler's steps, and the result.
 
-A *step* is one pass run on one module. What the same search asks again is remembered and costs nothing, for every
-search alike. So searches are compared at equal numbers of passes that a compiler had to run.
+A *step* is one pass run on one module. What the same search asks again is remembered and costs nothing, and neither do
+passes that the compiler foresees to have no effect; for every search alike. So searches are compared at equal numbers
+of passes that a compiler had to run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol, runtime_checkable
 
 from xrlflow.passes.compiler import Applied, Comparison, Compiler, Metric, Module, ModuleGraph
 
 
 class Over(Exception):
     """The steps or the time of a budget are used up."""
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A compiler that knows of some passes, without running them, that they have no effect on a module."""
+
+    def without_effect(self, module: Module) -> Collection[str]:
+        """The names of such passes."""
+        ...
+
+
+def without_effect(compiler: Compiler, module: Module) -> frozenset[str]:
+    """The passes of which the compiler knows, without running them, that they have no effect on a module."""
+    return frozenset(compiler.without_effect(module)) if isinstance(compiler, Foreseeing) else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,8 @@ class Meter:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         """As `Compiler.apply_each`. Raises Over if the budget does not last for all of them."""
         asked = list(dict.fromkeys(names))
+        for name in self.without_effect(module).intersection(asked):
+            self._known[module.digest, name] = Applied(module, False)
         new = [name for name in asked if (module.digest, name) not in self._known]
         deadline = self.budget.deadline
         if new:
@@ -82,7 +100,10 @@ class Meter:
     def idle(self, module: Module, name: str) -> bool:
         """Whether a pass is known to have no effect on a module."""
         known = self._known.get((module.digest, name))
-        return known is not None and not known.changed
+        return name in self.without_effect(module) if known is None else not known.changed
+
+    def without_effect(self, module: Module) -> frozenset[str]:
+        return without_effect(self.inner, module)
 
     def default(self, module: Module) -> Module:
         return self.inner.default(module)
