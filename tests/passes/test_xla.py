@@ -20,6 +20,7 @@ from xrlflow.passes import hlo as hlo_modules
 from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.hlo_passes import PASSES
 from xrlflow.passes.pool import Died, Pool
+from xrlflow.passes.worker import Draw, Floats, draw
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
 TWO = """HloModule two
@@ -281,8 +282,8 @@ def test_both_modules_get_the_inputs_of_the_reference(xla: XlaCompiler) -> None:
     """Indices are drawn below the smallest dimension that is indexed, which differs between these modules."""
     wide = xla.load(
         "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
-        " f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n s = f32[1] dynamic-slice(x, j), dynamic_slice_sizes={1}\n"
-        " ROOT r = (s32[8], f32[1]) tuple(i, s) }"
+        " f = s32[1] slice(i), slice={[0:1]}\n j = s32[] reshape(f)\n"
+        " s = f32[1] dynamic-slice(x, j), dynamic_slice_sizes={1}\n ROOT r = (s32[8], f32[1]) tuple(i, s) }"
     )
     narrow = xla.load(
         "HloModule m\nENTRY e { x = f32[64] parameter(0)\n i = s32[8] parameter(1)\n"
@@ -391,3 +392,35 @@ def test_a_worker_that_does_not_start() -> None:
         pytest.raises(CompilerError, match="no luck"),
     ):
         pool.ask(1)
+
+
+def test_inputs_are_drawn_by_the_seed() -> None:
+    with XlaCompiler(XlaOptions(workers=1)) as xla:
+        data = xla.load(SNIPPETS["gather_expander"]).data
+    table, index = draw(data, Draw(0, Floats.NORMAL))
+    assert table.shape == (8, 4)
+    assert index.shape == (1, 1)
+    assert (table < 0).any()
+    positive, _ = draw(data, Draw(0))
+    assert positive.min() >= 0.5
+    # The smallest dimension that is gathered from has 4 elements.
+    indices = {int(draw(data, Draw(seed))[1].item()) for seed in range(40)}
+    assert indices == {0, 1, 2, 3}
+    empty = [bool((draw(data, Draw(seed, Floats.SPARSE))[0] == 0).all()) for seed in range(40)]
+    assert 10 < sum(empty) < 30
+    assert np.array_equal(draw(data, Draw(5))[0], draw(data, Draw(5))[0])
+    assert not np.array_equal(draw(data, Draw(5))[0], draw(data, Draw(6))[0])
+
+
+@pytest.mark.parametrize("name", ["gather_simplifier", "call-inliner", "topk-rewriter"])
+def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that need kinds of instructions that a module lacks are not run. All run here."""
+    with XlaCompiler(XlaOptions(workers=1)) as xla:
+        module = xla.load(SNIPPETS[name])
+        skipped = xla.apply_each(module, xla.passes)
+        before = xla.steps
+        assert before < len(PASSES) / 2
+    monkeypatch.setattr(hlo_passes, "PASSES", [replace(p, needs=()) for p in PASSES])
+    with XlaCompiler(XlaOptions(workers=1)) as xla:
+        assert xla.apply_each(module, xla.passes) == skipped
+        assert xla.steps == len(PASSES)

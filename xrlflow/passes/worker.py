@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
@@ -49,12 +50,24 @@ class Print:
     data: bytes
 
 
+class Floats(Enum):
+    """How floats are drawn. NORMAL: mean 0, variance 1. POSITIVE: between 0.5 and 1.5.
+
+    SPARSE: like POSITIVE, but half of the tensors are 0, so that what they drown in the same output is seen: gradients
+    beside Adam's moments.
+    """
+
+    NORMAL = "normal"
+    POSITIVE = "positive"
+    SPARSE = "sparse"
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Random inputs: normal floats, or (`positive`) floats between 0.5 and 1.5."""
+    """Random inputs."""
 
     seed: int
-    positive: bool = False
+    floats: Floats = Floats.POSITIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +332,10 @@ def draw(data: bytes, how: Draw) -> list[Array]:
     module = hlo.parse(data)
     generator = np.random.default_rng(how.seed)
     bound = hlo.index_bound(module)
-    return [_random(p, how.positive, bound, generator) for p in hlo.parameters(module)]
+    return [_random(p, how.floats, bound, generator) for p in hlo.parameters(module)]
 
 
-def _random(parameter: hlo.Parameter, positive: bool, bound: int, generator: np.random.Generator) -> Array:
+def _random(parameter: hlo.Parameter, form: Floats, bound: int, generator: np.random.Generator) -> Array:
     dtype = _DTYPES.get(parameter.element_type)
     if dtype is None:
         raise CompilerError(f"inputs of element type {parameter.element_type} cannot be drawn")
@@ -334,8 +347,11 @@ def _random(parameter: hlo.Parameter, positive: bool, bound: int, generator: np.
     if kind.kind in "iu":
         return generator.integers(0, min(bound, 100), shape).astype(kind)
 
+    if form is Floats.SPARSE and generator.random() < 0.5:
+        return np.zeros(shape, kind)
+
     def floats() -> Array:
-        return generator.uniform(0.5, 1.5, shape) if positive else generator.normal(size=shape)
+        return generator.normal(size=shape) if form is Floats.NORMAL else generator.uniform(0.5, 1.5, shape)
 
     return (floats() + 1j * floats()).astype(kind) if kind.kind == "c" else np.asarray(floats()).astype(kind)
 

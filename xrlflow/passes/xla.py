@@ -30,6 +30,7 @@ from xrlflow.passes.worker import (
     Draw,
     Execute,
     Executed,
+    Floats,
     Load,
     Loaded,
     Options,
@@ -47,6 +48,8 @@ Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 
 # A new number when the same pass gives another module: results of older versions in the cache are then passed over.
 _SEMANTICS = 1
+# The inputs of a comparison. They cost little beside compiling the modules.
+_DRAWS = (Floats.NORMAL, Floats.POSITIVE, *(4 * (Floats.SPARSE,)))
 _REFERENCES = 8  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
@@ -170,7 +173,7 @@ class XlaCompiler:
         return hlo.graph(hlo.parse(module.data))
 
     def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
-        draws = (Draw(2 * seed), Draw(2 * seed + 1, positive=True))
+        draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
         return compared(self._expected(reference, draws), self._outputs(reference, module, draws))
 
     def _expected(self, reference: Module, draws: tuple[Draw, ...]) -> Outputs:
@@ -195,9 +198,7 @@ class XlaCompiler:
         The first run of each, which its outputs come from, is not counted.
         """
         found: Executed = self._answer(
-            Execute(
-                modules[0].data, tuple(m.data for m in modules), (Draw(seed, positive=True),), repetitions
-            )
+            Execute(modules[0].data, tuple(m.data for m in modules), (Draw(seed),), repetitions)
         )
         return list(found.seconds)
 
