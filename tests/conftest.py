@@ -13,10 +13,9 @@ import pytest
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
-    "jax": ("models/test_hlo.py",),
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
-    "jax": ("passes/test_xla.py",),
+    "jax": ("models/test_hlo.py", "passes/test_xla.py"),
     "gymnasium": ("passes/test_environment.py",),
     "mkdocs": ("repository/test_docs.py",),
 }

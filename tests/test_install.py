@@ -29,9 +29,8 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "train": ("xrlflow/learn", "xrlflow/passes/environment", "xrlflow/rl"),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
-    "xla": ("xrlflow/passes/worker",),
+    "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
-    "xla": ("models/hlo/",),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {

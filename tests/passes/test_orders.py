@@ -1,0 +1,252 @@
+"""The functions and commands for files, over the toy compiler in XLA's place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.passes.toy import VALLEY, Words
+from xrlflow.cli import PASS_METRICS, PASS_SEARCHES, app
+from xrlflow.passes import Comparison, CompilerError, Metric, Module, orders
+from xrlflow.passes.agent import AgentConfig, random_agent
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> Words:
+    compiler = Words()
+
+    @contextmanager
+    def toy(workers: int | None = None) -> Iterator[Words]:
+        yield compiler
+
+    monkeypatch.setattr(orders, "xla", toy)
+    return compiler
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "word.hlo"
+    path.write_text(VALLEY)
+    return path
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["passes", *(str(a) for a in arguments)])
+
+
+def test_the_command_line_knows_all_searches_and_metrics() -> None:
+    assert set(PASS_SEARCHES) == {s.value for s in orders.Search}
+    assert set(PASS_METRICS) == {m.value for m in Metric}
+
+
+def test_list() -> None:
+    result = invoke("list", "--json")
+    assert {"name", "does"} == json.loads(result.stdout)[0].keys()
+    lines = invoke("list").stdout.splitlines()
+    assert len(lines) == len(json.loads(result.stdout)) >= 20
+    assert lines[0].startswith("algsimp")
+
+
+@pytest.mark.parametrize("search", ["beam", "mcts", "evolution", "random"])
+def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Path, search: str) -> None:
+    output = tmp_path / "out.hlo"
+    result = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert output.read_text() == "dad"
+    assert (found["before"], found["default"], found["after"]) == (4, 4, 3)
+    assert found["reduction_against_default"] == pytest.approx(0.25)
+    assert found["outputs_equal"] is True
+    assert found["passes"] == ["open", "merge", "drop", "merge"]
+    said = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8).stdout
+    assert "operations: 4 before, 4 after XLA's order, 3 after this one" in said
+    assert "25.0% less" in said
+    assert "outputs compared" in said
+
+
+def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, tmp_path: Path) -> None:
+    (tmp_path / "word").write_text("aaaadddd")
+    found = orders.optimize(tmp_path / "word", steps=1)
+    assert found.is_default
+    assert found.contents == "ad"
+    assert found.after == found.default == 2
+    assert found.to_json()["default_order"] is True
+
+
+def test_a_result_that_computes_something_else_is_not_written(
+    words: Words, file: Path, tmp_path: Path
+) -> None:
+    words.passes = Words(wrong=True).passes
+    result = invoke("optimize", file, "-o", tmp_path / "out.hlo", "--search", "greedy")
+    assert result.exit_code == 1
+    assert "the pass wrong changes what the module computes" in result.stderr
+    assert "nothing is written" in result.stderr
+    assert not (tmp_path / "out.hlo").exists()
+
+
+def test_a_wrong_default_order_is_not_written(
+    words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words, "default", lambda module: words.load("e"))
+    (tmp_path / "word").write_text("abab")
+    with pytest.raises(orders.OutputsDiffer, match="something else"):
+        orders.optimize(tmp_path / "word", steps=5)
+
+
+def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
+    found = orders.optimize(file, metric=Metric.SECONDS, search=orders.Search.RANDOM, horizon=8)
+    assert (found.before, found.default, found.after) == (4.0, 4.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimize", "{}/none.hlo", "-o", "{}/out"], "none.hlo cannot be read: No such file or directory"),
+        (["optimize", "{}/bad.hlo", "-o", "{}/out"], "bad.hlo: column 3: unknown letter 'x'"),
+        (["optimize", "{}/word.hlo", "-o", "{}/word.hlo"], "output and file are one file"),
+        (["optimize", "{}/word.hlo", "-o", "{}/none/out"], "there is no folder"),
+        (["optimize", "{}/word.hlo", "-o", "{}"], "is a folder"),
+        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "dfs"], "--search dfs: choose one of beam"),
+        (
+            ["optimize", "{}/word.hlo", "-o", "{}/out", "--metric", "x"],
+            "--metric x: choose one of operations",
+        ),
+        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "needs an agent"),
+        (
+            ["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent", "--agent", "{}/bad.hlo"],
+            "no checkpoint, or is damaged",
+        ),
+        (["train", "{}/bad.hlo", "-o", "{}/agent"], "bad.hlo: column 3"),
+        (["train", "{}/word.hlo", "-o", "{}/word.hlo"], "one file"),
+        (["train", "{}/word.hlo", "-o", "{}/agent", "--log", "{}/bad.hlo"], "is a file: name a folder"),
+        (["bench", "{}/bad.hlo"], "bad.hlo: column 3"),
+        (["bench", "{}/word.hlo", "--searches", "beam,dfs"], "--searches dfs"),
+    ],
+)
+def test_an_error_is_one_line(words: Words, file: Path, arguments: list[str], message: str) -> None:
+    (file.parent / "bad.hlo").write_text("abx")
+    result = invoke(*(a.format(file.parent) for a in arguments))
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("xrlflow: error: ")
+    assert message in lines[0]
+    assert not (file.parent / "out").exists()
+
+
+def test_without_jax_the_error_names_the_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "jax" in name else known(name))
+    result = invoke("optimize", file, "-o", file.parent / "out")
+    assert result.exit_code == 2
+    assert "pip install 'xrlflow[xla]'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_torch_the_error_names_the_extra(
+    words: Words, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else known(name))
+    result = invoke("train", file, "-o", file.parent / "agent")
+    assert result.exit_code == 2
+    assert "agents need torch: install them with `pip install 'xrlflow[train]'`" in result.stderr
+
+
+def test_train_then_optimize_with_the_agent(words: Words, file: Path, tmp_path: Path) -> None:
+    agent, output = tmp_path / "agent", tmp_path / "out"
+    options = ["--iterations", 12, "--steps", 96, "--horizon", 8, "--seed", 1]
+    result = invoke("train", file, "-o", agent, *options, "--log", tmp_path / "log", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["iterations"] == 12
+    assert facts["reduction"] == pytest.approx(0.25)
+    assert list((tmp_path / "log").iterdir())
+    for search in ("agent", "guided"):
+        found = invoke(
+            "optimize", file, "-o", output, "--search", search, "--agent", agent, "--steps", 60, "--json"
+        )
+        assert json.loads(found.stdout)["after"] == 3
+        assert output.read_text() == "dad"
+
+
+def test_bench(words: Words, file: Path) -> None:
+    result = invoke("bench", file, "--searches", "greedy,beam", "--horizon", 8, "--json")
+    assert result.exit_code == 0, result.output
+    table = json.loads(result.stdout)
+    assert [(r["search"], r["operations"], r["equal"]) for r in table["rows"]] == [
+        ("greedy", 4, True),
+        ("beam", 3, True),
+    ]
+    # The toy's seconds are the letters.
+    assert table["time"] == pytest.approx([4 / 3] * 3)
+    assert table["control"] == pytest.approx([1.0] * 3)
+    said = invoke("bench", file, "--searches", "greedy,beam", "--horizon", 8).stdout
+    assert "time after XLA's order / after the best: 1.333" in said
+
+
+def test_a_wrong_result_is_not_the_best_of_a_table(words: Words, file: Path) -> None:
+    words.passes = Words(wrong=True).passes
+    table = orders.bench(file, searches=[orders.Search.GREEDY], steps=50)
+    assert [(r.operations, r.equal) for r in table.rows] == [(1, False)]
+    assert table.time == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_binary_files_are_read_as_bytes(tmp_path: Path) -> None:
+    class Binary(Words):
+        def load(self, source: str | bytes) -> Module:
+            self.got = source
+            return super().load("ab")
+
+    compiler = Binary()
+    for content in (b"ML\xefR\x00\x01", b"\x08\x96\xff"):
+        (tmp_path / "file").write_bytes(content)
+        orders.read(compiler, tmp_path / "file")
+        assert compiler.got == content
+    (tmp_path / "file").write_bytes(b"HloModule m")
+    orders.read(compiler, tmp_path / "file")
+    assert compiler.got == "HloModule m"
+
+
+def test_outputs_that_cannot_be_compared_are_an_error(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(reference: Module, module: Module, seed: int = 0) -> Comparison:
+        raise CompilerError("inputs of element type 17 cannot be drawn")
+
+    monkeypatch.setattr(words, "compare", refuse)
+    result = invoke("optimize", file, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "cannot be drawn" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from xrlflow.cli import app;"
+        "assert CliRunner().invoke(app, ['passes', '--help']).exit_code == 0;"
+        "print([m for m in ('torch', 'jax', 'gymnasium', 'onnx', 'numpy') if m in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+def test_an_agent_for_other_passes(words: Words, file: Path, tmp_path: Path) -> None:
+    random_agent(Words(wrong=True), AgentConfig(width=8)).save(tmp_path / "agent")
+    result = invoke(
+        "optimize", file, "-o", tmp_path / "out", "--search", "agent", "--agent", tmp_path / "agent"
+    )
+    assert result.exit_code == 2
+    assert "the agent is for other passes than words has: wrong" in result.stderr

@@ -1,0 +1,229 @@
+"""Agents that choose passes: networks over the observations of `PassEnv`, their files, and how they play.
+
+Two networks can be had. Both see the figures of the module, its opcodes, its functions, the passes applied so far and
+the mask; the second one sees the graph of instructions in addition. An agent belongs to a list of passes and opcodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.learn.ppo import orthogonal
+from xrlflow.learn.segments import SegmentCategorical
+from xrlflow.learn.tensors import to_arrays, to_tensors
+from xrlflow.passes.compiler import Compiler
+from xrlflow.passes.environment import COMPUTATIONS, FIGURES, HISTORY, Configuration, Masking, Observation
+
+KIND = "passes agent"
+# Figures (log2 of operations, bytes and flops, relative operations, horizon left, log2 of functions) are brought to
+# about 1 by these factors. A count of 255 becomes 1.
+_FIGURES = (0.1, 0.04, 0.04, 1.0, 1.0, 0.2)
+_COUNTS = 0.125
+_RECENT = 8  # numbers of an embedded pass of the history
+_NODES, _KINDS = 6, 8  # features of an instruction; kinds of edges (see `ModuleGraph`)
+
+
+class Network(Enum):
+    """What an agent sees of a module. COUNTS: histograms. GRAPH: its instructions and their edges, too."""
+
+    COUNTS = "counts"
+    GRAPH = "graph"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """`width` of the hidden layers; the graph's vectors have `graph_width` numbers and pass `rounds` of messages.
+
+    `masking` and `horizon` are those of the episodes that the agent is made for.
+    """
+
+    network: Network = Network.COUNTS
+    width: int = 128
+    graph_width: int = 32
+    rounds: int = 3
+    masking: Masking = Masking.KNOWN
+    horizon: int = 25
+
+    def episode(self, **changes: Any) -> Configuration:
+        """The configuration of environments for this agent."""
+        graph = self.network is Network.GRAPH
+        return Configuration(horizon=self.horizon, masking=self.masking, graph=graph, **changes)
+
+
+class Agent(nn.Module):
+    """A policy for `xrlflow.learn.ppo` over P passes and stop, with a critic."""
+
+    def __init__(
+        self, passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig = AgentConfig()
+    ) -> None:
+        super().__init__()
+        self.passes, self.opcodes, self.config = tuple(passes), tuple(opcodes), config
+        self.about: dict[str, Any] = {}
+        count, width = len(self.passes), config.width
+        self.recent = nn.Embedding(count + 1, _RECENT)
+        seen = FIGURES + len(self.opcodes) + 1 + COMPUTATIONS + count + HISTORY * _RECENT + count + 1
+        self.graph: GraphEncoder | None = None
+        if config.network is Network.GRAPH:
+            self.graph = GraphEncoder(len(self.opcodes) + 1, config.graph_width, config.rounds)
+            seen += 2 * config.graph_width
+        self.body = nn.Sequential(
+            orthogonal(nn.Linear(seen, width)), nn.Tanh(), orthogonal(nn.Linear(width, width)), nn.Tanh()
+        )
+        self.policy = orthogonal(nn.Linear(width, count + 1), 0.01)
+        self.value = orthogonal(nn.Linear(width, 1), 1.0)
+        self.register_buffer("scale", torch.tensor(_FIGURES), persistent=False)
+
+    def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
+        """For each of B observations the distribution over passes and stop, and its value [B]."""
+        logits, values = self.scores(observations)
+        counts = torch.full((len(observations),), logits.shape[1])
+        return SegmentCategorical.of(logits.flatten(), counts), values
+
+    def scores(self, observations: Sequence[Observation]) -> tuple[Tensor, Tensor]:
+        """Scores of passes and stop [B, P + 1], -inf where the mask is 0, and values [B]."""
+        hidden = self.body(self._collated(observations))
+        allowed = torch.from_numpy(np.stack([o["action_mask"] for o in observations])).bool()
+        return self.policy(hidden).masked_fill(~allowed, float("-inf")), self.value(hidden).squeeze(-1)
+
+    def _collated(self, observations: Sequence[Observation]) -> Tensor:
+        """The inputs of the body [B, ...]."""
+
+        def stacked(name: str) -> Tensor:
+            return torch.from_numpy(np.stack([o[name] for o in observations]))
+
+        parts = [
+            stacked("figures") * self.scale,
+            stacked("opcodes") * _COUNTS,
+            stacked("computations") * _COUNTS,
+            stacked("applied"),
+            self.recent(stacked("history")).flatten(1),
+            stacked("action_mask").float(),
+        ]
+        if self.graph is not None:
+            parts.append(self.graph([o["graph"] for o in observations]))
+        return torch.cat(parts, 1)
+
+    def check(self, compiler: Compiler) -> None:
+        """Raise CheckpointError if the compiler has other passes or opcodes than the agent was made for."""
+        for what, mine, theirs in (
+            ("passes", self.passes, compiler.passes),
+            ("opcodes", self.opcodes, compiler.opcodes),
+        ):
+            if mine != theirs:
+                other = sorted(set(mine) ^ set(theirs))
+                named = f": {', '.join(other[:5])}" if other else ", in another order"
+                raise CheckpointError(f"the agent is for other {what} than {compiler.name} has{named}")
+
+    def save(self, path: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> None:
+        """Write the agent to a file. `about`: facts about its training, as JSON. Raises CheckpointError."""
+        config = asdict(self.config) | {
+            "network": self.config.network.value,
+            "masking": self.config.masking.value,
+        }
+        held = {
+            "config": config,
+            "passes": self.passes,
+            "opcodes": self.opcodes,
+            "about": dict(about or self.about),
+        }
+        save_checkpoint(Checkpoint(KIND, held, to_arrays(self.state_dict())), path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Agent:
+        """Read an agent. Raises CheckpointError if the file holds none, or a damaged one."""
+        checkpoint = load_checkpoint(path, KIND)
+        held = checkpoint.config
+        try:
+            given = dict(held["config"])
+            given["network"], given["masking"] = Network(given["network"]), Masking(given["masking"])
+            agent = Agent(held["passes"], held["opcodes"], AgentConfig(**given))
+            agent.about = dict(held["about"])
+            tensors = to_tensors(checkpoint.tensors)
+            agent.load_state_dict(tensors)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{os.fspath(path)}: the agent's parts do not fit: {reason}") from error
+        if not all(bool(t.isfinite().all()) for t in tensors.values()):
+            raise CheckpointError(f"{os.fspath(path)}: the agent has weights that are not finite")
+        return agent
+
+    def copy(self) -> Agent:
+        made = Agent(self.passes, self.opcodes, self.config)
+        made.load_state_dict(self.state_dict())
+        made.about = dict(self.about)
+        return made
+
+
+def random_agent(compiler: Compiler, config: AgentConfig = AgentConfig(), seed: int = 0) -> Agent:
+    """An agent before any training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Agent(compiler.passes, compiler.opcodes, config)
+
+
+class GraphEncoder(nn.Module):
+    """Vectors of modules from their instructions: messages from operands to readers and back, then mean and maximum."""
+
+    def __init__(self, opcodes: int, width: int, rounds: int) -> None:
+        super().__init__()
+        self.opcode = nn.Embedding(opcodes, width)
+        self.features = nn.Linear(_NODES, width)
+        self.kinds = nn.ModuleList(nn.Embedding(2 * _KINDS, width) for _ in range(rounds))
+        self.updates = nn.ModuleList(nn.Linear(3 * width, width) for _ in range(rounds))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(rounds))
+
+    def forward(self, graphs: Sequence[Any]) -> Tensor:
+        """B graphs of Gymnasium (see `PassEnv`) -> [B, 2 * width]."""
+        joined = _Joined.of(graphs)
+        hidden = torch.relu(self.opcode(joined.opcode) + self.features(joined.x))
+        for kinds, change, norm in zip(self.kinds, self.updates, self.norms):
+            down = _mean(torch.relu(hidden[joined.operand] + kinds(joined.kind)), joined.reader, len(hidden))
+            up = _mean(
+                torch.relu(hidden[joined.reader] + kinds(joined.kind + _KINDS)), joined.operand, len(hidden)
+            )
+            hidden = norm(hidden + torch.relu(change(torch.cat([hidden, down, up], 1))))
+        mean = _mean(hidden, joined.owner, len(graphs))
+        index = joined.owner[:, None].expand_as(hidden)
+        largest = hidden.new_zeros(len(graphs), hidden.shape[1]).scatter_reduce(0, index, hidden, "amax")
+        return torch.cat([mean, largest], 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """B graphs as one: N instructions with their opcode, features and graph, E edges."""
+
+    opcode: Tensor
+    x: Tensor
+    owner: Tensor
+    operand: Tensor
+    reader: Tensor
+    kind: Tensor = field(repr=False)
+
+    @staticmethod
+    def of(graphs: Sequence[Any]) -> _Joined:
+        sizes = np.array([len(g.nodes) for g in graphs])
+        nodes = torch.from_numpy(np.concatenate([g.nodes for g in graphs]))
+        first = np.repeat(np.cumsum(sizes) - sizes, [len(g.edge_links) for g in graphs])
+        links = np.concatenate([g.edge_links for g in graphs]) + first[:, None]
+        edges = torch.from_numpy(np.ascontiguousarray(links.T))
+        kinds = torch.from_numpy(np.concatenate([g.edges[:, 0] for g in graphs])).long()
+        owner = torch.from_numpy(np.repeat(np.arange(len(graphs)), sizes))
+        return _Joined(
+            nodes[:, 0].long(), nodes[:, 1:] * nodes.new_tensor(0.2), owner, edges[0], edges[1], kinds
+        )
+
+
+def _mean(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """The mean of the rows of each index [count, width]; 0 where there is none."""
+    total = rows.new_zeros(count, rows.shape[1]).index_add(0, index, rows)
+    number = torch.bincount(index, minlength=count).clamp(min=1)
+    return total / number[:, None]

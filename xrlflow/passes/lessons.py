@@ -1,0 +1,114 @@
+"""Episodes to learn from: an environment over `PassEnv` with a curriculum and shaped rewards, each of which can be left
+out; and what all training runs share.
+
+- Masking (`AgentConfig.masking`): passes seen to have no effect on the present module are masked, and those of which
+  the compiler foresees it. What was seen is forgotten at the end of the episode, because a module that is new to the
+  agent comes without it.
+- Shaping: an order ends at its best prefix. So the reward of a step is by how much it betters the best module of the
+  episode, as a difference of logarithms. A step that makes the module worse costs nothing. Without shaping, the reward
+  is the change of the metric relative to the first module, as `PassEnv` gives it.
+- Curriculum: training begins with the smallest modules; the others join in the order of their size until the middle of
+  the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xrlflow.passes.agent import Agent
+from xrlflow.passes.compiler import Compiler, Metric
+from xrlflow.passes.environment import Configuration, Observation, PassEnv, Problem
+from xrlflow.passes.play import narrowed, play
+
+# progress(scalars, iteration): the figures of a part of the training.
+Progress = Callable[[Mapping[str, float], int], None]
+# The curriculum begins with this part of the modules, and has all after this part of the training.
+_FIRST, _ALL = 0.25, 0.5
+_LEAST = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """What training adds to plain episodes (see the module's docstring), and the metric that is to become less."""
+
+    shaping: bool = True
+    curriculum: bool = True
+    metric: Metric = Metric.OPERATIONS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """The agent that played best on the modules of training, its mean logarithm of value / initial value there (less is
+    better), the steps of the environment, and whether training was interrupted."""
+
+    agent: Agent
+    score: float
+    iterations: int
+    steps: int
+    seconds: float
+    interrupted: bool = False
+    history: tuple[Mapping[str, float], ...] = field(default=(), repr=False)
+
+    @property
+    def reduction(self) -> float:
+        """1 - the geometric mean of value / initial value; 0 if the agent was never evaluated."""
+        return 0.0 if math.isinf(self.score) else 1.0 - math.exp(self.score)
+
+
+class Lessons:
+    """An environment for `collect`. `progress` is set by the training run, from 0 to 1."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        problems: Sequence[Problem],
+        configuration: Configuration,
+        teaching: Teaching = Teaching(),
+    ) -> None:
+        if not problems:
+            raise ValueError("training needs at least one module")
+        self.compiler, self.configuration, self.teaching = compiler, configuration, teaching
+        self.problems = sorted(problems, key=lambda p: (p.module.summary.operations, p.name))
+        self.progress = 0.0
+        self._env: PassEnv | None = None
+        self._best = 0.0
+
+    @property
+    def open(self) -> Sequence[Problem]:
+        """The modules that episodes draw from now."""
+        if not self.teaching.curriculum:
+            return self.problems
+        part = _FIRST + (1.0 - _FIRST) * min(1.0, self.progress / _ALL)
+        return self.problems[: max(1, math.ceil(part * len(self.problems) - 1e-9))]
+
+    def reset(self, *, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
+        chosen = self.open[int(np.random.default_rng(seed).integers(len(self.open)))]
+        # A new environment knows no passes without effect.
+        self._env = PassEnv(self.compiler, [chosen], self.configuration)
+        observation, information = self._env.reset(seed=seed)
+        self._best = float(information["initial"])
+        return self._narrowed(observation, information), information
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        if self._env is None:
+            raise ValueError("no episode is running: call reset first")
+        observation, reward, terminated, truncated, information = self._env.step(action)
+        if self.teaching.shaping and self.teaching.metric is not Metric.SECONDS:
+            value = float(information["value"])
+            reward = math.log(max(self._best, _LEAST) / max(min(value, self._best), _LEAST))
+            self._best = min(self._best, value)
+        return self._narrowed(observation, information), reward, terminated, truncated, information
+
+    def _narrowed(self, observation: Observation, information: Mapping[str, Any]) -> Observation:
+        return narrowed(observation, self.compiler, information["module"], self.configuration.masking)
+
+
+def score(agent: Agent, compiler: Compiler, problems: Sequence[Problem], metric: Metric) -> float:
+    """The mean logarithm of what an agent's likeliest orders leave of the modules: 0 without gain, less is better."""
+    orders = [play(agent, compiler, p.module, metric) for p in problems]
+    return math.fsum(math.log(max(1.0 - o.reduction, _LEAST)) for o in orders) / len(orders)

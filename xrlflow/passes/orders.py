@@ -1,0 +1,410 @@
+"""Orders of XLA's passes for a file: the functions behind `xrlflow passes`.
+
+    from xrlflow.passes import orders
+
+    found = orders.optimize("model.hlo", search=orders.Search.BEAM, steps=500)
+    print(found.before, found.default, found.after, found.order.passes)
+    found.save("better.hlo")
+
+A file is HLO text, StableHLO text or bytecode, or a serialized HloModuleProto.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xrlflow import files
+from xrlflow.backends.statistics import median_interval
+from xrlflow.passes.cache import Cache
+from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
+from xrlflow.passes.hlo_passes import PASSES
+from xrlflow.passes.searches import Budget, Order, beam, evolve, greedy, random, tree
+from xrlflow.passes.xla import XlaCompiler, XlaOptions
+
+if TYPE_CHECKING:
+    from xrlflow.learn.log import Logs
+    from xrlflow.passes.agent import Agent
+    from xrlflow.passes.lessons import Trained
+
+Source = str | os.PathLike[str]
+# Pairs of runs in a measurement.
+_PAIRS = 40
+
+
+class Search(Enum):
+    """How an order is looked for. AGENT and GUIDED (tree search with its policy) need an agent's file."""
+
+    RANDOM = "random"
+    GREEDY = "greedy"
+    BEAM = "beam"
+    TREE = "mcts"
+    EVOLUTION = "evolution"
+    AGENT = "agent"
+    GUIDED = "guided"
+
+
+WITHOUT_AGENT: dict[Search, Callable[..., Order]] = {
+    Search.RANDOM: random,
+    Search.GREEDY: greedy,
+    Search.BEAM: beam,
+    Search.TREE: tree,
+    Search.EVOLUTION: evolve,
+}
+
+
+class OrderError(ValueError):
+    """An option is wrong, an extra is missing, or training failed. The message is one line."""
+
+
+class OutputsDiffer(RuntimeError):
+    """A result computes something else than the original, and is not given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An optimised module. `before`, `default` and `after`: the metric of the module given, after the compiler's own
+    order repeated to its fixpoint, and of the result. `compared`: outputs of the result against those of the original.
+
+    `is_default`: no order was found that is better than the compiler's, and the result is that of the compiler.
+    """
+
+    order: Order
+    contents: str | bytes
+    before: float
+    default: float
+    after: float
+    compared: Comparison
+    is_default: bool
+    seconds: float
+
+    def save(self, path: Source) -> None:
+        """Write the result. Raises CompilerError."""
+        data = self.contents.encode() if isinstance(self.contents, str) else self.contents
+        try:
+            files.write(path, data)
+        except OSError as error:
+            raise CompilerError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "passes": [] if self.is_default else list(self.order.passes),
+            "default_order": self.is_default,
+            "before": self.before,
+            "default": self.default,
+            "after": self.after,
+            "reduction_against_default": reduction(self.default, self.after),
+            "outputs_equal": self.compared.equal,
+            "worst_error": self.compared.worst,
+            "steps": self.order.steps,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def reduction(before: float, after: float) -> float:
+    """The part of `before` that is saved."""
+    return 1.0 - after / before if before > 0 else 0.0
+
+
+class Xla(XlaCompiler):
+    """XLA's passes, of which many need instructions of certain kinds: without these they have no effect."""
+
+    def without_effect(self, module: Module) -> frozenset[str]:
+        kinds = {kind for kind, _ in module.summary.opcodes}
+        return frozenset(p.name for p in PASSES if p.needs and kinds.isdisjoint(p.needs))
+
+
+@contextmanager
+def xla(workers: int | None = None) -> Iterator[Compiler]:
+    """XLA's compiler with the cache in the user's cache directory. Raises CompilerError if jax is missing."""
+    options = XlaOptions() if workers is None else XlaOptions(workers=workers)
+    cache = Cache()
+    try:
+        with Xla(options, cache) as compiler:
+            yield compiler
+    finally:
+        cache.close()
+
+
+def read(compiler: Compiler, path: Source) -> Module:
+    """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
+    name = os.fspath(path)
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CompilerError(f"{name} cannot be read: {error.strerror or error}") from error
+    try:
+        return compiler.load(_text(data))
+    except CompilerError as error:
+        raise CompilerError(f"{name}: {error}") from error
+
+
+def _text(data: bytes) -> str | bytes:
+    """The text in a file, or its bytes if it holds none."""
+    if b"\0" in data:
+        return data
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def searched(
+    search: Search,
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+    agent: Agent | None = None,
+) -> Order:
+    """Look for an order. Raises OrderError if the search needs an agent and there is none."""
+    if search in WITHOUT_AGENT:
+        return WITHOUT_AGENT[search](compiler, module, budget, seed, metric)
+    if agent is None:
+        raise OrderError(f"the search {search.value} needs an agent: name its file")
+    from xrlflow.passes.play import guided, sample
+
+    chosen = sample if search is Search.AGENT else guided
+    return chosen(agent, compiler, module, budget, seed, metric)
+
+
+def optimize(
+    source: Source,
+    *,
+    search: Search = Search.BEAM,
+    agent: Source | None = None,
+    steps: int = 500,
+    horizon: int = 30,
+    time_limit: float | None = None,
+    metric: Metric = Metric.OPERATIONS,
+    seed: int = 0,
+    workers: int | None = None,
+    compiler: Compiler | None = None,
+) -> Found:
+    """Look for an order of passes that brings a module to fewer operations than the compiler's own order.
+
+    - `search`, `agent`: how; the file of an agent. `metric`: what is to become less.
+    - `steps`: passes that the compiler runs. `horizon`: the longest order. `time_limit`: seconds for the search.
+    - `workers`: processes that run passes. `compiler`: another one than XLA's.
+
+    Raises CompilerError for a module that cannot be read or run, OrderError for options, CheckpointError for an agent's
+    file, and OutputsDiffer if the result does not compute the same.
+    """
+    begin = time.monotonic()
+    with _given(compiler, workers) as used:
+        module = read(used, source)
+        known = load_agent(agent) if agent is not None else None
+        deadline = None if time_limit is None else begin + time_limit
+        order = searched(search, used, module, Budget(steps, horizon, deadline), seed, metric, known)
+        default = used.default(module)
+        before, usual, after = _values(used, metric, module, default, order)
+        is_default = usual < after
+        result = default if is_default else order.module
+        compared = _checked(used, module, result, () if is_default else order.passes, seed)
+        return Found(
+            order, used.write(result), before, usual, min(usual, after), compared, is_default,
+            time.monotonic() - begin,
+        )  # fmt: skip
+
+
+def _values(
+    compiler: Compiler, metric: Metric, module: Module, default: Module, order: Order
+) -> tuple[float, float, float]:
+    """The metric of the module, after the default order, and after the order that was found. Measured anew if it is
+    measured: the least of many measurements is lucky."""
+    modules = (module, default, order.module)
+    if metric is not Metric.SECONDS:
+        before, usual, after = (m.summary.of(metric) for m in modules)
+    else:
+        before, usual, after = (median(times) for times in compiler.seconds(modules, _PAIRS))
+    return before, usual, after
+
+
+def _checked(
+    compiler: Compiler, original: Module, result: Module, passes: Sequence[str], seed: int
+) -> Comparison:
+    """The comparison of the outputs. Raises OutputsDiffer with the pass that is to blame, if there is one."""
+    found = compiler.compare(original, result, seed)
+    if found.equal:
+        return found
+    present = original
+    for name in passes:
+        after = compiler.apply(present, name).module
+        if not compiler.compare(present, after, seed).equal:
+            raise OutputsDiffer(f"the pass {name} changes what the module computes: {found.difference}")
+        present = after
+    raise OutputsDiffer(f"the result computes something else than the original: {found.difference}")
+
+
+@contextmanager
+def _given(compiler: Compiler | None, workers: int | None) -> Iterator[Compiler]:
+    if compiler is not None:
+        yield compiler
+    else:
+        with xla(workers) as made:
+            yield made
+
+
+def load_agent(path: Source) -> Agent:
+    """Read an agent. Raises OrderError if the extra for agents is missing, CheckpointError for the file."""
+    _need_training()
+    from xrlflow.passes.agent import Agent
+
+    return Agent.load(path)
+
+
+def _need_training() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "gymnasium") if find_spec(name) is None]
+    if missing:
+        raise OrderError(
+            f"agents need {' and '.join(missing)}: install them with `pip install 'xrlflow[train]'`"
+        )
+
+
+def train(
+    sources: Sequence[Source],
+    output: Source,
+    *,
+    iterations: int = 100,
+    steps: int = 256,
+    horizon: int = 25,
+    graph: bool = False,
+    plain: bool = False,
+    metric: Metric = Metric.OPERATIONS,
+    time_limit: float | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    log: Source | None = None,
+    quiet: bool = True,
+    compiler: Compiler | None = None,
+) -> Trained:
+    """Train an agent by PPO on modules, and write it to `output` whenever it is better than before.
+
+    `graph`: it sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a folder for
+    TensorBoard. Unless `quiet`, standard error shows the progress.
+    Raises CompilerError, CheckpointError, and OrderError if a loss is not finite.
+    """
+    _need_training()
+    from xrlflow.learn.ppo import TrainingError
+    from xrlflow.passes import ppo
+    from xrlflow.passes.agent import AgentConfig, Network
+    from xrlflow.passes.environment import Problem
+    from xrlflow.passes.lessons import Teaching
+
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    network = Network.GRAPH if graph else Network.COUNTS
+    config = ppo.TrainConfig(
+        iterations, steps, seed=seed, evaluate_every=min(10, iterations), teaching=Teaching(metric=metric),
+        agent=AgentConfig(network, horizon=horizon),
+    )  # fmt: skip
+    with _given(compiler, workers) as used:
+        problems = [Problem(os.fspath(path), read(used, path)) for path in sources]
+        chosen, logs = config.plain() if plain else config, _logs(log, iterations, quiet)
+        try:
+            return ppo.train(used, problems, chosen, output, deadline=deadline, logs=logs)
+        except TrainingError as error:
+            raise OrderError(f"training failed: {error}") from error
+
+
+_SHOWN = {
+    "episode/return": "return {:.3f}",
+    "evaluation/reduction": "evaluation {:.3f}",
+    "ppo/entropy": "entropy {:.2f}",
+    "time/steps_per_second": "{:.0f} steps/s",
+}
+
+
+def _logs(folder: Source | None, iterations: int, quiet: bool) -> Logs:
+    """Logs of a training run. Raises OrderError if the folder is a file."""
+    from xrlflow.learn.log import Logs, TensorBoard, Terminal
+
+    if folder is not None and os.path.isfile(folder):
+        raise OrderError(f"log {os.fspath(folder)} is a file: name a folder")
+    board = [] if folder is None else [TensorBoard(folder)]
+    return Logs(*board, *([] if quiet else [Terminal(iterations, _SHOWN)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One search on one module, at equal steps: operations of its result, steps and seconds that it took."""
+
+    search: str
+    operations: int
+    reduction: float
+    equal: bool
+    passes: tuple[str, ...]
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What searches bring for a module. `time`: (median seconds after the default order / after the best order), as a
+    ratio with its 95% interval; `control`: the module of the default order against itself."""
+
+    before: int
+    default: int
+    rows: tuple[Row, ...]
+    time: tuple[float, float, float]
+    control: tuple[float, float, float]
+
+
+def bench(
+    source: Source,
+    *,
+    searches: Sequence[Search] = tuple(WITHOUT_AGENT),
+    agent: Source | None = None,
+    steps: int = 200,
+    horizon: int = 30,
+    seed: int = 0,
+    workers: int | None = None,
+    compiler: Compiler | None = None,
+) -> Table:
+    """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises."""
+    known = load_agent(agent) if agent is not None else None
+    with _given(compiler, workers) as used:
+        module = read(used, source)
+        default = used.default(module)
+        rows, best = [], module
+        for search in searches:
+            order = searched(search, used, module, Budget(steps, horizon), seed, agent=known)
+            equal = used.compare(module, order.module, seed).equal
+            operations = order.module.summary.operations
+            if equal and operations < best.summary.operations:
+                best = order.module
+            less = reduction(default.summary.operations, operations)
+            row = Row(search.value, operations, less, equal, order.passes, order.steps, order.seconds)
+            rows.append(row)
+        time_ratio, control = timed(used, default, best)
+    return Table(module.summary.operations, default.summary.operations, tuple(rows), time_ratio, control)
+
+
+Ratio = tuple[float, float, float]
+
+
+def timed(compiler: Compiler, default: Module, best: Module, pairs: int = _PAIRS) -> tuple[Ratio, Ratio]:
+    """Measured time after the default order over that after another order, in pairs of runs, and A/A: the default
+    against itself. Each is a ratio with its 95% interval; above 1, the other order is faster."""
+    # The same module twice, so that all three take turns.
+    first, other, again = compiler.seconds([default, best, default], pairs)
+    return _ratio(first, other), _ratio(first, again)
+
+
+def _ratio(old: Sequence[float], new: Sequence[float]) -> Ratio:
+    """The median ratio of pairs with its 95% interval."""
+    logs = np.log(np.asarray(old, np.float64)) - np.log(np.asarray(new, np.float64))
+    middle, low, high = (math.exp(x) for x in median_interval(logs))
+    return middle, low, high

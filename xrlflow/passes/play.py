@@ -1,0 +1,128 @@
+"""What an agent does with a module: one order at once, or a search with its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from xrlflow.passes.agent import Agent
+from xrlflow.passes.compiler import Compiler, Metric, Module
+from xrlflow.passes.environment import Masking, Observation, PassEnv, Problem
+from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree, without_effect
+from xrlflow.passes.searches.steps import until_over
+
+# Chooses an action for an observation.
+_Choose = Callable[[Observation], int]
+_IDLE = 200  # episodes in a row of which every step is known
+
+
+def play(agent: Agent, compiler: Compiler, module: Module, metric: Metric = Metric.OPERATIONS) -> Order:
+    """The likeliest passes, until the agent stops or the horizon ends: zero-shot. Draws nothing.
+
+    Raises CheckpointError if the agent is for other passes.
+    """
+    agent.check(compiler)
+    horizon = agent.config.horizon
+    explorer = Explorer(compiler, module, Budget(horizon, horizon), metric)
+    return until_over(explorer, lambda: _episode(agent, explorer, _likeliest(agent)))
+
+
+def sample(
+    agent: Agent,
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+) -> Order:
+    """The likeliest order first, then orders that are drawn from the policy, for as long as the budget lasts.
+
+    Passes known to have no effect on a module are not drawn there, whatever the agent was trained with.
+    """
+    agent.check(compiler)
+    explorer = Explorer(compiler, module, budget, metric)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(observation: Observation) -> int:
+        with torch.no_grad():
+            distribution, _ = agent.evaluate([observation])
+            return int(distribution.sample(generator)[0])
+
+    def play_on() -> None:
+        _episode(agent, explorer, _likeliest(agent))
+        idle = 0
+        while idle < _IDLE:
+            before = explorer.meter.steps
+            _episode(agent, explorer, draw)
+            idle = 0 if explorer.meter.steps > before else idle + 1
+
+    return until_over(explorer, play_on)
+
+
+def guided(
+    agent: Agent,
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+    config: TreeConfig | None = None,
+) -> Order:
+    """Monte Carlo tree search whose priors are the agent's policy."""
+    agent.check(compiler)
+    meter = Meter(compiler, budget)
+    env = _environment(agent, meter, module)
+
+    def priors(node: Node) -> Mapping[str, float]:
+        """The policy at a node. The passes that led there are known, so replaying them costs no steps."""
+        observation, _ = env.reset(seed=0)
+        for name in node.passes[: agent.config.horizon - 1]:
+            observation = env.step(agent.passes.index(name))[0]
+        observation = narrowed(observation, meter, node.module, agent.config.masking)
+        with torch.no_grad():
+            distribution, _ = agent.evaluate([observation])
+        return dict(zip(agent.passes, distribution.probs.double().numpy() + 1e-3))
+
+    return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
+
+
+def narrowed(observation: Observation, compiler: Compiler, module: Module, masking: Masking) -> Observation:
+    """An observation whose mask also leaves out the passes of which the compiler foresees that they have no effect."""
+    idle = without_effect(compiler, module) if masking is not Masking.NONE else frozenset()
+    if not idle:
+        return observation
+    mask = observation["action_mask"].copy()
+    mask[[number for number, name in enumerate(compiler.passes) if name in idle]] = 0
+    return {**observation, "action_mask": mask}
+
+
+def _environment(agent: Agent, compiler: Compiler, module: Module) -> PassEnv:
+    return PassEnv(compiler, [Problem("module", module)], agent.config.episode())
+
+
+def _likeliest(agent: Agent) -> _Choose:
+    def choose(observation: Observation) -> int:
+        with torch.no_grad():
+            scores, _ = agent.scores([observation])
+        return int(np.argmax(scores[0].numpy()))
+
+    return choose
+
+
+def _episode(agent: Agent, explorer: Explorer, choose: _Choose) -> None:
+    """Play one episode. The explorer keeps the best module on the way. Raises Over.
+
+    As in training, the mask knows what happened in this episode.
+    """
+    env = _environment(agent, explorer.meter, explorer.root.module)
+    observation, _ = env.reset(seed=0)
+    node, over = explorer.root, False
+    while not over:
+        masking = agent.config.masking
+        action = choose(narrowed(observation, explorer.meter, node.module, masking))
+        if action < len(agent.passes):
+            node = explorer.apply(node, agent.passes[action]) or node
+        observation, _, terminated, truncated, _ = env.step(action)
+        over = terminated or truncated

@@ -1,0 +1,35 @@
+"""Searches for orders of passes. All take a compiler, a module, a `Budget` and a seed, and give an `Order`."""
+
+from xrlflow.passes.searches.sequences import Fixed, evolve, fixed, follow
+from xrlflow.passes.searches.simple import beam, greedy, random
+from xrlflow.passes.searches.steps import (
+    Budget,
+    Explorer,
+    Foreseeing,
+    Meter,
+    Node,
+    Order,
+    Over,
+    without_effect,
+)
+from xrlflow.passes.searches.tree import TreeConfig, tree
+
+__all__ = [
+    "Budget",
+    "Explorer",
+    "Fixed",
+    "Foreseeing",
+    "Meter",
+    "Node",
+    "Order",
+    "Over",
+    "TreeConfig",
+    "beam",
+    "evolve",
+    "fixed",
+    "follow",
+    "greedy",
+    "random",
+    "tree",
+    "without_effect",
+]

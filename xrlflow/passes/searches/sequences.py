@@ -1,0 +1,176 @@
+"""Searches for whole sequences: evolution on one module, and the fixed best sequence for several modules.
+
+What is shared with an earlier sequence is known to the meter. So a sequence that was changed at one place costs the
+passes after this place alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xrlflow.passes.compiler import Compiler, Metric, Module
+from xrlflow.passes.searches.steps import Budget, Explorer, Meter, Node, Order, Over, until_over
+
+Passes = tuple[str, ...]
+_POPULATION = 8
+# Sequences in a row that ran no pass: what mutations reach is known.
+_IDLE = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """One sequence for all modules, and the geometric mean of (best value on its way / initial value) over those that
+    it was made for."""
+
+    passes: Passes
+    ratio: float
+    steps: int
+    seconds: float
+
+
+def evolve(
+    compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
+) -> Order:
+    """Sequences that are changed and crossed at random; the best ones are kept."""
+    explorer = Explorer(compiler, module, budget, metric)
+    generator = np.random.default_rng(seed)
+    names = explorer.passes
+    first = [
+        tuple(str(n) for n in generator.choice(names, min(8, budget.horizon))) for _ in range(_POPULATION)
+    ]
+
+    def measured(passes: Passes) -> float:
+        return explorer.replay(passes).value
+
+    return until_over(
+        explorer, lambda: _evolution(measured, first, names, budget.horizon, explorer.meter, generator)
+    )
+
+
+def fixed(
+    compiler: Compiler,
+    modules: Sequence[Module],
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+) -> Fixed:
+    """The sequence that is best for several modules together: greedy construction, then evolution from there.
+
+    Passes are chosen by the sum of the logarithms of what they leave. The steps of the budget are those on all modules
+    together.
+    """
+    meter = Meter(compiler, budget)
+    explorers = [Explorer(meter, module, budget, metric) for module in modules]
+    generator = np.random.default_rng(seed)
+    best: list[tuple[float, Passes]] = [(0.0, ())]
+
+    def measured(passes: Passes) -> float:
+        value = _together([(e.replay(passes), e) for e in explorers])
+        if (value, len(passes)) < (best[0][0], len(best[0][1])):
+            best[0] = (value, passes)
+        return value
+
+    try:
+        measured(_built(explorers, budget.horizon))
+        _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
+    except Over:
+        pass
+    value, passes = best[0]
+    return Fixed(passes, math.exp(value / len(modules)), meter.steps, time.monotonic() - meter.begin)
+
+
+def follow(
+    compiler: Compiler,
+    module: Module,
+    passes: Sequence[str],
+    budget: Budget,
+    metric: Metric = Metric.OPERATIONS,
+) -> Order:
+    """Run a sequence. The order ends at the best prefix, as always."""
+    explorer = Explorer(compiler, module, budget, metric)
+    return until_over(explorer, lambda: explorer.replay(passes) and None)
+
+
+def _together(nodes: Sequence[tuple[Node, Explorer]]) -> float:
+    return math.fsum(
+        math.log(max(node.value, 1e-30) / max(explorer.root.value, 1e-30)) for node, explorer in nodes
+    )
+
+
+def _built(explorers: Sequence[Explorer], horizon: int) -> Passes:
+    """Passes one after the other, each the best for all modules together. Without steps left, what there is."""
+    nodes = [e.root for e in explorers]
+    built: list[str] = []
+    try:
+        while len(built) < horizon:
+            rows = [[made or node for made in e.each(node, e.passes)] for e, node in zip(explorers, nodes)]
+            columns = list(zip(*rows))
+            values = [_together(list(zip(column, explorers))) for column in columns]
+            number = int(np.argmin(values))
+            if values[number] >= _together(list(zip(nodes, explorers))):
+                break
+            nodes = list(columns[number])
+            built.append(explorers[0].passes[number])
+    except Over:
+        pass
+    return tuple(built)
+
+
+def _evolution(
+    measured: Callable[[Passes], float],
+    first: Sequence[Passes],
+    names: Sequence[str],
+    horizon: int,
+    meter: Meter,
+    generator: np.random.Generator,
+) -> None:
+    """Steady-state evolution: a child of one or two of the population takes the place of the worst, if it is as good.
+
+    Of equals the newest come first: passes that bring nothing yet may stay until others make use of them.
+    """
+    population = [(measured(passes), passes) for passes in dict.fromkeys(first)]
+    idle = 0
+    while idle < _IDLE:
+        before = meter.steps
+        child = _child([passes for _, passes in population], names, horizon, generator)
+        idle += 1
+        if all(child != passes for _, passes in population):
+            population.insert(0, (measured(child), child))
+            population.sort(key=lambda pair: pair[0])
+            del population[_POPULATION:]
+        if meter.steps > before:
+            idle = 0
+
+
+def _child(
+    parents: Sequence[Passes], names: Sequence[str], horizon: int, generator: np.random.Generator
+) -> Passes:
+    """A new sequence: the begin of a parent and the end of another, or a parent; then one to three changes."""
+
+    def one() -> Passes:
+        return parents[int(len(parents) * generator.random() ** 2)]  # the first ones are the best
+
+    made = list(one())
+    if generator.random() < 0.3:
+        other = one()
+        made = made[: generator.integers(len(made) + 1)] + list(other[generator.integers(len(other) + 1) :])
+    for _ in range(int(generator.integers(1, 4))):
+        name = str(names[generator.integers(len(names))])
+        place = int(generator.integers(len(made) + 1))
+        match int(generator.integers(4)):
+            case 0:
+                made.insert(place, name)
+            case 1 if made:
+                made[min(place, len(made) - 1)] = name
+            case 2 if made:
+                del made[min(place, len(made) - 1)]
+            case 3 if len(made) > 1:
+                other_place = int(generator.integers(len(made)))
+                place = min(place, len(made) - 1)
+                made[place], made[other_place] = made[other_place], made[place]
+    return tuple(made[:horizon])

@@ -1,0 +1,84 @@
+"""Searches without memory of more than a few nodes: random choice, greedy choice, beam."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xrlflow.passes.compiler import Compiler, Metric, Module
+from xrlflow.passes.searches.steps import Budget, Explorer, Node, Order, until_over
+
+
+def random(
+    compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
+) -> Order:
+    """Episodes that draw each pass with equal probability, from the first module until the horizon.
+
+    Passes that the search has seen to have no effect on a module are not drawn there again.
+    """
+    explorer = Explorer(compiler, module, budget, metric)
+    generator = np.random.default_rng(seed)
+
+    def play() -> None:
+        idle = 0
+        while idle < 1000:  # episodes in a row of which every step is known: there is nothing more to see
+            before = explorer.meter.steps
+            node = explorer.root
+            for _ in range(budget.horizon):
+                names = explorer.open(node)
+                if not names:
+                    break
+                node = explorer.apply(node, names[generator.integers(len(names))]) or node
+            idle = 0 if explorer.meter.steps > before else idle + 1
+
+    return until_over(explorer, play)
+
+
+def greedy(
+    compiler: Compiler, module: Module, budget: Budget, seed: int = 0, metric: Metric = Metric.OPERATIONS
+) -> Order:
+    """The pass that brings most, until none brings anything. The first of equals is taken; nothing is drawn."""
+    explorer = Explorer(compiler, module, budget, metric)
+
+    def descend() -> None:
+        node = explorer.root
+        while len(node.passes) < budget.horizon:
+            made = [n for n in explorer.each(node, explorer.passes) if n is not None]
+            best = min(made, key=lambda n: n.value, default=node)
+            if best.value >= node.value:
+                return
+            node = best
+
+    return until_over(explorer, descend)
+
+
+def beam(
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+    width: int = 4,
+) -> Order:
+    """All passes on each of the `width` best new modules of the last round, better than before or not.
+
+    Which of equal modules are kept is drawn.
+    """
+    explorer = Explorer(compiler, module, budget, metric)
+    generator = np.random.default_rng(seed)
+
+    def widen() -> None:
+        front, seen = [explorer.root], {module.digest}
+        for _ in range(budget.horizon):
+            made: dict[str, Node] = {}
+            for node in front:
+                for new in explorer.each(node, explorer.passes):
+                    if new is not None and new.module.digest not in seen:
+                        made.setdefault(new.module.digest, new)
+            seen |= made.keys()
+            draws = generator.random(len(made))
+            ranked = sorted(zip(made.values(), draws), key=lambda pair: (pair[0].value, pair[1]))
+            front = [node for node, _ in ranked[:width]]
+            if not front:
+                return
+
+    return until_over(explorer, widen)

@@ -1,0 +1,166 @@
+"""Monte Carlo tree search over modules, with transpositions.
+
+- Modules that several orders lead to are one vertex (by digest). An edge keeps its own visits.
+- A simulation walks down by PUCT to a pass that was not tried there, and goes on from the new module by chance for a
+  few passes. Its worth is the best value on the way.
+- An edge's worth is the mean of its simulations mixed with the best of them, because the result is a maximum, scaled
+  to 0 to 1 by the least and the greatest seen.
+- A pass without effect is dropped from its vertex when that is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.passes.compiler import Compiler, Metric, Module
+from xrlflow.passes.searches.steps import Budget, Explorer, Node, Order, until_over
+
+Floats = npt.NDArray[np.float64]
+
+# Priors: the probability of each pass, by name, given a node. None: all the same.
+Priors = Callable[[Node], Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """`exploration`: the weight of the priors. `best`: that of an edge's best simulation against the mean of all.
+    `rollout`: passes drawn after the new module."""
+
+    exploration: float = 0.7
+    best: float = 0.7
+    rollout: int = 4
+
+
+class _Vertex:
+    """A module in the tree: A passes, their priors, and what became of them [A]."""
+
+    __slots__ = ("best", "node", "open", "passes", "priors", "total", "visits")
+
+    def __init__(self, node: Node, passes: tuple[str, ...], priors: Floats) -> None:
+        self.node, self.passes, self.priors = node, passes, priors
+        count = len(passes)
+        self.open = np.ones(count, bool)
+        self.visits, self.total = np.zeros(count), np.zeros(count)
+        self.best = np.full(count, -np.inf)
+
+
+_Way = list[tuple[_Vertex, int]]
+
+
+def tree(
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+    config: TreeConfig = TreeConfig(),
+    priors: Priors | None = None,
+) -> Order:
+    """Monte Carlo tree search from the first module, for as long as the budget lasts."""
+    explorer = Explorer(compiler, module, budget, metric)
+    search = _Tree(explorer, np.random.default_rng(seed), config, priors)
+    return until_over(explorer, search.run)
+
+
+class _Tree:
+    def __init__(
+        self, explorer: Explorer, generator: np.random.Generator, config: TreeConfig, priors: Priors | None
+    ) -> None:
+        self.explorer, self.generator, self.config, self.priors = explorer, generator, config, priors
+        self.vertices: dict[str, _Vertex] = {}
+        self.least, self.greatest = np.inf, -np.inf
+
+    def run(self) -> None:
+        meter, idle = self.explorer.meter, 0
+        while idle < 1000:  # simulations in a row that ran no pass: all that is in reach is known
+            before = meter.steps
+            if not self.simulate():
+                return
+            idle = 0 if meter.steps > before else idle + 1
+
+    def simulate(self) -> bool:
+        """One simulation. False if the root has nothing left to try."""
+        vertex = self.vertex(self.explorer.root)
+        way: _Way = []
+        seen = {vertex.node.module.digest}
+        value = -np.inf
+        while len(way) < self.explorer.budget.horizon:
+            action = self.choose(vertex)
+            if action is None:
+                break
+            made = self.explorer.apply(vertex.node, vertex.passes[action])
+            if made is None:
+                vertex.open[action] = False
+                continue
+            way.append((vertex, action))
+            value = max(value, self.saved(made))
+            if made.module.digest in seen:  # a circle brings nothing
+                break
+            seen.add(made.module.digest)
+            known = made.module.digest in self.vertices
+            vertex = self.vertex(made)
+            if not known:
+                value = max(value, self.roll(made, len(way)))
+                break
+        self.learn(way, value)
+        return bool(way)
+
+    def vertex(self, node: Node) -> _Vertex:
+        """The vertex of a module. It keeps the shortest way there."""
+        known = self.vertices.get(node.module.digest)
+        if known is None:
+            names = self.explorer.open(node)
+            given = self.priors(node) if self.priors is not None else {}
+            weights = np.array([given.get(name, 0.0) for name in names]) if given else np.ones(len(names))
+            known = _Vertex(node, names, weights / max(float(weights.sum()), 1e-12))
+            self.vertices[node.module.digest] = known
+        elif len(node.passes) < len(known.node.passes):
+            known.node = node
+        return known
+
+    def roll(self, node: Node, depth: int) -> float:
+        """The best that chance finds from a node."""
+        best = self.saved(node)
+        for _ in range(min(self.config.rollout, self.explorer.budget.horizon - depth)):
+            names = self.explorer.open(node)
+            if not names:
+                break
+            node = self.explorer.apply(node, names[self.generator.integers(len(names))]) or node
+            best = max(best, self.saved(node))
+        return best
+
+    def saved(self, node: Node) -> float:
+        initial = self.explorer.root.value
+        return 1.0 - node.value / initial if initial > 0 else 0.0
+
+    def choose(self, vertex: _Vertex) -> int | None:
+        """The pass with the greatest PUCT score (Silver et al., 2018); None if all are dropped."""
+        if not vertex.open.any():
+            return None
+        visits = vertex.visits
+        with np.errstate(invalid="ignore"):
+            means = vertex.total / np.maximum(visits, 1)
+            worth = self.config.best * self.scaled(vertex.best) + (1 - self.config.best) * self.scaled(means)
+        worth = np.where(np.isfinite(worth) & (visits > 0), worth, 0.0)
+        bonus = self.config.exploration * vertex.priors * np.sqrt(visits.sum() + 1) / (1 + visits)
+        score = np.where(vertex.open, worth + bonus * len(vertex.passes) ** 0.5, -np.inf)
+        top = np.flatnonzero(score >= score.max() - 1e-12)
+        return int(top[self.generator.integers(len(top))])
+
+    def scaled(self, values: Floats) -> Floats:
+        """Values between 0 (the least of all) and 1 (the greatest)."""
+        span = self.greatest - self.least
+        return (values - self.least) / span if span > 0 else np.zeros_like(values)
+
+    def learn(self, way: _Way, value: float) -> None:
+        if not way:
+            return
+        self.least, self.greatest = min(self.least, value), max(self.greatest, value)
+        for vertex, action in way:
+            vertex.visits[action] += 1
+            vertex.total[action] += value
+            vertex.best[action] = max(vertex.best[action], value)
