@@ -1,0 +1,200 @@
+"""Where substitutions changed a graph: their places before and after, and which of them touch each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xrlflow.ir import Edit, Graph, Node, Value
+from xrlflow.report.page.drawing import Drawing, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """One substitution. `gain`: the modelled seconds that it saves, None if it was made without a price.
+
+    `before`, `after`: indices of boxes. `near`: boxes of the new graph that read the results, if nothing that it wrote
+    is left. `region`: substitutions that touch each other have one number.
+    """
+
+    rule: str
+    gain: float | None
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    near: tuple[int, ...]
+    region: int
+
+    def to_json(self) -> list[Any]:
+        return [self.rule, self.gain, list(self.before), list(self.after), list(self.near), self.region]
+
+
+@dataclass(slots=True)
+class Changes:
+    """Follows nodes through edits.
+
+    `origins`: for each node that an edit made, the nodes of the first graph that it goes back to. `made_by`: the steps
+    that led to it.
+    """
+
+    rules: list[tuple[str, float | None]] = field(default_factory=list)
+    origins: dict[Place, frozenset[Place]] = field(default_factory=dict)
+    made_by: dict[Place, frozenset[int]] = field(default_factory=dict)
+    sources: list[frozenset[Place]] = field(default_factory=list)
+    readers: list[frozenset[Place]] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+
+    def step(self, scope: str, rule: str, gain: float | None, edit: Edit | None) -> None:
+        """One more substitution; `edit` is None if its place is not known."""
+        number = len(self.rules)
+        self.rules.append((rule, gain))
+        self.joined.append(number)
+        removed = [(scope, n.id) for n in (edit.removed if edit else ()) if not n.const]
+        added = [(scope, n.id) for n in (edit.added if edit else ()) if not n.const]
+        rewired = [(scope, new.id) for _, new in (edit.rewired if edit else ())]
+        origins = frozenset[Place]().union(*(self.origins.get(p, frozenset([p])) for p in removed))
+        steps = frozenset([number]).union(*(self.made_by.get(p, frozenset()) for p in removed))
+        for earlier in steps:
+            self._join(number, earlier)
+        for place in removed:
+            self.origins.pop(place, None)
+            self.made_by.pop(place, None)
+        for place in added:
+            self.origins[place] = origins
+            self.made_by[place] = steps
+        self.sources.append(origins)
+        self.readers.append(frozenset(rewired))
+
+    def _root(self, number: int) -> int:
+        while self.joined[number] != number:
+            number = self.joined[number]
+        return number
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = sorted((self._root(a), self._root(b)))
+        self.joined[b] = a
+
+    def found(self, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
+        """The substitutions, as the two drawings show them."""
+        owners: dict[Place, int] = {}
+        for number, sources in enumerate(self.sources):
+            for place in sources:  # one node may have been split between several
+                self._join(number, owners.setdefault(place, number))
+        old, new = before.places, after.places
+        written: dict[int, list[int]] = {}
+        for place, steps in self.made_by.items():
+            if place in new:
+                for number in steps:
+                    written.setdefault(number, []).append(new[place])
+        roots = list(dict.fromkeys(self._root(n) for n in range(len(self.rules))))
+        return tuple(
+            Substitution(
+                rule, gain,
+                _indices(self.sources[n], old), tuple(sorted(written.get(n, ()))),
+                () if n in written else _indices(self.readers[n], new), roots.index(self._root(n)),
+            )
+            for n, (rule, gain) in enumerate(self.rules)
+        )  # fmt: skip
+
+
+def _indices(places: Iterable[Place], known: Mapping[Place, int]) -> tuple[int, ...]:
+    return tuple(sorted(known[place] for place in places if place in known))
+
+
+def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
+    """The regions in which two graphs differ, where nobody knows how one was made of the other.
+
+    Nodes are the same if they compute the same of the same inputs, or if the same nodes read them in the same way.
+    """
+    pairs = _pairs(old, new)
+    matched = set(pairs.values())
+    gone = {n.id for n in old.nodes() if not n.const and n.id not in pairs}
+    come = {n.id for n in new.nodes() if not n.const and n.id not in matched}
+    regions = _Regions()
+    for graph, changed, side in ((old, gone, 0), (new, come, 1)):
+        for id in changed:
+            regions.add((side, id))
+            for value in graph.producers[id].inputs:
+                producer = graph.producers.get(value)
+                if producer is not None and producer.id in changed:
+                    regions.join((side, id), (side, producer.id))
+    for a, b in pairs.items():
+        for x, y in zip(old.producers[a].inputs, new.producers[b].inputs):
+            first, second = old.producers.get(x), new.producers.get(y)
+            if first is not None and second is not None and first.id in gone and second.id in come:
+                regions.join((0, first.id), (1, second.id))
+    for x, y in zip(old.outputs, new.outputs):
+        first, second = old.producers.get(x), new.producers.get(y)
+        if first is not None and second is not None and first.id in gone and second.id in come:
+            regions.join((0, first.id), (1, second.id))
+    sides = (before.places, after.places)
+    out = []
+    for number, members in enumerate(regions.all()):
+        here, there = (_indices((("", id) for at, id in members if at == side), sides[side]) for side in (0, 1))
+        out.append(Substitution("", None, here, there, (), number))
+    return tuple(out)
+
+
+def _pairs(old: Graph, new: Graph) -> dict[Value, Value]:
+    """Nodes of two graphs that are the same: from the inputs down, then from the outputs up."""
+    same: dict[Value, Value] = dict(zip(old.inputs, new.inputs))
+    by_content: dict[tuple[int, tuple[Value, ...]], Node] = {}
+    pairs: dict[Value, Value] = {}
+    taken: set[Value] = set()
+    for node in new.topological():
+        by_content.setdefault((_kind(node), node.inputs), node)
+    for node in old.topological():
+        inputs = tuple(same.get(v, v) for v in node.inputs)
+        other = by_content.get((_kind(node), inputs))
+        if other is not None and other.id not in taken:
+            pairs[node.id] = other.id
+            taken.add(other.id)
+            same.update(zip(node.outputs, other.outputs))
+    waiting: list[tuple[Value, Value]] = list(zip(old.outputs, new.outputs))
+    seen: set[tuple[Value, Value]] = set()
+    while waiting:
+        pair = waiting.pop()
+        first, second = old.producers.get(pair[0]), new.producers.get(pair[1])
+        if first is None or second is None or pair in seen:
+            continue
+        seen.add(pair)
+        if pairs.get(first.id) != second.id:
+            if first.id in pairs or second.id in taken or _kind(first) != _kind(second):
+                continue
+            pairs[first.id] = second.id
+            taken.add(second.id)
+        waiting += zip(first.inputs, second.inputs)
+    return pairs
+
+
+def _kind(node: Node) -> int:
+    return hash((node.op, node.attrs.digest, len(node.inputs), len(node.outputs)))
+
+
+Member = tuple[int, Value]
+
+
+class _Regions:
+    """Sets of nodes that are joined, each node with its side."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Member, Member] = {}
+
+    def add(self, member: Member) -> None:
+        self._parent.setdefault(member, member)
+
+    def _root(self, member: Member) -> Member:
+        while self._parent[member] != member:
+            member = self._parent[member]
+        return member
+
+    def join(self, a: Member, b: Member) -> None:
+        self.add(a)
+        self.add(b)
+        self._parent[self._root(a)] = self._root(b)
+
+    def all(self) -> Sequence[Sequence[Member]]:
+        found: dict[Member, list[Member]] = {}
+        for member in self._parent:
+            found.setdefault(self._root(member), []).append(member)
+        return list(found.values())
