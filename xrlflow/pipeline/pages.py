@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,13 @@ from xrlflow.backends.onnxruntime import with_library
 from xrlflow.backends.onnxruntime.profile import OperatorProfile, profile_operators
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load
-from xrlflow.options import OptionError
+from xrlflow.options import OptionError, Options
 from xrlflow.pipeline.context import Context, runnable
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
-from xrlflow.pipeline.prepare import Early, Start
+from xrlflow.pipeline.prepare import Early, Start, opened, with_feeds
 from xrlflow.report.page.advice import advice
-from xrlflow.report.page.changes import Changes, differences
+from xrlflow.report.page.changes import Changes, Substitution, differences
 from xrlflow.report.page.document import VERSION, Curve, Page, RuleText, Run, measurements
 from xrlflow.report.page.drawing import Drawing, draw
 from xrlflow.report.page.environment import environment
@@ -199,7 +200,11 @@ def _profiles(
     if context.feeds is None:
         return None, None, ("No times by operator: nothing was measured (--no-measure).",)
     if options.session_options is not None and not isinstance(options.session_options, Mapping):
-        return None, None, ("No times by operator: the session options are an object, which cannot be copied.",)
+        return (
+            None,
+            None,
+            ("No times by operator: the session options are an object, which cannot be copied.",),
+        )
     profiler = _Profiler(dict(context.feeds), context.threads, options.session_options)
     before = known if isinstance(known, OperatorProfile) else profiler.of(context.original)
     after: OperatorProfile | None = None
@@ -239,25 +244,43 @@ class _Profiler:
 # --- pages of files ---
 
 
-def pair_page(
-    model: Source, other: Source | None, feeds: Mapping[str, Any] | None, threads: int, imported: ImportedModel
+def view(model: Source, other: Source | None, options: Options) -> Page:
+    """The page of a model, or of two, as they are. With `options.measure`, operators are timed."""
+    with opened(model, options, None, time.monotonic()) as context:
+        context = with_feeds(context)
+        return _pair_page(model, other, context.feeds, context.threads, context.imported)
+
+
+def _pair_page(
+    model: Source,
+    other: Source | None,
+    feeds: Mapping[str, Any] | None,
+    threads: int,
+    imported: ImportedModel,
 ) -> Page:
-    """The page of a model (`imported`), or of a model and another one. With `feeds`, operators are timed."""
     before = drawing("A" if other is not None else "model", imported, imported.graph)
     profiler = _Profiler(feeds, threads, None) if feeds is not None else None
     profile = profiler.of(runnable(model)) if profiler is not None else None
     lines = [] if profiler is not None else ["No times by operator: they were not asked for (--no-measure)."]
-    after, substitutions, profile_after = None, (), None
+    after: Drawing | None = None
+    substitutions: tuple[Substitution, ...] = ()
+    profile_after: OperatorProfile | None = None
+    title = imported.name
     if other is not None:
         second = load(other)
+        title = f"{imported.name} and {second.name}"
         after = drawing("B", second, second.graph)
         substitutions = differences(imported.graph, second.graph, before, after)
         profile_after = profiler.of(runnable(other)) if profiler is not None else None
     lines += profiler.lines if profiler is not None else []
     run = Run(
-        "view", after, substitutions, operators_before=profile, operators_after=profile_after, lines=tuple(lines)
+        "view",
+        after,
+        substitutions,
+        operators_before=profile,
+        operators_after=profile_after,
+        lines=tuple(lines),
     )
-    title = imported.name if other is None else f"{imported.name} and {second.name}"
     return Page("view", title, before, (run,), environment(threads, {}))
 
 
@@ -291,4 +314,3 @@ def write_page(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
         raise ModelError(
             f"{os.fspath(path)}: cannot be written ({error.strerror}): choose another file"
         ) from error
-

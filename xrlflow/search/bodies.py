@@ -36,8 +36,9 @@ def with_bodies(
 ) -> Graph:
     """The graph with each body replaced by `improve` of it. Inner bodies are improved before outer ones.
 
-    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` is called in the same way
-    before its own bodies are improved. Values that a body no longer reads are no longer captured, and nodes that nobody reads are removed.
+    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` gets the same before the body's
+    own bodies are improved. Values that a body no longer reads are no longer captured, and nodes that nobody reads are
+    removed.
     """
     changed = [n for node in graph.nodes() if (n := _with_bodies(node, improve, prepare, where)) is not node]
     if not changed:

@@ -9,7 +9,9 @@ from xrlflow.report.report import Report
 from xrlflow.verify import Verification
 
 # Rewriting seldom makes these faster themselves: better kernels do.
-_HEAVY = frozenset({"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "LSTM", "GRU", "MatMulNBits"})
+_HEAVY = frozenset(
+    {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "LSTM", "GRU", "MatMulNBits"}
+)
 _MOST = 0.5
 
 

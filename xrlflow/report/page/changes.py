@@ -26,7 +26,18 @@ class Substitution:
     region: int
 
     def to_json(self) -> list[Any]:
-        return [self.rule, self.gain, list(self.before), list(self.after), list(self.near), self.region]
+        """Boxes are given as ranges, [first, last]."""
+        return [self.rule, self.gain, *map(_ranges, (self.before, self.after, self.near)), self.region]
+
+
+def _ranges(indices: Sequence[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for index in indices:
+        if found and found[-1][1] == index - 1:
+            found[-1][1] = index
+        else:
+            found.append([index, index])
+    return found
 
 
 @dataclass(slots=True)
@@ -130,7 +141,9 @@ def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tupl
     sides = (before.places, after.places)
     out = []
     for number, members in enumerate(regions.all()):
-        here, there = (_indices((("", id) for at, id in members if at == side), sides[side]) for side in (0, 1))
+        here, there = (
+            _indices((("", id) for at, id in members if at == side), sides[side]) for side in (0, 1)
+        )
         out.append(Substitution("", None, here, there, (), number))
     return tuple(out)
 

@@ -177,9 +177,7 @@ class _Drawer:
     def _box(self, graph: Graph, node: Node, scope: str) -> Box:
         label = self.labels.get(node.id)
         name = label.name if label is not None and label.name else graph.leaves.names.get(node.id, "")
-        consts = (
-            graph.type(v) for v in node.explicit_inputs if v != ABSENT and graph.const(v) is not None
-        )
+        consts = (graph.type(v) for v in node.explicit_inputs if v != ABSENT and graph.const(v) is not None)
         attributes = [f"{k}={_attribute(v)}" for k, v in node.attrs.items() if not isinstance(v, Body)]
         if node.left:
             attributes.append("run by ONNX Runtime, not by kernels of our own")
@@ -229,7 +227,10 @@ def _common_scope(names: Sequence[str]) -> str:
 
 
 def _placed(
-    intervals: Sequence[Interval], spans: Sequence[tuple[int, int, tuple[Interval, ...]]], start: int, end: int
+    intervals: Sequence[Interval],
+    spans: Sequence[tuple[int, int, tuple[Interval, ...]]],
+    start: int,
+    end: int,
 ) -> Iterator[Interval]:
     """Intervals of a graph's nodes as intervals of boxes, with those of nodes that have bodies."""
     at = start
@@ -250,4 +251,3 @@ def _attribute(value: Attr) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return shown(repr(list(value)) if isinstance(value, tuple) else str(value))
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,7 @@ def _sections(parts: list[Interval], start: int, end: int) -> tuple[Interval, ..
     while len(level) > CROWDED:
         number = -(-len(level) // _SECTION)
         cuts = [len(level) * i // number for i in range(number + 1)]
-        level = [_section(level[a:b]) for a, b in zip(cuts, cuts[1:])]
+        level = [_section(level[a:b]) for a, b in pairwise(cuts)]
     return tuple(part for part in level if isinstance(part, Interval))
 
 

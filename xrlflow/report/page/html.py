@@ -17,7 +17,9 @@ _PLACES = {
     "/*SCRIPT*/": "page.js",
 }
 # In a script, these would end it, begin a comment, or break a line.
-_ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e"}
+_ESCAPED = {
+    ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e"
+}
 _ESCAPED |= {ord(c): f"\\u{ord(c):04x}" for c in "\u2066\u2067\u2068\u2069"}
 
 

@@ -29,9 +29,7 @@ def summary_html(report: Report) -> str:
     if report.latency_before is not None and report.latency_after is not None:
         before, after = report.latency_before.median_ms, report.latency_after.median_ms
         rows.append(("latency", f"{before:.3f} ms before, {after:.3f} ms after, {report.threads} threads"))
-    rows.append(
-        ("verification", {True: "equal", False: "different", None: "not checked"}[report.verified])
-    )
+    rows.append(("verification", {True: "equal", False: "different", None: "not checked"}[report.verified]))
     rows.append(("operators", f"{report.nodes_before} before, {report.nodes_after} after"))
     rows.append(("substitutions", str(sum(report.substitutions.values()))))
     cells = "".join(
