@@ -301,15 +301,10 @@ def data_of_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return page
 
 
-def write_page(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write a page for the data of `Page.to_json`. Raises ModelError if the file cannot be written, and OptionError
-    if the data are not those of a page."""
+def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the page for the data of `Page.to_json`. Raises ModelError if the file cannot be written."""
     try:
-        text = page_html(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise OptionError(f"the data of the page are damaged ({error}): write the trace again") from error
-    try:
-        files.write(path, text.encode())
+        files.write(path, page_html(data).encode())
     except OSError as error:
         raise ModelError(
             f"{os.fspath(path)}: cannot be written ({error.strerror}): choose another file"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 from xrlflow.ir import Edit, Graph, Node, Value
 from xrlflow.report.page.drawing import Drawing, Place
+
+# Between two nodes that are the same, this many pairs of nodes are tried at most.
+_MOST_PAIRS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +122,11 @@ def _indices(places: Iterable[Place], known: Mapping[Place, int]) -> tuple[int, 
 def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
     """The regions in which two graphs differ, where nobody knows how one was made of the other.
 
-    Nodes are the same if they compute the same of the same inputs, or if the same nodes read them in the same way.
+    Nodes are the same if they compute the same of the same inputs, if the same nodes read them in the same way, or if
+    they are alike, and between nodes that are the same.
     """
     pairs = _pairs(old, new)
+    _align(pairs, _Ordered(old, before), _Ordered(new, after))
     matched = set(pairs.values())
     gone = {n.id for n in old.nodes() if not n.const and n.id not in pairs}
     come = {n.id for n in new.nodes() if not n.const and n.id not in matched}
@@ -178,6 +187,85 @@ def _pairs(old: Graph, new: Graph) -> dict[Value, Value]:
             taken.add(second.id)
         waiting += zip(first.inputs, second.inputs)
     return pairs
+
+
+class _Ordered:
+    """The nodes of a graph in order, and two keys of each: what the file calls it, and what it is."""
+
+    def __init__(self, graph: Graph, drawing: Drawing) -> None:
+        names = {place[1]: drawing.boxes[i].name for place, i in drawing.places.items() if not place[0]}
+        self.nodes = [node for node in graph.topological() if not node.const]
+        self.names = [(node.op, names.get(node.id, "")) for node in self.nodes]
+        self.kinds = [
+            (_kind(node), node.types, tuple(v for v in node.inputs if graph.const(v) is not None))
+            for node in self.nodes
+        ]
+
+
+def _align(pairs: dict[Value, Value], old: _Ordered, new: _Ordered) -> None:
+    """Add pairs of nodes that are alike and stand in the same order, between those that are paired already.
+
+    Those that only one node of each graph can be, by name or by kind, come first; then what lies between.
+    """
+    first = {node.id: i for i, node in enumerate(old.nodes)}
+    second = {node.id: i for i, node in enumerate(new.nodes)}
+    known = [(first[a], second[b]) for a, b in pairs.items() if a in first and b in second]
+    taken = ({a for a, _ in known}, {b for _, b in known})
+    for a_keys, b_keys in ((old.names, new.names), (old.kinds, new.kinds)):
+        a_only, b_only = _unique(a_keys), _unique(b_keys)
+        for key, a in a_only.items():
+            b = b_only.get(key)
+            if (
+                b is not None
+                and a not in taken[0]
+                and b not in taken[1]
+                and _alike(old.nodes[a], new.nodes[b])
+            ):
+                known.append((a, b))
+                taken[0].add(a)
+                taken[1].add(b)
+    fixed = [(-1, -1), *_rising(sorted(known)), (len(old.nodes), len(new.nodes))]
+    found = list(known)
+    for (a, b), (c, d) in pairwise(fixed):
+        here = [i for i in range(a + 1, c) if i not in taken[0]]
+        there = [i for i in range(b + 1, d) if i not in taken[1]]
+        if len(here) * len(there) > _MOST_PAIRS:
+            continue
+        matcher = SequenceMatcher(
+            None, [old.kinds[i] for i in here], [new.kinds[i] for i in there], autojunk=False
+        )
+        found += [
+            (here[m.a + k], there[m.b + k]) for m in matcher.get_matching_blocks() for k in range(m.size)
+        ]
+    pairs.update((old.nodes[a].id, new.nodes[b].id) for a, b in found)
+
+
+def _unique(keys: Sequence[Hashable]) -> dict[Hashable, int]:
+    """The places of keys that occur once."""
+    count = Counter(keys)
+    return {key: i for i, key in enumerate(keys) if count[key] == 1}
+
+
+def _alike(first: Node, second: Node) -> bool:
+    return (_kind(first), first.types) == (_kind(second), second.types)
+
+
+def _rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The longest run of pairs, sorted by their first numbers, whose second numbers rise as well."""
+    ends: list[int] = []  # the least last number of a run of each length
+    last: list[tuple[int, int]] = []
+    before: dict[tuple[int, int], tuple[int, int] | None] = {}
+    for pair in pairs:
+        at = bisect_left(ends, pair[1])
+        before[pair] = last[at - 1] if at else None
+        ends[at : at + 1] = [pair[1]]
+        last[at : at + 1] = [pair]
+    found: list[tuple[int, int]] = []
+    step = last[-1] if last else None
+    while step is not None:
+        found.append(step)
+        step = before[step]
+    return found[::-1]
 
 
 def _kind(node: Node) -> int:

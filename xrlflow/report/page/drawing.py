@@ -88,7 +88,7 @@ def draw(
 ) -> Drawing:
     """Draw a graph. `labels`: of its nodes; `names`: of its inputs and outputs, as the file has them."""
     drawer = _Drawer(labels or {})
-    intervals = drawer.graph(graph, "", {}, names)
+    intervals, _ = drawer.graph(graph, "", {}, names)
     return Drawing(
         title, tuple(drawer.boxes), tuple(dict.fromkeys(drawer.edges)), tuple(drawer.parts(intervals))
     )
@@ -119,8 +119,10 @@ class _Drawer:
 
     def graph(
         self, graph: Graph, scope: str, outer: Mapping[Value, int], names: Sequence[Sequence[str]] = ((), ())
-    ) -> tuple[Interval, ...]:
-        """Add a graph's boxes. `outer`: the boxes that make captured values. Returns its intervals."""
+    ) -> tuple[tuple[Interval, ...], list[int]]:
+        """Add a graph's boxes. `outer`: the boxes that make captured values. Returns its intervals, and the boxes of
+        its outputs."""
+        outputs: list[int] = []
         made: dict[Value, int] = dict(outer)
         spans: list[tuple[int, int, tuple[Interval, ...]]] = []
         kinds: list[int] = []
@@ -153,7 +155,8 @@ class _Drawer:
             at = one(OUTPUT, Box(OUTPUT, name, type_text(graph.type(value))))
             if value in made:
                 self.edges.append((made[value], at))
-        return tuple(_placed(fold(kinds), spans, 0, len(spans)))
+            outputs.append(at)
+        return tuple(_placed(fold(kinds), spans, 0, len(spans))), outputs
 
     def _bodies(self, node: Node, scope: str, made: Mapping[Value, int]) -> tuple[Interval, ...]:
         """Add the boxes of a node's bodies; an interval for each."""
@@ -165,12 +168,12 @@ class _Drawer:
                 continue
             captured = {inside: made[value] for inside, value in zip(body.captured, outer) if value in made}
             begin = len(self.boxes)
-            inner = self.graph(body.graph, f"{scope}{node.op}.{name}/", captured)
+            inner, results = self.graph(body.graph, f"{scope}{node.op}.{name}/", captured)
             if begin == len(self.boxes):
                 continue
             found.append(Interval(begin, len(self.boxes), inner))
             self.bodies[begin, len(self.boxes)] = name
-            outputs += [i for i in range(begin, len(self.boxes)) if self.boxes[i].op == OUTPUT]
+            outputs += results
         self.edges += [(output, len(self.boxes)) for output in outputs]
         return tuple(found)
 
