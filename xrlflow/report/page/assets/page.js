@@ -578,7 +578,7 @@ function changesSection(run) {
     status.textContent = !text ? "" : found.length ? `${plural(found.length, "box", "boxes")}; Enter goes from one to the next` : "nothing has this in its operator, name or type";
     say(status.textContent);
   };
-  const input = el("input", {type: "search", id: "search", placeholder: "Search operators, names, types", "aria-label": "Search the graphs", "aria-describedby": "found", oninput: look,
+  const input = el("input", {type: "search", id: "find", placeholder: "Search operators, names, types", "aria-label": "Search the graphs", "aria-describedby": "found", oninput: look,
     onkeydown: (e) => { if (e.key !== "Enter" || !found.length) return; at = (at + (e.shiftKey ? found.length - 1 : 1)) % found.length; const [side, i] = found[at]; views[side].reveal([i], true); status.textContent = `${at + 1} of ${found.length}: ${views[side].name}`; say(`${at + 1} of ${found.length}: ${views[side].drawing.boxes[i].slice(0, 2).join(" ")}`); }});
 
   const columns = [
