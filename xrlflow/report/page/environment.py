@@ -6,19 +6,17 @@ import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from xrlflow.cost.machine import cpu_name
 
-_PACKAGES = ("onnxruntime", "onnx", "numpy")
+_PACKAGES = ("xrlflow", "onnxruntime", "onnx", "numpy")
 
 
 def environment(threads: int, further: Mapping[str, str]) -> dict[str, str]:
     """Names and values, for a table. No name of a machine or a user is among them."""
-    from xrlflow import __version__
-
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     memory = psutil.virtual_memory().total / 2**30
     return {
@@ -27,9 +25,15 @@ def environment(threads: int, further: Mapping[str, str]) -> dict[str, str]:
         "threads": str(threads),
         "memory": f"{memory:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "xrlflow": __version__,
-        **{name: version(name) for name in _PACKAGES},
+        **{name: _version(name) for name in _PACKAGES},
         "Python": platform.python_version(),
         **further,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it is on the path, and not installed
+        return "not installed"
