@@ -28,8 +28,8 @@ const hue = (region) => HUES[region % HUES.length];
 const times = (x, digits = 3) => `${x.toFixed(digits)}×`;
 const interval = (m) => m.low === null ? "too few measurements for an interval" : `${m.low.toFixed(3)} to ${m.high.toFixed(3)}`;
 const plural = (n, one, many) => `${n.toLocaleString("en")} ${n === 1 ? one : many || one + "s"}`;
-function seconds(s) {
-  const size = Math.abs(s);
+function seconds(s, beside = s) { // in the unit that fits the larger of both
+  const size = Math.max(Math.abs(s), Math.abs(beside));
   if (size === 0) return "0";
   if (size >= 1) return `${s.toFixed(2)} s`;
   return size >= 1e-3 ? `${(s * 1e3).toFixed(3)} ms` : `${(s * 1e6).toFixed(2)} µs`;
@@ -79,7 +79,7 @@ function table(caption, columns, rows, options = {}) {
     return head;
   });
   const node = el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": caption},
-    el("table", {}, el("caption", {class: options.caption ? null : "unseen"}, caption), el("thead", {}, el("tr", {}, heads)), body));
+    el("table", {class: options.names ? "names" : null}, el("caption", {class: options.caption ? null : "unseen"}, caption), el("thead", {}, el("tr", {}, heads)), body));
   node.lines = shown;
   return node;
 }
@@ -365,13 +365,14 @@ class View {
     this.place();
     say(`${part.title} ${this.open.has(part.id) ? "unfolded" : "folded"}`);
   }
-  // Unfold what has a few of these boxes, and show them: many are easier to see in a folded part.
+  // Unfold what has a few of these boxes, and show them. What is in many layers is easier to see on their stack.
   reveal(indices, exact) {
-    const wanted = new Set(indices);
-    for (const part of this.parts) {
-      let n = 0;
-      for (let i = part.start; i < part.end; i++) n += wanted.has(i);
-      if (n > 0 && (exact || (n < part.end - part.start && n <= 40))) this.open.add(part.id);
+    const wanted = new Set(indices), within = (part) => { let n = 0; for (let i = part.start; i < part.end; i++) n += wanted.has(i); return n; };
+    for (const part of this.parts) { // outer ones come first
+      const n = within(part), whole = n === part.end - part.start;
+      const many = part.times > 1 && part.children.filter((c) => within(c) > 0).length > 3;
+      const shut = part.parent >= 0 && !this.open.has(part.parent);
+      if (n > 0 && (exact || !(whole || many || shut || n > 40))) this.open.add(part.id);
     }
     this.draw();
     let box = null;
@@ -379,7 +380,9 @@ class View {
       const [x, y, w, h] = this.bounds.get(this.visible(index));
       box = box ? [Math.min(box[0], x), Math.min(box[1], y), Math.max(box[2], x + w), Math.max(box[3], y + h)] : [x, y, x + w, y + h];
     }
-    if (box) this.fit([box[0], box[1], box[2] - box[0], box[3] - box[1]]);
+    if (!box) return;
+    this.fit([box[0], box[1], box[2] - box[0], box[3] - box[1]]);
+    if (this.scale < .3) this.fit(this.bounds.get(this.visible(indices[0]))); // too far apart: the first
   }
   visible(index) {
     let id = `n${index}`;
@@ -474,10 +477,10 @@ function hero(run) {
   const control = run.measured.find((m) => m.group === "control");
   const fair = control && control.low !== null && control.low <= 1.005 && control.high >= .995;
   const range = faster !== null ? (r.speedup_low !== null ? `95% interval ${r.speedup_low.toFixed(3)} to ${r.speedup_high.toFixed(3)}, in ${plural(r.processes, "fresh process", "fresh processes")}. ` : "Too few measurements for an interval. ") : "";
-  return el("section", {class: "hero", id: "summary"}, el("h1", {class: tone}, title), el("p", {class: "lead"}, range, `${r.reason.charAt(0).toUpperCase()}${r.reason.slice(1)}.`),
+  return el("section", {class: "hero", id: "summary"}, el("h1", {class: tone}, title), el("p", {class: "lead"}, range, faster !== null && r.reason.startsWith("measured ") ? null : `${r.reason.charAt(0).toUpperCase()}${r.reason.slice(1)}.`),
     el("dl", {class: "facts"},
       r.latency_before_ms !== null ? fact("latency", r.latency_after_ms !== null ? `${r.latency_before_ms.toFixed(3)} → ${r.latency_after_ms.toFixed(3)} ms` : `${r.latency_before_ms.toFixed(3)} ms`, `${plural(r.threads, "thread")}, measured`) : fact("latency", "not measured"),
-      control ? fact("original against itself", times(control.median), control.low === null ? interval(control) : `${interval(control)}: ${fair ? "as it should be" : "the machine was noisy"}`, fair ? null : "warn") : null,
+      control ? fact("original against itself", times(control.median), control.low === null ? interval(control) : `${interval(control)}${fair ? "" : ": noisy"}`, fair ? null : "warn") : null,
       fact("same function", r.verified === true ? "verified" : r.verified === false ? "different" : "not checked", r.max_error !== null ? `largest difference ${r.max_error.toExponential(1)}` : null, r.verified === true ? "good" : r.verified === false ? "bad" : "warn"),
       fact("operators", `${r.nodes_before} → ${r.nodes_after}`, "in the file"),
       fact("substitutions", String(run.substitutions.length), `of ${plural(new Set(run.substitutions.map((s) => s[0])).size, "rule")}`)));
@@ -585,13 +588,13 @@ function changesSection(run) {
     {name: optimised ? "substitution" : "region", key: (s) => title(s), cell: (s) => [el("span", {class: "swatch", style: `background:hsl(${hue(s.region)} 55% 60%);border-color:hsl(${hue(s.region)} 45% 45%)`}), link(s)]},
     {name: "#", num: true, key: (s) => s.number + 1}, {name: "before", num: true, key: (s) => s.before.length}, {name: "after", num: true, key: (s) => s.after.length},
     ...(optimised ? [{name: "modelled gain, µs", num: true, key: (s) => s.gain, cell: (s) => s.gain === null ? "–" : micro(s.gain)}, {name: "equation", key: (s) => named.get(s.rule)?.equation || "", class: "wide-only"}] : [{name: "operators of A", key: (s) => opsOf(DATA.before, s.before)}, {name: "operators of B", key: (s) => opsOf(run.after, s.after)}])];
-  const list = subs.length ? table(optimised ? "Substitutions, in order" : "Regions that differ", columns, subs, {selectable: true}) : null;
+  const list = subs.length ? table(optimised ? "Substitutions, in order" : "Regions that differ", columns, subs, {selectable: true, names: true}) : null;
   list?.lines.forEach(({row, line}) => lines.set(row.number, line));
   const repeated = count(subs, (s) => s.rule);
   const rules = optimised && repeated.length ? [el("h3", {}, "Rules that were used"), table("Rules that were used", [
     {name: "rule", key: ([n]) => n}, {name: "times", num: true, key: ([, n]) => n},
     {name: "modelled gain, µs", num: true, key: ([n]) => subs.filter((s) => s.rule === n).reduce((t, s) => t + (s.gain || 0), 0), cell: ([n]) => micro(subs.filter((s) => s.rule === n).reduce((t, s) => t + (s.gain || 0), 0))},
-    {name: "equation", key: ([n]) => named.get(n)?.equation || "", class: "wide-only"}, {name: "proof", key: ([n]) => named.get(n)?.proof || "", class: "wide-only"}], repeated)] : null;
+    {name: "equation", key: ([n]) => named.get(n)?.equation || "", class: "wide-only"}, {name: "proof", key: ([n]) => named.get(n)?.proof || "", class: "wide-only"}], repeated, {names: true})] : null;
   const lead = !two ? (optimised ? "Nothing was changed. This is the model, as it was read." : null) : subs.length ? "Coloured boxes were replaced, or are the replacement; one colour belongs together. Stacks are layers that repeat: click to unfold." : "The graphs are the same.";
   const node_ = section("changes", two ? (optimised ? "What changed, and why" : "Where they differ") : "The graph", lead,
     el("div", {class: "tools"}, input, status, el("span", {class: "hint"}, "Drag to move; click in a graph, then the wheel zooms (or Ctrl and wheel).")),
@@ -611,7 +614,7 @@ function timeSection(run) {
   const pair = after !== null, find = (p, op) => p?.operators.find((o) => o.op === op);
   const ops = [...new Set([...before.operators, ...(after?.operators || [])].map((o) => o.op))];
   const rows = ops.map((op) => ({op, a: find(before, op), b: find(after, op)})).sort((x, y) => Math.max(y.a?.ms || 0, y.b?.ms || 0) - Math.max(x.a?.ms || 0, x.b?.ms || 0));
-  const most = Math.max(...rows.map((r) => Math.max(r.a?.ms || 0, r.b?.ms || 0)), 1e-9), bar = (v, c) => el("i", {style: `width:${(v || 0) / most * 100}%;background:var(--${c})`});
+  const most = Math.max(...rows.map((r) => Math.max(r.a?.ms || 0, r.b?.ms || 0)), 1e-9), bar = (v, c) => el("i", {style: `width:${(v || 0) / most * 100}%;min-width:${v ? 1 : 0}px;background:var(--${c})`});
   const names = run.report ? ["before", "after"] : ["A", "B"];
   const ms = (o) => o ? o.ms.toFixed(3) : "–";
   return section("time", "Where the time goes", `ONNX Runtime's own profile of ${pair ? "both models" : "the model"}, after its fusions: milliseconds of one run, as a mean of ${before.runs}${pair ? ` and ${after.runs}` : ""}. Profiling slows small operators, so the sums are no latencies.`,
@@ -636,7 +639,7 @@ function searchSection(run) {
   if (trials.length) content.push(el("h3", {}, "Whole models that were measured on the way"), el("p", {class: "lead"}, "The cost model proposes, measurements decide. Faded: measured, and not kept."), intervalChart(trials), table("Measured comparisons", [
     {name: "proposal", key: (m) => m.name}, {name: "times as fast", num: true, key: (m) => m.median, cell: (m) => m.median.toFixed(3)}, {name: "95% interval", num: true, key: (m) => m.low, cell: (m) => m.low === null ? "–" : interval(m)}, {name: "kept", key: (m) => m.kept ? "yes" : "no"}], trials));
   if (!content.length) content.push(el("p", {class: "note"}, "No substitution was found that is cheaper by the model."));
-  return section("search", "How it was found", `${r.search}, ${plural(r.expanded, "graph")} looked at, guided by ${r.cost_model}. Modelled cost ${seconds(r.cost_before)} → ${seconds(r.cost_after)}: it guides the search, and is no latency.`, content);
+  return section("search", "How it was found", `${r.search}, ${plural(r.expanded, "graph")} looked at, guided by ${r.cost_model}. Modelled cost ${seconds(r.cost_before, r.cost_after)} → ${seconds(r.cost_after, r.cost_before)}: it guides the search, and is no latency.`, content);
 }
 
 function nextSection(run) {
