@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo docs test lint types contracts pytest test-python test-runtimes cross bench clean
+.PHONY: install demo docs test lint types contracts pytest test-python test-runtimes cross browser bench clean
 
 install: $(VENV)/.installed
 
@@ -59,6 +59,10 @@ test-runtimes: install
 # What tests of libraries for another processor need, and are skipped without (Debian and Ubuntu).
 cross:
 	apt-get install --yes --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user valgrind
+
+# What tests of report pages need, and are skipped without (Debian and Ubuntu).
+browser:
+	apt-get install --yes --no-install-recommends chromium fonts-dejavu-core
 
 bench: install
 	$(BIN)/python bench/engine.py

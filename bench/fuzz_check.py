@@ -882,7 +882,7 @@ class _Walker:
     def left(self) -> int:
         return self.walk.steps - len(self.trace)
 
-    def prepare(self, graph: Graph) -> Graph:
+    def prepare(self, graph: Graph, name: str = "") -> Graph:
         """Apply the rules that need no price, as before any search."""
         if self.walk.kind != "greedy":
             return graph

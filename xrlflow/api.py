@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from xrlflow import pipeline
 from xrlflow.backends import BackendError
 from xrlflow.onnxio import ModelError, Source, load
 from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
-from xrlflow.pipeline import Result, Tuned, VerificationFailed
+from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
 from xrlflow.pipeline.context import runnable
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_apart, check_writable
+from xrlflow.pipeline.pages import data_of_trace as page_of_trace
+from xrlflow.pipeline.pages import result_page
+from xrlflow.pipeline.pages import write_page as save_page
 from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
 from xrlflow.report import Listener, Report
+from xrlflow.report.page.html import page_html
+from xrlflow.report.page.server import PageServer
 from xrlflow.search import TraceError
 from xrlflow.tuning.store import StoreError
 from xrlflow.verify import Verification, VerificationError, verify
@@ -45,25 +52,42 @@ __all__ = [
     "compare",
     "list_rules",
     "optimize",
+    "page_of_trace",
     "prove_rules",
     "rule_stats",
     "run_once",
     "save_outputs",
+    "save_page",
+    "serving",
     "session",
     "train",
     "tune",
     "verify_files",
+    "view",
 ]
 
 UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
 """Errors that a caller can correct."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
     """The results of several strategies on one model."""
 
-    reports: tuple[Report, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        return tuple(result.report for result in self.results)
+
+    @cached_property
+    def page(self) -> dict[str, Any]:
+        """The data of the page with all strategies side by side. The first time, operators are timed."""
+        return result_page(self.results).to_json()
+
+    def report_html(self) -> str:
+        """The page as one HTML file, which needs no network."""
+        return page_html(self.page)
 
 
 def optimize(
@@ -245,7 +269,39 @@ def compare(
     """Optimise with each of several strategies, by default without kernels of our own. `options` and the errors raised
     are those of `optimize`."""
     options.setdefault("backend", "onnxruntime")
-    return Comparison(tuple(optimize(model, search=search, **options).report for search in searches))
+    return Comparison(tuple(optimize(model, search=search, **options) for search in searches))
+
+
+def view(
+    model: Source,
+    other: Source | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    threads: int | None = None,
+    inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    seed: int = 0,
+    measure: bool = True,
+) -> dict[str, Any]:
+    """The data of the page of a model, or of two side by side. Nothing is optimised.
+
+    `measure`: time the operators on `inputs`, by default drawn ones. Raises ModelError, BackendError or
+    VerificationError.
+    """
+    options = Options(
+        search="greedy", shapes=shapes, threads=threads, seed=seed, inputs=inputs, measure=measure
+    )
+    return pages.view(model, other, options).to_json()
+
+
+@contextmanager
+def serving(data: Mapping[str, Any], port: int = 0) -> Iterator[PageServer]:
+    """A server of a page, for this machine only. Raises OptionError if the port is taken."""
+    try:
+        server = PageServer(page_html(data), port)
+    except OSError as error:
+        raise OptionError(f"port {port} cannot be used ({error.strerror}): choose another, or 0") from error
+    with server:
+        yield server
 
 
 def verify_files(

@@ -28,6 +28,10 @@ app = typer.Typer(
 )
 
 Model = Annotated[Path, typer.Argument(help="The ONNX file.")]
+ReportTo = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a report page (HTML, one file) here; times the operators for it."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
@@ -159,6 +163,7 @@ def optimize(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes.")],
     options: Given,
     trace: Annotated[Path | None, typer.Option(help="Write the substitutions to this file.")] = None,
+    report: ReportTo = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a faster model that computes the same, or the original if none was found."""
@@ -170,19 +175,23 @@ def optimize(
         options = with_shapes(options, several=True)
         asked = Options(**options)
         api.check_writable(output, library=asked.compiling, kernels=asked.with_kernels)
-        if trace is not None:
-            api.check_apart(model=model, trace=trace)
-            api.check_apart(output=output, trace=trace, library=library_path(output))
-            api.check_writable(trace)
-        with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
+        for name, path in (("trace", trace), ("report", report)):
+            if path is not None:
+                api.check_apart(model=model, **{name: path})
+                api.check_writable(path)
+        api.check_apart(output=output, trace=trace, report=report, library=library_path(output))
+        with progress(not as_json and sys.stderr.isatty(), asked.time_limit) as listener:
             result = api.optimize(model, **options, listener=listener)
         result.save(output)
+        if report is not None:
+            api.save_page(result.page, report)
         if trace is not None:
             result.save_trace(trace)
         if as_json:
-            print_json(result.report.to_json())
+            print_json(result.report.to_json() | ({} if report is None else {"page": result.page}))
         else:
             show.optimization(result.report, str(output))
+            show.page(report)
 
 
 @app.command()
@@ -201,6 +210,7 @@ def compare(
     model: Model,
     options: Given,
     searches: Annotated[str, typer.Option(help="Strategies, separated by commas.")] = ",".join(COMPARED),
+    report: ReportTo = None,
     as_json: AsJson = False,
 ) -> None:
     """Optimise with several strategies, and print a table of what each brings."""
@@ -209,11 +219,59 @@ def compare(
         from xrlflow.report import show
 
         strategies = tuple(s.strip() for s in searches.split(",") if s.strip())
+        if report is not None:
+            api.check_apart(model=model, report=report)
+            api.check_writable(report)
         comparison = api.compare(model, searches=strategies, **with_shapes(options))
+        if report is not None:
+            api.save_page(comparison.page, report)
         if as_json:
-            print_json([r.to_json() for r in comparison.reports])
+            reports = [r.to_json() for r in comparison.reports]
+            print_json(reports if report is None else {"reports": reports, "page": comparison.page})
         else:
             show.comparison(comparison.reports)
+            show.page(report)
+
+
+@app.command("report")
+def report_of(
+    trace: Annotated[Path, typer.Argument(help="A file that `xrlflow optimize --trace` wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where the page goes; default: TRACE.html.")
+    ] = None,
+) -> None:
+    """Write the report page of an earlier optimisation from its trace."""
+    with clear_errors():
+        from xrlflow import api
+        from xrlflow.report import show
+
+        target = trace.with_suffix(".html") if output is None else output
+        api.check_apart(trace=trace, output=target)
+        data = api.page_of_trace(trace)
+        api.check_writable(target)
+        api.save_page(data, target)
+        show.page(target)
+
+
+@app.command()
+@taking(Options, "shapes", "threads", "inputs", "seed", "measure", measure="Time the operators.")
+def view(
+    model: Model,
+    options: Given,
+    other: Annotated[Path | None, typer.Argument(help="Another one, shown beside it.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Serve here; 0: at any port that is free.")] = 0,
+) -> None:
+    """Show a model, or two side by side, in a browser on this machine, until Ctrl-C. Nothing is optimised."""
+    with clear_errors():
+        from xrlflow import api
+
+        data = api.view(model, other, **with_shapes(options))
+        with api.serving(data, port) as server:
+            typer.echo(f"{server.url} (Ctrl-C ends it)")
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                typer.echo("", err=True)
 
 
 @app.command()

@@ -137,6 +137,8 @@ class RepeatedComparison:
       if the time was up before the first had ended.
     - `processes`: their number. `pairs`: the number of pairs of neighbouring turns. `disturbed`: other programs used
       our CPUs in many processes.
+    - `ratios`, `controls`: how many times faster the new model, and the baseline itself, ran in each process; those
+      that decided come first.
     """
 
     speedup: SpeedUp | None
@@ -151,3 +153,5 @@ class RepeatedComparison:
     pairs: int = 0
     disturbed: bool = False
     fresh_processes: bool = True
+    ratios: tuple[float, ...] = ()
+    controls: tuple[float, ...] = ()

@@ -53,7 +53,7 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
 class _Trials:
     """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
 
-    `known` keeps the comparisons.
+    `known` keeps the comparisons. `best`: of the speed-ups over the original so far.
     """
 
     context: Context
@@ -61,6 +61,7 @@ class _Trials:
     known: History
     deadline: float
     count: int = field(default=0, init=False)
+    best: float | None = field(default=None, init=False)
 
     def say(self) -> None:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
@@ -75,7 +76,8 @@ class _Trials:
             )
             return _REFUSED
         self.count += 1
-        context.say("select", self.count, 0, "measuring whole models")
+        best = "" if self.best is None else f", best so far {self.best:.3f} times as fast"
+        context.say("select", self.count, 0, f"measuring whole models{best}")
         written = [context.write(f.state.graph) for f in (against, found) if f is not None]
         models = written if against is not None else [context.original, *written]
         left = max(_COMPARE_AT_LEAST, self.deadline - time.monotonic())
@@ -92,6 +94,8 @@ class _Trials:
         for path in written:
             context.remove(path)
         ratio = Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
+        if against is None:
+            self.best = max(ratio.median, self.best or 0.0)
         before = self._of(against)
         if before is not None and not measured.load.disturbed:
             history.keep(self.known, context, self.start.model, before, found.state.graph, ratio)

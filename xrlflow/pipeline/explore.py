@@ -47,20 +47,26 @@ _DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES = 200, 5, 30
 class Explored:
     """What the search found; `proposals`: the best by modelled cost first, without those that are too large a file.
 
-    `in_time`: there was time to search.
+    `in_time`: there was time to search. `progress`: graphs expanded, and the modelled seconds of the best so far,
+    whenever that changed.
     """
 
     result: SearchResult
     proposals: tuple[SearchNode, ...]
     in_time: bool
+    progress: tuple[tuple[int, float], ...] = ()
 
 
 def explore(context: Context, start: Start, model: CostModel) -> Explored:
     """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError."""
     clock, trace = context.clock, context.options.replay
     in_time = time.monotonic() < clock.budget.select_until
+    progress: list[tuple[int, float]] = []
     with clock.phase("search"):
-        result = search(context, start.base, model) if trace is None else _replayed(context, start, trace)
+        if trace is None:
+            result = search(context, start.base, model, progress)
+        else:
+            result = _replayed(context, start, trace)
     if result.interrupted:
         context.notes.append("interrupted: the best so far is kept")
         clock.hurry()
@@ -71,18 +77,24 @@ def explore(context: Context, start: Start, model: CostModel) -> Explored:
     if not context.fits(result.best):
         growth = context.options.max_growth
         context.notes.append(f"the best graph exceeds {growth:g} times the input's size (--max-growth)")
-    return Explored(result, proposals, in_time)
+    return Explored(result, proposals, in_time, tuple(progress))
 
 
-def search(context: Context, base: SearchNode, model: CostModel) -> SearchResult:
-    """Search from a state, by the strategy that was asked for."""
+def search(
+    context: Context, base: SearchNode, model: CostModel, history: list[tuple[int, float]] | None = None
+) -> SearchResult:
+    """Search from a state, by the strategy that was asked for. `history` gets what `Explored.progress` is."""
     options, clock = context.options, context.clock
     limits = Limits(options.budget, _until(context))
     if options.search == "random":
         limits.deadline = clock.deadline
-    limits.progress = lambda done, best: context.say(
-        "search", done, options.budget, f"{best * 1e3:.3f} ms modelled"
-    )
+
+    def progress(done: int, best: float) -> None:
+        if history is not None and (not history or history[-1][1] != best):
+            history.append((done, best))
+        context.say("search", done, options.budget, f"best so far {best * 1e3:.3f} ms, modelled")
+
+    limits.progress = progress
     if options.search == "greedy":
         return greedy(base.state, base.cost, limits)
     if options.search == "random":

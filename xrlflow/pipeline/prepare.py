@@ -53,13 +53,32 @@ _FITTING = 0.1
 _SLOW = 1.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Early:
+    """Substitutions that were made before the search, in `graph`.
+
+    `body`: the name of the control-flow body that this is ("If.then_branch/Loop.body"), "" for the model itself.
+    `cost`: the modelled seconds before them; None: canonicalising rules, which need no price.
+    """
+
+    body: str
+    graph: Graph
+    steps: tuple[TraceStep, ...]
+    cost: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """The node that the search begins with, its cost model, and the substitutions that were made before the search."""
 
     base: SearchNode
     model: CostModel
-    early: tuple[TraceStep, ...] = ()
+    before: tuple[Early, ...] = ()
+
+    @property
+    def early(self) -> tuple[TraceStep, ...]:
+        """All substitutions that were made before the search, in order."""
+        return tuple(step for part in self.before for step in part.steps)
 
 
 def target_of(options: Common) -> ExecutionTarget:
@@ -234,21 +253,22 @@ def _learned(context: Context, prices: Profiled) -> Learned:
 def start(context: Context, model: CostModel) -> Start:
     """The first node of the search: rules that need no price are applied, and control-flow bodies are optimised."""
     options, library = context.options, context.library
-    early: list[TraceStep] = []
+    before: list[Early] = []
 
-    def tidy(graph: Graph) -> Graph:
+    def tidy(graph: Graph, body: str = "") -> Graph:
         simple, steps = simplify(graph, library, model.cost)
-        early.extend(steps)
+        before.append(Early(body, graph, tuple(steps), None))
         return simple
 
     def improve(graph: Graph, label: str) -> Graph:
         state = RewriteState.start(graph, library, model.delta)
         limits = Limits(budget=options.budget, deadline=context.clock.budget.search_until)
-        result = greedy(state, model.cost(graph), limits)
+        cost = model.cost(graph)
+        result = greedy(state, cost, limits)
         if result.interrupted:
             raise KeyboardInterrupt
         found = result.best
-        early.extend(found.trace)
+        before.append(Early(label, graph, found.trace, cost))
         return found.state.graph if found.path is not None else graph
 
     graph = without_placement(context.imported.graph)
@@ -257,4 +277,4 @@ def start(context: Context, model: CostModel) -> Start:
     elif options.compiling:  # operators that TVM lacks must be written out in any case
         graph = tidy(graph)
     base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
-    return Start(base, model, tuple(early))
+    return Start(base, model, tuple(before))

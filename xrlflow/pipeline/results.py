@@ -7,7 +7,8 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.results import SpeedUp
@@ -18,10 +19,13 @@ from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.pages import Evidence, result_page
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.trace import write_trace
 from xrlflow.pipeline.verifier import remarks
 from xrlflow.report import Report, finite, operators
+from xrlflow.report.page.html import page_html
+from xrlflow.report.page.summary import summary_html
 from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Verification
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Result:
     """An optimised model, or the original if nothing better was found (`returned_original`).
 
@@ -46,6 +50,7 @@ class Result:
     source: Source
     max_growth: float
     opset: int | None
+    evidence: Evidence
     verification: Verification | None = None
     selection: Selection | None = None
     compiled: TvmModel | None = None
@@ -90,8 +95,24 @@ class Result:
             save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the substitutions as JSON, for `replay`. Raises ModelError if the file cannot be written."""
-        write_trace(path, self.report.model, self.trace)
+        """Write the substitutions as JSON, for `replay` and `xrlflow report`. Times by operator are in it if the page
+        was asked for before. Raises ModelError if the file cannot be written."""
+        known = self.__dict__.get("page")
+        page = known if known is not None else result_page([self], profiled=False).to_json()
+        write_trace(path, self.report.model, self.trace, page)
+
+    @cached_property
+    def page(self) -> dict[str, Any]:
+        """The data of the report page, as plain values. The first time, operators are timed, for about two seconds."""
+        return result_page([self]).to_json()
+
+    def report_html(self) -> str:
+        """The report as one HTML file, which needs no network."""
+        return page_html(self.page)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the result in a few lines."""
+        return summary_html(self.report)
 
 
 def result_of(context: Context, start: Start, explored: Explored, finished: Finished) -> Result:
@@ -107,6 +128,7 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
         context.source,
         context.options.max_growth,
         context.options.opset,
+        Evidence.of(context, start, explored, finished),
         finished.verification,
         finished.selection,
         finished.compiled,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from xrlflow import files
 from xrlflow.onnxio import ModelError
@@ -13,10 +14,13 @@ from xrlflow.options import OptionError
 from xrlflow.search import TraceStep
 
 
-def write_trace(path: str | os.PathLike[str], model: str, steps: Iterable[TraceStep]) -> None:
-    """Write a trace as JSON. Raises ModelError if the file cannot be written."""
+def write_trace(
+    path: str | os.PathLike[str], model: str, steps: Iterable[TraceStep], page: Mapping[str, Any]
+) -> None:
+    """Write a trace as JSON, with the data of its page. Raises ModelError if the file cannot be written."""
     rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
-    content = json.dumps({"model": model, "steps": rows}, indent=1)
+    told = json.dumps({"model": model, "steps": rows}, indent=1).removesuffix("\n}")
+    content = f'{told},\n "page": {json.dumps(page, allow_nan=False, separators=(",", ":"))}\n}}\n'
     try:
         files.write(path, content.encode())
     except OSError as error:

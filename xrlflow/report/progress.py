@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # listener(phase, done, total, note): the current phase and how far it is.
 Listener = Callable[[str, int, int, str], None]
 
 
+def time_left(limit: float, elapsed: float) -> str:
+    """The seconds of a limit that are left; most work ends earlier."""
+    left = limit - elapsed
+    return f"at most {left:.0f} s left" if left > 0 else f"{elapsed:.0f} s, the limit is over: it ends now"
+
+
 @contextmanager
-def progress(enabled: bool) -> Iterator[Listener | None]:
-    """A progress bar on standard error; None if not `enabled`."""
+def progress(
+    enabled: bool, limit: float | None = None, console: Console | None = None
+) -> Iterator[Listener | None]:
+    """Shows each phase, the best that it found so far, and the time that is left of `limit` seconds (None: the time
+    that each phase took). On standard error, or the given `console`; None if not `enabled`."""
     if not enabled:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    begin = time.monotonic()
+    running: list[str] = []
+
+    class Left(ProgressColumn):
+        """The time left of the whole, beside the phase that runs; beside others what they took."""
+
+        def render(self, task: Task) -> Text:
+            if limit is not None and running and task.description == running[-1]:
+                return Text(time_left(limit, time.monotonic() - begin))
+            return TimeElapsedColumn().render(task)
 
     bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[note]}", markup=False),
+        Left(),
+        console=console if console is not None else Console(stderr=True),
         transient=True,
     )
     with bar:
@@ -32,6 +58,9 @@ def progress(enabled: bool) -> Iterator[Listener | None]:
         def listen(phase: str, done: int, total: int, note: str) -> None:
             if phase not in tasks:
                 tasks[phase] = bar.add_task(phase, total=total or None, note="")
+            if running and running[-1] != phase:
+                bar.stop_task(tasks[running.pop()])  # type: ignore[arg-type]
+            running[:] = [phase]
             bar.update(tasks[phase], completed=done, total=total or None, note=note)  # type: ignore[arg-type]
 
         yield listen

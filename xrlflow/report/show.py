@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,12 @@ def optimization(report: Report, output: str) -> None:
     else:
         library = f" and {library_path(output).name}, its kernels" if report.kernel_nodes else ""
         _console.print(f"\n{output}{library}: written ({report.reason})")
+
+
+def page(path: Path | None) -> None:
+    """Where the report page is, if one was asked for."""
+    if path is not None:
+        _console.print(f"{path}: the report page, open it in a browser")
 
 
 def _algorithms(chosen: Sequence[Chosen]) -> Table:

@@ -31,13 +31,14 @@ def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> 
 def with_bodies(
     graph: Graph,
     improve: Callable[[Graph, str], Graph],
-    prepare: Callable[[Graph], Graph] = lambda graph: graph,
+    prepare: Callable[[Graph, str], Graph] = lambda graph, name: graph,
     where: str = "",
 ) -> Graph:
     """The graph with each body replaced by `improve` of it. Inner bodies are improved before outer ones.
 
-    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` is called on that graph before
-    its own bodies. Values that a body no longer reads are no longer captured, and nodes that nobody reads are removed.
+    `improve` gets a body's graph and its name ("If.then_branch/Loop.body"); `prepare` gets the same before the body's
+    own bodies are improved. Values that a body no longer reads are no longer captured, and nodes that nobody reads are
+    removed.
     """
     changed = [n for node in graph.nodes() if (n := _with_bodies(node, improve, prepare, where)) is not node]
     if not changed:
@@ -46,7 +47,7 @@ def with_bodies(
 
 
 def _with_bodies(
-    node: Node, improve: Callable[[Graph, str], Graph], prepare: Callable[[Graph], Graph], where: str
+    node: Node, improve: Callable[[Graph, str], Graph], prepare: Callable[[Graph, str], Graph], where: str
 ) -> Node:
     attrs: dict[str, Attr] = dict(node.attrs)
     outer = iter(node.inputs[len(node.explicit_inputs) :])
@@ -56,7 +57,7 @@ def _with_bodies(
         if not isinstance(body, Body):
             continue
         label = f"{where}{node.op}.{name}"
-        improved = improve(with_bodies(prepare(body.graph), improve, prepare, f"{label}/"), label)
+        improved = improve(with_bodies(prepare(body.graph, label), improve, prepare, f"{label}/"), label)
         pairs = list(zip(body.captured, outer))
         read = {inside for inside in body.captured if inside in improved.uses or inside in improved.outputs}
         captured += [value for inside, value in pairs if inside in read]

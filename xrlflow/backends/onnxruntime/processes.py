@@ -192,6 +192,8 @@ class _Drawing:
             pairs=sum(e.pairs for e in self.estimates),
             disturbed=disturbed > len(self.samples) / 4,
             fresh_processes=fresh,
+            ratios=tuple(math.exp(e.ratio) for e in self.estimates),
+            controls=tuple(map(math.exp, controls)),
         )
 
 

@@ -142,6 +142,7 @@ def open_model(
     providers: Sequence[str] = (CPU,),
     session_options: Options | None = None,
     cpus: Sequence[int] | None = None,
+    profile: str | None = None,
 ) -> OrtModel:
     """Load a model into a new session.
 
@@ -150,7 +151,7 @@ def open_model(
     object is itself used, and completed in place where it says nothing (thread count, spinning); its optimisation level
     holds if `optimization` is ALL. `cpus` pins the worker threads: one CPU per thread, the first of which belongs to
     the calling thread and is not used here (see `placement`). A library of kernels runs only if the options name it
-    (see `with_library`).
+    (see `with_library`). `profile`: the session writes a profile to a file whose name begins with this.
 
     Raises BackendError if a provider other than the CPU's is asked for, if `threads` contradicts the options, if a file
     is missing, and if ONNX Runtime cannot load the model.
@@ -164,6 +165,8 @@ def open_model(
         raise BackendError(f"{name}: there is no such file")
     try:
         options = _options(threads, optimization, session_options, cpus)
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, profile
         session = ort.InferenceSession(source, options, providers=[CPU])
     except ort_errors() as error:
         raise BackendError(f"ONNX Runtime cannot load {name}: {reason(error)}") from error

@@ -1,0 +1,108 @@
+"""The time of each operator, from ONNX Runtime's own profile."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xrlflow.backends.onnxruntime.session import open_model
+from xrlflow.backends.protocol import Feeds, ModelSource
+
+_WARM_UP = 2
+_MOST_RUNS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorTime:
+    """The kernels of one operator in one run: how many, and milliseconds (without those of kernels in bodies)."""
+
+    op: str
+    calls: float
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorProfile:
+    """Times by operator, the longest first, as means over `runs`. `run_ms`: a whole run, while it is profiled."""
+
+    operators: tuple[OperatorTime, ...]
+    runs: int
+    run_ms: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "runs": self.runs,
+            "run_ms": self.run_ms,
+            "operators": [{"op": o.op, "calls": o.calls, "ms": o.ms} for o in self.operators],
+        }
+
+
+def profile_operators(
+    model: ModelSource,
+    feeds: Feeds,
+    *,
+    threads: int | None = None,
+    session_options: Mapping[str, str] | None = None,
+    seconds: float = 1.0,
+) -> OperatorProfile:
+    """Run a model for about `seconds` and return the time that ONNX Runtime's profile gives to each operator.
+
+    Operators are those that run after the runtime's own fusions. Profiling slows small operators, so the sum is no
+    latency. Raises BackendError if the model cannot be loaded or run.
+    """
+    with tempfile.TemporaryDirectory(prefix="xrlflow-profile-") as folder:
+        with open_model(
+            model, threads=threads, session_options=session_options, profile=os.path.join(folder, "run")
+        ) as opened:
+            run = opened.caller(feeds)
+            begin, runs = time.perf_counter(), 0
+            while runs < _WARM_UP + 1 or (
+                time.perf_counter() - begin < seconds and runs < _WARM_UP + _MOST_RUNS
+            ):
+                run()
+                runs += 1
+            file = opened.session.end_profiling()
+        events = json.loads(Path(file).read_text(encoding="utf-8", errors="replace"))
+    return summed(events, 1 + _WARM_UP)
+
+
+def summed(events: Iterable[Mapping[str, Any]], skipped: int = 0) -> OperatorProfile:
+    """The profile that these events of a trace add up to, without the first `skipped` runs."""
+    timed = sorted((e for e in events if "dur" in e), key=lambda e: (e["ts"], -e["dur"]))
+    runs = [e for e in timed if e.get("cat") == "Session" and e.get("name") == "model_run"][skipped:]
+    if not runs:
+        return OperatorProfile((), 0, 0.0)
+    kernels = [
+        e
+        for e in timed
+        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= runs[0]["ts"]
+    ]
+    found: dict[str, list[float]] = {}
+    for event, own in zip(kernels, _own_times(kernels)):
+        calls = found.setdefault(event.get("args", {}).get("op_name", "?"), [])
+        calls.append(own)
+    count = len(runs)
+    operators = [
+        OperatorTime(op, len(times) / count, sum(times) / count / 1e3) for op, times in found.items()
+    ]
+    operators.sort(key=lambda o: (-o.ms, o.op))
+    return OperatorProfile(tuple(operators), count, sum(e["dur"] for e in runs) / count / 1e3)
+
+
+def _own_times(events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Microseconds of each event without those of the events inside it, which a body's kernels are."""
+    own = [float(e["dur"]) for e in events]
+    open_: list[int] = []
+    for index, event in enumerate(events):
+        while open_ and events[open_[-1]]["ts"] + events[open_[-1]]["dur"] <= event["ts"]:
+            open_.pop()
+        if open_:
+            own[open_[-1]] -= event["dur"]
+        open_.append(index)
+    return [max(each, 0.0) for each in own]

@@ -1,0 +1,311 @@
+"""Report pages: what they show is gathered from an optimisation, from a trace, or from files."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rewrite_rules import LIBRARY
+from xrlflow import files
+from xrlflow.backends import BackendError, RepeatedComparison
+from xrlflow.backends.beside import library_of, library_path
+from xrlflow.backends.onnxruntime import with_library
+from xrlflow.backends.onnxruntime.profile import OperatorProfile, profile_operators
+from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel, ModelError, Source, load
+from xrlflow.options import OptionError, Options
+from xrlflow.pipeline.context import Context, runnable
+from xrlflow.pipeline.explore import Explored
+from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.prepare import Early, Start, opened, with_feeds
+from xrlflow.report.page.advice import advice
+from xrlflow.report.page.changes import Changes, Substitution, differences
+from xrlflow.report.page.document import VERSION, Curve, Page, RuleText, Run, measurements
+from xrlflow.report.page.drawing import Drawing, draw
+from xrlflow.report.page.environment import environment
+from xrlflow.report.page.html import page_html
+from xrlflow.rewrite import AnyRule, RewriteState
+from xrlflow.search import SearchNode, TraceStep
+
+if TYPE_CHECKING:
+    from xrlflow.pipeline.results import Result
+
+_PROOFS = {
+    "field": "proven: both sides agree over prime fields, in float64 and in ONNX Runtime",
+    "numeric": "proven with numbers: both sides agree in float64 and in ONNX Runtime",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """What a page shows besides the report, as the phases of an optimisation left it.
+
+    `best`: where the search got, kept or not. `progress`: see `Explored`.
+    """
+
+    context: Context
+    before: tuple[Early, ...]
+    base: SearchNode
+    kept: SearchNode | None
+    best: SearchNode
+    progress: tuple[tuple[int, float], ...]
+    compared: RepeatedComparison | None
+
+    @staticmethod
+    def of(context: Context, start: Start, explored: Explored, finished: Finished) -> Evidence:
+        return Evidence(
+            context, start.before, start.base, finished.kept, explored.result.best, explored.progress,
+            finished.compared,
+        )  # fmt: skip
+
+
+def result_page(results: Sequence[Result], *, profiled: bool = True) -> Page:
+    """The page of one result, or of several of one model. `profiled`: measure the time of each operator first, for
+    about a second for each model."""
+    first = results[0].evidence
+    options, imported = first.context.options, first.context.imported
+    before = drawing("original", imported, imported.graph)
+    known: OperatorProfile | str | None = None
+    runs = []
+    for result in results:
+        profiles = _profiles(result, known) if profiled else (None, None, ())
+        known = profiles[0]
+        runs.append(_run(result, before, *profiles))
+    asked = {
+        "seed": str(options.seed), "time limit": f"{options.time_limit:g} s", "cost model": options.cost_name,
+        "backend": options.backend,
+    }  # fmt: skip
+    title = imported.name
+    kind = "optimize" if len(results) == 1 else "compare"
+    return Page(kind, title, before, tuple(runs), environment(results[0].report.threads, asked))
+
+
+def drawing(title: str, imported: ImportedModel, graph: Graph) -> Drawing:
+    """A graph of a model, with the names of its file."""
+    declared = imported.frame.graph
+    names = [[v.name for v in declared.input], [v.name for v in declared.output]]
+    return draw(title, graph, imported.labels, names)
+
+
+def _run(
+    result: Result,
+    before: Drawing,
+    profile_before: OperatorProfile | None,
+    profile_after: OperatorProfile | None,
+    lines: tuple[str, ...],
+) -> Run:
+    evidence, report = result.evidence, result.report
+    imported, kept, compared = evidence.context.imported, evidence.kept, evidence.compared
+    after = drawing("result", imported, result.graph) if kept is not None else None
+    changes = _changes(evidence) if kept is not None else Changes()
+    shapes = [imported.graph.type(value).shape for value in imported.graph.inputs]
+    opened = any(shape is None or not all(isinstance(d, int) for d in shape) for shape in shapes)
+    best = kept if kept is not None else evidence.best
+    start = report.cost_before if kept is not None else evidence.base.cost
+    return Run(
+        name=report.search,
+        after=after,
+        substitutions=changes.found(before, after) if after is not None else (),
+        rules=tuple(_texts({rule for rule, _ in changes.rules} | {s.rule for s in best.trace}, result)),
+        report=report,
+        measured=measurements(report, compared),
+        ratios=compared.ratios if compared is not None else (),
+        controls=compared.controls if compared is not None else (),
+        verification=result.verification,
+        curve=Curve(
+            (start, *(step.cost for step in best.trace)),
+            tuple(step.rule for step in best.trace),
+            evidence.progress,
+            kept is not None,
+        ),
+        operators_before=profile_before,
+        operators_after=profile_after,
+        lines=lines,
+        advice=advice(report, result.verification, profile_after, imported.bindings, opened),
+    )
+
+
+def _changes(evidence: Evidence) -> Changes:
+    """The edits of all substitutions, made once more."""
+    assert evidence.kept is not None
+    changes = Changes()
+    library = evidence.kept.state.library
+    for part in evidence.before:
+        used = library.canonicalising() if part.cost is None else library
+        scope = f"{part.body}/" if part.body else ""
+        _follow(changes, scope, RewriteState.start(part.graph, used), part.steps, part.cost)
+    state = RewriteState.start(evidence.base.state.graph, library)
+    _follow(changes, "", state, evidence.kept.trace, evidence.base.cost)
+    return changes
+
+
+def _follow(
+    changes: Changes, scope: str, state: RewriteState, steps: Sequence[TraceStep], cost: float | None
+) -> None:
+    """Apply substitutions to a state, and note what they change.
+
+    A step that is no candidate here ends it: the places of the rest are not known.
+    """
+    lost = False
+    for step in steps:
+        gain = None if cost is None else cost - step.cost
+        cost = None if cost is None else step.cost
+        match = None if lost else state.find(step.key)
+        lost = match is None
+        if match is None:
+            changes.step(scope, step.rule, gain, None)
+            continue
+        edit = state.edit(match)
+        changes.step(scope, step.rule, gain, edit)
+        state = state.apply(match, edit)
+
+
+def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
+    """The equations and proofs of these rules."""
+    context = result.evidence.context
+    kept = result.evidence.kept
+    ours = {rule.name for rule in LIBRARY}
+    known: dict[str, AnyRule] = dict(context.library.rules)
+    if kept is not None:
+        known.update(kept.state.library.rules)
+    for name in sorted(names & known.keys()):
+        rule = known[name]
+        proof = _PROOFS[rule.proof]
+        if rule.relies_on:
+            proof = f"{proof}; it relies on this: {rule.relies_on}"
+        if rule.assumes:
+            proof = f"{proof}; it assumes: {rule.assumes}"
+        if context.options.trust_rules and name not in ours:
+            proof = "not proven: a rule of your own, used with --trust-rules"
+        yield RuleText(name, rule.family, rule.equation, proof)
+
+
+# --- times by operator ---
+
+
+def _profiles(
+    result: Result, known: OperatorProfile | str | None
+) -> tuple[OperatorProfile | None, OperatorProfile | None, tuple[str, ...]]:
+    """The profiles of the original (`known`, if it is) and of the result, and why there is none."""
+    context = result.evidence.context
+    options = context.options
+    if options.remote is not None:
+        return None, None, ("No times by operator: the result runs on a remote device.",)
+    if context.feeds is None:
+        return None, None, ("No times by operator: nothing was measured (--no-measure).",)
+    if options.session_options is not None and not isinstance(options.session_options, Mapping):
+        return (
+            None,
+            None,
+            ("No times by operator: the session options are an object, which cannot be copied.",),
+        )
+    profiler = _Profiler(dict(context.feeds), context.threads, options.session_options)
+    before = known if isinstance(known, OperatorProfile) else profiler.of(context.original)
+    after: OperatorProfile | None = None
+    if result.compiled is not None:
+        profiler.lines.append("No times by operator of the result: it does not run in ONNX Runtime.")
+    elif not result.returned_original:
+        with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+            path = os.path.join(folder, "model.onnx")
+            result.save(path)
+            after = profiler.of(path)
+    return before, after, tuple(profiler.lines)
+
+
+class _Profiler:
+    """Profiles models on the same inputs. `lines`: why one could not be."""
+
+    def __init__(
+        self, feeds: Mapping[str, Any], threads: int | None, session_options: Mapping[str, str] | None
+    ) -> None:
+        self.feeds, self.threads, self.session_options = feeds, threads, session_options
+        self.lines: list[str] = []
+
+    def of(self, model: str | bytes) -> OperatorProfile | None:
+        options = self.session_options
+        library = library_of(model) if isinstance(model, str) else None
+        if library is not None:
+            made = with_library(options, str(library_path(str(model))))
+            assert isinstance(made, Mapping)
+            options = made
+        try:
+            return profile_operators(model, self.feeds, threads=self.threads, session_options=options)
+        except BackendError as error:
+            self.lines.append(f"No times by operator: {error}.")
+            return None
+
+
+# --- pages of files ---
+
+
+def view(model: Source, other: Source | None, options: Options) -> Page:
+    """The page of a model, or of two, as they are. With `options.measure`, operators are timed."""
+    with opened(model, options, None, time.monotonic()) as context:
+        context = with_feeds(context)
+        return _pair_page(model, other, context.feeds, context.threads, context.imported)
+
+
+def _pair_page(
+    model: Source,
+    other: Source | None,
+    feeds: Mapping[str, Any] | None,
+    threads: int,
+    imported: ImportedModel,
+) -> Page:
+    before = drawing("A" if other is not None else "model", imported, imported.graph)
+    profiler = _Profiler(feeds, threads, None) if feeds is not None else None
+    profile = profiler.of(runnable(model)) if profiler is not None else None
+    lines = [] if profiler is not None else ["No times by operator: they were not asked for (--no-measure)."]
+    after: Drawing | None = None
+    substitutions: tuple[Substitution, ...] = ()
+    profile_after: OperatorProfile | None = None
+    title = imported.name
+    if other is not None:
+        second = load(other)
+        title = f"{imported.name} and {second.name}"
+        after = drawing("B", second, second.graph)
+        substitutions = differences(imported.graph, second.graph, before, after)
+        profile_after = profiler.of(runnable(other)) if profiler is not None else None
+    lines += profiler.lines if profiler is not None else []
+    run = Run(
+        "view",
+        after,
+        substitutions,
+        operators_before=profile,
+        operators_after=profile_after,
+        lines=tuple(lines),
+    )
+    return Page("view", title, before, (run,), environment(threads, {}))
+
+
+def data_of_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The data of the page that a trace holds. Raises OptionError for a file that is no trace, or has none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        steps, page = data["steps"], data.get("page")
+    except FileNotFoundError as error:
+        raise OptionError(f"{path}: there is no such trace: check the path") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise OptionError(f"{path}: not a trace of xrlflow ({error}): write one with --trace") from error
+    if not isinstance(page, dict) or page.get("version") != VERSION:
+        raise OptionError(
+            f"{path}: it has {len(steps)} substitutions, but neither graphs nor measurements of this version's page: "
+            "write it again with --trace"
+        )
+    return page
+
+
+def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the page for the data of `Page.to_json`. Raises ModelError if the file cannot be written."""
+    try:
+        files.write(path, page_html(data).encode())
+    except OSError as error:
+        raise ModelError(
+            f"{os.fspath(path)}: cannot be written ({error.strerror}): choose another file"
+        ) from error

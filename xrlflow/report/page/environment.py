@@ -1,0 +1,39 @@
+"""Where a report was made: versions, processor, threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+
+import psutil  # type: ignore[import-untyped]
+
+from xrlflow.cost.machine import cpu_name
+
+_PACKAGES = ("xrlflow", "onnxruntime", "onnx", "numpy")
+
+
+def environment(threads: int, further: Mapping[str, str]) -> dict[str, str]:
+    """Names and values, for a table. No name of a machine or a user is among them."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    memory = psutil.virtual_memory().total / 2**30
+    return {
+        "processor": cpu_name(),
+        "cores": f"{cores} physical, {os.cpu_count()} logical",
+        "threads": str(threads),
+        "memory": f"{memory:.1f} GiB",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        **{name: _version(name) for name in _PACKAGES},
+        "Python": platform.python_version(),
+        **further,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # it is on the path, and not installed
+        return "not installed"

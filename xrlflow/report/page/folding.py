@@ -1,0 +1,113 @@
+"""Repeated layers of a graph, found in the order of its nodes, so that a drawing can fold them.
+
+A sequence of nodes in topological order, each as a number for its kind, is cut into nested intervals. Intervals of a
+topological order can be contracted without making a cycle, whatever the edges are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+CROWDED = 48
+"""A level with more parts than this is cut into sections."""
+_SECTION = 30
+# A repeated part has at least this many nodes: a chain of one operator is no layer.
+_LEAST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The nodes from `start` to before `end`, as one part of a drawing. `parts` are the intervals inside it, in order.
+
+    `times`: as many equal parts follow each other here (they are `parts`); 1: this is one part, or a section.
+    """
+
+    start: int
+    end: int
+    parts: tuple[Interval, ...] = ()
+    times: int = 1
+
+
+def fold(kinds: Sequence[int]) -> tuple[Interval, ...]:
+    """The intervals of a sequence that repeat, and sections where a level is crowded. Single nodes are in none."""
+    return _level(np.asarray(kinds, np.int64), 0)
+
+
+def _level(kinds: npt.NDArray[np.int64], offset: int) -> tuple[Interval, ...]:
+    found = _repeats(kinds, offset)
+    return _sections(found, offset, offset + len(kinds))
+
+
+def _repeats(kinds: npt.NDArray[np.int64], offset: int) -> list[Interval]:
+    """Repetitions, the one that saves most first; then those of what is left of it and right of it."""
+    best = _longest(kinds)
+    if best is None:
+        return []
+    start, period, times = best
+    end = start + period * times
+    inner = _level(kinds[start : start + period], 0)
+    layers = tuple(
+        Interval(at, at + period, tuple(_moved(part, at) for part in inner))
+        for at in range(offset + start, offset + end, period)
+    )
+    return [
+        *_repeats(kinds[:start], offset),
+        Interval(offset + start, offset + end, layers, times),
+        *_repeats(kinds[end:], offset + end),
+    ]
+
+
+def _longest(kinds: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
+    """Start, length and number of the equal neighbours that leave the fewest nodes if they are folded."""
+    best: tuple[int, int, int] | None = None
+    saved = 0
+    count = len(kinds)
+    for period in range(_LEAST, count // 2 + 1):
+        if count - period <= saved:  # no repetition of this length can save more
+            break
+        same = np.flatnonzero(np.diff(np.concatenate(([0], kinds[period:] == kinds[:-period], [0]))))
+        starts, ends = same[::2], same[1::2]
+        if not len(starts):
+            continue
+        longest = int(np.argmax(ends - starts))
+        start, run = int(starts[longest]), int(ends[longest] - starts[longest])
+        times = run // period + 1
+        if times < 2 or period * (times - 1) <= saved or len(np.unique(kinds[start : start + period])) < 2:
+            continue
+        best, saved = (start, period, times), period * (times - 1)
+    return best
+
+
+def _moved(part: Interval, by: int) -> Interval:
+    return Interval(
+        part.start + by, part.end + by, tuple(_moved(inner, by) for inner in part.parts), part.times
+    )
+
+
+def _sections(parts: list[Interval], start: int, end: int) -> tuple[Interval, ...]:
+    """The parts of a level; if it is crowded, in sections of neighbours (and those again, if they are many)."""
+    level: list[Interval | int] = []
+    at = start
+    for part in parts:
+        level += [*range(at, part.start), part]
+        at = part.end
+    level += range(at, end)
+    while len(level) > CROWDED:
+        number = -(-len(level) // _SECTION)
+        cuts = [len(level) * i // number for i in range(number + 1)]
+        level = [_section(level[a:b]) for a, b in pairwise(cuts)]
+    return tuple(part for part in level if isinstance(part, Interval))
+
+
+def _section(level: Sequence[Interval | int]) -> Interval:
+    first, last = level[0], level[-1]
+    return Interval(
+        first.start if isinstance(first, Interval) else first,
+        last.end if isinstance(last, Interval) else last + 1,
+        tuple(part for part in level if isinstance(part, Interval)),
+    )
