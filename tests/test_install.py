@@ -27,7 +27,11 @@ from tests.rules.harness import model
 ROOT = Path(__file__).parents[1]
 # Which of our own modules need which extra; all others need none.
 EXTRAS = {
-    "train": ("xrlflow/learn", "xrlflow/passes/environment", "xrlflow/rl"),
+    "train": (
+        "xrlflow/learn",
+        *(f"xrlflow/passes/{name}" for name in ("agent", "dqn", "environment", "lessons", "play", "ppo")),
+        "xrlflow/rl",
+    ),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
     "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),

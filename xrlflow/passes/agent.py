@@ -80,7 +80,6 @@ class Agent(nn.Module):
         )
         self.policy = orthogonal(nn.Linear(width, count + 1), 0.01)
         self.value = orthogonal(nn.Linear(width, 1), 1.0)
-        self.register_buffer("scale", torch.tensor(_FIGURES), persistent=False)
 
     def evaluate(self, observations: Sequence[Observation]) -> tuple[SegmentCategorical, Tensor]:
         """For each of B observations the distribution over passes and stop, and its value [B]."""
@@ -101,7 +100,7 @@ class Agent(nn.Module):
             return torch.from_numpy(np.stack([o[name] for o in observations]))
 
         parts = [
-            stacked("figures") * self.scale,
+            stacked("figures") * torch.tensor(_FIGURES),
             stacked("opcodes") * _COUNTS,
             stacked("computations") * _COUNTS,
             stacked("applied"),

@@ -93,7 +93,7 @@ def follow(
 ) -> Order:
     """Run a sequence. The order ends at the best prefix, as always."""
     explorer = Explorer(compiler, module, budget, metric)
-    return until_over(explorer, lambda: explorer.replay(passes) and None)
+    return until_over(explorer, lambda: explorer.replay(passes))
 
 
 def _together(nodes: Sequence[tuple[Node, Explorer]]) -> float:
@@ -158,9 +158,11 @@ def _child(
     made = list(one())
     if generator.random() < 0.3:
         other = one()
-        made = made[: generator.integers(len(made) + 1)] + list(other[generator.integers(len(other) + 1) :])
+        made = made[: int(generator.integers(len(made) + 1))] + list(
+            other[int(generator.integers(len(other) + 1)) :]
+        )
     for _ in range(int(generator.integers(1, 4))):
-        name = str(names[generator.integers(len(names))])
+        name = str(names[int(generator.integers(len(names)))])
         place = int(generator.integers(len(made) + 1))
         match int(generator.integers(4)):
             case 0:

@@ -230,7 +230,7 @@ class Explorer:
         return self._measured[module.digest]
 
 
-def until_over(explorer: Explorer, search: Callable[[], None]) -> Order:
+def until_over(explorer: Explorer, search: Callable[[], object]) -> Order:
     """Run a search that may end by `Over`."""
     with contextlib.suppress(Over):
         search()

@@ -1,0 +1,100 @@
+"""The benchmark of orders of passes: its rows, its figures and its picture, on one tiny module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+
+from bench import passes
+from models import hlo
+from tests.passes.toy import Words
+from xrlflow.passes import CompilerError
+
+NAMES = ("gpt2-2-training", "bert-2-training")
+
+
+class Named(Words):
+    """The toy under the names of the benchmark's modules, with the passes that inline calls."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__(wrong)
+        self.passes = (*self.passes, "flatten-call-graph", "call-inliner")
+
+    def apply(self, module, name):  # type: ignore[no-untyped-def]
+        return super().apply(module, "idle" if name in ("flatten-call-graph", "call-inliner") else name)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Named:
+    words = dict(zip(NAMES, ("dbbd", "bbaad")))
+    monkeypatch.setattr(hlo, "text", words.__getitem__)
+    return Named()
+
+
+def test_quick_gives_the_figures_of_the_issue(compiler: Named) -> None:
+    found = json.loads(json.dumps(passes.quick(compiler, None, NAMES, steps=300, seeds=2)))
+    assert found["gpt2_training"] == pytest.approx(1 - 3 / 4)
+    # "bbaad" is "bbad" after the default order, and "ad" at best.
+    assert found["overall"] == pytest.approx((1 / 4 + 2 / 4) / 2)
+    assert 0 <= found["random_gpt2_training"] <= found["gpt2_training"]
+    assert found["all_equal"] is True
+    assert found["method"] == "evolution"
+
+
+def test_a_difference_is_told(compiler: Named) -> None:
+    wrong = Named(wrong=True)
+    found = passes.quick(wrong, None, NAMES, steps=100, seeds=1)
+    assert found["all_equal"] is False
+
+
+def test_an_order_that_cannot_be_compared_is_not_equal(
+    compiler: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise CompilerError("no inputs")
+
+    monkeypatch.setattr(compiler, "compare", refuse)
+    (row,) = passes.searches(compiler, NAMES[:1], ["greedy"], 1, 20, passes.Tools(), passes.Kept())
+    assert (row["equal"], row["difference"]) == (False, "no inputs")
+
+
+def test_kept_rows_are_not_made_again(compiler: Named, tmp_path: Path) -> None:
+    def rows() -> list[passes.Row]:
+        kept = passes.Kept(tmp_path / "rows.json")
+        return passes.searches(compiler, NAMES, ["random", "greedy"], 2, 40, passes.Tools(), kept)
+
+    first = rows()
+    steps = compiler.steps
+    assert rows() == first
+    assert compiler.steps == steps
+    assert len(first) == 6  # greedy draws nothing: one seed is enough
+
+
+def test_tables(compiler: Named) -> None:
+    rows = passes.searches(compiler, NAMES, ["random", "beam"], 2, 300, passes.Tools(), passes.Kept())
+    table = passes.searches_table(rows)
+    assert "| gpt2 training |" in table
+    assert "| beam | 25.0% [25.0, 25.0] |" in table
+    assert "4 of 4" in table
+    by_module = passes.modules_table(rows)
+    assert "| gpt2-2-training | 4 | 4 | 4 | 3 | 25.0% |" in by_module
+    assert "open, merge, drop, merge" in by_module
+    times = passes.times(compiler, rows, pairs=20)
+    assert "1.333 [1.333, 1.333] | 1.000 [1.000, 1.000]" in passes.times_table(times)
+
+
+def test_the_picture_of_an_episode() -> None:
+    drawn = passes.picture("An episode", [5, 7, 3], ["open", "drop"], 4)
+    assert drawn.startswith("<svg")
+    for word in ("An episode", "start", "open", "drop", "XLA's order: 4".replace("'", "&#x27;")):
+        assert word in drawn
+
+
+def test_variants_differ_in_what_they_are_named_for() -> None:
+    found = passes.variants(10, 64)
+    assert found["PPO, all"].plain() == found["PPO"]
+    assert len({json.dumps(c.to_json()) for c in found.values()}) == len(found)
