@@ -498,6 +498,7 @@ def list_passes(as_json: AsJson = False) -> None:
 def optimize_passes(
     file: HloFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes, as HLO text.")],
+    *,
     search: Searching = PASS_SEARCHES[0],
     agent: AgentFile = None,
     steps: Steps = 500,
@@ -542,6 +543,7 @@ def optimize_passes(
 def train_passes(
     modules: Annotated[list[Path], typer.Argument(help="The modules to learn from.", metavar="FILES")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the agent goes.")],
+    *,
     iterations: Annotated[int, typer.Option(min=1)] = 100,
     steps: Annotated[int, typer.Option(min=1, help="Steps of an iteration.")] = 256,
     horizon: Horizon = 25,
