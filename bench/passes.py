@@ -1,0 +1,536 @@
+"""Orders of XLA's passes against XLA's own: `python bench/passes.py TABLE [NAMES] [--kept FILE] [--write]`; TABLE is
+
+- searches: what random choice, greedy choice, beam, tree search, evolution, a fixed sequence and an agent bring, at
+  equal steps of the compiler, by family of networks; with `--write` also what each order costs and is worth.
+- learning: agents trained with the same number of steps: plain PPO, PPO with each enhancement, both networks, DQN.
+- time: measured time of the modules after the best orders against the default order, in pairs, with A/A.
+- picture: one episode of the agent on a module (docs/pictures/passes.svg).
+
+`--quick --json` runs a small choice of `searches` in at most 20 minutes and prints one JSON object.
+
+A reduction is 1 - operations after an order / operations after XLA's own order of the same passes, repeated to its
+fixpoint. A function counts once, however often it is called, as in XLA's own statistics; so an order that does not
+inline calls has fewer operations, and computes as many. The column "calls inlined" counts what is computed: the same
+result after all calls were inlined. Programs are those of `models/hlo`; the outputs of each result are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import pages, pictures
+from models import hlo
+from xrlflow.passes import Compiler, CompilerError, Metric, Module, run
+from xrlflow.passes.agent import Agent, AgentConfig, Network
+from xrlflow.passes.dqn import DQNConfig
+from xrlflow.passes.dqn import train as train_dqn
+from xrlflow.passes.environment import Masking, Problem
+from xrlflow.passes.lessons import Teaching
+from xrlflow.passes.orders import timed, xla
+from xrlflow.passes.play import guided, play, sample
+from xrlflow.passes.ppo import TrainConfig, train
+from xrlflow.passes.searches import Budget, Order, beam, evolve, fixed, follow, greedy, random, tree
+
+FAMILIES = (hlo.Family.GPT2, hlo.Family.BERT, hlo.Family.RESNET)
+GPT2_TRAINING = tuple(
+    b.name for b in hlo.BENCHMARKS.values() if b.family is hlo.Family.GPT2 and b.kind is hlo.Kind.TRAINING
+)
+OVERALL = tuple(b.name for b in hlo.BENCHMARKS.values() if b.family in FAMILIES)
+HELD_OUT = tuple(b.name for b in hlo.BENCHMARKS.values() if b.held_out)
+GROUPS = {
+    "gpt2 training": GPT2_TRAINING,
+    "gpt2": tuple(n for n in OVERALL if n.startswith("gpt2")),
+    "bert": tuple(n for n in OVERALL if n.startswith("bert")),
+    "resnet": tuple(n for n in OVERALL if n.startswith("resnet")),
+    "three families": OVERALL,
+    "held out": HELD_OUT,
+}
+# Modules that agents of the table `learning` are trained on, and of which the fixed sequence is made by default.
+SMALL = ("mlp-3-training", "bert-3-inference", "resnet-2-training", "gpt2-2-training")
+QUICK = (*GPT2_TRAINING, "bert-2-training", "bert-3-inference", "resnet-2-training", "resnet-8-inference")
+QUICK_STEPS, QUICK_SEEDS = 80, 2
+HORIZON = 25
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What methods need beside a compiler: an agent, if there is one, and the fixed sequence."""
+
+    agent: Agent | None = None
+    fixed: tuple[str, ...] = ()
+
+
+Method = Callable[[Compiler, Module, Budget, int, Tools], Order]
+
+
+def _with(play_on: Callable[..., Order]) -> Method:
+    def method(compiler: Compiler, module: Module, budget: Budget, seed: int, tools: Tools) -> Order:
+        assert tools.agent is not None
+        return play_on(tools.agent, compiler, module, budget, seed)
+
+    return method
+
+
+def _plain(search: Callable[..., Order]) -> Method:
+    return lambda compiler, module, budget, seed, tools: search(compiler, module, budget, seed)
+
+
+METHODS: dict[str, Method] = {
+    "random": _plain(random),
+    "greedy": _plain(greedy),
+    "beam": _plain(beam),
+    "mcts": _plain(tree),
+    "evolution": _plain(evolve),
+    "fixed": lambda compiler, module, budget, seed, tools: follow(compiler, module, tools.fixed, budget),
+    "zero-shot": _with(lambda agent, compiler, module, budget, seed: play(agent, compiler, module)),
+    "agent": _with(sample),
+    "guided": _with(guided),
+}
+WITH_AGENT = ("zero-shot", "agent", "guided")
+# Methods that draw nothing need one seed.
+_CERTAIN = ("greedy", "fixed", "zero-shot")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A module, and operations: before, after XLA's order once and repeated (which takes `seconds`)."""
+
+    module: Module
+    before: int
+    once: int
+    default: int
+    seconds: float
+
+
+def reference(compiler: Compiler, name: str) -> Reference:
+    module = compiler.load(hlo.text(name))
+    begin = time.perf_counter()
+    default = compiler.default(module)
+    seconds = time.perf_counter() - begin
+    once = compiler.default_once(module) if hasattr(compiler, "default_once") else default
+    counted = (m.summary.operations for m in (module, once, default))
+    return Reference(module, *counted, seconds)
+
+
+def inlined(compiler: Compiler, module: Module) -> int:
+    """Operations when each call has a copy of the function."""
+    return run(compiler, module, ("flatten-call-graph", "call-inliner")).summary.operations
+
+
+def measured(
+    compiler: Compiler, name: str, ref: Reference, method: str, seed: int, budget: Budget, tools: Tools
+) -> Row:
+    """A row of the table of searches."""
+    order = METHODS[method](compiler, ref.module, budget, seed, tools)
+    try:
+        compared = compiler.compare(ref.module, order.module, seed)
+        equal, difference = compared.equal, compared.difference
+    except CompilerError as error:  # nothing was compared, so nothing is known to be equal
+        equal, difference = False, str(error)
+    return {
+        "module": name, "method": method, "seed": seed, "budget": budget.steps,
+        "before": ref.before, "once": ref.once, "default": ref.default, "default_seconds": ref.seconds,
+        "operations": order.module.summary.operations,
+        "inlined": inlined(compiler, order.module),
+        "steps": order.steps, "seconds": order.seconds, "passes": list(order.passes),
+        "equal": equal, "difference": difference,
+    }  # fmt: skip
+
+
+def searches(
+    compiler: Compiler,
+    names: Iterable[str],
+    methods: Sequence[str],
+    seeds: int,
+    steps: int,
+    tools: Tools,
+    kept: Kept,
+) -> list[Row]:
+    """All rows. Those that are kept are not made again."""
+    rows: list[Row] = []
+    for name in names:
+        ref: Reference | None = None
+        for method in methods:
+            for seed in range(1 if method in _CERTAIN else seeds):
+                key = f"{name} {method} {seed} {steps}"
+                if key not in kept.rows:
+                    ref = ref or reference(compiler, name)
+                    found = measured(compiler, name, ref, method, seed, Budget(steps, HORIZON), tools)
+                    kept.put(key, found)
+                    say(
+                        f"{key}: {ref.default} -> {found['operations']} in {found['seconds']:.0f} s"
+                        + ("" if found["equal"] else f" DIFFERS: {found['difference']}")
+                    )
+                rows.append(kept.rows[key])
+    return rows
+
+
+class Kept:
+    """Rows in a JSON file, so that a stopped run goes on. Without a file they are in memory."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.rows: dict[str, Row] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def put(self, key: str, row: Row) -> None:
+        self.rows[key] = row
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.rows, indent=1))
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def less(row: Row, column: str = "operations") -> float:
+    """The relative reduction against the default order."""
+    return 1.0 - float(row[column]) / float(row["default"])
+
+
+def mean_less(
+    rows: Sequence[Row], method: str, names: Sequence[str], column: str = "operations"
+) -> float | None:
+    """The mean over modules of the mean over seeds; None if there is no row."""
+    by_module = [
+        fmean(less(r, column) for r in mine)
+        for name in names
+        if (mine := [r for r in rows if r["module"] == name and r["method"] == method])
+    ]
+    return fmean(by_module) if by_module else None
+
+
+def spread(rows: Sequence[Row], method: str, names: Sequence[str]) -> str:
+    """The mean reduction of a group, and the least and greatest mean of a seed."""
+    mine = [r for r in rows if r["method"] == method and r["module"] in names]
+    middle = mean_less(mine, method, names)
+    if middle is None:
+        return ""
+    seeds = sorted({r["seed"] for r in mine})
+    each = [fmean(less(r) for r in mine if r["seed"] == seed) for seed in seeds]
+    return f"{100 * middle:.1f}%" + (
+        f" [{100 * min(each):.1f}, {100 * max(each):.1f}]" if len(seeds) > 1 else ""
+    )
+
+
+def searches_table(rows: Sequence[Row]) -> str:
+    """By family and method."""
+    methods = [m for m in METHODS if any(r["method"] == m for r in rows)]
+    groups = {g: names for g, names in GROUPS.items() if any(r["module"] in names for r in rows)}
+    lines = [
+        f"| method | {' | '.join(groups)} | {next(iter(groups))}, calls inlined | steps | seconds | equal |",
+        "|---" * (len(groups) + 5) + "|",
+    ]
+    first = next(iter(groups.values()))
+    for method in methods:
+        mine = [r for r in rows if r["method"] == method]
+        inlined_less = mean_less(mine, method, first, "inlined")
+        cells = [
+            *(spread(rows, method, names) for names in groups.values()),
+            "" if inlined_less is None else f"{100 * inlined_less:.1f}%",
+            f"{median(r['steps'] for r in mine):.0f}",
+            f"{median(r['seconds'] for r in mine):.1f}",
+            f"{sum(r['equal'] for r in mine)} of {len(mine)}",
+        ]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def modules_table(rows: Sequence[Row]) -> str:
+    """By module: operations before, after XLA's order once and repeated, and the best that any method found."""
+    lines = [
+        "| module | before | XLA's order once | repeated | best | less | calls inlined | by | passes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(r["module"] for r in rows):
+        mine = [r for r in rows if r["module"] == name and r["equal"]]
+        if not mine:
+            continue
+        best = min(mine, key=lambda r: (r["operations"], r["steps"]))
+        lines.append(
+            f"| {name} | {best['before']} | {best['once']} | {best['default']} | {best['operations']} "
+            f"| {100 * less(best):.1f}% | {100 * less(best, 'inlined'):.1f}% | {best['method']} "
+            f"| {', '.join(best['passes'])} |"
+        )
+    return "\n".join(lines)
+
+
+def times(compiler: Compiler, rows: Sequence[Row], pairs: int) -> list[Row]:
+    """Measured time of the best result of each module."""
+    found = []
+    for name in dict.fromkeys(r["module"] for r in rows):
+        mine = [r for r in rows if r["module"] == name and r["equal"]]
+        if not mine:
+            continue
+        best = min(mine, key=lambda r: (r["operations"], r["steps"]))
+        module = compiler.load(hlo.text(name))
+        ratio, control = timed(
+            compiler, compiler.default(module), run(compiler, module, best["passes"]), pairs
+        )
+        found.append({"module": name, "less": less(best), "ratio": ratio, "control": control})
+        say(f"{name}: {ratio}, A/A {control}")
+    return found
+
+
+def times_table(rows: Sequence[Row]) -> str:
+    def cell(interval: Sequence[float]) -> str:
+        return "{:.3f} [{:.3f}, {:.3f}]".format(*interval)
+
+    lines = ["| module | operations | time, XLA's order / best order | A/A |", "|---|---|---|---|"]
+    lines += [
+        f"| {r['module']} | {-100 * r['less']:+.1f}% | {cell(r['ratio'])} | {cell(r['control'])} |"
+        for r in rows
+    ]
+    ratios = [math.log(r["ratio"][0]) for r in rows]
+    controls = [math.log(r["control"][0]) for r in rows]
+    lines.append(f"| geometric mean | | {math.exp(fmean(ratios)):.3f} | {math.exp(fmean(controls)):.3f} |")
+    return "\n".join(lines)
+
+
+def variants(iterations: int, steps: int) -> dict[str, TrainConfig]:
+    """Training runs to compare: nothing added to PPO, each enhancement alone, all of them, and the other network."""
+    full = TrainConfig(
+        iterations, steps, evaluate_every=max(1, iterations // 10), agent=AgentConfig(horizon=15)
+    )
+    plain = full.plain()
+    return {
+        "PPO": plain,
+        "PPO, masking": replace(plain, agent=full.agent),
+        "PPO, shaping": replace(plain, teaching=Teaching(curriculum=False)),
+        "PPO, curriculum": replace(plain, teaching=Teaching(shaping=False)),
+        "PPO, all": full,
+        "PPO, all but masking": replace(full, agent=replace(full.agent, masking=Masking.NONE)),
+        "PPO, all but shaping": replace(full, teaching=Teaching(shaping=False)),
+        "PPO, all but curriculum": replace(full, teaching=Teaching(curriculum=False)),
+        "PPO, all, graph": replace(full, agent=replace(full.agent, network=Network.GRAPH)),
+    }
+
+
+def learning(
+    compiler: Compiler, names: Sequence[str], seeds: int, iterations: int, steps: int, kept: Kept
+) -> list[Row]:
+    """What agents of each variant bring zero-shot on the modules that they were trained on."""
+    references = {name: reference(compiler, name) for name in names}
+    problems = [Problem(name, ref.module) for name, ref in references.items()]
+    total = iterations * steps
+    rows = []
+    for variant, config in [*variants(iterations, steps).items(), ("DQN, all", None)]:
+        for seed in range(seeds):
+            key = f"{variant} {seed} {total} {' '.join(names)}"
+            if key not in kept.rows:
+                if config is None:
+                    options = DQNConfig(
+                        total, seed, evaluate_every=max(1, total // 10), agent=AgentConfig(horizon=15)
+                    )
+                    trained = train_dqn(compiler, problems, options)
+                else:
+                    trained = train(compiler, problems, replace(config, seed=seed))
+                gains = [
+                    1.0 - play(trained.agent, compiler, ref.module).value / ref.default
+                    for ref in references.values()
+                ]
+                kept.put(
+                    key,
+                    {
+                        "variant": variant,
+                        "seed": seed,
+                        "less": gains,
+                        "steps": trained.steps,
+                        "seconds": trained.seconds,
+                    },
+                )
+                say(f"{key}: {[round(g, 3) for g in gains]} in {trained.seconds:.0f} s")
+            rows.append(kept.rows[key])
+    return rows
+
+
+def learning_table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| agent | reduction: mean [least, greatest of the seeds] | steps | seconds |",
+        "|---|---|---|---|",
+    ]
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        mine = [r for r in rows if r["variant"] == variant]
+        each = [fmean(r["less"]) for r in mine]
+        lines.append(
+            f"| {variant} | {100 * fmean(each):.1f}% [{100 * min(each):.1f}, {100 * max(each):.1f}] "
+            f"| {median(r['steps'] for r in mine):.0f} | {median(r['seconds'] for r in mine):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def quick(
+    compiler: Compiler,
+    agent: Agent | None,
+    names: Sequence[str] = QUICK,
+    steps: int = QUICK_STEPS,
+    seeds: int = QUICK_SEEDS,
+) -> Row:
+    """The figures of `--quick --json`: our default search against chance at equal steps."""
+    begin = time.monotonic()
+    ours = "guided" if agent is not None else "evolution"
+    rows = searches(compiler, names, (ours, "random"), seeds, steps, Tools(agent), Kept())
+    gpt2 = [n for n in names if n in GPT2_TRAINING]
+    three = [n for n in names if n in OVERALL]
+    return {
+        "gpt2_training": mean_less(rows, ours, gpt2),
+        "overall": mean_less(rows, ours, three),
+        "random_gpt2_training": mean_less(rows, "random", gpt2),
+        "random_overall": mean_less(rows, "random", three),
+        "gpt2_training_calls_inlined": mean_less(rows, ours, gpt2, "inlined"),
+        "all_equal": all(r["equal"] for r in rows),
+        "method": ours,
+        "steps": steps,
+        "seeds": seeds,
+        "modules": {name: mean_less(rows, ours, [name]) for name in names},
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+
+
+def picture(title: str, counts: Sequence[int], passes: Sequence[str], default: int) -> str:
+    """The operations after each pass of an episode, and those after the default order."""
+    left, top, step, height = 70, 50, 46, 220
+    low = min(*counts, default)
+    high = max(*counts, default)
+    low, high = low - (high - low) // 8 - 1, high + 1
+
+    def x(position: int) -> float:
+        return left + step * position
+
+    def y(value: float) -> float:
+        return top + height * (high - value) / (high - low)
+
+    width, bottom = int(x(len(counts) - 1)) + 150, top + height
+    parts = [pictures.words(20, 26, title, size=15)]
+    parts.append(
+        f'<line x1="{left}" y1="{bottom}" x2="{x(len(counts) - 1):g}" y2="{bottom}" stroke="{pictures.INK}"/>'
+    )
+    parts.append(
+        f'<line x1="{left}" y1="{y(default):.1f}" x2="{x(len(counts) - 1):g}" y2="{y(default):.1f}" '
+        f'stroke="{pictures.GREY}" stroke-dasharray="5 4"/>'
+    )
+    parts.append(pictures.words(x(len(counts) - 1) + 8, y(default) + 4, f"XLA's order: {default}", size=12))
+    points = " ".join(f"{x(i):g},{y(c):.1f}" for i, c in enumerate(counts))
+    parts.append(f'<polyline points="{points}" fill="none" stroke="{pictures.BLUE}" stroke-width="2"/>')
+    for i, count in enumerate(counts):
+        parts.append(f'<circle cx="{x(i):g}" cy="{y(count):.1f}" r="3.5" fill="{pictures.BLUE}"/>')
+        parts.append(pictures.words(x(i), y(count) - 9, str(count), anchor="middle", size=11))
+        name = "start" if i == 0 else passes[i - 1]
+        label = pictures.words(0, 0, name, anchor="end", size=12)
+        parts.append(f'<g transform="translate({x(i) + 4:g} {bottom + 14}) rotate(-40)">{label}</g>')
+    return pictures.svg(width, bottom + 130, parts, title)
+
+
+def draw(compiler: Compiler, name: str, tools: Tools) -> Path:
+    """Draw an episode of the agent, or without an agent the greedy order. Returns the picture's file."""
+    ref = reference(compiler, name)
+    order = (
+        play(tools.agent, compiler, ref.module)
+        if tools.agent is not None
+        else greedy(compiler, ref.module, Budget(1000, HORIZON))
+    )
+    counts, module = [ref.before], ref.module
+    for each in order.passes:
+        module = compiler.apply(module, each).module
+        counts.append(module.summary.operations)
+    by = "the agent" if tools.agent is not None else "greedy choice"
+    path = pictures.FOLDER / "passes.svg"
+    path.write_text(picture(f"Operations of {name}: an episode of {by}", counts, order.passes, ref.default))
+    return path
+
+
+def fixed_sequence(
+    compiler: Compiler, names: Sequence[str], steps: int, seed: int, kept: Kept
+) -> tuple[str, ...]:
+    """The fixed best sequence over training modules, which is made once."""
+    key = f"fixed sequence {steps} {seed} {' '.join(names)}"
+    if key not in kept.rows:
+        modules = [compiler.load(hlo.text(name)) for name in names]
+        kept.put(key, asdict(fixed(compiler, modules, Budget(steps, HORIZON), seed, Metric.OPERATIONS)))
+        say(f"{key}: {kept.rows[key]}")
+    return tuple(kept.rows[key]["passes"])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "table", nargs="?", choices=("searches", "learning", "time", "picture"), default="searches"
+    )
+    parser.add_argument("names", nargs="*", help="modules; default: all of the table")
+    parser.add_argument("--quick", action="store_true", help="few modules and steps")
+    parser.add_argument("--json", action="store_true", help="with --quick: print one JSON object")
+    parser.add_argument("--methods", default=",".join(METHODS), help="searches: which, separated by commas")
+    parser.add_argument("--steps", type=int, default=250, help="of the compiler; learning: of an iteration")
+    parser.add_argument("--iterations", type=int, default=60, help="learning")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=100, help="time: pairs of runs")
+    parser.add_argument("--fixed-steps", type=int, default=3000, help="steps to make the fixed sequence")
+    parser.add_argument("--agent", type=Path, help="the file of an agent")
+    parser.add_argument("--kept", type=Path, help="rows are kept in this file, and resumed")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
+    options = parser.parse_intermixed_args()
+    unknown = set(options.names) - set(hlo.BENCHMARKS)
+    if unknown:
+        parser.error(f"no such module: {', '.join(sorted(unknown))}")
+    options.methods = [m.strip() for m in options.methods.split(",")]
+    for method in options.methods:
+        if method not in METHODS:
+            parser.error(f"no such method: {method}")
+    if options.agent is None:
+        options.methods = [m for m in options.methods if m not in WITH_AGENT]
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    agent = Agent.load(options.agent) if options.agent is not None else None
+    kept = Kept(options.kept)
+    with xla() as compiler:
+        if options.quick:
+            names = tuple(options.names) or QUICK
+            steps, seeds = min(options.steps, QUICK_STEPS), min(options.seeds, QUICK_SEEDS)
+            found = quick(compiler, agent, names, steps, seeds)
+            print(json.dumps(found, indent=1) if options.json else found)
+            return
+        for name, text in tables(compiler, options, agent, kept).items():
+            print(text)
+            if options.write:
+                pages.write(name, text)
+
+
+def tables(
+    compiler: Compiler, options: argparse.Namespace, agent: Agent | None, kept: Kept
+) -> dict[str, str]:
+    """The tables that are asked for, by their names on the page."""
+    if options.table == "picture":
+        name = options.names[0] if options.names else "gpt2-2-training"
+        return {"": str(draw(compiler, name, Tools(agent)))}
+    if options.table == "learning":
+        names = tuple(options.names) or SMALL
+        rows = learning(compiler, names, options.seeds, options.iterations, options.steps, kept)
+        return {"passes-learning": learning_table(rows)}
+    names = tuple(options.names) or (*OVERALL, *HELD_OUT)
+    sequence = (
+        fixed_sequence(compiler, SMALL, options.fixed_steps, 0, kept) if "fixed" in options.methods else ()
+    )
+    rows = searches(
+        compiler, names, options.methods, options.seeds, options.steps, Tools(agent, sequence), kept
+    )
+    if options.table == "time":
+        return {"passes-time": times_table(times(compiler, rows, options.pairs))}
+    return {"passes-searches": searches_table(rows), "passes-modules": modules_table(rows)}
+
+
+if __name__ == "__main__":
+    main()
