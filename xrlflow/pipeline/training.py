@@ -114,15 +114,11 @@ def _with_world_model(
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
-    from xrlflow.rl.train import Score, Trained, random_agent, state_path
+    from xrlflow.rl.train import Score, Trained, random_agent
     from xrlflow.rl.workers import play
     from xrlflow.rl.world_model.files import save_alone, save_world
     from xrlflow.rl.world_model.learning import Learner, train_world_model
 
-    if state_path(output).exists() and not options.restart:
-        raise OptionError(
-            f"{os.fspath(output)} belongs to a run without a world model: name another file, or restart"
-        )
     started = time.monotonic()
     deadline = math.inf if options.time_limit is None else started + options.time_limit
     earlier = None if options.restart else _earlier(output)
@@ -173,13 +169,18 @@ def _with_world_model(
 
 def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] | None:
     """The best agent that a run with a world model left in this file, with the world model, if it had one by then, and
-    the number of its rounds. None if the file is anything else. Raises CheckpointError for a world model that does not
-    fit."""
+    the number of its rounds. None if the file is anything else. Raises OptionError for a run without a world model, and
+    CheckpointError for a world model that does not fit."""
     from xrlflow.checkpoint import CheckpointError
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.parameters import Parameters
+    from xrlflow.rl.train import state_path
     from xrlflow.rl.world_model.files import load_world, world_path
 
+    if state_path(output).exists():
+        raise OptionError(
+            f"{os.fspath(output)} belongs to a run without a world model: name another file, or restart"
+        )
     try:
         rounds = Parameters.load(output).about.get(_ROUNDS)
     except CheckpointError:  # no agent, so no run to go on with
