@@ -28,7 +28,6 @@ from xrlflow import files
 from xrlflow.backends.statistics import median_interval
 from xrlflow.passes.cache import Cache
 from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
-from xrlflow.passes.hlo_passes import PASSES
 from xrlflow.passes.searches import Budget, Order, beam, evolve, greedy, random, tree
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
@@ -116,21 +115,13 @@ def reduction(before: float, after: float) -> float:
     return 1.0 - after / before if before > 0 else 0.0
 
 
-class Xla(XlaCompiler):
-    """XLA's passes, of which many need instructions of certain kinds: without these they have no effect."""
-
-    def without_effect(self, module: Module) -> frozenset[str]:
-        kinds = {kind for kind, _ in module.summary.opcodes}
-        return frozenset(p.name for p in PASSES if p.needs and kinds.isdisjoint(p.needs))
-
-
 @contextmanager
 def xla(workers: int | None = None) -> Iterator[Compiler]:
     """XLA's compiler with the cache in the user's cache directory. Raises CompilerError if jax is missing."""
     options = XlaOptions() if workers is None else XlaOptions(workers=workers)
     cache = Cache()
     try:
-        with Xla(options, cache) as compiler:
+        with XlaCompiler(options, cache) as compiler:
             yield compiler
     finally:
         cache.close()

@@ -134,12 +134,10 @@ class XlaCompiler:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         for name in names:
             self._check(name)
-        kinds = {kind for kind, _ in module.summary.opcodes}
+        idle = self.without_effect(module)
         known: dict[str, Applied | None] = {}
         for name in dict.fromkeys(names):
-            needs = self._known[name].needs
-            idle = bool(needs) and kinds.isdisjoint(needs)
-            known[name] = Applied(module, False) if idle else self._remember(module, name)
+            known[name] = Applied(module, False) if name in idle else self._remember(module, name)
         missing = [name for name, found in known.items() if found is None]
         wanted = [self._known[name] for name in missing]
         requests = [Transform(module.data, module.digest, only(p), p.unbatched) for p in wanted]
@@ -147,6 +145,11 @@ class XlaCompiler:
         for name, answer in zip(missing, self._pool.ask_each(requests)):
             known[name] = self._settled(module, name, answer)
         return [found for name in names if (found := known[name]) is not None]
+
+    def without_effect(self, module: Module) -> frozenset[str]:
+        """The passes that need instructions of certain kinds, of which the module has none."""
+        kinds = {kind for kind, _ in module.summary.opcodes}
+        return frozenset(p.name for p in self._known.values() if p.needs and kinds.isdisjoint(p.needs))
 
     def default(self, module: Module) -> Module:
         """XLA's own pipelines up to the assignment of layouts, with these passes alone, repeated until the number of
