@@ -526,6 +526,8 @@ def optimize_passes(
             print_json({"file": str(file), "metric": metric, **found.to_json()})
             return
         less = 100 * orders.reduction(found.default, found.after)
+        if found.interrupted:
+            typer.echo("interrupted: the best so far is kept")
         typer.echo(
             f"{metric}: {found.before:g} before, {found.default:g} after XLA's order, {found.after:g} after this one"
         )

@@ -72,6 +72,26 @@ def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Pat
     assert "outputs compared" in said
 
 
+@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random"])
+def test_ctrl_c_keeps_the_best_so_far(
+    words: Words, file: Path, tmp_path: Path, search: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pass, done = Words.apply, []
+
+    def interrupted(self: Words, module: Module, name: str) -> Any:
+        done.append(name)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return run_pass(self, module, name)
+
+    monkeypatch.setattr(Words, "apply", interrupted)
+    output = tmp_path / "out.hlo"
+    result = invoke("optimize", file, "-o", output, "--search", search, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["interrupted"]
+    assert output.exists()
+
+
 def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, tmp_path: Path) -> None:
     (tmp_path / "word").write_text("aaaadddd")
     found = orders.optimize(tmp_path / "word", steps=1)

@@ -28,7 +28,7 @@ from xrlflow import files
 from xrlflow.backends.statistics import median_interval
 from xrlflow.passes.cache import Cache
 from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
-from xrlflow.passes.searches import Budget, Order, beam, evolve, greedy, random, tree
+from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, tree
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Found:
     order repeated to its fixpoint, and of the result. `compared`: outputs of the result against those of the original.
 
     `is_default`: no order was found that is better than the compiler's, and the result is that of the compiler.
+    `interrupted`: Ctrl-C ended the search, and this is the best until then.
     """
 
     order: Order
@@ -86,6 +87,7 @@ class Found:
     compared: Comparison
     is_default: bool
     seconds: float
+    interrupted: bool = False
 
     def save(self, path: Source) -> None:
         """Write the result. Raises CompilerError."""
@@ -106,6 +108,7 @@ class Found:
             "outputs_equal": self.compared.equal,
             "worst_error": self.compared.worst,
             "steps": self.order.steps,
+            "interrupted": self.interrupted,
             "seconds": round(self.seconds, 2),
         }
 
@@ -197,7 +200,11 @@ def optimize(
         module = read(used, source)
         known = load_agent(agent) if agent is not None else None
         deadline = None if time_limit is None else begin + time_limit
-        order = searched(search, used, module, Budget(steps, horizon, deadline), seed, metric, known)
+        interrupted = False
+        try:
+            order = searched(search, used, module, Budget(steps, horizon, deadline), seed, metric, known)
+        except Interrupted as interrupt:
+            order, interrupted = interrupt.order, True
         default = used.default(module)
         before, usual, after = _values(used, metric, module, default, order)
         is_default = usual < after
@@ -205,7 +212,7 @@ def optimize(
         compared = _checked(used, module, result, () if is_default else order.passes, seed)
         return Found(
             order, used.write(result), before, usual, min(usual, after), compared, is_default,
-            time.monotonic() - begin,
+            time.monotonic() - begin, interrupted,
         )  # fmt: skip
 
 

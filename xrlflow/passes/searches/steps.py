@@ -7,7 +7,6 @@ of passes that a compiler had to run.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -155,6 +154,14 @@ class Order:
         return min((value for step, value in self.curve if step <= steps), default=self.initial)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a search. `order`: the best one until then."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self.order = order
+
+
 class Explorer:
     """The nodes of one search. It keeps the best one, and makes nodes until the budget is over."""
 
@@ -231,7 +238,11 @@ class Explorer:
 
 
 def until_over(explorer: Explorer, search: Callable[[], object]) -> Order:
-    """Run a search that may end by `Over`."""
-    with contextlib.suppress(Over):
+    """Run a search that may end by `Over`. Raises Interrupted after Ctrl-C."""
+    try:
         search()
+    except Over:
+        pass
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(explorer.order()) from interrupt
     return explorer.order()
