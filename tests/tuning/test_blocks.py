@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import pytest
 
 from tests.backends.tvm.test_bands import block
 from tests.backends.tvm.test_kernels import network, numbers
+from tests.tuning.measured import MACHINE, put, setting, times
 from xrlflow import api
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import bands_plan, detect
+from xrlflow.backends.tvm import bands_plan
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, TimedBlock
 from xrlflow.backends.tvm.bands import Form, Plan, Tile
 from xrlflow.backends.tvm.compiled import compiled
@@ -31,14 +32,11 @@ from xrlflow.tuning import blocks, layer_times
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, block_results, measure_layers, together
 from xrlflow.tuning.layers import Layer, Way
-from xrlflow.tuning.measurable import Measurable, key_of
-from xrlflow.tuning.pool import Pool, PoolOptions
-from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.measurable import key_of
+from xrlflow.tuning.pool import Pool
+from xrlflow.tuning.store import Record, Store
 from xrlflow.tuning.tuners.protocol import Measurement
-from xrlflow.tuning.worker import Timing
 
-MACHINE = detect(cores=2)
-QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2, flush=True))
 APART = BlockWay()
 BIAS = Step("relax.add", (Earlier(0), Extra(True)))
 RELU = (BIAS, Step("relax.nn.relu", (Earlier(1),)))
@@ -69,43 +67,6 @@ CHAIN = (
     " y = Conv(f, w3) }"
 )
 """Two depthwise convolutions, and a 1x1 convolution between them that either could be one kernel with."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(tmp_path / "store.sqlite") as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(QUICK) as opened:
-        yield opened
-
-
-def setting() -> Setting:
-    return Setting.here(MACHINE.target(), 2, flushed=True)
-
-
-def put(
-    store: Store,
-    layer: Measurable[Any],
-    way: Any,
-    *seconds: float,
-    error: str | None = None,
-    key: str | None = None,
-) -> None:
-    """Store measurements of a way; none of them has the same number."""
-    outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
-    for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
-        candidate = key_of(layer, way, MACHINE) if key is None else key
-        now = time.time()
-        record = Record(layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, now)
-        store.put(record)
-
-
-def times(store: Store) -> StoredTimes:
-    return StoredTimes.on(store, MACHINE, 2)
 
 
 def untuned(known: Block) -> BlockWay:

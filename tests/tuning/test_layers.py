@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tests.backends.tvm.test_kernels import network, numbers
 from tests.backends.tvm.test_winograd import conv
+from tests.tuning.measured import MACHINE, QUICK, put, setting, times
 from xrlflow import api
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.protocol import BackendError
@@ -29,14 +29,11 @@ from xrlflow.tuning import layer_times, layers
 from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, measure_layers, results, together
 from xrlflow.tuning.layers import FAST, Layer, Way
 from xrlflow.tuning.measurable import key_of
-from xrlflow.tuning.pool import Pool, PoolOptions
-from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.pool import Pool
+from xrlflow.tuning.store import Record, Store
 from xrlflow.tuning.tuners.protocol import Measurement
-from xrlflow.tuning.worker import Timing
 
-MACHINE = detect(cores=2)
 DIRECT, F23, F43 = Algorithm.DIRECT, *FAST
-QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2, flush=True))
 STEPS = (
     Step("relax.add", (Earlier(0), Extra(True))),
     Step("relax.add", (Earlier(1), Extra(False))),
@@ -50,36 +47,6 @@ MODEL = (
 )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store(tmp_path / "store.sqlite") as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(QUICK) as opened:
-        yield opened
-
-
-def setting() -> Setting:
-    return Setting.here(MACHINE.target(), 2, flushed=True)
-
-
-def put(
-    store: Store, layer: Layer, way: Way, *seconds: float, error: str | None = None, key: str | None = None
-) -> None:
-    """Store measurements of a kernel; None of them has the same number."""
-    outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
-    for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
-        candidate = key_of(layer, way, MACHINE) if key is None else key
-        store.put(
-            Record(
-                layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, time.time()
-            )
-        )
-
-
 def other(layer: Layer, algorithm: Algorithm) -> Way:
     """Another blocking than the untuned one."""
     return next(
@@ -87,10 +54,6 @@ def other(layer: Layer, algorithm: Algorithm) -> Way:
         for way in layer.ways(MACHINE, 4)
         if way.algorithm is algorithm and way != layer.usual(algorithm, MACHINE)
     )
-
-
-def times(store: Store) -> StoredTimes:
-    return StoredTimes.on(store, MACHINE, 2)
 
 
 FORMS = {

@@ -1,0 +1,43 @@
+"""Measurements of layers and blocks that a test puts into a store."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from xrlflow.backends.tvm import detect
+from xrlflow.tuning.layer_times import StoredTimes
+from xrlflow.tuning.measurable import Measurable, key_of
+from xrlflow.tuning.pool import PoolOptions
+from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.tuning.tuners.protocol import Measurement
+from xrlflow.tuning.worker import Timing
+
+MACHINE = detect(cores=2)
+QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2, flush=True))
+
+
+def setting() -> Setting:
+    return Setting.here(MACHINE.target(), 2, flushed=True)
+
+
+def put(
+    store: Store,
+    layer: Measurable[Any],
+    way: Any,
+    *seconds: float,
+    error: str | None = None,
+    key: str | None = None,
+) -> None:
+    """Store measurements of a way; none of them has the same number."""
+    outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
+    for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
+        candidate = key_of(layer, way, MACHINE) if key is None else key
+        now = time.time()
+        store.put(
+            Record(layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, now)
+        )
+
+
+def times(store: Store) -> StoredTimes:
+    return StoredTimes.on(store, MACHINE, 2)
