@@ -359,6 +359,27 @@ def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, sto
     assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
 
 
+@pytest.mark.parametrize("field", ["lanes", "block", "band", "parts", "expand"])
+@pytest.mark.parametrize("kind", [float, bool])
+def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: Store) -> None:
+    """2.0 equals 2, and true equals 1, but there are no loops of such sizes."""
+    (known,) = blocks_of(MODEL)
+    name, blocking = json.loads(untuned(known).text)
+    number = blocking["expand"]["rows"] if field == "expand" else blocking[field]
+    wrong = kind(number)
+    blocking[field] = {**blocking["expand"], "rows": wrong} if field == "expand" else wrong
+    text = json.dumps([name, blocking])
+    assert BlockWay.stored(text) is None
+    put(store, known, APART, *[1e-3] * 4)
+    key = key_of(known, untuned(known), MACHINE)
+    store.put(Record(known.key, setting(), key, text, "[]", (1e-9,), None, time.time()))
+    assert times(store).of_block(known.form, known.far) is None
+
+
+def test_nested_nonsense_is_no_way() -> None:
+    assert BlockWay.stored("[" * 100_000) is Way.stored("[" * 100_000) is None
+
+
 def test_times_of_other_code_are_ignored(store: Store) -> None:
     """Of a kernel that the same plan once had, and of another machine or thread count."""
     put(store, BLOCK, APART, *[1e-3] * 4, key="another kernel")
