@@ -498,6 +498,21 @@ def test_results_say_what_was_chosen(store: Store) -> None:
     assert row.chosen_seconds is row.heuristic_seconds is row.direct_seconds is None
 
 
+def test_a_row_has_times_of_one_distance(store: Store) -> None:
+    """Measuring was interrupted at the other one: its times are not those that were chosen from."""
+    put(store, BLOCK, APART, *[1e-3] * 4)
+    put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
+    far = replace(BLOCK, far=True)
+    put(store, far, untuned(far), 0.5e-3)
+    (row,) = block_results([far], times(store))
+    assert (row.heuristic_seconds, row.chosen_seconds, row.direct_seconds) == pytest.approx(
+        (2e-3, 1e-3, 1e-3), rel=1e-3
+    )
+    put(store, far, APART, 0.7e-3)
+    (row,) = block_results([far], times(store))
+    assert (row.heuristic_seconds, row.chosen_seconds, row.direct_seconds) == (0.5e-3, 0.5e-3, 0.7e-3)
+
+
 def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"
@@ -516,11 +531,8 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
 
 
-def test_blocks_that_others_made_possible_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
-    asked: list[list[str]] = []
+def one_by_one(asked: list[list[str]]) -> Any:
+    """`measure_layers` that finds every block faster one by one. `asked`: the names of the blocks of each call."""
 
     def faked(
         layers: Sequence[Block], machine: Any, store: Store, pool: Any, limits: Limits, tell: Any
@@ -531,7 +543,15 @@ def test_blocks_that_others_made_possible_are_measured(
             put(store, known, untuned(known), *[2e-3] * 4)
         return []
 
-    monkeypatch.setattr(layer_times, "measure_layers", faked)
+    return faked
+
+
+def test_blocks_that_others_made_possible_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(layer_times, "measure_layers", one_by_one(asked))
     found = api.tune(
         network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
@@ -547,3 +567,24 @@ def test_blocks_that_others_made_possible_are_measured(
     rows = found.to_json()["layers"]
     assert [row["name"] for row in rows] == [asked[0][0], asked[1][0]]
     assert [row["algorithm"] for row in rows] == ["one by one"] * 2
+
+
+def test_blocks_are_measured_until_no_more_come_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At few pixels, each pair that comes apart leaves a 1x1 convolution to the next pair, one after the other."""
+    text = (
+        "(float[1,24,9,9] x, float[24,1,3,3] w, float[40,24,1,1] b, float[40,1,3,3] w1, float[56,40,1,1] b1,"
+        " float[56,1,3,3] w2, float[72,56,1,1] b2) => (float[1,72,9,9] y) {"
+        " c = Conv<group=24, pads=[1,1,1,1]>(x, w) d = Conv(c, b) e = Conv<group=40, pads=[1,1,1,1]>(d, w1)"
+        " f = Conv(e, b1) g = Conv<group=56, pads=[1,1,1,1]>(f, w2) y = Conv(g, b2) }"
+    )
+    asked: list[list[str]] = []
+    monkeypatch.setattr(layer_times, "measure_layers", one_by_one(asked))
+    found = api.tune(
+        network(text), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
+    )
+    assert [len(names) for names in asked] == [3, 1, 1]
+    rows = found.to_json()["layers"]
+    assert [row["name"] for row in rows] == [asked[0][0], asked[1][0], asked[2][0]]
+    assert all(row["best_us"] is not None for row in rows)
