@@ -122,6 +122,10 @@ class Block:
         project = 0 if form.project is None else math.prod(form.out) * wide
         return self.weight * (expand + math.prod(form.middle) * math.prod(form.window) + project)
 
+    @property
+    def needed(self) -> tuple[Kernels, ...]:
+        return Kernels.APART, Kernels.BANDS
+
     def at(self, far: bool) -> Block:
         return replace(self, far=far)
 

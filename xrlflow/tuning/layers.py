@@ -91,6 +91,10 @@ class Layer:
     def work(self) -> int:
         return self.weight * math.prod(self.form.out) * self.form.channels
 
+    @property
+    def needed(self) -> tuple[Algorithm, ...]:
+        return (Algorithm.DIRECT,)
+
     def at(self, far: bool) -> Layer:
         return replace(self, far=far)
 

@@ -49,6 +49,11 @@ class Measurable(Protocol[W]):
     @property
     def work(self) -> int: ...
 
+    @property
+    def needed(self) -> Sequence[Hashable]:
+        """The groups without which times are not used. A kernel of the first one must have run."""
+        ...
+
     def at(self, far: bool) -> Measurable[W]:
         """The same with weights from memory, or not."""
         ...
