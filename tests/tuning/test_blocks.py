@@ -25,6 +25,7 @@ from xrlflow.backends.tvm.bands import Form, Plan, Tile
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.joined import joined
 from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.plan import plan_of, sequence
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.tuning import blocks, layer_times
@@ -259,6 +260,15 @@ def test_kernels_that_compute_something_else_are_no_choice(
     found = times(store).of_block(BLOCK.form, far=False)
     assert found is not None
     assert found.plan is None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_one_by_one_there_is_a_kernel_for_each_convolution(name: str) -> None:
+    """Else bands would be compared with themselves."""
+    form = FORMS[name]
+    called = [call.kernel for call in plan_of(sequence(blocks._scheduled(form, MACHINE))).calls]
+    assert len(called) == 1 + (form.expand is not None) + (form.project is not None)
+    assert all("conv2d" in kernel for kernel in called)
 
 
 def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
