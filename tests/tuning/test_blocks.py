@@ -369,6 +369,21 @@ def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, sto
     assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
 
 
+def test_a_blocking_that_was_given_up_is_ignored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is still the one that was measured."""
+    for way, seconds in zip(ways_of(BLOCK).values(), (2e-3, 1e-3, 0.5e-3)):
+        put(store, BLOCK, way, *[seconds] * 4)
+    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(
+        pytest.approx(0.5e-3, rel=1e-3), other(BLOCK).plan
+    )
+    given_up = other(BLOCK).plan
+    left = [how for how in bands_plan.plans(BLOCK.form, MACHINE) if how != given_up]
+    monkeypatch.setattr(blocks, "plans", lambda form, machine: left)
+    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(
+        pytest.approx(1e-3, rel=1e-3), untuned(BLOCK).plan
+    )
+
+
 @pytest.mark.parametrize("field", ["lanes", "block", "band", "parts", "expand"])
 @pytest.mark.parametrize("kind", [float, bool])
 def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: Store) -> None:
