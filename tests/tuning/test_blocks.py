@@ -294,6 +294,16 @@ def test_what_is_more_than_a_sequence_of_kernels_is_not_joined() -> None:
         joined(schedule_all(fuse(import_model(model), MACHINE), MACHINE))
 
 
+def test_kernels_that_read_another_view_are_not_joined() -> None:
+    """In one function, each shape would have memory of its own, which nothing has written."""
+    model = network(
+        "(float[4,6] x) => (float[8,3] y) <int64[2] s = {8, 3}> {"
+        " a = Softmax(x) b = Reshape(a, s) y = Softmax(b) }"
+    )
+    with pytest.raises(BackendError, match=r"kernel softmax.* cannot be part of one function"):
+        joined(schedule_all(fuse(import_model(model), MACHINE), MACHINE))
+
+
 Times = Sequence[float]
 CHOSEN: dict[str, tuple[Times, Times, Times, str]] = {
     # seconds one by one, of the untuned kernel in bands, and of another one; what is chosen
