@@ -201,6 +201,25 @@ def test_a_block_of_a_model_has_this_form(name: str) -> None:
         assert form == FORMS[name]
 
 
+def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
+    """It would be computed twice."""
+    text = (
+        "(float[1,16,9,9] x, float[48,16,1,1] w, float[48,1,3,3] w1, float[16,48,1,1] w2)"
+        " => (float[1,16,9,9] y, float[1,48,9,9] f) { e = Conv(x, w) f = Relu(e)"
+        " d = Conv<group=48, pads=[1,1,1,1]>(f, w1) a = Relu(d) y = Conv(a, w2) }"
+    )
+    (found,) = blocks_of(text)
+    assert found.form.expand is None
+    assert found.form.project is not None
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_blocks_know_where_their_weights_come_from(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.weights_from_memory", lambda main: far)
+    (found,) = blocks_of(MODEL)
+    assert found.far == far
+
+
 def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
     found = BLOCK.ways(MACHINE, 5)
     assert found[:2] == [APART, BlockWay(bands_plan.plan(BLOCK.form, MACHINE))]
