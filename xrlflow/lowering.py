@@ -520,8 +520,8 @@ def _tuned(
     measuring = _Measuring(how, plan, options, begin + _FOR_LAYERS * plan.time_limit, tell, remarks)
     interrupted = measuring.measure(graphs)
     again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
-    # A block that is no longer one kernel leaves its convolutions to others.
-    if not interrupted and measuring.has_new(again):
+    # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
+    while not interrupted and measuring.has_new(again):
         interrupted = measuring.measure(again)
         again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
     layers = [

@@ -26,6 +26,7 @@ from xrlflow.backends.tvm.bands import Form, Plan, Tile
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.joined import joined
 from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.plan import plan_of, sequence
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.tuning import blocks, layer_times
@@ -161,6 +162,25 @@ def test_a_block_of_a_model_has_this_form(name: str) -> None:
         assert form == FORMS[name]
 
 
+def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
+    """It would be computed twice."""
+    text = (
+        "(float[1,16,9,9] x, float[48,16,1,1] w, float[48,1,3,3] w1, float[16,48,1,1] w2)"
+        " => (float[1,16,9,9] y, float[1,48,9,9] f) { e = Conv(x, w) f = Relu(e)"
+        " d = Conv<group=48, pads=[1,1,1,1]>(f, w1) a = Relu(d) y = Conv(a, w2) }"
+    )
+    (found,) = blocks_of(text)
+    assert found.form.expand is None
+    assert found.form.project is not None
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_blocks_know_where_their_weights_come_from(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.weights_from_memory", lambda main: far)
+    (found,) = blocks_of(MODEL)
+    assert found.far == far
+
+
 def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
     found = BLOCK.ways(MACHINE, 5)
     assert found[:2] == [APART, BlockWay(bands_plan.plan(BLOCK.form, MACHINE))]
@@ -222,6 +242,15 @@ def test_kernels_that_compute_something_else_are_no_choice(
     assert found.plan is None
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_one_by_one_there_is_a_kernel_for_each_convolution(name: str) -> None:
+    """Else bands would be compared with themselves."""
+    form = FORMS[name]
+    called = [call.kernel for call in plan_of(sequence(blocks._scheduled(form, MACHINE))).calls]
+    assert len(called) == 1 + (form.expand is not None) + (form.project is not None)
+    assert all("conv2d" in kernel for kernel in called)
+
+
 def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
     store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +271,16 @@ def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
 def test_what_is_more_than_a_sequence_of_kernels_is_not_joined() -> None:
     model = network("(float[4,4] x) => (float[4,4] y) { y = Identity(x) }")
     with pytest.raises(BackendError, match="a copy cannot be part of one function"):
+        joined(schedule_all(fuse(import_model(model), MACHINE), MACHINE))
+
+
+def test_kernels_that_read_another_view_are_not_joined() -> None:
+    """In one function, each shape would have memory of its own, which nothing has written."""
+    model = network(
+        "(float[4,6] x) => (float[8,3] y) <int64[2] s = {8, 3}> {"
+        " a = Softmax(x) b = Reshape(a, s) y = Softmax(b) }"
+    )
+    with pytest.raises(BackendError, match=r"kernel softmax.* cannot be part of one function"):
         joined(schedule_all(fuse(import_model(model), MACHINE), MACHINE))
 
 
@@ -318,6 +357,42 @@ def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, sto
     store.put(Record(known.key, setting(), "code", text, "[]", (1e-9,), None, time.time()))
     assert times(store).of_block(known.form, known.far) is None
     assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
+
+
+def test_a_blocking_that_was_given_up_is_ignored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is still the one that was measured."""
+    for way, seconds in zip(ways_of(BLOCK).values(), (2e-3, 1e-3, 0.5e-3)):
+        put(store, BLOCK, way, *[seconds] * 4)
+    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(
+        pytest.approx(0.5e-3, rel=1e-3), other(BLOCK).plan
+    )
+    given_up = other(BLOCK).plan
+    left = [how for how in bands_plan.plans(BLOCK.form, MACHINE) if how != given_up]
+    monkeypatch.setattr(blocks, "plans", lambda form, machine: left)
+    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(
+        pytest.approx(1e-3, rel=1e-3), untuned(BLOCK).plan
+    )
+
+
+@pytest.mark.parametrize("field", ["lanes", "block", "band", "parts", "expand"])
+@pytest.mark.parametrize("kind", [float, bool])
+def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: Store) -> None:
+    """2.0 equals 2, and true equals 1, but there are no loops of such sizes."""
+    (known,) = blocks_of(MODEL)
+    name, blocking = json.loads(untuned(known).text)
+    number = blocking["expand"]["rows"] if field == "expand" else blocking[field]
+    wrong = kind(number)
+    blocking[field] = {**blocking["expand"], "rows": wrong} if field == "expand" else wrong
+    text = json.dumps([name, blocking])
+    assert BlockWay.stored(text) is None
+    put(store, known, APART, *[1e-3] * 4)
+    key = key_of(known, untuned(known), MACHINE)
+    store.put(Record(known.key, setting(), key, text, "[]", (1e-9,), None, time.time()))
+    assert times(store).of_block(known.form, known.far) is None
+
+
+def test_nested_nonsense_is_no_way() -> None:
+    assert BlockWay.stored("[" * 100_000) is Way.stored("[" * 100_000) is None
 
 
 def test_times_of_other_code_are_ignored(store: Store) -> None:
@@ -438,6 +513,21 @@ def test_results_say_what_was_chosen(store: Store) -> None:
     assert row.chosen_seconds is row.heuristic_seconds is row.direct_seconds is None
 
 
+def test_a_row_has_times_of_one_distance(store: Store) -> None:
+    """Measuring was interrupted at the other one: its times are not those that were chosen from."""
+    put(store, BLOCK, APART, *[1e-3] * 4)
+    put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
+    far = replace(BLOCK, far=True)
+    put(store, far, untuned(far), 0.5e-3)
+    (row,) = block_results([far], times(store))
+    assert (row.heuristic_seconds, row.chosen_seconds, row.direct_seconds) == pytest.approx(
+        (2e-3, 1e-3, 1e-3), rel=1e-3
+    )
+    put(store, far, APART, 0.7e-3)
+    (row,) = block_results([far], times(store))
+    assert (row.heuristic_seconds, row.chosen_seconds, row.direct_seconds) == (0.5e-3, 0.5e-3, 0.7e-3)
+
+
 def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"
@@ -456,11 +546,8 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
 
 
-def test_blocks_that_others_made_possible_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
-    asked: list[list[str]] = []
+def one_by_one(asked: list[list[str]]) -> Any:
+    """`measure_layers` that finds every block faster one by one. `asked`: the names of the blocks of each call."""
 
     def faked(
         layers: Sequence[Block], machine: Any, store: Store, pool: Any, limits: Limits, tell: Any
@@ -471,7 +558,15 @@ def test_blocks_that_others_made_possible_are_measured(
             put(store, known, untuned(known), *[2e-3] * 4)
         return []
 
-    monkeypatch.setattr(layer_times, "measure_layers", faked)
+    return faked
+
+
+def test_blocks_that_others_made_possible_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(layer_times, "measure_layers", one_by_one(asked))
     found = api.tune(
         network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
@@ -487,3 +582,24 @@ def test_blocks_that_others_made_possible_are_measured(
     rows = found.to_json()["layers"]
     assert [row["name"] for row in rows] == [asked[0][0], asked[1][0]]
     assert [row["algorithm"] for row in rows] == ["one by one"] * 2
+
+
+def test_blocks_are_measured_until_no_more_come_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At few pixels, each pair that comes apart leaves a 1x1 convolution to the next pair, one after the other."""
+    text = (
+        "(float[1,24,9,9] x, float[24,1,3,3] w, float[40,24,1,1] b, float[40,1,3,3] w1, float[56,40,1,1] b1,"
+        " float[56,1,3,3] w2, float[72,56,1,1] b2) => (float[1,72,9,9] y) {"
+        " c = Conv<group=24, pads=[1,1,1,1]>(x, w) d = Conv(c, b) e = Conv<group=40, pads=[1,1,1,1]>(d, w1)"
+        " f = Conv(e, b1) g = Conv<group=56, pads=[1,1,1,1]>(f, w2) y = Conv(g, b2) }"
+    )
+    asked: list[list[str]] = []
+    monkeypatch.setattr(layer_times, "measure_layers", one_by_one(asked))
+    found = api.tune(
+        network(text), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
+    )
+    assert [len(names) for names in asked] == [3, 1, 1]
+    rows = found.to_json()["layers"]
+    assert [row["name"] for row in rows] == [asked[0][0], asked[1][0], asked[2][0]]
+    assert all(row["best_us"] is not None for row in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -236,7 +237,11 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
     put(store, LAYER, Way(DIRECT), 4e-3)
     put(store, LAYER, LAYER.usual(F43, MACHINE), 1e-3, key="another kernel")
     put(store, LAYER, other(LAYER, F43), error="died", key="another kernel")
-    for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null"):
+    usual = LAYER.usual(F43, MACHINE).text
+    several = re.sub(r'"rows": \d+', '"rows": [1]', usual)
+    real = re.sub(r'"rows": (\d+)', r'"rows": \1.0', usual)
+    assert len({usual, several, real}) == 3
+    for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null", several, real):
         record = Record(LAYER.key, setting(), "x", text, "[]", (1e-9,), None, time.time())
         store.put(record)
     assert times(store).of(LAYER.form, far=False) == {DIRECT: Timed(4e-3)}

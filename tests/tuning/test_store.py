@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -57,6 +58,20 @@ def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None
         assert store.tasks() == ["other", "t"]
         assert len(store) == 3
         assert store.known("t")[1].outcome == Measurement(error="it crashed")
+
+
+@pytest.mark.parametrize("column", ["seconds", "threads", "taken"])
+@pytest.mark.parametrize("content", ["garbage", "[1.0, null]", b"\xff"])
+def test_rows_that_are_no_records_are_left_out(column: str, content: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.sqlite"
+    good, bad = made(candidate="good", taken=2.0), made(candidate="bad", taken=1.0)
+    with Store(path) as store:
+        store.put(good)
+        store.put(bad)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute(f"UPDATE record SET {column} = ? WHERE candidate = 'bad'", (content,))
+    with Store(path) as store:
+        assert store.known("t") == store.best("t", 9) == [good]
 
 
 def test_the_best_are_the_fastest_by_the_median_of_all_their_times_once_each(store: Store) -> None:

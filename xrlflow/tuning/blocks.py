@@ -38,7 +38,7 @@ from xrlflow.backends.tvm.lower import fuse, schedule_all
 from xrlflow.backends.tvm.steps import Step, extras_of
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.tuning.alone import alone, run, with_steps
-from xrlflow.tuning.measurable import Floats, key_of
+from xrlflow.tuning.measurable import Floats, is_typed, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -76,9 +76,8 @@ class BlockWay:
                 expand, project = (Tile(**blocking.pop(part)) for part in ("expand", "project"))
                 how = Plan(expand, project, **blocking)
             way = BlockWay(how)
-            hash(way)  # lists in the place of numbers have none
-            return way if way.group is Kernels(name) else None
-        except (ValueError, TypeError, AttributeError, KeyError):
+            return way if way.group is Kernels(name) and (how is None or is_typed(how)) else None
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
 
     def __str__(self) -> str:
@@ -122,6 +121,10 @@ class Block:
         expand = 0 if form.expand is None else math.prod(form.image) * wide
         project = 0 if form.project is None else math.prod(form.out) * wide
         return self.weight * (expand + math.prod(form.middle) * math.prod(form.window) + project)
+
+    @property
+    def needed(self) -> tuple[Kernels, ...]:
+        return Kernels.APART, Kernels.BANDS
 
     def at(self, far: bool) -> Block:
         return replace(self, far=far)

@@ -84,32 +84,33 @@ class StoredTimes:
         return StoredTimes(store, machine, Setting.on(device, machine.target(), threads, flushed=True))
 
     def of(self, form: Form, far: bool) -> Times:
-        for distance in (far, not far):
-            found = self._known(Layer(form, distance))
-            if found.get(Algorithm.DIRECT) is not None:
-                return {
-                    algorithm: None if best is None else Timed(best.seconds, best.way.plan)
-                    for algorithm in Algorithm
-                    if algorithm in found
-                    for best in [found[algorithm]]
-                }
-        return {}
+        found = self._used(Layer(form, far))[1]
+        return {
+            algorithm: None if best is None else Timed(best.seconds, best.way.plan)
+            for algorithm in Algorithm
+            if algorithm in found
+            for best in [found[algorithm]]
+        }
 
     def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
         """What an untuned compilation chooses is kept, too, unless another way is faster by a margin."""
-        for distance in (far, not far):
-            block = Block(form, distance)
-            found = self._known(block)
-            apart = found.get(Kernels.APART)
-            if apart is None or Kernels.BANDS not in found:
-                continue
-            fused = found[Kernels.BANDS]
-            if fused is None:
-                return TimedBlock(apart.seconds)
-            usual, other = (fused, apart) if block.usual(self.machine).plan is not None else (apart, fused)
-            best = other if other.seconds < _WORTH * usual.seconds else usual
-            return TimedBlock(best.seconds, best.way.plan)
-        return None
+        block = Block(form, far)
+        found = self._used(block)[1]
+        if (apart := found.get(Kernels.APART)) is None:
+            return None
+        if (fused := found[Kernels.BANDS]) is None:
+            return TimedBlock(apart.seconds)
+        usual, other = (fused, apart) if block.usual(self.machine).plan is not None else (apart, fused)
+        best = other if other.seconds < _WORTH * usual.seconds else usual
+        return TimedBlock(best.seconds, best.way.plan)
+
+    def _used(self, layer: Measurable[W]) -> tuple[Measurable[W], dict[Hashable, _Known[W] | None]]:
+        """The layer at the distance whose times are used, and its best kernels: nothing if too little is known."""
+        for at in (layer, layer.at(not layer.far)):
+            found = self._known(at)
+            if found.get(layer.needed[0]) is not None and found.keys() >= set(layer.needed):
+                return at, found
+        return layer, {}
 
     def _known(self, layer: Measurable[W]) -> dict[Hashable, _Known[W] | None]:
         """The best kernels of each group of ways that was measured; None: all failed."""
@@ -138,12 +139,10 @@ class StoredTimes:
         return layer.is_current(known.way, known.key, self.machine)
 
     def seconds(self, layer: Measurable[W], way: W) -> float | None:
-        """The median time of a kernel; None if it is not known."""
-        for distance in (layer.far, not layer.far):
-            kept = _kept(self.store, layer.at(distance), self.setting)
-            for known in kept:
-                if known.way == way and not known.failed and self._is_current(layer, known):
-                    return known.seconds
+        """The median time of a kernel, at the distance whose times are used; None if it is not known there."""
+        for known in _kept(self.store, self._used(layer)[0], self.setting):
+            if known.way == way and not known.failed and self._is_current(layer, known):
+                return known.seconds
         return None
 
 

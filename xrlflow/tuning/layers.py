@@ -24,7 +24,7 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.winograd import Form, Plan, cost, kernel, packed, plan, plans
 from xrlflow.backends.tvm.winograd_fusion import title
 from xrlflow.tuning.alone import alone, run, with_steps
-from xrlflow.tuning.measurable import Floats, key_of
+from xrlflow.tuning.measurable import Floats, is_typed, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -56,8 +56,9 @@ class Way:
         """The way of a record; None if another version of the program wrote something else."""
         try:
             name, blocking = json.loads(text)
-            return Way(Algorithm(name), None if blocking is None else Plan(**blocking))
-        except (ValueError, TypeError):
+            how = None if blocking is None else Plan(**blocking)
+            return Way(Algorithm(name), how) if how is None or is_typed(how) else None
+        except (ValueError, TypeError, RecursionError):
             return None
 
     def __str__(self) -> str:
@@ -89,6 +90,10 @@ class Layer:
     @property
     def work(self) -> int:
         return self.weight * math.prod(self.form.out) * self.form.channels
+
+    @property
+    def needed(self) -> tuple[Algorithm, ...]:
+        return (Algorithm.DIRECT,)
 
     def at(self, far: bool) -> Layer:
         return replace(self, far=far)

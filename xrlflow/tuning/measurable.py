@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,11 @@ class Measurable(Protocol[W]):
     @property
     def work(self) -> int: ...
 
+    @property
+    def needed(self) -> Sequence[Hashable]:
+        """The groups without which times are not used. A kernel of the first one must have run."""
+        ...
+
     def at(self, far: bool) -> Measurable[W]:
         """The same with weights from memory, or not."""
         ...
@@ -84,3 +90,13 @@ class Measurable(Protocol[W]):
 def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
     """A key of the kernels' code."""
     return "+".join(module_key(module) for module in subject.kernels(way, machine))
+
+
+def is_typed(blocking: Any) -> bool:
+    """Whether the fields of a blocking that was stored are of their declared types. 2.0 and true equal the numbers of a
+    blocking, but are no sizes of loops."""
+    values = [(field.type, getattr(blocking, field.name)) for field in fields(blocking)]
+    return all(
+        type(value).__name__ == kind and (not is_dataclass(value) or is_typed(value))
+        for kind, value in values
+    )

@@ -167,11 +167,11 @@ class Store:
         self._put_workload(task.key, _text([str(part) for part in workload]))
 
     def known(self, task: str, setting: Setting | None = None) -> list[Record]:
-        """All records of the task with this key, in the order they were taken.
+        """All records of the task with this key, in the order they were taken. Rows that are no records are left out.
 
         `setting`: only those of this setting.
         """
-        found = [_record(row) for row in self._select("task = ?", (task,))]
+        found = [record for row in self._select("task = ?", (task,)) if (record := _record(row)) is not None]
         return sorted((r for r in found if setting in (None, r.setting)), key=lambda record: record.taken)
 
     def best(
@@ -336,11 +336,15 @@ def _text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _record(row: Row) -> Record:
+def _record(row: Row) -> Record | None:
+    """The record of a row; None if its numbers are none."""
     task, target, version, device, threads, candidate, trace, arguments, seconds, error, taken = row
-    setting = Setting(target, version, device, int(threads))
-    times = tuple(float(s) for s in json.loads(seconds))
-    return Record(task, setting, candidate, trace, arguments, times, error or None, float(taken))
+    try:
+        setting = Setting(target, version, device, int(threads))
+        times = tuple(float(s) for s in json.loads(seconds))
+        return Record(task, setting, candidate, trace, arguments, times, error or None, float(taken))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _for_tvm(record: Record) -> list[Any]:
