@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from xrlflow.backends.children import end_with_parent
 from xrlflow.passes import hlo, inputs
 from xrlflow.passes.compiler import CompilerError, Summary
 from xrlflow.passes.inputs import Array, Inputs
@@ -370,6 +371,7 @@ def _first_line(error: BaseException) -> str:
 
 def serve(descriptor: int) -> None:
     """Answer requests that come through a pipe until it is closed."""
+    end_with_parent(descriptor)
     pipe = Connection(descriptor)
     xla = _Xla()
     pipe.send(Ready(f"jaxlib {_version()}"))
