@@ -11,6 +11,7 @@ from xrlflow.pipeline.choose import Trials
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.prepare import Start, cost_models, start
+from xrlflow.search import SearchNode
 
 Searched = tuple[Start, Explored]
 
@@ -42,8 +43,6 @@ def _share(context: Context, searches: int) -> float:
 def _fastest(context: Context, found: Sequence[Searched]) -> Searched:
     """The search whose best proposal is measured to be the fastest; the earlier one where that is not clear."""
     leader, *others = found
-    if not others:
-        return leader
     clock = context.clock
     with clock.phase("select"), history.opened(context.threads) as known:
         for other in others:
@@ -55,17 +54,29 @@ def _fastest(context: Context, found: Sequence[Searched]) -> Searched:
             except KeyboardInterrupt:
                 context.notes.append("interrupted while whole models were compared: the best so far is kept")
                 clock.hurry()
-    context.notes.append(f"of the searches by two cost models, that by {leader[0].model.name} costs led")
     return leader
 
 
 def _faster(context: Context, leader: Searched, other: Searched, known: history.History) -> bool:
     """Whether the best proposal of `other` is measured to be faster than the leader's, twice."""
-    (begin, explored), (other_begin, other_explored) = leader, other
-    best = next(iter(explored.proposals), begin.base)
-    challenger = next(iter(other_explored.proposals), other_begin.base)
+    best, challenger = _best(leader), _best(other)
+    name, than = other[0].model.name, leader[0].model.name
     if best.state.fingerprint == challenger.state.fingerprint:
+        context.notes.append(f"searches by {than} and by {name} costs found the same")
         return False
-    trials = Trials(context, begin, known, context.clock.budget.select_until)
+    trials = Trials(context, leader[0], known, context.clock.budget.select_until)
     ratio = trials.compare(best, challenger)
-    return ratio.convincing and ratio.weaker(trials.compare(best, challenger)).convincing
+    if (
+        ratio.promising
+    ):  # where it leads by chance, little is lost: the original and its rivals are still measured
+        ratio = ratio.weaker(trials.compare(best, challenger))
+    context.notes.append(
+        f"what a search by {name} costs found is {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] times as fast "
+        f"as by {than} costs"
+    )
+    return ratio.promising
+
+
+def _best(found: Searched) -> SearchNode:
+    begin, explored = found
+    return next(iter(explored.proposals), begin.base)
