@@ -66,9 +66,8 @@ def _faster(context: Context, leader: Searched, other: Searched, known: history.
         return False
     trials = Trials(context, leader[0], known, context.clock.budget.select_until)
     ratio = trials.compare(best, challenger)
-    if (
-        ratio.promising
-    ):  # where it leads by chance, little is lost: the original and its rivals are still measured
+    # Where it leads by chance, little is lost: the selection and the last comparison still decide.
+    if ratio.promising:
         ratio = ratio.weaker(trials.compare(best, challenger))
     context.notes.append(
         f"what a search by {name} costs found is {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] times as fast "
