@@ -86,7 +86,8 @@ def test_an_interrupt_keeps_the_first_search(
     with opened(models.small("nasrnn-shared"), OPTIONS, None, time.monotonic()) as context:
         context = with_feeds(context)
         begin, explored = race.searched(context)
-        assert begin.model.name == "roofline" and explored.proposals
+        assert begin.model.name == "roofline"
+        assert explored.proposals
         assert context.clock.hurried
 
 
