@@ -155,7 +155,8 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
         parameters = Parameters.load(path).extended(context.library)
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
         featuriser = Featuriser(parameters.vocabulary, prices)
-        limits.deadline = _at_least(context, limits.deadline)
+        if limits.deadline is not None:  # loading the agent took a while
+            limits.deadline = _at_least(context, limits.deadline)
         # Where nothing can be done, there is nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from xrlflow.cost import Learned, Profiled
+from xrlflow.cost.history import History
 from xrlflow.pipeline import history
 from xrlflow.pipeline.choose import Trials
 from xrlflow.pipeline.context import Context
@@ -57,7 +58,7 @@ def _fastest(context: Context, found: Sequence[Searched]) -> Searched:
     return leader
 
 
-def _faster(context: Context, leader: Searched, other: Searched, known: history.History) -> bool:
+def _faster(context: Context, leader: Searched, other: Searched, known: History) -> bool:
     """Whether the best proposal of `other` is measured to be faster than the leader's, twice."""
     best, challenger = _best(leader), _best(other)
     name, than = other[0].model.name, leader[0].model.name
