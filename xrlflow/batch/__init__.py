@@ -3,7 +3,7 @@
 from xrlflow.batch.batch import INDEX, Batch, Listener, Progress, optimize_all
 from xrlflow.batch.jobs import Executor, Job, Row, Told, failed
 from xrlflow.batch.processes import Processes
-from xrlflow.batch.run import measures, run
+from xrlflow.batch.running import measures, run
 
 __all__ = [
     "INDEX", "Batch", "Executor", "Job", "Listener", "Processes", "Progress", "Row", "Told", "failed", "measures",

@@ -125,7 +125,7 @@ Told = Callable[[str, str], None]
 
 
 class Executor(Protocol):
-    """Runs the jobs of a batch, here or elsewhere: `run.run(job)` in any process that reaches the job's paths."""
+    """Runs the jobs of a batch, here or elsewhere: `run(job)` in any process that reaches the job's paths."""
 
     def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
         """The row of every job, in any order, each as soon as it is there.

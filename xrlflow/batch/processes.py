@@ -32,7 +32,7 @@ _BETWEEN = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """An `Executor`: so many processes do jobs at a time. Jobs that measure take turns even then (`run.run`)."""
+    """An `Executor`: so many processes do jobs at a time. Jobs that measure take turns even then (see `run`)."""
 
     count: int = 1
 
@@ -138,7 +138,7 @@ def _end_all(workers: Sequence[_Worker]) -> None:
 
 def serve(descriptor: int) -> None:
     """Do the jobs that come, one after the other, and answer with their rows. Ends when the other side has gone."""
-    from xrlflow.batch.run import run
+    from xrlflow.batch.running import run
 
     signal.signal(signal.SIGTERM, _terminated)
     connection = Connection(descriptor)

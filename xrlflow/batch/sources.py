@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,18 +55,23 @@ def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
 
 
 def _in_folder(folder: str, output: Path) -> list[Found]:
-    found, seen = [], set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen or _is_within(real, output) or (place != folder and _is_output(place)):
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in names:
-            path = os.path.join(place, name)
-            if name.endswith(_MODEL) and not name.startswith("."):
-                found.append(Found(_slashes(os.path.relpath(path, folder)), path))
+    """Folders are visited once; links to folders come last, so that models are called by where they are."""
+    found: list[Found] = []
+    seen: set[str] = set()
+    tops = deque([folder])
+    while tops:
+        for place, folders, names in os.walk(tops.popleft()):
+            real = os.path.realpath(place)
+            if real in seen or _is_within(real, output) or (place != folder and _is_output(place)):
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            tops += [path for name in folders if os.path.islink(path := os.path.join(place, name))]
+            for name in names:
+                path = os.path.join(place, name)
+                if name.endswith(_MODEL) and not name.startswith("."):
+                    found.append(Found(_slashes(os.path.relpath(path, folder)), path))
     return found
 
 
