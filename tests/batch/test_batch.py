@@ -15,6 +15,7 @@ import xrlflow
 from tests.batch.conftest import FAST, Here
 from tests.report.pages import HOSTILE
 from xrlflow.batch import Batch, Job, Processes, Progress, Row, Told, failed
+from xrlflow.batch.sources import MARK
 from xrlflow.batch.terminal import bars, duration, line
 from xrlflow.cli import app
 from xrlflow.exclusive import locked
@@ -103,7 +104,7 @@ def test_the_page_of_a_batch_that_is_killed_is_there(folder: Path, monkeypatch: 
         raise Killed
 
     with pytest.raises(Killed):
-        xrlflow.optimize_all(folder / "in", folder / "out", executor=executor, **FAST)  # type: ignore[arg-type]
+        xrlflow.optimize_all(folder / "in", folder / "out", executor=executor, **FAST)
     assert '"done":1' in (folder / "out" / "report.html").read_text()
     assert batch(folder)[1] == ["b/x.onnx", "report.onnx"]
 
@@ -147,21 +148,19 @@ def test_the_output_is_a_folder_of_batches_only(folder: Path) -> None:
     (folder / "full").mkdir()
     (folder / "full" / "mine.txt").write_text("")
     with pytest.raises(OptionError, match="has files that no batch wrote"):
-        xrlflow.optimize_all(folder / "in", folder / "full", **FAST)  # type: ignore[arg-type]
+        xrlflow.optimize_all(folder / "in", folder / "full", **FAST)
     with pytest.raises(OptionError, match="cannot be written"):
-        xrlflow.optimize_all(folder / "in", folder / "full" / "mine.txt", **FAST)  # type: ignore[arg-type]
+        xrlflow.optimize_all(folder / "in", folder / "full" / "mine.txt", **FAST)
     batch(folder)
-    with (
-        locked(folder / "out" / ".xrlflow-batch"),
-        pytest.raises(OptionError, match=r"another batch writes to it \(process"),
-    ):
+    said = r"another batch writes to it \(process"
+    with locked(folder / "out" / MARK), pytest.raises(OptionError, match=said):
         batch(folder)
 
 
 def test_the_output_may_be_in_the_input(put: Callable[..., Path], tmp_path: Path) -> None:
     put("x.onnx")
     for _ in range(2):
-        found = xrlflow.optimize_all(tmp_path, tmp_path / "out", executor=Here(), **FAST)  # type: ignore[arg-type]
+        found = xrlflow.optimize_all(tmp_path, tmp_path / "out", executor=Here(), **FAST)
         assert found.names == ("x.onnx",)
 
 
@@ -169,7 +168,7 @@ def test_a_page_that_cannot_be_written_is_said(folder: Path) -> None:
     batch(folder)
     (folder / "out" / "report.html").unlink()
     (folder / "out" / "report.html").mkdir()
-    with pytest.raises(ModelError, match="report.html: cannot be written .*what is done so far is kept"):
+    with pytest.raises(ModelError, match=r"report\.html: cannot be written .*what is done so far is kept"):
         batch(folder)
 
 
@@ -179,7 +178,8 @@ def test_a_page_that_cannot_be_written_is_said(folder: Path) -> None:
 def row(name: str, error: str | None = None) -> Row:
     report = {
         "nodes_before": 9, "nodes_after": 5, "latency_before_ms": 2.0, "latency_after_ms": 1.0, "speedup": 2.0,
-        "speedup_low": 1.9, "speedup_high": 2.1, "verified": True, "returned_original": False, "reason": "", "threads": 1,
+        "speedup_low": 1.9, "speedup_high": 2.1, "verified": True, "returned_original": False, "reason": "",
+        "threads": 1,
     }  # fmt: skip
     return Row(name, "key", error, None if error else report, ((name, 1), (f"{name}.html", 2)), "cpu", 1.5)
 
@@ -229,11 +229,7 @@ def test_the_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.stderr == ""
     data = json.loads(again.stdout)
     assert (data["done"], data["earlier"], data["failed"]) == (2, 2, 1)
-    assert [r["report"]["nodes_after"] if r["report"] else r["error"][:3] for r in data["rows"]] == [
-        2,
-        str(folder)[:3],
-        2,
-    ]
+    assert [r["report"]["nodes_after"] if r["report"] else "failed" for r in data["rows"]] == [2, "failed", 2]
     (folder / "in" / "b" / "x.onnx").unlink()
     assert invoke(*arguments).exit_code == 0
 

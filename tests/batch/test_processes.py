@@ -17,6 +17,7 @@ import pytest
 import xrlflow
 from tests.batch.conftest import FAST
 from xrlflow.batch import Processes
+from xrlflow.files import UNFINISHED
 from xrlflow.options import OptionError
 
 # Rules of a user's own are run in the process of the job: what this one does depends on files beside it.
@@ -50,7 +51,7 @@ def test_a_crash_ends_one_job(folder: Path) -> None:
     (folder / "crash").touch()
     found = xrlflow.optimize_all(
         folder / "in", folder / "out", rules=folder / "rules.py", trust_rules=True, **FAST
-    )  # type: ignore[arg-type]
+    )
     first, second = found.rows
     assert first.error is not None
     assert first.error.startswith("its process ended by signal 11")
@@ -110,8 +111,4 @@ def test_what_is_ended_goes_on(command: Command, number: int) -> None:
     assert "Traceback" not in said
     data = command.go_on()
     assert (data["done"], data["earlier"], data["failed"]) == (2, 1, 0)
-    assert not [
-        p
-        for p in (command.folder / "out").rglob("*")
-        if p.name.startswith(".xrlflow-") and p.name != ".xrlflow-batch"
-    ]
+    assert not [p for p in (command.folder / "out").rglob("*") if p.name.startswith(UNFINISHED)]

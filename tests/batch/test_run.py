@@ -236,7 +236,7 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
 def test_locks_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with locked(path):
-        with pytest.raises(LockedError, match="process [0-9]+ has it"), locked(path):
+        with pytest.raises(LockedError, match=r"process [0-9]+ has it"), locked(path):
             pass
         path.write_bytes(b"\xffnonsense")
         with pytest.raises(LockedError, match="another process has it"), locked(path):

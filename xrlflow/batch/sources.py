@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xrlflow.options import OptionError
 
-MARK = ".xrlflow-batch"
+MARK = ".xrlflow_batch"
 """The file that shows that a folder is the output of a batch."""
 _MODEL = ".onnx"
 
