@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests import postgres
 from tests.batch.conftest import clumsy
 from tests.cost.graphs import Builder, t
+from xrlflow.backends.children import environment
 from xrlflow.cost import Roofline
 from xrlflow.cost.database import Database, Subject
 from xrlflow.cost.history import History
@@ -26,7 +28,6 @@ from xrlflow.cost.microbench import Sample
 from xrlflow.stores import StoreError
 from xrlflow.tuning.store import Record, Setting, Store
 
-psycopg = pytest.importorskip("psycopg", reason="needs psycopg (the extra `postgres`)")
 pytestmark = pytest.mark.skipif(
     postgres.programs() is None, reason="needs PostgreSQL: `make postgres` installs it"
 )
@@ -136,14 +137,6 @@ with Database(url) as database:
         database.put(replace(SUBJECT, threads=writer, operands=str(i)), replace(SAMPLE, count=i))
         print(i, flush=True)
 """
-
-
-def environment() -> dict[str, str]:
-    """In which this package is imported."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
 
 
 def writer(server: postgres.Server, number: int, count: int) -> subprocess.Popen[str]:
@@ -342,7 +335,7 @@ def optimize(folder: Path, *arguments: str, **variables: str) -> subprocess.Comp
     return subprocess.run(
         [sys.executable, "-m", "xrlflow.cli", "optimize", "m.onnx", "-o", "o.onnx", "--json", *QUICK, *arguments,
          "--shape", "x=64,8", "--threads", "1"],
-        cwd=folder, capture_output=True, text=True, env={**environment(), **cache, **variables}, timeout=120,
+        cwd=folder, capture_output=True, text=True, env=environment(**cache, **variables), timeout=120,
     )  # fmt: skip
 
 

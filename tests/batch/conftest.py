@@ -30,13 +30,13 @@ def lock_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-def clumsy(factor: float = 1.0) -> onnx.ModelProto:
+def clumsy(factor: float = 1.0, width: int = 8) -> onnx.ModelProto:
     """A model with operators to spare."""
     return model(
-        "agraph (float[N,8] x) => (float[N,8] y) {"
+        f"agraph (float[N,{width}] x) => (float[N,{width}] y) {{"
         " a = Transpose<perm=[1,0]>(x)\n b = Transpose<perm=[1,0]>(a)\n c = MatMul(b, w)\n"
         " d = Identity(c)\n y = Relu(d) }",
-        w=factor * np.eye(8, dtype=np.float32),
+        w=factor * np.eye(width, dtype=np.float32),
     )
 
 

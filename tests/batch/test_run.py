@@ -76,7 +76,7 @@ def test_what_is_done_counts_only_if_all_of_it_is_there(put: Callable[..., Path]
 
 
 def test_external_data_is_part_of_a_result(tmp_path: Path) -> None:
-    proto = clumsy()
+    proto = clumsy(width=64)
     convert_model_to_external_data(proto, location="weights.bin", size_threshold=0)
     onnx.save(proto, tmp_path / "x.onnx")
     job = job_of(tmp_path / "x.onnx")

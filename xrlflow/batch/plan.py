@@ -10,18 +10,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
-
-import xrlflow
 from xrlflow.backends.tvm import SUFFIX
 from xrlflow.batch.jobs import Job
 from xrlflow.batch.sources import Found
 from xrlflow.onnxio.content import content_digest
 from xrlflow.options import OptionError, Options
+from xrlflow.report.page.environment import version_of
 
 _ONNX = ".onnx"
 _CONTENTS = ("agent", "rules", "inputs")
 """Options that name a file whose content counts."""
+_PACKAGES = ("xrlflow", "onnxruntime")
 _PLACES = ("store",)
 """Options that say where something is kept. What is done does not depend on them."""
 
@@ -88,7 +87,7 @@ def _depends_on(options: Options) -> str:
                 values[name] = hashlib.sha256(Path(values[name]).read_bytes()).hexdigest()
             except OSError as error:
                 raise OptionError(f"{name} {values[name]} cannot be read ({error.strerror})") from error
-    values |= {"xrlflow": xrlflow.__version__, "onnxruntime": ort.__version__}
+    values |= {package: version_of(package) for package in _PACKAGES}
     return json.dumps(values, sort_keys=True, default=_plain)
 
 
