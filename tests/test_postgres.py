@@ -14,17 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
 from tests import postgres
 from tests.batch.conftest import clumsy
 from tests.cost.graphs import Builder, t
+from tests.cost.test_database import SAMPLE, SUBJECT
 from xrlflow.backends.children import environment
+from xrlflow.cli import app
 from xrlflow.cost import Roofline
-from xrlflow.cost.database import Database, Subject
+from xrlflow.cost.database import Database
 from xrlflow.cost.history import History
-from xrlflow.cost.microbench import Sample
 from xrlflow.stores import StoreError
 from xrlflow.tuning.store import Record, Setting, Store
 
@@ -32,8 +35,6 @@ pytestmark = pytest.mark.skipif(
     postgres.programs() is None, reason="needs PostgreSQL: `make postgres` installs it"
 )
 ROOT = Path(__file__).resolve().parents[1]
-SUBJECT = Subject("a cpu", "onnxruntime 1", 2, "MatMul", "{}", "f32[2,3]")
-SAMPLE = Sample(1e-3, 0.9e-3, 1.2e-3, 40)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def graphs() -> tuple[Any, Any]:
     for op in ("Relu", "Tanh"):
         build = Builder()
         x = build.input(t(4, 8))
-        found.append(build.graph(build.node(op, [x])))
+        found.append(build.graph(build.node(op, [x], t(4, 8)).id))
     return found[0], found[1]
 
 
@@ -129,7 +130,7 @@ def test_tuned_kernels_are_shared(server: postgres.Server) -> None:
 WRITER = """
 import sys
 from dataclasses import replace
-from tests.test_postgres import SAMPLE, SUBJECT
+from tests.cost.test_database import SAMPLE, SUBJECT
 from xrlflow.cost.database import Database
 url, writer, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with Database(url) as database:
@@ -141,9 +142,7 @@ with Database(url) as database:
 
 def writer(server: postgres.Server, number: int, count: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error", "-c", WRITER, server.url(), str(number), str(count)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment())
 
 
 def test_processes_share_a_server_from_the_start_and_one_may_be_killed(server: postgres.Server) -> None:
@@ -213,7 +212,7 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(server: postgres.Server) -
             server,
             "CREATE FUNCTION xrlflow.full() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION"
             " 'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$;"
-            "CREATE TRIGGER full BEFORE INSERT ON xrlflow.record FOR EACH ROW EXECUTE FUNCTION xrlflow.full()",
+            "CREATE TRIGGER no_space BEFORE INSERT ON xrlflow.record FOR EACH ROW EXECUTE FUNCTION xrlflow.full()",
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -226,7 +225,9 @@ def test_a_full_disk_is_said_once_and_nothing_is_lost(server: postgres.Server) -
         assert len(store) == 5
         with Store(server.url()) as other:
             assert [r.candidate for r in other.known("t")] == ["early"]
-        execute(server, "DROP TRIGGER full ON xrlflow.record")  # somebody made room: it is written at the end
+        execute(
+            server, "DROP TRIGGER no_space ON xrlflow.record"
+        )  # somebody made room: it is written at the end
     with Store(server.url()) as store:
         assert len(store) == 5
 
@@ -281,6 +282,8 @@ def test_what_the_server_cannot_hold_does_not_keep_the_rest(server: postgres.Ser
         ({"password": "wrong"}, "password authentication failed"),
         ({"database": "none"}, 'database "none" does not exist'),
         ({"password": "s3cret/x"}, "the URL of the store cannot be read"),
+        ({"password": "s3cret@x"}, "the URL of the store cannot be read"),
+        ({"password": "s3cret?x"}, "the URL of the store cannot be read"),
         (
             {"password": "s3cret", "database": "postgres?nonsense=s3cret"},
             "the URL of the store cannot be read",
@@ -314,44 +317,27 @@ def test_a_user_without_rights_is_told(server: postgres.Server) -> None:
         database.check()
 
 
-QUICK = [
-    "--search",
-    "greedy",
-    "--cost",
-    "profiled",
-    "--backend",
-    "onnxruntime",
-    "--no-measure",
-    "--time-limit",
-    "20",
-]
-
-
-def optimize(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    import onnx
-
-    onnx.save(clumsy(), folder / "m.onnx")
-    cache = {"XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run(
-        [sys.executable, "-m", "xrlflow.cli", "optimize", "m.onnx", "-o", "o.onnx", "--json", *QUICK, *arguments,
-         "--shape", "x=64,8", "--threads", "1"],
-        cwd=folder, capture_output=True, text=True, env=environment(**cache, **variables), timeout=120,
-    )  # fmt: skip
-
-
-def test_an_optimisation_uses_it(server: postgres.Server, tmp_path: Path) -> None:
-    done = optimize(tmp_path, "--store", server.url())
-    assert done.returncode == 0, done.stderr
+def test_an_optimisation_uses_it(
+    server: postgres.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference_machine: None
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("xrlflow.cost.profiled.in_quiet", lambda once, tolerance: (once(), True))
+    given = ["optimize", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "o.onnx"), "--search", "greedy", "--no-measure",
+             "--backend", "onnxruntime", "--threads", "1", "--shape", "x=64,8", "--json"]  # fmt: skip
+    onnx.save(clumsy(), given[1])
+    done = CliRunner().invoke(app, [*given, "--store", server.url()])
+    assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["verified"] is True
-    count = len(Database(server.url()))
-    assert count > 0
-    assert not (tmp_path / "cache" / "xrlflow" / "measurements.sqlite").exists()
-    again = optimize(tmp_path, XRLFLOW_STORE=server.url())
-    assert again.returncode == 0, again.stderr
-    assert len(Database(server.url())) == count
+    (count,) = execute(server, "SELECT count(*) FROM xrlflow.measurement")
+    assert count > (0,)
+    assert not (tmp_path / "xrlflow" / "measurements.sqlite").exists()
+    monkeypatch.setenv("XRLFLOW_STORE", server.url())
+    assert CliRunner().invoke(app, given).exit_code == 0
+    assert execute(server, "SELECT count(*) FROM xrlflow.measurement") == [count]  # all were known
     server.stop()
-    for done in (optimize(tmp_path, "--store", server.url()), optimize(tmp_path, XRLFLOW_STORE=server.url())):
-        assert done.returncode == 2
+    for arguments in ([*given, "--store", server.url()], given):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 2
         assert done.stderr.startswith(
             f"xrlflow: error: 127.0.0.1:{server.port}/postgres: the store cannot be used"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import warnings
 
@@ -46,14 +47,12 @@ class SharedServer:
         Raises it if the URL is none.
         """
         self._layout, self._patience, self._refused = layout, patience, refused
-        try:
-            given = {key: str(value) for key, value in conninfo_to_dict(url).items()}
-        except psycopg.ProgrammingError:
-            # What it says may have parts of a password.
+        given = _parsed(url)
+        if given is None:
             raise refused(
                 "the URL of the store cannot be read: write it as postgresql://USER:PASSWORD@HOST:PORT/DATABASE, with "
-                "%40 for an @ in the password, %2F for a / and %3A for a :"
-            ) from None
+                "%40 for an @ in the password, %2F for a / and %3F for a ?"
+            )
         self._secrets = [given[key] for key in ("password", "sslpassword") if given.get(key)]
         self._conninfo = make_conninfo("", **{**_CONNECTION, **given})
         host, port = given.get("host", "the local server"), given.get("port", "")
@@ -84,6 +83,8 @@ class SharedServer:
             if (connection := self._connected()) is not None:
                 try:
                     rows += connection.execute(_marked(statement), values).fetchall()
+                except UnicodeError:  # the server has no such text
+                    pass
                 except psycopg.Error as error:
                     self._complain(error)
             return rows + self._waiting.read(statement, values)
@@ -224,6 +225,20 @@ class SharedServer:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return shortened(printable(text), 300)
+
+
+def _parsed(url: str) -> dict[str, str] | None:
+    """The parts of a URL; None if it is none, or if a password may be among parts that are shown.
+
+    No error says more, as it may have a part of a password. A password with an @, / or ? as it is would be read as a
+    host and a port.
+    """
+    if not re.fullmatch(r"[^:]+://([^@/?]*@)?[^@]*", url):
+        return None
+    try:
+        return {key: str(value) for key, value in conninfo_to_dict(url).items()}
+    except psycopg.ProgrammingError:
+        return None
 
 
 def translated(statement: str) -> str:
