@@ -687,6 +687,10 @@ function batchHero(b) {
       fact("time", `${b.seconds.toFixed(0)} s`, "of this run")));
 }
 
+// A name in full is the title: long ones are cut in the middle, since their ends tell them apart.
+const cut = (name, most) => name.length > most ? `${name.slice(0, most / 2 - 1)}…${name.slice(-most / 2)}` : name;
+const named = (r) => el("bdi", {title: r.name}, cut(r.name, 120));
+
 function batchTable(b) {
   const ms = (v) => v === null ? "–" : v.toFixed(3), machines = new Set(b.rows.map((r) => r.machine).filter(Boolean));
   const rows = [...b.rows, ...b.waiting.map((name) => ({name, error: null, link: null, waiting: true, speedup: null, speedup_low: null, latency_before_ms: null, latency_after_ms: null, seconds: null, notes: []}))];
@@ -694,7 +698,7 @@ function batchTable(b) {
   const tone = {failed: "bad", faster: "good", waiting: "soft"};
   return section("models", "Models", "Each name leads to the model's own page, which lies beside this one. Latencies are measured.",
     table("Models", [
-      {name: "model", key: (r) => r.name, cell: (r) => r.link ? el("a", {href: r.link}, el("bdi", {}, r.name)) : el("bdi", {}, r.name)},
+      {name: "model", key: (r) => r.name, cell: (r) => r.link ? el("a", {href: r.link}, named(r)) : named(r)},
       {name: "result", key: state, cell: (r) => el("span", {class: tone[state(r)] || null}, state(r))},
       {name: "times as fast", num: true, key: (r) => r.speedup, cell: (r) => r.speedup === null ? "–" : r.speedup.toFixed(3)},
       {name: "95% interval", num: true, key: (r) => r.speedup_low, cell: (r) => r.speedup_low === null ? "–" : `${r.speedup_low.toFixed(3)} to ${r.speedup_high.toFixed(3)}`},
@@ -712,10 +716,10 @@ function batchSections(b) {
   const most = 60;
   return [batchHero(b), batchTable(b),
     measured.length ? section("faster", "How much faster", `95% intervals of whole models, measured against their originals. The line marks 1: as fast as before.${measured.length > most ? ` The first ${most} are drawn; all are in the table.` : ""}`,
-      intervalChart(measured.slice(0, most).map((r) => ({group: "result", name: r.name, median: r.speedup, low: r.speedup_low, high: r.speedup_high, kept: null})))) : null,
+      intervalChart(measured.slice(0, most).map((r) => ({group: "result", name: cut(r.name, 36), median: r.speedup, low: r.speedup_low, high: r.speedup_high, kept: null})))) : null,
     failures.length ? section("failures", "What failed", "The other models are not affected. These are tried again when the command is run again.",
-      table("Models that failed", [{name: "model", key: (r) => r.name, cell: (r) => el("bdi", {}, r.name)}, {name: "why", key: (r) => r.error}], failures)) : null,
-    notes.length ? section("notes", "Notes", null, table("Notes", [{name: "model", key: (r) => r.name, cell: (r) => el("bdi", {}, r.name)}, {name: "note", key: (r) => r.note}], notes)) : null,
+      table("Models that failed", [{name: "model", key: (r) => r.name, cell: named}, {name: "why", key: (r) => r.error}], failures)) : null,
+    notes.length ? section("notes", "Notes", null, table("Notes", [{name: "model", key: (r) => r.name, cell: named}, {name: "note", key: (r) => r.note}], notes)) : null,
     whereSection({report: null})].filter(Boolean);
 }
 
