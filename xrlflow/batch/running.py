@@ -64,7 +64,7 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
 
 def measures(options: Options) -> bool:
     """Whether an optimisation times something on this machine, as opposed to a remote device."""
-    if options.cost_name in ("profiled", "learned", "measured"):
+    if options.cost_name != "roofline":
         return True
     return options.remote is None and (options.measure or options.backend in ("hybrid", "tvm"))
 
