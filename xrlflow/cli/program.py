@@ -9,10 +9,11 @@ from typing import NoReturn
 
 import typer
 
-from xrlflow.cli import learning, models, passes, rules
+from xrlflow.cli import batch, learning, models, passes, rules
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "optimize": models.optimize,
+    "optimize-all": batch.optimize_all,
     "compare": models.compare,
     "report": models.report_of,
     "view": models.view,
