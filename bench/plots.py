@@ -27,7 +27,7 @@ FOLDER = pages.ROOT / "docs" / "pictures"
 _WORLD = {"ppo": "PPO, all steps", "fifth": "world model, a fifth of the steps"}
 """The methods of bench/world_model.py whose seconds are known."""
 _OTHERS = {"tree": "tree search, all steps", "nothing": "random agent", "chance": "chance, all steps"}
-_TIME = "seconds (log)"
+_TIME, _COST = "seconds (log)", "part of the original's cost"
 
 
 class UnknownFile(ValueError):
@@ -83,29 +83,28 @@ def _costs(gains: Sequence[float]) -> list[float]:
     return [1 / gain for gain in gains]
 
 
-def draw(files: Sequence[Path], title: str, y: str) -> Figure:
+def draw(files: Sequence[Path], title: str, y: str | None = None) -> Figure:
     """One plot of these files: learning curves, or cost against time. Raises UnknownFile."""
     data = [json.loads(file.read_text()) for file in files]
-    if all(isinstance(each, list) and each and _has(each[0], "label", "runs") for each in data):
-        curves = [Curve.from_json(curve) for each in data for curve in each]
-        return learning_curves(curves, Texts(title, "steps of the engine", y))
+    if all(_has(each, "x", "y", "curves") for each in data):
+        curves = [Curve.from_json(curve) for each in data for curve in each["curves"]]
+        return learning_curves(curves, Texts(title, data[0]["x"], y or data[0]["y"]))
     results: list[Reached] = []
     for file, each in zip(files, data):
         try:
             results += reached(each)
         except UnknownFile as error:
             raise UnknownFile(f"{file}: {error}") from error
-    return cost_against_time(results, Texts(title, _TIME, y))
+    return cost_against_time(results, Texts(title, _TIME, y or _COST))
 
 
 PLOTS: Mapping[str, Callable[[], Figure]] = {
     "world-model": lambda: draw(
         [DATA / "world-model-efficiency.json"],
         "Learning on one network: what is left of the modelled cost",
-        "part of the original's cost",
     ),
     "learning": lambda: draw(
-        [DATA / "learning.json"], "Agents that learn from nothing on one network", "gain, as evaluated"
+        [DATA / "learning.json"], "Agents that learn from nothing, each on one network", "gain of an episode"
     ),
 }
 """The plots of docs/, by the names of their files in docs/pictures."""
@@ -116,7 +115,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--title", default="Cost against time")
-    parser.add_argument("--y", default="part of the original's cost", help="what the vertical axis is")
+    parser.add_argument("--y", help="what the vertical axis is")
     options = parser.parse_intermixed_args()
     if bool(options.files) != (options.output is not None):
         parser.error("name files and -o PLOT.svg, or neither for the plots of docs/")

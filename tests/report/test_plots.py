@@ -16,6 +16,7 @@ from bench import world_model
 from tests.test_cli import invoke, refused
 from xrlflow.report.plots import Curve, Reached, Texts, cost_against_time, learning_curves, save
 
+GAIN = "episode/return"
 TEXTS = Texts("A $title", "steps", "gain")
 
 
@@ -96,7 +97,7 @@ def logged(folder: Path, values: list[float]) -> None:
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(folder)) as writer:
         for step, value in enumerate(values):
-            writer.add_scalar("evaluation/gain", value, 10 * step)
+            writer.add_scalar(GAIN, value, 10 * step)
 
 
 def test_curves_of_logs(tmp_path: Path) -> None:
@@ -106,7 +107,9 @@ def test_curves_of_logs(tmp_path: Path) -> None:
     output = tmp_path / "curves.svg"
     result = invoke("plot", tmp_path / "ppo", tmp_path / "dqn", "-o", output, "--json")
     assert result.exit_code == 0, result.output
-    curves = {each["label"]: each["runs"] for each in json.loads(result.stdout)}
+    printed = json.loads(result.stdout)
+    assert (printed["x"], printed["y"]) == ("steps", GAIN)
+    curves = {each["label"]: each["runs"] for each in printed["curves"]}
     assert [run["y"] for run in curves["ppo"]] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
     assert [run["x"] for run in curves["dqn"]] == [[0, 10]]
     assert "ppo: median of 3" in output.read_text()
@@ -115,7 +118,7 @@ def test_curves_of_logs(tmp_path: Path) -> None:
     again = bench_plots.draw([kept], "title", "gain")
     assert lines(again)["ppo: median of 3, least to greatest"] == ([0, 10], [1.0, 2.0])
     seconds = invoke("plot", tmp_path / "dqn", "-o", output, "--over", "seconds", "--json")
-    (curve,) = json.loads(seconds.stdout)
+    (curve,) = json.loads(seconds.stdout)["curves"]
     assert curve["runs"][0]["x"][0] < 5.0
 
 
@@ -123,7 +126,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
     logged(tmp_path / "run", [1.0])
     output = tmp_path / "a.svg"
     refused(invoke("plot", tmp_path / "none", "-o", output), "none", "--log")
-    refused(invoke("plot", tmp_path / "run", "-o", output, "--scalar", "x"), "'x'", "evaluation/gain")
+    refused(invoke("plot", tmp_path / "run", "-o", output, "--scalar", "x"), "'x'", GAIN)
     refused(invoke("plot", tmp_path / "run", "-o", tmp_path / "a.bmp"), ".svg")
     refused(invoke("plot", tmp_path / "run", "-o", tmp_path / "no" / "a.svg"), "cannot be written")
     refused(invoke("plot", tmp_path / "run", "-o", output, "--over", "years"), "seconds")

@@ -48,8 +48,10 @@ def output_failed(error: OSError, descriptor: int) -> NoReturn:
 @contextmanager
 def clear_errors() -> Iterator[None]:
     """Turn errors that a user can correct into one line."""
-    from xrlflow.api import UserError, VerificationFailed
-
+    try:
+        from xrlflow.api import UserError, VerificationFailed  # takes a second
+    except KeyboardInterrupt:
+        _interrupted()
     try:
         yield
     except VerificationFailed as error:
@@ -59,4 +61,8 @@ def clear_errors() -> Iterator[None]:
     except MemoryError:
         fail("out of memory: the model, or one of its values, is too large for this machine")
     except KeyboardInterrupt:  # commands with a partial result handle it themselves
-        fail("interrupted before there was a result", ExitCode.INTERRUPTED)
+        _interrupted()
+
+
+def _interrupted() -> NoReturn:
+    fail("interrupted before there was a result", ExitCode.INTERRUPTED)

@@ -58,8 +58,6 @@ def clear_pass_errors() -> Iterator[None]:
         fail(f"{error}; nothing is written", ExitCode.NO)
     except (CheckpointError, CompilerError, OrderError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        fail("interrupted before there was a result", ExitCode.INTERRUPTED)
 
 
 def one_of(option: str, value: str, known: Sequence[str]) -> str:

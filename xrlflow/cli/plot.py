@@ -22,9 +22,14 @@ def plot(
         typer.Argument(help="Folders that --log wrote. Runs within one folder are seeds of one curve."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plot goes: .svg, .png or .pdf.")],
-    scalar: Annotated[str, typer.Option(help="What is drawn.")] = "evaluation/gain",
+    scalar: Annotated[
+        str, typer.Option(help="What is drawn: episode/gain, evaluation/gain, ...")
+    ] = "episode/return",
     over: Annotated[
-        str, typer.Option(help=f"Over {' or '.join(OVER)}.", autocompletion=completing(OVER))
+        str,
+        typer.Option(
+            help="Over steps of the log (iterations of PPO), or seconds.", autocompletion=completing(OVER)
+        ),
     ] = OVER[0],
     title: Annotated[str | None, typer.Option(help="Default: the scalar.", show_default=False)] = None,
     as_json: AsJson = False,
@@ -42,6 +47,7 @@ def plot(
         check_installed("plots of logs", "train", "tensorboard")
         from xrlflow.report import plots
 
+        plots.check_format(output)
         curves = []
         for folder, label in zip(logs, _labels(logs)):
             runs = read_scalars(folder, scalar)
@@ -55,7 +61,7 @@ def plot(
     except OSError as error:
         fail(f"{output}: cannot be written ({error.strerror}): choose another file")
     if as_json:
-        print_json([curve.to_json() for curve in curves])
+        print_json({"x": over, "y": scalar, "curves": [curve.to_json() for curve in curves]})
     elif not quiet:
         typer.echo(f"{output}: {scalar} of {sum(len(c.runs) for c in curves)} runs")
 

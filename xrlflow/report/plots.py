@@ -139,11 +139,17 @@ def cost_against_time(results: Sequence[Reached], texts: Texts) -> Figure:
         return figure
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure as SVG, PNG or PDF, by the file's suffix. Raises OSError, and ValueError for another suffix."""
+def check_format(path: str | os.PathLike[str]) -> str:
+    """The suffix of a plot's file. Raises ValueError for one that is no format of plots."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in FORMATS:
         raise ValueError(f"{os.fspath(path)}: plots are written as {', '.join(FORMATS)}")
+    return suffix
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure as SVG, PNG or PDF, by the file's suffix. Raises OSError, and ValueError for another suffix."""
+    suffix = check_format(path)
     made = BytesIO()
     with _drawing():
         figure.savefig(made, format=suffix[1:], metadata=_NO_DATES[suffix], dpi=150)
