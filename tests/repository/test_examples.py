@@ -22,7 +22,7 @@ SAYS = {
         ["slow.onnx", "slow.fast.onnx"],
     ),
     "log_to_a_file": (
-        r"phases: import.*search.*verify.*\nwrote \d+ lines to progress.jsonl",
+        r"phases: .*search.*verify.*\nwrote \d+ lines to progress.jsonl",
         ["slow.fast.onnx", "progress.jsonl"],
     ),
     "own_rule": (r"proven: True(.|\n)*applied FactorOutOfDifference", ["own_rule.onnx"]),
