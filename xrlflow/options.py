@@ -34,7 +34,8 @@ LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
-COSTS = ("roofline", "profiled", "learned", "measured")
+COSTS = ("auto", "roofline", "profiled", "learned", "measured")
+"""Auto: a search by profiled and one by learned costs, and what is measured to be faster leads."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
@@ -149,7 +150,10 @@ class Options(Common):
         values=SEARCHES,
     )
     cost: str | CostModel = option(
-        "profiled", "What guides the search: roofline, profiled, learned or measured.", str, values=COSTS
+        "auto",
+        "What guides the search: auto (profiled and learned), roofline, profiled, learned or measured.",
+        str,
+        values=COSTS,
     )
     backend: str = option(
         "auto",
@@ -233,6 +237,13 @@ class Options(Common):
     @property
     def cost_name(self) -> str:
         return self.cost if isinstance(self.cost, str) else self.cost.name
+
+    @property
+    def races(self) -> bool:
+        """Whether two cost models guide a search each. An agent that trains for the model, which takes most of the
+        time, does so once."""
+        once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
+        return self.cost == "auto" and self.measure and not self.compiling and not once
 
     @property
     def compiling(self) -> bool:

@@ -208,27 +208,33 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
     return load(context.source, shapes={**context.shapes, **shapes})
 
 
-def cost_model(context: Context) -> CostModel:
-    """The cost model that the options ask for, with this machine's figures. Raises OptionError."""
+def cost_models(context: Context) -> tuple[CostModel, ...]:
+    """The cost models that the options ask for, with this machine's figures: one, or two if they race.
+
+    Raises OptionError.
+    """
     options, bindings = context.options, context.imported.bindings
     if not isinstance(options.cost, str):
         if isinstance(options.cost, AdditiveCost):
             _check_prices(options.cost, context.imported.graph)
-        return options.cost
+        return (options.cost,)
     machine = calibrated(context.threads)
     if options.cost == "roofline":
-        return Roofline(machine, bindings)
-    if options.cost in ("profiled", "learned"):
+        return (Roofline(machine, bindings),)
+    if options.cost in ("auto", "profiled", "learned"):
         left = context.clock.budget.search_until - time.monotonic()
         prices = Profiled(machine, bindings=bindings, time_budget=_PROFILING * left)
-        return prices if options.cost == "profiled" else _learned(context, prices)
+        if options.cost == "learned":
+            return (_learned(context, prices),)
+        return (prices, _learned(context, prices)) if options.races else (prices,)
     assert context.feeds is not None
-    return Measured(
+    measured = Measured(
         lambda graph: to_proto(context.imported, graph).SerializeToString(),
         dict(context.feeds),
         threads=context.threads,
         session_options=options.session_options,
     )
+    return (measured,)
 
 
 def _check_prices(model: AdditiveCost, graph: Graph) -> None:
