@@ -42,7 +42,7 @@ def limits(root: Path = ROOT) -> Limits:
     `root`: where `proc` and `sys` are. What cannot be read, or is not understood, is no limit.
     """
     groups = list(_groups(root))
-    quotas = [found for group in groups if (found := _quota(group)) is not None]
+    quotas = [quota for group in groups if (quota := _quota(group)) is not None]
     memory = [found for group in groups if (found := _memory(group)) is not None]
     limit, used = min(memory, key=lambda found: found[0]) if memory else (None, None)
     throttled, periods = max(map(_throttling, groups), default=(0, 0))

@@ -12,7 +12,7 @@ from xrlflow.cli.arguments import AsJson, Given, Kernels, Model, Quiet, ReportTo
 from xrlflow.cli.completion import completing_last
 from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
-from xrlflow.cli.pipes import PIPE, Output, check_files, one_file, source, sources
+from xrlflow.cli.pipes import PIPE, Output, check_files, one_file, source
 from xrlflow.options import COMPARED, SEARCHES, Options
 
 
@@ -155,7 +155,9 @@ def view(
     with clear_errors():
         from xrlflow import api
 
-        data = api.view(*sources(model, other), **with_shapes(options))
+        data = api.view(
+            source(model, other), None if other is None else source(other), **with_shapes(options)
+        )
         with api.serving(data, port) as server:
             typer.echo(f"{server.url} (Ctrl-C ends it)")
             try:
@@ -180,7 +182,9 @@ def verify(
 
         if kernels:
             check_files("a model has its kernels in its folder", original, new)
-        verification = api.verify_files(*sources(original, new), kernels=kernels, **with_shapes(options))
+        verification = api.verify_files(
+            source(original, new), source(new), kernels=kernels, **with_shapes(options)
+        )
         if as_json:
             print_json(verification.to_json())
         elif not quiet:
@@ -206,7 +210,11 @@ def bench(
         if kernels:
             check_files("a model has its kernels in its folder", model, against)
         measured = api.bench(
-            *sources(model, against), time_limit=time_limit, kernels=kernels, **with_shapes(options)
+            source(model, against),
+            None if against is None else source(against),
+            time_limit=time_limit,
+            kernels=kernels,
+            **with_shapes(options),
         )
         if as_json:
             print_json(measured)

@@ -16,19 +16,12 @@ from xrlflow.files import StandardInput
 PIPE = Path("-")
 
 
-def sources(*paths: Path | None) -> list[Path | StandardInput | None]:
-    """The files that these paths name; `-` is read from standard input, which only one may be."""
-    if list(paths).count(PIPE) > 1:
-        fail("standard input can be read only once: name files for the others")
-    return [_read() if path == PIPE else path for path in paths]
-
-
-def source(path: Path) -> Path | StandardInput:
-    """The file that a path names; `-` is read from standard input."""
-    return _read() if path == PIPE else path
-
-
-def _read() -> StandardInput:
+def source(path: Path, *others: Path | None) -> Path | StandardInput:
+    """The file that a path names; `-` is read from standard input, which none of the `others` may be then."""
+    if path != PIPE:
+        return path
+    if PIPE in others:
+        fail("standard input can be read only once: name a file for the other model")
     if sys.stdin is None:
         fail("-: standard input is closed: pipe a file into it, or name one")
     if sys.stdin.isatty():
@@ -58,7 +51,8 @@ class Output:
             # Also what libraries and processes print must not get between the bytes.
             sys.stdout.flush()
             self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-            os.dup2(2, sys.stdout.fileno())
+            errors = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+            os.dup2(errors, sys.stdout.fileno())
 
     def __str__(self) -> str:
         return "standard output" if self.path is None else str(self.path)

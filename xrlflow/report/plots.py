@@ -26,6 +26,7 @@ FORMATS = (".svg", ".png", ".pdf")
 _COLOURS = ("#2463a8", "#c8553d", "#2a9d5c", "#8e5ea2", "#b8860b", "#3aa6b9", "#7a5c46", "#d6498f")
 _INK, _GREY, _LIGHT = "#1f2933", "#9aa3ad", "#e4e8ed"
 _STYLE = {
+    "text.parse_math": False,  # a dollar sign is one
     "svg.hashsalt": "xrlflow",  # ids of clip paths are random otherwise
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -159,7 +160,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 def _drawing() -> AbstractContextManager[None]:
     import matplotlib
 
-    return matplotlib.rc_context(_STYLE)
+    return matplotlib.rc_context(_STYLE)  # type: ignore[arg-type]
 
 
 def _figure(texts: Texts) -> tuple[Figure, Axes]:
@@ -167,9 +168,9 @@ def _figure(texts: Texts) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(_plain(texts.title), loc="left", fontsize=12)
-    axes.set_xlabel(_plain(texts.x))
-    axes.set_ylabel(_plain(texts.y))
+    axes.set_title(texts.title, loc="left", fontsize=12)
+    axes.set_xlabel(texts.x)
+    axes.set_ylabel(texts.y)
     return figure, axes
 
 
@@ -178,14 +179,9 @@ def _finish(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(
-            handles, [_plain(label) for label in labels], frameon=False, fontsize=9, ncols=2,
+            handles, labels, frameon=False, fontsize=9, ncols=2,
             loc="upper left", bbox_to_anchor=(0, -0.16),
         )  # fmt: skip
-
-
-def _plain(text: str) -> str:
-    """Text without the meaning that a dollar sign has in formulas."""
-    return text.replace("$", r"\$")
 
 
 def _colours(count: int) -> list[str]:
