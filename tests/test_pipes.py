@@ -293,3 +293,25 @@ def test_signals_while_it_reads_a_pipe(number: signal.Signals, code: int, tmp_pa
     assert process.returncode == code
     assert len(said.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closed_descriptors(path: Path, tmp_path: Path) -> None:
+    """Without standard error, its number is not that of the next file; closed streams are named."""
+    command = f"exec {sys.executable} -m xrlflow.cli optimize - -o - {' '.join(PLAIN)}"
+    with path.open("rb") as given:
+        done = subprocess.run(
+            ["sh", "-c", f"{command} 2>&-"],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            check=True,
+        )
+    assert len(onnx.load_from_string(done.stdout).graph.node) == 2
+    for closed, word in (("<&-", b"standard input is closed"), (">&-", b"standard output is closed")):
+        failed = subprocess.run(
+            ["sh", "-c", f"{command} {closed}"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            env=environment(), check=False,
+        )  # fmt: skip
+        assert failed.returncode == 2
+        (line,) = failed.stderr.splitlines()
+        assert word in line

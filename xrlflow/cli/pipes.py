@@ -46,13 +46,14 @@ class Output:
         self.path = None if path == PIPE else path
         self._stream: BinaryIO | None = None
         if self.path is None:
-            if sys.stdout is None or sys.stdout.isatty():
+            if sys.stdout is None:
+                fail("-o -: standard output is closed: redirect it, or name a file")
+            if sys.stdout.isatty():
                 fail(f"-o -: standard output is a terminal, and this is {what}: redirect it, or name a file")
             # Also what libraries and processes print must not get between the bytes.
             sys.stdout.flush()
             self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-            errors = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
-            os.dup2(errors, sys.stdout.fileno())
+            os.dup2(2, sys.stdout.fileno())
 
     def __str__(self) -> str:
         return "standard output" if self.path is None else str(self.path)

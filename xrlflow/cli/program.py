@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -89,6 +90,7 @@ def main() -> None:
 
     SIGTERM ends the program after its clean-up with exit code 143, SIGHUP (a closed terminal) with 129.
     """
+    _open_descriptors()
     _watch_output()
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -101,6 +103,18 @@ def main() -> None:
     finally:
         if sys.stdout is not None:
             sys.stdout.flush()  # not at exit, where nobody would handle an error
+
+
+def _open_descriptors() -> None:
+    """Let closed descriptors lead nowhere. The next file that is opened would get the number of standard error, and
+    what libraries say would be written to it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
 
 
 class _Watched(io.FileIO):
