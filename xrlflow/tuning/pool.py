@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from xrlflow.backends.children import serve_in_child
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
