@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.cost.machine import cpu_name
 from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
