@@ -92,6 +92,27 @@ def test_ctrl_c_keeps_the_best_so_far(
     assert output.exists()
 
 
+def test_ctrl_c_keeps_the_best_that_computes_the_same(
+    words: Words, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words.passes = Words(wrong=True).passes
+    run_pass, done = Words.apply, []
+
+    def interrupted(self: Words, module: Module, name: str) -> Any:
+        done.append(name)
+        if len(done) == 60:
+            assert "wrong" in done
+            raise KeyboardInterrupt
+        return run_pass(self, module, name)
+
+    monkeypatch.setattr(Words, "apply", interrupted)
+    found = orders.optimize(file, search=orders.Search.RANDOM, horizon=8)
+    assert found.interrupted
+    assert found.contents != "e"
+    assert found.compared.equal
+    assert found.refused
+
+
 def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, tmp_path: Path) -> None:
     (tmp_path / "word").write_text("aaaadddd")
     found = orders.optimize(tmp_path / "word", steps=1)
