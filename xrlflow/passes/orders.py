@@ -148,6 +148,20 @@ def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
         raise CompilerError(f"{name}: {error}") from error
 
 
+def _comparable(compiler: Compiler, path: Source) -> Module:
+    """The module in a file, if its results can be compared. Raises CompilerError with the file's name before a search
+    is made in vain: the module does not run here, or two runs of it differ."""
+    module = read(compiler, path)
+    name = os.fspath(path)
+    try:
+        found = compiler.compare(module, module)
+    except CompilerError as error:
+        raise CompilerError(f"{name}: {error}") from error
+    if not found.equal:
+        raise CompilerError(f"{name}: two runs of the module differ: {found.difference}")
+    return module
+
+
 def _text(data: bytes) -> str | bytes:
     """The text in a file, or its bytes if it holds none."""
     if b"\0" in data:
@@ -202,7 +216,7 @@ def optimize(
     """
     begin = time.monotonic()
     with _given(compiler, workers) as used:
-        module = read(used, source)
+        module = _comparable(used, source)
         known = load_agent(agent) if agent is not None else None
         deadline = None if time_limit is None else begin + time_limit
         interrupted = False
@@ -317,7 +331,7 @@ def train(
         agent=AgentConfig(network, horizon=horizon),
     )  # fmt: skip
     with _given(compiler, workers) as used:
-        problems = [Problem(os.fspath(path), read(used, path)) for path in sources]
+        problems = [Problem(os.fspath(path), _comparable(used, path)) for path in sources]
         chosen, logs = config.plain() if plain else config, _logs(log, iterations, quiet)
         try:
             return ppo.train(used, problems, chosen, output, deadline=deadline, logs=logs)
@@ -384,7 +398,7 @@ def bench(
     """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises."""
     known = load_agent(agent) if agent is not None else None
     with _given(compiler, workers) as used:
-        module = read(used, source)
+        module = _comparable(used, source)
         default = used.default(module)
         rows, best = [], module
         for search in searches:
