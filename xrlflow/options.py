@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xrlflow.stores import masked, server_of
+
 if TYPE_CHECKING:
     import onnxruntime as ort
 
@@ -81,9 +83,11 @@ def rule_names() -> Sequence[str]:
     return [*(rule.name for rule in LIBRARY), *sorted({rule.family for rule in LIBRARY})]
 
 
-def option(default: Any, help: str, type: Any, **flag: Any) -> Any:
-    """A field that is also a flag of the command line."""
-    return field(default=default, metadata={"flag": Flag(help, type, **flag)})
+def option(
+    default: Any, help: str, type: Any, *, shown: bool = True, secret: bool = False, **flag: Any
+) -> Any:
+    """A field that is also a flag of the command line. `secret`: it may have a password, and is not printed."""
+    return field(default=default, repr=not secret, metadata={"flag": Flag(help, type, shown=shown, **flag)})
 
 
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
@@ -127,7 +131,11 @@ class Common:
         False, "Kernels: no algorithm that rounds more than the direct one.", bool, name="--exact-kernels"
     )
     store: str | os.PathLike[str] | None = option(
-        None, "tvm: the file of tuned kernels; default: in the user's cache.", Path | None
+        None,
+        "Where measurements are: the URL of a server (postgresql://HOST/DATABASE), or the file of tuned kernels; "
+        "default: XRLFLOW_STORE, or the user's cache.",
+        str | None,
+        secret=True,
     )
     measure: bool = option(True, "Measure the result against the original.", bool)
     verify: bool = option(True, "Compare the result with the original on random inputs.", bool)
@@ -137,6 +145,11 @@ class Common:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
+
+    @property
+    def server(self) -> str | None:
+        """The URL of the server with all measurements, if `store` names one."""
+        return None if self.store is None else server_of(self.store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +226,11 @@ class Options(Common):
         self._check_numbers()
         self._check_agent()
         check_providers(self.providers)
-        kernels = {"cpu": self.cpu, "triple": self.triple, "store": self.store}
+        kernels = {
+            "cpu": self.cpu,
+            "triple": self.triple,
+            "store": self.store if self.server is None else None,
+        }
         self._check_backend(("tvm", "hybrid"), kernels)
         self._check_backend(("tvm",), {"remote": self.remote})
         self._check_backend(("auto", "tvm", "hybrid"), {"exact_kernels": self.exact_kernels or None})
@@ -229,9 +246,9 @@ class Options(Common):
             )
         if self.trust_rules and self.rules is None:
             raise OptionError("trust_rules has no meaning without rules: name the file")
-        if self.store is not None and not os.path.isfile(self.store):
+        if self.store is not None and self.server is None and not os.path.isfile(self.store):
             raise OptionError(
-                f"store {os.fspath(self.store)} is no file: give one that `xrlflow tune --store` wrote"
+                f"store {masked(os.fspath(self.store))} is neither a file that `xrlflow tune --store` wrote nor a URL"
             )
 
     @property

@@ -82,11 +82,11 @@ class Output:
 
 def one_file(model: Path, *, compiled: bool, hybrid: bool) -> None:
     """Refuse standard output for a result that cannot be one file: a library, kernels, or weights beside a model."""
-    from xrlflow.onnxio import locations
+    from xrlflow.onnxio import data_files
 
     if compiled:
         fail("-o -: a compiled model is a library with a description beside it: name a file")
     if hybrid:
         fail("-o -: kernels are a library beside the model: name a file, or choose another --backend")
-    if beside := locations(str(model)):
+    if beside := data_files(str(model)):
         fail(f"-o -: {model} has weights in {min(beside)}, and a pipe takes one file: name a file")

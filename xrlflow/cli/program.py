@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from xrlflow.cli import doctor, learning, models, passes, plot, rules
+from xrlflow.cli import batch, doctor, learning, models, passes, plot, rules
 from xrlflow.cli.failures import output_failed
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "optimize": models.optimize,
+    "optimize-all": batch.optimize_all,
     "compare": models.compare,
     "report": models.report_of,
     "view": models.view,

@@ -1,6 +1,6 @@
 """Reads and writes ONNX files."""
 
-from xrlflow.onnxio.beside import locations
+from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto
 from xrlflow.onnxio.importer import Source, load, name_of
@@ -18,7 +18,7 @@ __all__ = [
     "check_result",
     "export",
     "load",
-    "locations",
+    "data_files",
     "name_of",
     "save",
     "save_original",

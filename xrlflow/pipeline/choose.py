@@ -39,7 +39,7 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
     )
     deadline = clock.budget.begin_comparing_until
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
-    with history.opened(context.threads) as known:
+    with history.opened(context) as known:
         trials = Trials(context, start, known, clock.budget.select_until)
         selection = select(
             start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline,

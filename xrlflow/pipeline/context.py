@@ -14,6 +14,7 @@ from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.cost import Database
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
@@ -96,7 +97,8 @@ class Context:
     """One optimisation, read by all phases. Only its clock and its notes change.
 
     `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
-    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime.
+    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime. `database`
+    has the prices of operators; None: what `Profiled` opens.
     """
 
     options: Options
@@ -109,6 +111,7 @@ class Context:
     feeds: Mapping[str, Any] | None = None
     target: ExecutionTarget | None = None
     store: Store | None = None
+    database: Database | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -45,7 +45,7 @@ def _fastest(context: Context, found: Sequence[Searched]) -> Searched:
     """The search whose best proposal is measured to be the fastest; the earlier one where that is not clear."""
     leader, *others = found
     clock = context.clock
-    with clock.phase("select"), history.opened(context.threads) as known:
+    with clock.phase("select"), history.opened(context) as known:
         for other in others:
             if clock.hurried or time.monotonic() >= clock.budget.begin_comparing_until:
                 break

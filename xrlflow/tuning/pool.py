@@ -296,7 +296,8 @@ class Pool:
         remote = self.options.remote
         if remote is None:
             return Run(path, arguments, timing)
-        return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
+        seconds, threads = self.options.run_seconds, self.options.threads
+        return RunThere(path, arguments, timing, remote, seconds, threads, PATIENCE)
 
     def _check_space(self) -> None:
         """Raise PoolError if the disk is full: then a failure to build is not the candidate's fault."""
