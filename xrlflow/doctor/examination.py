@@ -43,6 +43,7 @@ HERE: Sequence[Check] = (
     Check("memory", machine.memory),
     Check("temporary files", disk.temporary, "set TMPDIR to a folder that can be written", True),
     *(Check(kind.name, partial(disk.store, kind)) for kind in disk.STORES),
+    Check("store on a server", disk.server, f"start it, correct {disk.VARIABLE}, or unset it", True),
     Check("C compiler", software.compiler),
 )
 APART: Mapping[str, Check] = {
