@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson, Given, taking, with_shapes
-from xrlflow.cli.failures import clear_errors
+from xrlflow.cli.arguments import AsJson, Given, Quiet, taking, with_shapes
+from xrlflow.cli.failures import ExitCode, clear_errors
 from xrlflow.cli.output import print_json
+from xrlflow.cli.pipes import check_files
 from xrlflow.options import Options, flags
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def optimize_all(
     options: Given,
     workers: Annotated[int, typer.Option(min=1, help="Processes; jobs that measure take turns.")] = 1,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make many models faster, each in OUTPUT, with one page. Run it again to go on: what is done is not done again.
 
@@ -42,14 +44,15 @@ def optimize_all(
         from xrlflow.batch import INDEX, Processes
         from xrlflow.report import show
 
-        with _told(as_json) as listener:
+        check_files("a batch reads and writes folders", Path(models), output)
+        with _told(as_json or quiet) as listener:
             found = api.optimize_all(
                 models, output, executor=Processes(workers), listener=listener,
                 **with_shapes(options, several=True),
             )  # fmt: skip
         if as_json:
             print_json(found.to_json())
-        else:
+        elif not quiet:
             show.batch(found.to_json(), output / INDEX)
         if found.interrupted:
             typer.echo(
@@ -57,9 +60,9 @@ def optimize_all(
                 "run the same command to go on",
                 err=True,
             )
-            raise typer.Exit(130)
+            raise typer.Exit(ExitCode.INTERRUPTED)
         if found.failed:
-            raise typer.Exit(1)
+            raise typer.Exit(ExitCode.NO)
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def optimize_passes(
             api.check_apart(file=file, output=output, agent=agent)
             api.check_writable(output)
         read = source(file)
-        target = Output(output, "a module")
+        target = Output(output)
         found = orders.optimize(
             read, search=orders.Search(search), agent=agent, steps=steps, horizon=horizon,
             metric=Metric(metric), time_limit=time_limit, seed=seed,
