@@ -112,6 +112,16 @@ class Reference:
     once: int
     default: int
     seconds: float
+    default_equal: bool
+
+
+def equal(compiler: Compiler, name: str, module: Module, other: Module, seed: int) -> tuple[bool, str | None]:
+    """Whether a module computes what a benchmark does, on random inputs and on those of its own; if not, why."""
+    try:
+        found = compiler.compare(module, other, seed, [hlo.inputs(name, seed)])
+    except CompilerError as error:  # nothing was compared, so nothing is known to be equal
+        return False, str(error)
+    return found.equal, found.difference
 
 
 def reference(compiler: Compiler, name: str) -> Reference:
@@ -121,7 +131,7 @@ def reference(compiler: Compiler, name: str) -> Reference:
     seconds = time.perf_counter() - begin
     once = compiler.default_once(module) if hasattr(compiler, "default_once") else default
     counted = (m.summary.operations for m in (module, once, default))
-    return Reference(module, *counted, seconds)
+    return Reference(module, *counted, seconds, equal(compiler, name, module, default, 0)[0])
 
 
 def inlined(compiler: Compiler, module: Module) -> int:
@@ -134,18 +144,15 @@ def measured(
 ) -> Row:
     """A row of the table of searches."""
     order = METHODS[method](compiler, ref.module, budget, seed, tools)
-    try:
-        compared = compiler.compare(ref.module, order.module, seed)
-        equal, difference = compared.equal, compared.difference
-    except CompilerError as error:  # nothing was compared, so nothing is known to be equal
-        equal, difference = False, str(error)
+    same, difference = equal(compiler, name, ref.module, order.module, seed)
     return {
         "module": name, "method": method, "seed": seed, "budget": budget.steps,
         "before": ref.before, "once": ref.once, "default": ref.default, "default_seconds": ref.seconds,
         "operations": order.module.summary.operations,
         "inlined": inlined(compiler, order.module),
         "steps": order.steps, "seconds": order.seconds, "passes": list(order.passes),
-        "equal": equal, "difference": difference,
+        "equal": same, "difference": difference,
+        "refused": list(order.refused), "default_equal": ref.default_equal,
     }  # fmt: skip
 
 
@@ -390,6 +397,8 @@ def quick(
         "random_overall": mean_less(rows, "random", three),
         "gpt2_training_calls_inlined": mean_less(rows, ours, gpt2, "inlined"),
         "all_equal": all(r["equal"] for r in rows),
+        "default_equal": all(r["default_equal"] for r in rows),
+        "refused": sum(len(r["refused"]) for r in rows),
         "method": ours,
         "steps": steps,
         "seeds": seeds,

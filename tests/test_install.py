@@ -36,6 +36,7 @@ EXTRAS = {
     "postgres": ("xrlflow/postgres",),
     "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
+    "plots": ("xrlflow/report/plots",),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
+from xrlflow.cli.completion import completing
 from xrlflow.cli.failures import fail
 from xrlflow.options import Flag, flags
 
-Model = Annotated[Path, typer.Argument(help="The ONNX file.")]
+Model = Annotated[Path, typer.Argument(help="The ONNX file; -: standard input.")]
 ReportTo = Annotated[
     Path | None,
     typer.Option("--report", help="Write a report page (HTML, one file) here; times the operators for it."),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
@@ -34,7 +36,11 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
     def parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
         declared = () if flag.name is None else (flag.name,)
         info = typer.Option(
-            *declared, help=texts.get(name, flag.help), min=flag.least, show_default=flag.shown
+            *declared,
+            help=texts.get(name, flag.help),
+            min=flag.least,
+            show_default=flag.shown,
+            autocompletion=completing(flag.values) if flag.values else None,
         )
         several = default == ()
         return inspect.Parameter(

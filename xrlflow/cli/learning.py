@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson, Given, Model, taking, with_shapes
+from xrlflow.cli.arguments import AsJson, Given, Model, Quiet, taking, with_shapes
 from xrlflow.cli.failures import clear_errors
 from xrlflow.cli.output import print_json
+from xrlflow.cli.pipes import check_files, source
 from xrlflow.options import TrainOptions, TuneOptions
 
 
@@ -20,20 +21,22 @@ def tune(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the shared library (.so) goes.")],
     options: Given,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compile a model with TVM, its kernels tuned on this machine or a remote device."""
     with clear_errors():
         from xrlflow import api
         from xrlflow.report import progress, show
 
+        check_files("a compiled model is a library with a description beside it", output)
         api.check_apart(model=model, output=output)
         api.check_writable(output, library=True)
-        with progress(enabled=not as_json and sys.stderr.isatty()) as listener:
-            tuned = api.tune(model, **with_shapes(options), listener=listener)
+        with progress(enabled=not (as_json or quiet) and sys.stderr.isatty()) as listener:
+            tuned = api.tune(source(model), **with_shapes(options), listener=listener)
         tuned.save(output)
         if as_json:
             print_json(tuned.to_json())
-        else:
+        elif not quiet:
             show.tuned(tuned.to_json(), tuned.speedup, tuned.control, str(output))
 
 
@@ -43,12 +46,14 @@ def train(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the agent goes.")],
     options: Given,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train an agent that chooses substitutions. Goes on where it stopped, when it is run again."""
     with clear_errors():
         from xrlflow import pipeline
 
-        trained = pipeline.train(models, output, TrainOptions(**options), quiet=as_json)
+        check_files("training reads and writes its files many times", output, *models)
+        trained = pipeline.train(models, output, TrainOptions(**options), quiet=as_json or quiet)
         if as_json:
             print_json({
                 "agent": str(output),
@@ -59,7 +64,7 @@ def train(
                 "gain": trained.score.gain,
                 "evaluation": {o.problem: o.gain for o in trained.score.outcomes},
             })  # fmt: skip
-        else:
+        elif not quiet:
             for outcome in trained.score.outcomes:
                 typer.echo(f"{outcome.problem}: {outcome.gain:.4f} times cheaper by the model")
             stopped = " (interrupted: run the same command to go on)" if trained.interrupted else ""

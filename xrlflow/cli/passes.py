@@ -9,22 +9,39 @@ from typing import Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson
-from xrlflow.cli.failures import clear_errors, fail
+from xrlflow.cli.arguments import AsJson, Quiet
+from xrlflow.cli.completion import completing, completing_last
+from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
+from xrlflow.cli.pipes import PIPE, Output, check_files, source
 
 PASS_SEARCHES = ("beam", "greedy", "mcts", "evolution", "random", "agent", "guided")
 """The names of `xrlflow.passes.orders.Search`, which the help must not import; the first is the default."""
 PASS_METRICS = ("operations", "bytes", "flops", "seconds")
 HloFile = Annotated[
-    Path, typer.Argument(help="HLO text, StableHLO, or a serialized HLO module.", metavar="FILE")
+    Path,
+    typer.Argument(
+        help="HLO text, StableHLO, or a serialized HLO module; -: standard input.", metavar="FILE"
+    ),
 ]
-Searching = Annotated[str, typer.Option("--search", help=f"One of: {', '.join(PASS_SEARCHES)}.")]
+Searching = Annotated[
+    str,
+    typer.Option(
+        "--search", help=f"One of: {', '.join(PASS_SEARCHES)}.", autocompletion=completing(PASS_SEARCHES)
+    ),
+]
 AgentFile = Annotated[Path | None, typer.Option("--agent", help="The file of an agent.")]
 Steps = Annotated[int, typer.Option(min=1, help="Passes that the compiler may run.")]
 Horizon = Annotated[int, typer.Option(min=1, help="The longest order.")]
 PassSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
-Reduce = Annotated[str, typer.Option("--metric", help=f"What is to become less: {', '.join(PASS_METRICS)}.")]
+Reduce = Annotated[
+    str,
+    typer.Option(
+        "--metric",
+        help=f"What is to become less: {', '.join(PASS_METRICS)}.",
+        autocompletion=completing(PASS_METRICS),
+    ),
+]
 Seconds = Annotated[float | None, typer.Option("--time-limit", min=0.0, help="Seconds.", show_default=False)]
 
 
@@ -38,11 +55,9 @@ def clear_pass_errors() -> Iterator[None]:
     try:
         yield
     except OutputsDiffer as error:
-        fail(f"{error}; nothing is written", code=1)
+        fail(f"{error}; nothing is written", ExitCode.NO)
     except (CheckpointError, CompilerError, OrderError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        fail("interrupted before there was a result", code=130)
 
 
 def one_of(option: str, value: str, known: Sequence[str]) -> str:
@@ -66,7 +81,9 @@ def list_passes(as_json: AsJson = False) -> None:
 
 def optimize_passes(
     file: HloFile,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes, as HLO text.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Where the result goes, as HLO text; -: standard output.")
+    ],
     *,
     search: Searching = PASS_SEARCHES[0],
     agent: AgentFile = None,
@@ -76,6 +93,7 @@ def optimize_passes(
     time_limit: Seconds = None,
     seed: PassSeed = 0,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Look for a better order of passes, compare outputs with the original's, and write the module after it."""
     one_of("--search", search, PASS_SEARCHES)
@@ -84,15 +102,19 @@ def optimize_passes(
         from xrlflow import api
         from xrlflow.passes import Metric, orders
 
-        api.check_apart(file=file, output=output, agent=agent)
-        api.check_writable(output)
+        if output != PIPE:
+            api.check_apart(file=file, output=output, agent=agent)
+            api.check_writable(output)
+        read = source(file)
+        target = Output(output, "a module")
         found = orders.optimize(
-            file, search=orders.Search(search), agent=agent, steps=steps, horizon=horizon,
+            read, search=orders.Search(search), agent=agent, steps=steps, horizon=horizon,
             metric=Metric(metric), time_limit=time_limit, seed=seed,
         )  # fmt: skip
-        found.save(output)
+        target.put(found.save)
         if as_json:
             print_json({"file": str(file), "metric": metric, **found.to_json()})
+        if as_json or quiet:
             return
         less = 100 * orders.reduction(found.default, found.after)
         if found.interrupted:
@@ -104,8 +126,12 @@ def optimize_passes(
             "order: XLA's own; none was found that is better" if found.is_default
             else f"order: {', '.join(found.order.passes) or 'no pass'}"
         )  # fmt: skip
+        for step in found.refused:
+            typer.echo(f"refused, because it changes what the module computes: {step}", err=True)
+        if found.compared.blind:
+            typer.echo(f"not compared, because it is no number: {', '.join(found.compared.blind)}", err=True)
         typer.echo(
-            f"{output}: {less:.1f}% less than by XLA's order; outputs compared with the original's: equal "
+            f"{target}: {less:.1f}% less than by XLA's order; outputs compared with the original's: equal "
             f"({found.order.steps} steps, {found.seconds:.0f} s)"
         )
 
@@ -126,6 +152,7 @@ def train_passes(
     log: Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")] = None,
     seed: PassSeed = 0,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train an agent by PPO. Ctrl-C keeps the best one so far."""
     one_of("--metric", metric, PASS_METRICS)
@@ -133,12 +160,13 @@ def train_passes(
         from xrlflow import api
         from xrlflow.passes import Metric, orders
 
+        check_files("training reads and writes its files many times", output, *modules)
         for file in modules:
             api.check_apart(module=file, output=output)
         api.check_writable(output)
         trained = orders.train(
             modules, output, iterations=iterations, steps=steps, horizon=horizon, graph=graph, plain=plain,
-            metric=Metric(metric), time_limit=time_limit, seed=seed, log=log, quiet=as_json,
+            metric=Metric(metric), time_limit=time_limit, seed=seed, log=log, quiet=as_json or quiet,
         )  # fmt: skip
         facts = {
             "agent": str(output), "iterations": trained.iterations, "steps": trained.steps,
@@ -146,7 +174,7 @@ def train_passes(
         }  # fmt: skip
         if as_json:
             print_json(facts)
-        else:
+        elif not quiet:
             typer.echo(
                 f"{output}: after {trained.iterations} iterations, {trained.steps} steps; its orders leave "
                 f"{100 * (1 - trained.reduction):.1f}% of the modules' {metric}"
@@ -155,9 +183,10 @@ def train_passes(
 
 def bench_passes(
     file: HloFile,
-    searches: Annotated[str, typer.Option(help="Searches, separated by commas.")] = ",".join(
-        PASS_SEARCHES[:5]
-    ),
+    searches: Annotated[
+        str,
+        typer.Option(help="Searches, separated by commas.", autocompletion=completing_last(PASS_SEARCHES)),
+    ] = ",".join(PASS_SEARCHES[:5]),
     agent: AgentFile = None,
     steps: Steps = 200,
     horizon: Horizon = 30,
@@ -172,7 +201,7 @@ def bench_passes(
         from xrlflow.passes import orders
 
         table = orders.bench(
-            file,
+            source(file),
             searches=[orders.Search(s) for s in chosen],
             agent=agent,
             steps=steps,
@@ -188,6 +217,10 @@ def bench_passes(
                 f"{row.search:10} {row.operations:6} operations, {100 * row.reduction:5.1f}% less; outputs "
                 f"{'equal' if row.equal else 'DIFFER'}; {row.steps} steps, {row.seconds:.1f} s"
             )
+            for step in row.refused:
+                typer.echo(
+                    f"{row.search}: refused, because it changes what the module computes: {step}", err=True
+                )
         ratio, low, high = table.time
         same, least, most = table.control
         typer.echo(

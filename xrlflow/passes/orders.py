@@ -76,6 +76,7 @@ class Found:
     order repeated to its fixpoint, and of the result. `compared`: outputs of the result against those of the original.
 
     `is_default`: no order was found that is better than the compiler's, and the result is that of the compiler.
+    `refused`: steps, and the compiler's own order, that change what the module computes, each in one line.
     `interrupted`: Ctrl-C ended the search, and this is the best until then.
     """
 
@@ -87,6 +88,7 @@ class Found:
     compared: Comparison
     is_default: bool
     seconds: float
+    refused: tuple[str, ...] = ()
     interrupted: bool = False
 
     def save(self, path: Source) -> None:
@@ -107,6 +109,9 @@ class Found:
             "reduction_against_default": reduction(self.default, self.after),
             "outputs_equal": self.compared.equal,
             "worst_error": self.compared.worst,
+            "outputs_note": self.compared.note,
+            "outputs_not_compared": list(self.compared.blind),
+            "refused": list(self.refused),
             "steps": self.order.steps,
             "interrupted": self.interrupted,
             "seconds": round(self.seconds, 2),
@@ -130,11 +135,11 @@ def xla(workers: int | None = None) -> Iterator[Compiler]:
         cache.close()
 
 
-def read(compiler: Compiler, path: Source) -> Module:
+def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
     """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
-    name = os.fspath(path)
+    name = source.name if isinstance(source, files.StandardInput) else os.fspath(source)
     try:
-        data = Path(path).read_bytes()
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
         raise CompilerError(f"{name} cannot be read: {error.strerror or error}") from error
     try:
@@ -174,7 +179,7 @@ def searched(
 
 
 def optimize(
-    source: Source,
+    source: Source | files.StandardInput,
     *,
     search: Search = Search.BEAM,
     agent: Source | None = None,
@@ -207,12 +212,15 @@ def optimize(
             order, interrupted = interrupt.order, True
         default = used.default(module)
         before, usual, after = _values(used, metric, module, default, order)
+        refused = order.refused
         is_default = usual < after
+        if is_default and not (own := used.compare(module, default, seed)).equal:
+            is_default, refused = False, (*refused, f"the compiler's own order: {own.difference}")
         result = default if is_default else order.module
         compared = _checked(used, module, result, () if is_default else order.passes, seed)
         return Found(
-            order, used.write(result), before, usual, min(usual, after), compared, is_default,
-            time.monotonic() - begin, interrupted,
+            order, used.write(result), before, usual, usual if is_default else after, compared, is_default,
+            time.monotonic() - begin, refused, interrupted,
         )  # fmt: skip
 
 
@@ -337,7 +345,8 @@ def _logs(folder: Source | None, iterations: int, quiet: bool) -> Logs:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One search on one module, at equal steps: operations of its result, steps and seconds that it took."""
+    """One search on one module, at equal steps: operations of its result, steps and seconds that it took. `refused`:
+    see `Found`."""
 
     search: str
     operations: int
@@ -346,6 +355,7 @@ class Row:
     passes: tuple[str, ...]
     steps: int
     seconds: float
+    refused: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +371,7 @@ class Table:
 
 
 def bench(
-    source: Source,
+    source: Source | files.StandardInput,
     *,
     searches: Sequence[Search] = tuple(WITHOUT_AGENT),
     agent: Source | None = None,
@@ -384,7 +394,9 @@ def bench(
             if equal and operations < best.summary.operations:
                 best = order.module
             less = reduction(default.summary.operations, operations)
-            row = Row(search.value, operations, less, equal, order.passes, order.steps, order.seconds)
+            row = Row(
+                search.value, operations, less, equal, order.passes, order.steps, order.seconds, order.refused
+            )
             rows.append(row)
         time_ratio, control = timed(used, default, best)
     return Table(module.summary.operations, default.summary.operations, tuple(rows), time_ratio, control)
