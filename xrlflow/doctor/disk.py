@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from xrlflow.cost.database import Database
 from xrlflow.doctor.finding import Finding, Status
 from xrlflow.sqlite import cache_directory
+from xrlflow.stores import VARIABLE, StoreError
 
 _LITTLE = 1 << 30
 """Bytes of free disk that an optimisation of a large model may need."""
@@ -62,6 +64,20 @@ def store(kind: StoreFile, folder: Path | None = None) -> Finding:
     if not os.access(path, os.W_OK):
         return Finding(kind.name, Status.WARN, f"{path}: {count} measurements, {size}, read-only", elsewhere)
     return Finding(kind.name, Status.OK, f"{path}: {count} measurements, {size}")
+
+
+def server() -> Finding:
+    """Whether the server that the environment names, if it names one, can be used. Its tables are made."""
+    name = "shared store"
+    if not os.environ.get(VARIABLE, "").strip():
+        return Finding(name, Status.OK, f"none: measurements stay on this machine ({VARIABLE} is not set)")
+    try:
+        with Database() as database:
+            database.check()
+            return Finding(name, Status.OK, f"{database.path}: {len(database)} measurements of operators")
+    except StoreError as error:
+        advice = f"put it right, or unset {VARIABLE}: until then nothing is optimised"
+        return Finding(name, Status.FAIL, str(error), advice, needed=True)
 
 
 def temporary() -> Finding:

@@ -43,6 +43,7 @@ HERE: Sequence[Check] = (
     Check("memory", machine.memory),
     Check("temporary files", disk.temporary, "set TMPDIR to a folder that can be written", True),
     *(Check(kind.name, partial(disk.store, kind)) for kind in disk.STORES),
+    Check("shared store", disk.server),
     Check("C compiler", software.compiler),
 )
 APART: Mapping[str, Check] = {
