@@ -56,6 +56,19 @@ def test_content_and_options_count(put: Callable[..., Path], tmp_path: Path) -> 
     assert key(path) != key(other)
 
 
+def test_jobs_may_run_in_another_folder(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put("x.onnx").parent
+    (folder / "rules.py").write_text("RULES = []")
+    monkeypatch.chdir(folder)
+    url = "postgresql://me:s3cret@host/x"
+    (job,) = plan([Found("x.onnx", "x.onnx")], Path("out"), Options(**FAST, rules="rules.py", store=url))
+    assert (job.source, job.root) == (str(folder / "x.onnx"), str(folder / "out"))
+    assert job.options.rules == str(folder / "rules.py")
+    assert job.options.store == url
+    assert "s3cret" not in repr(job)
+    assert job.key == key(folder / "x.onnx", rules="rules.py")  # where measurements are does not count
+
+
 def test_external_data_counts(tmp_path: Path) -> None:
     proto = clumsy()
     convert_model_to_external_data(proto, location="weights.bin", size_threshold=0)
