@@ -37,10 +37,10 @@ def kept(path: Path) -> int:
         return len(found.latest(100))
 
 
-def optimized(**options: Any) -> xrlflow.Result:
+def optimized(cost: str = "profiled", **options: Any) -> xrlflow.Result:
     return xrlflow.optimize(
-        models.small("nasrnn-shared"), search="greedy", backend="onnxruntime", threads=1, time_limit=12, verify=False,
-        **options,
+        models.small("nasrnn-shared"), search="greedy", cost=cost, backend="onnxruntime", threads=1, time_limit=12,
+        verify=False, **options,
     )  # fmt: skip
 
 
