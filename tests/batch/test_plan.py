@@ -88,6 +88,22 @@ def test_external_data_counts(tmp_path: Path) -> None:
     assert key(path) == before
 
 
+def test_data_outside_the_folder_of_a_model_is_not_read(tmp_path: Path) -> None:
+    proto = clumsy()
+    convert_model_to_external_data(proto, location="weights.bin", size_threshold=0)
+    (tmp_path / "in").mkdir()
+    onnx.save(proto, tmp_path / "in" / "x.onnx")
+    for location in ("../secret", "nul\0", str(tmp_path / "secret")):
+        for entry in proto.graph.initializer[0].external_data:
+            entry.value = location if entry.key == "location" else entry.value
+        path = tmp_path / "in" / "x.onnx"
+        path.write_bytes(proto.SerializeToString())
+        (tmp_path / "secret").write_bytes(b"1" * 256)
+        before = key(path)
+        (tmp_path / "secret").write_bytes(b"2" * 256)
+        assert key(path) == before
+
+
 def test_versions_count(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = put("x.onnx")
     keys = {key(path)}
