@@ -35,6 +35,7 @@ EXTRAS = {
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
     "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
+    "ray": ("xrlflow/workers/cluster",),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {

@@ -202,6 +202,7 @@ def tune(
     seed: int = 0,
     store: str | os.PathLike[str] | None = None,
     rewrite: bool = True,
+    ray: str | None = None,
     measure: bool = True,
     verify: bool = True,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -215,7 +216,8 @@ def tune(
     `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
     timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
     second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take
-    the faster graph; this needs `measure`. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
+    the faster graph; this needs `measure`. `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build kernels;
+    those with the resource `latency` time them. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
     verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
     VerificationError, StoreError or OptionError if the caller can correct the error, and VerificationFailed.
     """
@@ -233,6 +235,7 @@ def train(
     steps: int = 2048,
     horizon: int = 100,
     workers: int = 2,
+    ray: str | None = None,
     start: str | os.PathLike[str] | None = None,
     restart: bool = False,
     time_limit: float | None = None,
@@ -244,8 +247,9 @@ def train(
 
     A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
     `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the most substitutions
-    of an episode. `workers`: processes that try them (0: this one). `start`: the first agent. `time_limit`: seconds
-    after which the run ends. `log`: a folder for TensorBoard.
+    of an episode. `workers`: processes that try them (0: this one). `ray`: "local" or the HOST:PORT of a Ray cluster
+    that the workers are on; the agent is the same. `start`: the first agent. `time_limit`: seconds after which the run
+    ends. `log`: a folder for TensorBoard.
 
     `world_model`: learn what substitutions do, and train the agent in what was learned, as RLFlow does. An iteration
     then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are enough for

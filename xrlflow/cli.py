@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from xrlflow.options import COMPARED, Flag, Options, TrainOptions, TuneOptions, flags
+from xrlflow.options import COMPARED, RAY, Flag, Options, TrainOptions, TuneOptions, flags
 from xrlflow.text import printable
 
 app = typer.Typer(
@@ -285,6 +285,7 @@ def rules(
         Path | None, typer.Option("--rules", help="Rules of your own, in the place of the library's.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    ray: Annotated[str | None, typer.Option(help=f"--prove: {RAY}", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the rewrite rules (equation, family, backend, proof), or prove them.
@@ -297,7 +298,7 @@ def rules(
 
         if prove:
             certificates = api.prove_rules(
-                names or (), own=own, seed=seed, listener=None if as_json else show.proven
+                names or (), own=own, seed=seed, ray=ray, listener=None if as_json else show.proven
             )
             if as_json:
                 print_json([c.to_json() for c in certificates])

@@ -16,12 +16,11 @@ tried (`coverage`) and every `require` of the rule has refused. Then the same te
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -68,6 +67,7 @@ from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
+from xrlflow.workers import Crew, Place
 
 # The greatest number of sketches, the wanted number of cases, and the least number of cases of a proof.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
@@ -480,13 +480,28 @@ def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
         yield prove(rule, seed)
 
 
-def prove_in_processes(rules: Sequence[AnyRule], seed: int, jobs: int) -> Iterator[Certificate]:
-    """The certificates of rules, from `jobs` processes, in the order in which they finish."""
-    context = multiprocessing.get_context("spawn")  # a fork would copy the runtime's threads
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting = [pool.submit(prove, rule, seed) for rule in rules]
-        for done in as_completed(waiting):
-            yield done.result()
+class Prover:
+    """A worker's hand that proves rules. `load` is called first: it makes the module of the rules known."""
+
+    def __init__(self, seed: int, load: Callable[[], object] | None = None) -> None:
+        if load is not None:
+            load()
+        self._seed = seed
+
+    def do(self, order: AnyRule) -> Certificate:
+        return prove(order, self._seed)
+
+
+def prove_by(
+    place: Place, rules: Sequence[AnyRule], seed: int, workers: int, load: Callable[[], object] | None = None
+) -> Iterator[Certificate]:
+    """The certificates of rules, from workers of a place, in the order in which they finish. `load`: see Prover.
+
+    Raises WorkerError if a worker fails.
+    """
+    with Crew(place, partial(Prover, seed, load), workers, "prover") as crew:
+        for _, certificate in crew.work(iter(rules)):
+            yield certificate
 
 
 def library_of(rule: AnyRule) -> Library:
