@@ -18,6 +18,7 @@ EXTRAS = {
     "jax": ("models/test_hlo.py", "passes/test_xla.py"),
     "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),
     "ray": ("workers/test_cluster.py",),
+    "psycopg": ("test_postgres.py",),
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]

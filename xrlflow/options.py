@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xrlflow.stores import masked, server_of
+
 if TYPE_CHECKING:
     import onnxruntime as ort
 
@@ -34,7 +36,8 @@ LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
-COSTS = ("roofline", "profiled", "learned", "measured")
+COSTS = ("auto", "roofline", "profiled", "learned", "measured")
+"""Auto: a search by profiled and one by learned costs, and what is measured to be faster leads."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
@@ -62,9 +65,11 @@ class Flag:
     shown: bool = True
 
 
-def option(default: Any, help: str, type: Any, **flag: Any) -> Any:
-    """A field that is also a flag of the command line."""
-    return field(default=default, metadata={"flag": Flag(help, type, **flag)})
+def option(
+    default: Any, help: str, type: Any, *, shown: bool = True, secret: bool = False, **flag: Any
+) -> Any:
+    """A field that is also a flag of the command line. `secret`: it may have a password, and is not printed."""
+    return field(default=default, repr=not secret, metadata={"flag": Flag(help, type, shown=shown, **flag)})
 
 
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
@@ -102,7 +107,11 @@ class Common:
         False, "Kernels: no algorithm that rounds more than the direct one.", bool, name="--exact-kernels"
     )
     store: str | os.PathLike[str] | None = option(
-        None, "tvm: the file of tuned kernels; default: in the user's cache.", Path | None
+        None,
+        "Where measurements are: the URL of a server (postgresql://HOST/DATABASE), or the file of tuned kernels; "
+        "default: XRLFLOW_STORE, or the user's cache.",
+        str | None,
+        secret=True,
     )
     measure: bool = option(True, "Measure the result against the original.", bool)
     verify: bool = option(True, "Compare the result with the original on random inputs.", bool)
@@ -113,6 +122,11 @@ class Common:
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
+    @property
+    def server(self) -> str | None:
+        """The URL of the server with all measurements, if `store` names one."""
+        return None if self.store is None else server_of(self.store)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Common):
@@ -122,7 +136,9 @@ class Options(Common):
         AGENT, "xrlflow (an agent), mcts, rlflow, taso, greedy, lookahead2, lookahead3 or random.", str
     )
     cost: str | CostModel = option(
-        "profiled", "What guides the search: roofline, profiled, learned or measured.", str
+        "auto",
+        "What guides the search: auto (profiled and learned), roofline, profiled, learned or measured.",
+        str,
     )
     backend: str = option(
         "auto",
@@ -173,7 +189,11 @@ class Options(Common):
         self._check_numbers()
         self._check_agent()
         check_providers(self.providers)
-        kernels = {"cpu": self.cpu, "triple": self.triple, "store": self.store}
+        kernels = {
+            "cpu": self.cpu,
+            "triple": self.triple,
+            "store": self.store if self.server is None else None,
+        }
         self._check_backend(("tvm", "hybrid"), kernels)
         self._check_backend(("tvm",), {"remote": self.remote})
         self._check_backend(("auto", "tvm", "hybrid"), {"exact_kernels": self.exact_kernels or None})
@@ -189,14 +209,21 @@ class Options(Common):
             )
         if self.trust_rules and self.rules is None:
             raise OptionError("trust_rules has no meaning without rules: name the file")
-        if self.store is not None and not os.path.isfile(self.store):
+        if self.store is not None and self.server is None and not os.path.isfile(self.store):
             raise OptionError(
-                f"store {os.fspath(self.store)} is no file: give one that `xrlflow tune --store` wrote"
+                f"store {masked(os.fspath(self.store))} is neither a file that `xrlflow tune --store` wrote nor a URL"
             )
 
     @property
     def cost_name(self) -> str:
         return self.cost if isinstance(self.cost, str) else self.cost.name
+
+    @property
+    def races(self) -> bool:
+        """Whether two cost models guide a search each. An agent that trains for the model, which takes most of the
+        time, does so once."""
+        once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
+        return self.cost == "auto" and self.measure and not self.compiling and not once
 
     @property
     def compiling(self) -> bool:

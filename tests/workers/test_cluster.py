@@ -1,12 +1,12 @@
-"""A real cluster of two nodes on this machine: workers are killed, a node leaves, the head starts again. Nothing is lost,
-nothing is done twice in the results, and they are those of one machine.
+"""A real cluster of two nodes on this machine: workers are killed, a node leaves, the head starts again.
+
+Nothing is lost, nothing is done twice in the results, and they are those of one machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,24 +14,34 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import psutil
 import pytest
-import ray
+import torch
 from ray.cluster_utils import Cluster as Nodes
 from typer.testing import CliRunner
 
+from tests.pipeline.test_library import RIGHT
+from tests.rl.training import CONFIG, WORDS, Valleys
+from tests.rules.harness import model
+from tests.tuning.kernels import calls, matmul, scheduled
 from tests.workers.hands import Dying, NodeOf, Squarer, Sum, broken
 from xrlflow import api
+from xrlflow.checkpoint import load_checkpoint
 from xrlflow.cli import app
-from xrlflow.options import OptionError
+from xrlflow.learn.log import Logs
+from xrlflow.rl.train import state_path, train
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.worker import Timing
 from xrlflow.workers import Crew, Kind, WorkerError
 from xrlflow.workers.cluster import Cluster, ClusterError
 
@@ -62,7 +72,9 @@ def ours() -> Iterator[None]:
 def is_of_a_cluster(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         command = " ".join([process.name(), *process.cmdline()])
-        return "ray::" in command or "raylet" in command or "gcs_server" in command or "serve_forks" in command
+        return (
+            "ray::" in command or "raylet" in command or "gcs_server" in command or "serve_forks" in command
+        )
     return False
 
 
@@ -99,7 +111,7 @@ def test_orders_are_answered_once_each(cluster: Cluster) -> None:
         assert os.getpid() not in {process for _, process in found.values()}
     with (
         Crew(cluster, Squarer, 1, "squarer") as crew,
-        pytest.raises(WorkerError, match="^squarer 0 failed: ValueError: -1 is negative"),
+        pytest.raises(WorkerError, match=r"^squarer 0 failed: ValueError: -1 is negative"),
     ):
         list(crew.work(iter([-1])))
     with pytest.raises(WorkerError, match="failed: ValueError: there is no hand"):
@@ -133,7 +145,7 @@ def test_one_measures_on_a_node(cluster: Cluster) -> None:
     assert len(by_node) == 2
     for times in by_node.values():
         times.sort()
-        assert all(end <= begin for (_, end), (begin, _) in zip(times, times[1:]))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(times))
 
 
 def test_a_node_that_leaves(cluster: Cluster, nodes: Nodes, tmp_path: Path) -> None:
@@ -149,3 +161,219 @@ def test_a_node_that_leaves(cluster: Cluster, nodes: Nodes, tmp_path: Path) -> N
     # An order may be carried out a second time if its answer was lost, and only then.
     times = Counter(path.name.partition(".")[0] for path in tmp_path.iterdir())
     assert sum(times.values()) <= 60 + 2
+
+
+class Killing:
+    """A log that kills workers after the first iteration: one now, one in the next iteration."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if step == 1:
+            self.kill()
+            threading.Timer(0.3, self.kill).start()
+
+    def kill(self) -> None:
+        process = actors()[-1]
+        process.kill()
+        self.killed.append(process.pid)
+
+    def close(self) -> None: ...
+
+
+def test_training_is_the_same_to_the_bit(cluster: Cluster, tmp_path: Path) -> None:
+    """Two workers here, and two on the cluster, both of which are killed: one in front of an iteration, one within."""
+    here, there = tmp_path / "here.safetensors", tmp_path / "there.safetensors"
+    config = replace(CONFIG, iterations=3, workers=2)
+    alone = train(Valleys(), WORDS, config, here)
+    killing = Killing()
+    far = train(Valleys(), WORDS, config, there, log=lambda first: Logs(killing), place=cluster)
+    assert len(killing.killed) == 2
+    assert far.score == alone.score
+    assert far.steps == alone.steps
+    for mine, theirs in zip(alone.agent.parameters(), far.agent.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    states = [load_checkpoint(state_path(path), "training").tensors for path in (here, there)]
+    assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_proofs_are_the_same(nodes: Nodes, tmp_path: Path) -> None:
+    names = ["CancelTransposes", "FoldPadIntoMaxPool"]
+    timeless = [{**c.to_json(), "seconds": 0} for c in api.prove_rules(names, jobs=1)]
+    found = api.prove_rules(names, ray=nodes.address)
+    assert [{**c.to_json(), "seconds": 0} for c in found] == timeless
+    (tmp_path / "mine.py").write_text(RIGHT)
+    (own,) = api.prove_rules(own=tmp_path / "mine.py", ray=nodes.address)
+    assert (own.name, own.proven) == ("MySum", True)
+
+
+def test_kernels_are_built_and_timed(cluster: Cluster, tmp_path: Path) -> None:
+    """On both nodes; a worker that is killed in the middle costs no measurement."""
+    task = matmul(64)
+    candidates = [scheduled(task, step) for step in (1, 2, 4, 8, 16, 32)]
+    options = PoolOptions(2, 1, Timing(samples=2, sample_ms=0.2), place=cluster)
+    with Pool(options) as pool:
+        outcomes = pool.outcomes(task, [*candidates, calls("abort")])
+        found = dict([next(outcomes)])
+        actors()[0].kill()
+        found |= dict(outcomes)
+        assert sorted(found) == list(range(7))
+        assert all(found[number].error is None and found[number].seconds for number in range(6))
+        assert "the process died" in (found[6].error or "")
+        given = [np.ones((64, 64), np.float32)] * 2
+        (product,) = pool.evaluate(task, candidates[0], given)
+        assert np.allclose(product, 64.0)
+
+
+def test_a_batch_of_models(nodes: Nodes, tmp_path: Path) -> None:
+    """The same files as by one process, and nothing is done again."""
+    source = tmp_path / "models"
+    source.mkdir()
+    for number in range(3):
+        onnx.save(small(number), source / f"m{number}.onnx")
+    (source / "broken.onnx").write_bytes(b"no model")
+    asked: dict[str, Any] = {"search": "greedy", "cost": "roofline", "measure": False, "seed": 0}
+    here = api.optimize_all(source, tmp_path / "here", **asked)
+    there = api.optimize_all(source, tmp_path / "there", ray=nodes.address, **asked)
+    for batch in (here, there):
+        assert [row.name for row in batch.failed] == ["broken.onnx"]
+    for number in range(3):
+        mine, theirs = (tmp_path / f / f"m{number}.onnx" for f in ("here", "there"))
+        assert mine.read_bytes() == theirs.read_bytes()
+    again = api.optimize_all(source, tmp_path / "there", ray=nodes.address, **asked)
+    assert sum(row.earlier for row in again.rows) == 3
+
+
+def small(number: int) -> onnx.ModelProto:
+    return model(
+        f"agraph (float[2,{number + 3}] x) => (float[2,{number + 3}] y) {{"
+        " a = Transpose<perm=[1,0]>(x)\n b = Relu(a)\n y = Transpose<perm=[1,0]>(b) }"
+    )
+
+
+class Head:
+    """A cluster of its own, in processes of its own: a head that can be killed."""
+
+    def __init__(self, port: int, folder: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}",
+                "--num-cpus=1", "--include-dashboard=false", f"--temp-dir={folder}", "--object-store-memory=80000000",
+            ],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        whole = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        for process in whole:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+
+DRIVER = """
+import sys
+from contextlib import closing
+from functools import partial
+from tests.workers.hands import Squarer
+from xrlflow.workers import Crew
+from xrlflow.workers.cluster import Cluster
+with closing(Cluster(sys.argv[1])) as cluster, Crew(cluster, partial(Squarer, None, 0.05), 2) as crew:
+    for number, (square, _) in crew.work(iter(range(80))):
+        print(number, int(square), flush=True)
+"""
+
+
+def test_a_head_that_starts_again(ours: None) -> None:
+    """The command waits for it, and goes on: each order has one answer."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="xr", dir="/tmp") as folder:
+        heads = [Head(port, f"{folder}/a")]
+        try:
+            listening(port)
+            driver = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, f"127.0.0.1:{port}"],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert driver.stdout is not None
+            said = [driver.stdout.readline() for _ in range(10)]
+            heads[0].kill()
+            heads.append(Head(port, f"{folder}/b"))
+            rest, errors = driver.communicate(timeout=200)
+            assert driver.returncode == 0, errors
+            lines = [*said, *rest.splitlines(keepends=True)]
+            assert sorted(lines) == sorted(f"{n} {n * n}\n" for n in range(80))
+        finally:
+            for head in heads:
+                if head.process.poll() is None:
+                    head.kill()
+
+
+def listening(port: int) -> None:
+    """Wait until something listens there."""
+    for _ in range(600):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("nothing listens")
+
+
+def test_what_is_no_cluster_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with pytest.raises(ClusterError, match=f"no Ray cluster answers at 127.0.0.1:{port}: start its head"):
+        Cluster(f"127.0.0.1:{port}")
+    monkeypatch.setattr("xrlflow.workers.cluster._JOIN", 2.0)
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ClusterError, match="is no head of a Ray cluster"),
+    ):
+        Cluster(f"127.0.0.1:{port}")
+    result = CliRunner().invoke(
+        app, ["rules", "CancelTransposes", "--prove", "--ray", f"127.0.0.1:{free_port()}"]
+    )
+    assert result.exit_code == 2
+    assert len(result.output.splitlines()) == 1
+
+
+def test_nobody_takes_times() -> None:
+    """One measures on this machine alone; in a cluster only nodes that are told to."""
+    with closing(Cluster("local")) as alone:
+        assert alone.measuring == 1
+    lonely = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})
+    try:
+        with (
+            closing(Cluster(lonely.address)) as cluster,
+            pytest.raises(
+                ClusterError, match=r"takes times: start one with .*--resources='\{\"latency\": 1\}'"
+            ),
+        ):
+            Pool(PoolOptions(1, 1, place=cluster))
+    finally:
+        lonely.shutdown()
+
+
+def test_a_node_without_the_package(tmp_path: Path) -> None:
+    """Its Python does not find it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class None_:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'xrlflow':\n"
+        "            raise ModuleNotFoundError(\"No module named 'xrlflow'\", name='xrlflow')\n"
+        "sys.meta_path.insert(0, None_())\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        bare = Nodes(initialize_head=True, head_node_args=NODE)
+    try:
+        with (
+            closing(Cluster(bare.address)) as cluster,
+            Crew(cluster, Squarer, 1) as crew,
+            pytest.raises(
+                ClusterError, match=r"^node [\d.]+ of the Ray cluster has no module xrlflow: install xrlflow"
+            ),
+        ):
+            list(crew.work(iter([1])))
+    finally:
+        bare.shutdown()

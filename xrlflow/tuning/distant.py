@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xrlflow.cost.machine import cpu_name
+from xrlflow.exclusive import measuring
 from xrlflow.tuning.crew import ForkServer, LocalCrew, PoolError, Work
 from xrlflow.tuning.worker import Answer, Build, Built, Failed, Job
 from xrlflow.workers import Crew, Kind, Place, WorkerError
@@ -40,7 +41,7 @@ class _Received:
 
 class Bench:
     """A worker's hand that builds or runs candidates on its node. `machine` and `processor`: those that its node must
-    have; None: any. Raises PoolError if the node has others.
+    have; None: any, because it takes no times. Raises PoolError if the node has others.
     """
 
     def __init__(self, work: Work, machine: str, processor: str | None) -> None:
@@ -53,13 +54,16 @@ class Bench:
             )
         self._server = ForkServer()
         self._crew = LocalCrew(self._server, 1, work)
+        self._measures = processor is not None
 
     def do(self, order: _Sent) -> _Received:
         path = os.path.join(self._server.folder, os.path.basename(order.job.path))
         try:
             if order.library is not None:
                 Path(path).write_bytes(order.library)
-            with contextlib.closing(self._crew.work(iter([replace(order.job, path=path)]))) as answers:
+            turn = measuring(lambda holder: None) if self._measures else contextlib.nullcontext()
+            job = replace(order.job, path=path)
+            with turn, contextlib.closing(self._crew.work(iter([job]))) as answers:
                 _, answer = next(answers)
             return _Received(answer, Path(path).read_bytes() if isinstance(answer, Built) else None)
         finally:

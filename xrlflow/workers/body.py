@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import ray
 
 import xrlflow
 from xrlflow.workers.protocol import Failure, Hand, MakeHand
@@ -15,10 +16,10 @@ from xrlflow.workers.protocol import Failure, Hand, MakeHand
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a worker says first: its machine, its process, and the version of its package."""
+    """What a worker says first: its machine, Ray's name of its node, and the version of its package."""
 
     host: str
-    process: int
+    node: str
     version: str
 
 
@@ -30,7 +31,8 @@ class Body:
         self._failure: Failure | None = None
 
     def greet(self) -> Greeting:
-        return Greeting(socket.gethostname(), os.getpid(), xrlflow.__version__)
+        node = ray.get_runtime_context().get_node_id()
+        return Greeting(socket.gethostname(), node, xrlflow.__version__)
 
     def make(self, make: MakeHand) -> None:
         """Make the hand. If that fails, every order has the failure for its answer."""

@@ -13,6 +13,8 @@ import logging
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,8 +35,9 @@ LATENCY = "latency"
 LARGE = 1 << 16
 """Arrays of orders that have at least so many bytes go to each node once, however many workers get them."""
 _ANSWER = 5.0  # seconds that the head of a cluster may take to answer
+_JOIN = 30.0  # seconds that joining a cluster may take
 _LOOK = 1.0  # seconds between looks at the head while nothing arrives
-_START = 60.0  # seconds that a worker may wait for a core that others use
+_START = 60.0  # seconds that a worker may wait for a core that others use, and to start
 _BACK = 120.0  # seconds that a cluster may be gone
 _FETCH = 60.0  # seconds that an answer may take from its node to here
 
@@ -55,7 +58,8 @@ class Cluster:
         self._patience = patience
         self._open: dict[int, RayWorker] = {}
         self._sent: list[tuple[Any, Any]] = []
-        self.generation = 0
+        # Workers were lost: Ray may still count on the cores of a node that has left.
+        self._shrunk = False
         # A session that the caller has begun is used, and left.
         self._own = not ray.is_initialized()
         if self._own:
@@ -117,6 +121,7 @@ class Cluster:
         return reference
 
     def forget(self, worker: RayWorker) -> None:
+        self._shrunk |= worker.lost and id(worker) in self._open
         self._open.pop(id(worker), None)
 
     def close(self) -> None:
@@ -135,12 +140,12 @@ class Cluster:
             if taken >= self.measuring:
                 raise ClusterError(f"all {self.measuring} nodes that take times are in use")
             return {"num_cpus": 0, "resources": {LATENCY: 1}}
-        if taken < self._total("CPU"):
+        if taken < self._total("CPU") and not self._shrunk:
             return {"num_cpus": 1}
         return {"num_cpus": 0, "scheduling_strategy": self._least_used()}
 
     def _least_used(self) -> NodeAffinitySchedulingStrategy:
-        """The node with the fewest workers of ours for its cores, when there are more workers than cores."""
+        """The node with the fewest workers of ours for its cores."""
         used: dict[str, int] = {}
         for worker in self._open.values():
             used[worker.node] = used.get(worker.node, 0) + 1
@@ -169,8 +174,7 @@ class Cluster:
         """Wait until there is a cluster at the address again, and join it. All workers are lost."""
         for worker in list(self._open.values()):
             worker.lost = True
-        self._open, self._sent = {}, []
-        self.generation += 1
+        self._open, self._sent, self._shrunk = {}, [], False
         with contextlib.suppress(Exception):  # there may be nothing to leave
             ray.shutdown()
         end = time.monotonic() + self._patience
@@ -224,6 +228,7 @@ class RayWorker:
         except (RayError, GetTimeoutError) as error:
             if "ModuleNotFoundError" in str(error):
                 raise _unreadable(self.name, error) from error
+            self.lost = True
             raise WorkerLost(f"{self.name} is lost: {_gist(error)}") from error
         if isinstance(found, Failure):
             raise found.as_error(self.name)
@@ -249,7 +254,7 @@ class RayWorker:
         if self._greeting is None:
             return
         greeting = ray.get(self._greeting, timeout=_FETCH)
-        self._greeting = None
+        self._greeting, self.node = None, greeting.node
         if greeting.version != xrlflow.__version__:
             raise ClusterError(
                 f"node {greeting.host} of the Ray cluster has xrlflow {greeting.version}, this machine has "
@@ -279,12 +284,36 @@ def _join(address: str) -> None:
     own: dict[str, Any] = {"address": address}
     if address == LOCAL:
         own |= {"resources": {LATENCY: 1}, "include_dashboard": False}
+    else:
+        _try(address)
     try:
-        ray.init(**own, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+        ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises exceptions of many types
         with contextlib.suppress(Exception):
             ray.shutdown()
         raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(error)}") from error
+
+
+def _try(address: str) -> None:
+    """Connect another process first: where there is no cluster, or half of one, Ray waits for minutes, or ends the
+    process. Raises ClusterError."""
+    program = (
+        "import logging, sys, ray\n"
+        "try: ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)\n"
+        "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, address],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_JOIN,
+        )
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"what answers at {address} is no head of a Ray cluster, or it is hung") from None
+    if done.returncode != 0:
+        raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(done.stderr)}")
 
 
 def _listens(address: str) -> bool:
@@ -296,9 +325,9 @@ def _listens(address: str) -> bool:
     return True
 
 
-def _gist(error: BaseException) -> str:
+def _gist(error: object) -> str:
     """The first line of an error of Ray's that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("[")]
     return lines[0][:300] if lines else type(error).__name__
 
 

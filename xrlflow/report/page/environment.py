@@ -25,14 +25,15 @@ def environment(threads: int, further: Mapping[str, str]) -> dict[str, str]:
         "threads": str(threads),
         "memory": f"{memory:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "Python": platform.python_version(),
         **further,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:  # it is on the path, and not installed
