@@ -481,26 +481,30 @@ def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
 
 
 class Prover:
-    """A worker's hand that proves rules. `load` is called first: it makes the module of the rules known."""
+    """A worker's hand that proves rules, which are given, or named among those that `load` returns."""
 
-    def __init__(self, seed: int, load: Callable[[], object] | None = None) -> None:
-        if load is not None:
-            load()
+    def __init__(self, seed: int, load: Callable[[], Iterable[AnyRule]] | None = None) -> None:
+        self._named = {} if load is None else {rule.name: rule for rule in load()}
         self._seed = seed
 
-    def do(self, order: AnyRule) -> Certificate:
-        return prove(order, self._seed)
+    def do(self, order: AnyRule | str) -> Certificate:
+        return prove(self._named[order] if isinstance(order, str) else order, self._seed)
 
 
 def prove_by(
-    place: Place, rules: Sequence[AnyRule], seed: int, workers: int, load: Callable[[], object] | None = None
+    place: Place,
+    rules: Sequence[AnyRule],
+    seed: int,
+    workers: int,
+    load: Callable[[], Iterable[AnyRule]] | None = None,
 ) -> Iterator[Certificate]:
-    """The certificates of rules, from workers of a place, in the order in which they finish. `load`: see Prover.
+    """The certificates of rules, from workers of a place, in the order in which they finish.
 
-    Raises WorkerError if a worker fails.
+    `load` loads rules that cannot be pickled, because their module is a file. Raises WorkerError if a worker fails.
     """
+    orders = iter(rules) if load is None else (rule.name for rule in rules)
     with Crew(place, partial(Prover, seed, load), workers, "prover") as crew:
-        for _, certificate in crew.work(iter(rules)):
+        for _, certificate in crew.work(orders):
             yield certificate
 
 

@@ -36,6 +36,7 @@ LARGE = 1 << 16
 """Arrays of orders that have at least so many bytes go to each node once, however many workers get them."""
 _ANSWER = 5.0  # seconds that the head of a cluster may take to answer
 _JOIN = 30.0  # seconds that joining a cluster may take
+_READY = 15.0  # seconds after which a head that answers is ready
 _LOOK = 1.0  # seconds between looks at the head while nothing arrives
 _START = 60.0  # seconds that a worker may wait for a core that others use, and to start
 _BACK = 120.0  # seconds that a cluster may be gone
@@ -63,7 +64,8 @@ class Cluster:
         # A session that the caller has begun is used, and left.
         self._own = not ray.is_initialized()
         if self._own:
-            _join(address)
+            _check_listens(address)
+            _join(address, _READY)
         self._head = str(ray.get_runtime_context().gcs_address)
         if not self._own and address not in (LOCAL, self._head):
             raise ClusterError(f"this process is connected to another cluster than {address}: {self._head}")
@@ -177,17 +179,7 @@ class Cluster:
         self._open, self._sent, self._shrunk = {}, [], False
         with contextlib.suppress(Exception):  # there may be nothing to leave
             ray.shutdown()
-        end = time.monotonic() + self._patience
-        while True:
-            try:
-                _join(self.address)
-                break
-            except ClusterError as error:
-                if time.monotonic() >= end:
-                    raise ClusterError(
-                        f"{error} (it was there, and has gone {self._patience:g} s ago)"
-                    ) from error
-                time.sleep(_LOOK)
+        _join(self.address, self._patience)
         self._head = str(ray.get_runtime_context().gcs_address)
 
 
@@ -271,16 +263,31 @@ def _without_arrays(order: Any) -> tuple[Any, dict[str, Any]]:
     return (dataclasses.replace(order, **dict.fromkeys(large)) if large else order), large
 
 
-def _join(address: str) -> None:
-    """Connect this process. Raises ClusterError."""
-    # Ray would tell its makers who uses it, and look for accelerators.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+def _check_listens(address: str) -> None:
     if address != LOCAL and not _listens(address):
         raise ClusterError(
             f"no Ray cluster answers at {address}: start its head there with `ray start --head --port="
             f"{address.rpartition(':')[2]}`"
         )
+
+
+def _join(address: str, patience: float) -> None:
+    """Connect this process to a cluster, which may still be starting for so many seconds. Raises ClusterError."""
+    # Ray would tell its makers who uses it, and look for accelerators.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            _check_listens(address)
+            return _connect(address)
+        except ClusterError:
+            if address == LOCAL or time.monotonic() >= end:
+                raise
+            time.sleep(_LOOK)
+
+
+def _connect(address: str) -> None:
     own: dict[str, Any] = {"address": address}
     if address == LOCAL:
         own |= {"resources": {LATENCY: 1}, "include_dashboard": False}
