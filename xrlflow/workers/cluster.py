@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.actor import ActorHandle
+from ray._private.authentication import authentication_token_setup
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,16 +29,17 @@ import xrlflow
 from xrlflow.workers.body import Body
 from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost
 
+_rays: Any = ray  # Ray's types leave out some of its functions
 LOCAL = "local"
 LATENCY = "latency"
 """The resource of a node that takes times: 1 of it is there, and a worker that measures takes it."""
 LARGE = 1 << 16
 """Arrays of orders that have at least so many bytes go to each node once, however many workers get them."""
 _ANSWER = 5.0  # seconds that the head of a cluster may take to answer
-_JOIN = 30.0  # seconds that joining a cluster may take
+_JOIN = 60.0  # seconds that joining a cluster may take
 _READY = 15.0  # seconds after which a head that answers is ready
 _LOOK = 1.0  # seconds between looks at the head while nothing arrives
-_START = 60.0  # seconds that a worker may wait for a core that others use, and to start
+_START = 120.0  # seconds that a worker may wait for a core that others use, and to start
 _BACK = 120.0  # seconds that a cluster may be gone
 _FETCH = 60.0  # seconds that an answer may take from its node to here
 
@@ -90,7 +91,8 @@ class Cluster:
         if not self._there():
             self._rejoin()
         options = self._place(kind)
-        actor = ray.remote(Body).options(**options).remote()
+        actor: Any = ray.remote(Body)
+        actor = actor.options(**options).remote()
         made = RayWorker(self, actor, make, name, kind)
         self._open[id(made)] = made
         return made
@@ -151,7 +153,7 @@ class Cluster:
         used: dict[str, int] = {}
         for worker in self._open.values():
             used[worker.node] = used.get(worker.node, 0) + 1
-        cores = {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in ray.nodes() if n["Alive"]}
+        cores = {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in _rays.nodes() if n["Alive"]}
         able = {node: count for node, count in cores.items() if count > 0}
         if not able:
             raise ClusterError(f"no node of the Ray cluster {self.address} has a core for workers")
@@ -159,7 +161,7 @@ class Cluster:
         return NodeAffinitySchedulingStrategy(node, soft=True)
 
     def _total(self, resource: str) -> float:
-        return float(ray.cluster_resources().get(resource, 0.0))
+        return float(_rays.cluster_resources().get(resource, 0.0))
 
     def _there(self) -> bool:
         return ray.is_initialized() and _listens(self._head)
@@ -186,16 +188,14 @@ class Cluster:
 class RayWorker:
     """An actor, and what it was asked."""
 
-    def __init__(
-        self, cluster: Cluster, actor: ActorHandle[Any], make: MakeHand, name: str, kind: Kind
-    ) -> None:
+    def __init__(self, cluster: Cluster, actor: Any, make: MakeHand, name: str, kind: Kind) -> None:
         self.name, self.kind = name, kind
         self.lost = False
         self.node = ""
         self.order: Any = None
         self._cluster, self._actor = cluster, actor
         self._greeting: Any = actor.greet.remote()
-        self._begun = time.monotonic()
+        self._begun: float = time.monotonic()
         actor.make.remote(make)
 
     def begin(self, order: Any) -> None:
@@ -293,6 +293,7 @@ def _connect(address: str) -> None:
         own |= {"resources": {LATENCY: 1}, "include_dashboard": False}
     else:
         _try(address)
+        _send_token()
     try:
         ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises exceptions of many types
@@ -301,24 +302,35 @@ def _connect(address: str) -> None:
         raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(error)}") from error
 
 
+def _send_token() -> None:
+    """Let this process show its token, if it has one, to clusters that ask for it. Those that do not take it, too."""
+    logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)
+    authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+_PROBE = """
+import logging, sys, ray
+from ray._private.authentication import authentication_token_setup as setup
+try:
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
 def _try(address: str) -> None:
     """Connect another process first: where there is no cluster, or half of one, Ray waits for minutes, or ends the
     process. Raises ClusterError."""
-    program = (
-        "import logging, sys, ray\n"
-        "try: ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)\n"
-        "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')\n"
-    )
+    command = [sys.executable, "-c", _PROBE, address]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, address],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_JOIN,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_JOIN)
     except subprocess.TimeoutExpired:
         raise ClusterError(f"what answers at {address} is no head of a Ray cluster, or it is hung") from None
+    if "InvalidAuthToken" in done.stderr:
+        raise ClusterError(
+            f"the Ray cluster {address} asks for its token: copy the head's ~/.ray/auth_token to this machine"
+        )
     if done.returncode != 0:
         raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(done.stderr)}")
 
