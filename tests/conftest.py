@@ -20,6 +20,7 @@ EXTRAS = {
     "jax": ("models/test_hlo.py", "passes/test_xla.py"),
     "matplotlib": ("report/test_plots.py",),
     "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),
+    "ray": ("workers/test_cluster.py",),
     "psycopg": ("test_postgres.py",),
     "mkdocs": ("repository/test_docs.py",),
 }

@@ -14,7 +14,7 @@ from xrlflow.cli.arguments import AsJson, Given, Quiet, taking, with_shapes
 from xrlflow.cli.failures import ExitCode, clear_errors
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import check_files
-from xrlflow.options import Options, flags
+from xrlflow.options import RAY, Options, flags
 
 if TYPE_CHECKING:
     from xrlflow.batch import Listener
@@ -32,6 +32,7 @@ def optimize_all(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the results.")],
     options: Given,
     workers: Annotated[int, typer.Option(min=1, help="Processes; jobs that measure take turns.")] = 1,
+    ray: Annotated[str | None, typer.Option(help=RAY, show_default=False)] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -41,15 +42,19 @@ def optimize_all(
     """
     with clear_errors():
         from xrlflow import api
-        from xrlflow.batch import INDEX, Processes
+        from xrlflow.batch import INDEX
         from xrlflow.report import show
 
         check_files("a batch reads and writes folders", Path(models), output)
         with _told(as_json or quiet) as listener:
             found = api.optimize_all(
-                models, output, executor=Processes(workers), listener=listener,
+                models,
+                output,
+                workers=workers,
+                ray=ray,
+                listener=listener,
                 **with_shapes(options, several=True),
-            )  # fmt: skip
+            )
         if as_json:
             print_json(found.to_json())
         elif not quiet:

@@ -32,8 +32,8 @@ EXTRAS: Mapping[str, Extra] = {
     "tvm": Extra("kernels", ("tvm", "tvm_ffi", "torch", "xgboost")),
     "postgres": Extra("measurements on a server", ("psycopg",)),
     "plots": Extra("plots", ("matplotlib",)),
+    "ray": Extra("many machines", ("ray",)),
     "xla": Extra("XLA's passes", ("jax", "jaxlib")),
-    "postgres": Extra("measurements on a shared server", ("psycopg",)),
     "models": Extra("the zoo of models", ("onnxscript", "torch", "transformers")),
     "rivals": Extra("benchmarks against other optimizers", ("onnxsim", "onnxslim", "onnxoptimizer")),
 }
