@@ -556,10 +556,13 @@ def train_passes(
     metric: Reduce = PASS_METRICS[0],
     time_limit: Seconds = None,
     log: Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Do not go on with a run that was stopped.")
+    ] = False,
     seed: PassSeed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train an agent by PPO. Ctrl-C keeps the best one so far."""
+    """Train an agent by PPO. Ctrl-C keeps the best one so far; the same command goes on with a run that was stopped."""
     one_of("--metric", metric, PASS_METRICS)
     with clear_errors(), clear_pass_errors():
         from xrlflow import api
@@ -570,7 +573,7 @@ def train_passes(
         api.check_writable(output)
         trained = orders.train(
             modules, output, iterations=iterations, steps=steps, horizon=horizon, graph=graph, plain=plain,
-            metric=Metric(metric), time_limit=time_limit, seed=seed, log=log, quiet=as_json,
+            metric=Metric(metric), time_limit=time_limit, seed=seed, restart=restart, log=log, quiet=as_json,
         )  # fmt: skip
         facts = {
             "agent": str(output), "iterations": trained.iterations, "steps": trained.steps,

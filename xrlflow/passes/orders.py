@@ -284,12 +284,14 @@ def train(
     metric: Metric = Metric.OPERATIONS,
     time_limit: float | None = None,
     seed: int = 0,
+    restart: bool = False,
     workers: int | None = None,
     log: Source | None = None,
     quiet: bool = True,
     compiler: Compiler | None = None,
 ) -> Trained:
-    """Train an agent by PPO on modules, and write it to `output` whenever it is better than before.
+    """Train an agent by PPO on modules, and write it to `output` whenever it is better than before. A run that was
+    stopped goes on, unless `restart` is set.
 
     `graph`: it sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a folder for
     TensorBoard. Unless `quiet`, standard error shows the progress.
@@ -302,6 +304,10 @@ def train(
     from xrlflow.passes.environment import Problem
     from xrlflow.passes.lessons import Teaching
 
+    _check_log(log)
+    state = ppo.state_path(output).resolve()
+    if any(Path(source).resolve() == state for source in sources):
+        raise OrderError(f"{state} would be overwritten by the state of the training: name another output")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     network = Network.GRAPH if graph else Network.COUNTS
     config = ppo.TrainConfig(
@@ -310,9 +316,11 @@ def train(
     )  # fmt: skip
     with _given(compiler, workers) as used:
         problems = [Problem(os.fspath(path), read(used, path)) for path in sources]
-        chosen, logs = config.plain() if plain else config, _logs(log, iterations, quiet)
         try:
-            return ppo.train(used, problems, chosen, output, deadline=deadline, logs=logs)
+            return ppo.train(
+                used, problems, config.plain() if plain else config, output, restart=restart, deadline=deadline,
+                log=lambda done: _logs(log, iterations, done, quiet),
+            )  # fmt: skip
         except TrainingError as error:
             raise OrderError(f"training failed: {error}") from error
 
@@ -325,14 +333,18 @@ _SHOWN = {
 }
 
 
-def _logs(folder: Source | None, iterations: int, quiet: bool) -> Logs:
-    """Logs of a training run. Raises OrderError if the folder is a file."""
-    from xrlflow.learn.log import Logs, TensorBoard, Terminal
-
+def _check_log(folder: Source | None) -> None:
+    """Raise OrderError if the folder for the log is a file."""
     if folder is not None and os.path.isfile(folder):
         raise OrderError(f"log {os.fspath(folder)} is a file: name a folder")
-    board = [] if folder is None else [TensorBoard(folder)]
-    return Logs(*board, *([] if quiet else [Terminal(iterations, _SHOWN)]))
+
+
+def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Logs:
+    """Logs of a training run of which some iterations are done."""
+    from xrlflow.learn.log import Logs, TensorBoard, Terminal
+
+    board = [] if folder is None else [TensorBoard(folder, since=done + 1 if done else 0)]
+    return Logs(*board, *([] if quiet else [Terminal(iterations, _SHOWN, done)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from xrlflow.learn.threads import one_thread
 from xrlflow.passes.agent import Agent
 from xrlflow.passes.compiler import Compiler, Metric, Module
 from xrlflow.passes.environment import Masking, Observation, PassEnv, Problem
 from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree, without_effect
+from xrlflow.passes.searches.sequences import evolution
 from xrlflow.passes.searches.steps import until_over
 
 # Chooses an action for an observation.
@@ -18,6 +20,7 @@ _Choose = Callable[[Observation], int]
 _IDLE = 200  # episodes in a row of which every step is known
 
 
+@one_thread()
 def play(agent: Agent, compiler: Compiler, module: Module, metric: Metric = Metric.OPERATIONS) -> Order:
     """The likeliest passes, until the agent stops or the horizon ends: zero-shot. Draws nothing.
 
@@ -29,6 +32,7 @@ def play(agent: Agent, compiler: Compiler, module: Module, metric: Metric = Metr
     return until_over(explorer, lambda: _episode(agent, explorer, _likeliest(agent)))
 
 
+@one_thread()
 def sample(
     agent: Agent,
     compiler: Compiler,
@@ -61,6 +65,27 @@ def sample(
     return until_over(explorer, play_on)
 
 
+@one_thread()
+def refine(
+    agent: Agent,
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+) -> Order:
+    """The likeliest order first, then evolution that begins with it."""
+    agent.check(compiler)
+    explorer = Explorer(compiler, module, budget, metric)
+
+    def play_on() -> None:
+        _episode(agent, explorer, _likeliest(agent))
+        evolution(explorer, explorer.best.passes, seed)
+
+    return until_over(explorer, play_on)
+
+
+@one_thread()
 def guided(
     agent: Agent,
     compiler: Compiler,

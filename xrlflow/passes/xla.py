@@ -50,6 +50,7 @@ Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 _SEMANTICS = 1
 # The inputs of a comparison. They cost little beside compiling the modules.
 _DRAWS = (Floats.NORMAL, Floats.POSITIVE, *(4 * (Floats.SPARSE,)))
+_IDLE = 50_000  # modules whose passes without effect are remembered
 _REFERENCES = 8  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
@@ -96,6 +97,7 @@ class XlaCompiler:
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
         self._remembered = 0
+        self._idle: dict[str, frozenset[str]] = {}
         self._references: OrderedDict[tuple[str, tuple[Draw, ...]], Outputs] = OrderedDict()
         self.steps = 0
         """Passes that a worker ran, and did not come from the cache."""
@@ -148,13 +150,26 @@ class XlaCompiler:
 
     def without_effect(self, module: Module) -> frozenset[str]:
         """The passes that need instructions of certain kinds, of which the module has none."""
-        kinds = {kind for kind, _ in module.summary.opcodes}
-        return frozenset(p.name for p in self._known.values() if p.needs and kinds.isdisjoint(p.needs))
+        found = self._idle.get(module.digest)
+        if found is None:
+            kinds = {kind for kind, _ in module.summary.opcodes}
+            ordinary = hlo.is_ordinary(hlo.parse(module.data))
+            found = frozenset(
+                p.name
+                for p in self._known.values()
+                if (p.needs and kinds.isdisjoint(p.needs)) or (p.unusual and ordinary)
+            )
+            if len(self._idle) >= _IDLE:
+                self._idle.clear()
+            self._idle[module.digest] = found
+        return found
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """XLA's own pipelines up to the assignment of layouts, with these passes alone, repeated until the number of
         operations stays the same (at most 20 times)."""
-        options = default_order(self._passes)
+        for name in names or ():
+            self._check(name)
+        options = default_order(self._passes if names is None else names)
         for _ in range(_ROUNDS):
             after = self._ordered(module, options)
             if after is None or after.summary.operations == module.summary.operations:

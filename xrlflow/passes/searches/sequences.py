@@ -52,6 +52,32 @@ def evolve(
     )
 
 
+def refined(
+    compiler: Compiler,
+    module: Module,
+    passes: Sequence[str],
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+) -> Order:
+    """Evolution that begins with one sequence instead of several at random."""
+    explorer = Explorer(compiler, module, budget, metric)
+    return until_over(explorer, lambda: evolution(explorer, passes, seed))
+
+
+def evolution(explorer: Explorer, passes: Sequence[str], seed: int) -> None:
+    """Evolution from a sequence, for as long as the budget lasts. Raises Over."""
+    horizon = explorer.budget.horizon
+    _evolution(
+        lambda changed: explorer.replay(changed).value,
+        [tuple(passes)[:horizon]],
+        explorer.passes,
+        horizon,
+        explorer.meter,
+        np.random.default_rng(seed),
+    )
+
+
 def fixed(
     compiler: Compiler,
     modules: Sequence[Module],

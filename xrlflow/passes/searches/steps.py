@@ -104,8 +104,8 @@ class Meter:
     def without_effect(self, module: Module) -> frozenset[str]:
         return without_effect(self.inner, module)
 
-    def default(self, module: Module) -> Module:
-        return self.inner.default(module)
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
+        return self.inner.default(module, names)
 
     def graph(self, module: Module) -> ModuleGraph:
         return self.inner.graph(module)
