@@ -88,6 +88,8 @@ UNSEEN = ("lstm-4-inference", "unet-5-inference", "vit-6-inference")
 QUICK = (*GPT2_TRAINING, "bert-2-training", "bert-3-inference", "resnet-2-training", "resnet-8-inference")
 QUICK_STEPS, QUICK_SEEDS = 80, 2
 HORIZON = 25
+# Steps at which the table of steps looks.
+_MARKS = (10, 20, 40, 70)
 # How the agent of the package is trained.
 SHIPPED = TrainConfig(evaluate_every=5, agent=AgentConfig(horizon=15))
 Row = dict[str, Any]
@@ -121,8 +123,8 @@ def _reduced(compiler: Compiler, module: Module, budget: Budget, seed: int, tool
     """XLA's own order of the reducing passes. The passes of the result are no sequence: see `result`."""
     begin = time.monotonic()
     after = compiler.default(module, tools.reducing)
-    counts = (float(m.summary.operations) for m in (module, after))
-    return Order(tools.reducing, after, *counts, 0, time.monotonic() - begin)
+    before, value = (float(m.summary.operations) for m in (module, after))
+    return Order(tools.reducing, after, before, value, 0, time.monotonic() - begin, ((0, value),))
 
 
 METHODS: dict[str, Method] = {
@@ -194,7 +196,7 @@ def measured(
         "before": ref.before, "once": ref.once, "default": ref.default, "default_seconds": ref.seconds,
         "operations": order.module.summary.operations,
         "inlined": inlined(compiler, order.module),
-        "steps": order.steps, "seconds": order.seconds, "passes": list(order.passes),
+        "steps": order.steps, "seconds": order.seconds, "curve": order.curve, "passes": list(order.passes),
         "equal": equal, "difference": difference,
     }  # fmt: skip
 
@@ -320,6 +322,26 @@ def searches_table(rows: Sequence[Row]) -> str:
             f"{sum(r['equal'] for r in mine)} of {len(mine)}",
         ]
         lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def at(row: Row, steps: int) -> float:
+    """The relative reduction against the default order after some of the steps."""
+    values = [value for step, value in row["curve"] if step <= steps]
+    return 1.0 - min(values, default=row["before"]) / row["default"]
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    """What each method has found after a part of its steps, over all modules."""
+    marks = sorted({*_MARKS, max((r["budget"] for r in rows), default=0)})
+    lines = [f"| method | {' | '.join(f'{m} steps' for m in marks)} |", "|---" * (len(marks) + 1) + "|"]
+    for method in (m for m in METHODS if any(r["method"] == m for r in rows)):
+        mine = [r for r in rows if r["method"] == method]
+        names = dict.fromkeys(r["module"] for r in mine)
+        means = [
+            fmean(fmean(at(r, mark) for r in mine if r["module"] == name) for name in names) for mark in marks
+        ]
+        lines.append(f"| {method} | {' | '.join(percent(m) for m in means)} |")
     return "\n".join(lines)
 
 
@@ -589,7 +611,7 @@ def reducing_passes(compiler: Compiler, names: Sequence[str], kept: Kept) -> tup
 def tools_of(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> Tools:
     """What the methods that are asked for need."""
     return Tools(
-        Agent.load(options.agent) if options.agent is not None else None,
+        Agent.load(options.agent) if set(options.methods) & set(WITH_AGENT) else None,
         fixed_sequence(compiler, TAUGHT, options.fixed_steps, 0, kept)
         if any(m.startswith("fixed") for m in options.methods) or options.table == "learning"
         else (),
@@ -667,7 +689,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="agent: the seed of its training")
     parser.add_argument("--pairs", type=int, default=100, help="time: pairs of runs")
     parser.add_argument("--fixed-steps", type=int, default=3000, help="steps to make the fixed sequence")
-    parser.add_argument("--agent", type=Path, default=PRETRAINED, help="the file of an agent")
+    parser.add_argument("--agent", type=Path, help="the file of an agent (that of the package)")
     parser.add_argument("--kept", type=Path, help="rows are kept in this file, and resumed")
     parser.add_argument("--jobs", type=int, default=1, help="processes, which need --kept")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
@@ -682,6 +704,10 @@ def arguments() -> argparse.Namespace:
             parser.error(f"no such method: {method}")
     if options.jobs > 1 and options.kept is None:
         parser.error("--jobs needs --kept: processes share their rows in this file")
+    if options.agent is None:
+        if options.table == "agent":
+            parser.error("name the file of the agent by --agent")
+        options.agent = PRETRAINED
     if options.steps is None:
         options.steps = 128 if options.table in ("learning", "agent") else 100
     return options
@@ -731,7 +757,11 @@ def tables(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> dict[
         return {"passes-learning": learning_table(rows)}
     if options.table == "time":
         return {"passes-time": times_table(times(compiler, rows, options.pairs))}
-    return {"passes-searches": searches_table(rows), "passes-modules": modules_table(rows)}
+    return {
+        "passes-searches": searches_table(rows),
+        "passes-steps": steps_table(rows),
+        "passes-modules": modules_table(rows),
+    }
 
 
 if __name__ == "__main__":

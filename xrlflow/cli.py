@@ -36,8 +36,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
 ]
-PASS_SEARCHES = ("beam", "greedy", "mcts", "evolution", "random", "agent", "guided")
-"""The names of `xrlflow.passes.orders.Search`, which the help must not import; the first is the default."""
+PASS_SEARCHES = ("beam", "greedy", "mcts", "evolution", "random", "agent", "guided", "refined")
+"""The names of `xrlflow.passes.orders.Search`, which the help must not import."""
 PASS_METRICS = ("operations", "bytes", "flops", "seconds")
 Given = dict[str, Any]
 """Values of flags by the names of their options."""
@@ -448,8 +448,16 @@ app.add_typer(passes_app, name="passes")
 HloFile = Annotated[
     Path, typer.Argument(help="HLO text, StableHLO, or a serialized HLO module.", metavar="FILE")
 ]
-Searching = Annotated[str, typer.Option("--search", help=f"One of: {', '.join(PASS_SEARCHES)}.")]
-AgentFile = Annotated[Path | None, typer.Option("--agent", help="The file of an agent.")]
+Searching = Annotated[
+    str | None,
+    typer.Option(
+        "--search",
+        help=f"One of: {', '.join(PASS_SEARCHES)}. Default: refined; beam without the extra train.",
+    ),
+]
+AgentFile = Annotated[
+    Path | None, typer.Option("--agent", help="The file of an agent. Default: that of the package.")
+]
 Steps = Annotated[int, typer.Option(min=1, help="Passes that the compiler may run.")]
 Horizon = Annotated[int, typer.Option(min=1, help="The longest order.")]
 PassSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
@@ -499,7 +507,7 @@ def optimize_passes(
     file: HloFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the result goes, as HLO text.")],
     *,
-    search: Searching = PASS_SEARCHES[0],
+    search: Searching = None,
     agent: AgentFile = None,
     steps: Steps = 500,
     horizon: Horizon = 30,
@@ -509,7 +517,8 @@ def optimize_passes(
     as_json: AsJson = False,
 ) -> None:
     """Look for a better order of passes, compare outputs with the original's, and write the module after it."""
-    one_of("--search", search, PASS_SEARCHES)
+    if search is not None:
+        one_of("--search", search, PASS_SEARCHES)
     one_of("--metric", metric, PASS_METRICS)
     with clear_errors(), clear_pass_errors():
         from xrlflow import api
@@ -517,9 +526,10 @@ def optimize_passes(
 
         api.check_apart(file=file, output=output, agent=agent)
         api.check_writable(output)
+        how = orders.Search(search) if search is not None else None
         found = orders.optimize(
-            file, search=orders.Search(search), agent=agent, steps=steps, horizon=horizon,
-            metric=Metric(metric), time_limit=time_limit, seed=seed,
+            file, search=how, agent=agent, steps=steps, horizon=horizon, metric=Metric(metric),
+            time_limit=time_limit, seed=seed,
         )  # fmt: skip
         found.save(output)
         if as_json:

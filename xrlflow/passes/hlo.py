@@ -178,6 +178,11 @@ def counts(module: Any) -> Counts:
     return Counts(sum(sizes), opcodes.total(), tuple(sorted(opcodes.items())), (entry, *rest))
 
 
+def sizes(module: Any) -> list[int]:
+    """The instructions of each computation, the least first. Modules with one digest have the same."""
+    return sorted(len(c.instructions) for c in module.computations)
+
+
 def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The used computations, the entry first, each with its live instructions (producers first)."""
     by_id = {c.id: c for c in module.computations}

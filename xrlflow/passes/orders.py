@@ -28,6 +28,7 @@ from xrlflow import files
 from xrlflow.backends.statistics import median_interval
 from xrlflow.passes.cache import Cache
 from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
+from xrlflow.passes.pretrained import PRETRAINED
 from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, tree
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
@@ -42,7 +43,8 @@ _PAIRS = 40
 
 
 class Search(Enum):
-    """How an order is looked for. AGENT and GUIDED (tree search with its policy) need an agent's file."""
+    """How an order is looked for. By an agent: AGENT (orders drawn from its policy), GUIDED (tree search with its
+    policy) and REFINED (evolution that begins with its order)."""
 
     RANDOM = "random"
     GREEDY = "greedy"
@@ -51,6 +53,7 @@ class Search(Enum):
     EVOLUTION = "evolution"
     AGENT = "agent"
     GUIDED = "guided"
+    REFINED = "refined"
 
 
 WITHOUT_AGENT: dict[Search, Callable[..., Order]] = {
@@ -79,6 +82,7 @@ class Found:
     `interrupted`: Ctrl-C ended the search, and this is the best until then.
     """
 
+    search: Search
     order: Order
     contents: str | bytes
     before: float
@@ -99,6 +103,7 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "search": self.search.value,
             "passes": [] if self.is_default else list(self.order.passes),
             "default_order": self.is_default,
             "before": self.before,
@@ -167,16 +172,32 @@ def searched(
         return WITHOUT_AGENT[search](compiler, module, budget, seed, metric)
     if agent is None:
         raise OrderError(f"the search {search.value} needs an agent: name its file")
-    from xrlflow.passes.play import guided, sample
+    from xrlflow.passes.play import guided, refine, sample
 
-    chosen = sample if search is Search.AGENT else guided
-    return chosen(agent, compiler, module, budget, seed, metric)
+    look = {Search.AGENT: sample, Search.GUIDED: guided, Search.REFINED: refine}[search]
+    return look(agent, compiler, module, budget, seed, metric)
+
+
+def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> tuple[Search, Agent | None]:
+    """The search and the agent for a compiler. By default it is REFINED with the agent of the package, or BEAM if that
+    agent is for another compiler or the extra for agents is missing.
+
+    Raises OrderError if the extra is missing for a search that needs it, CheckpointError for the file of an agent.
+    """
+    if agent is not None:
+        return search or Search.REFINED, load_agent(agent)
+    if search in WITHOUT_AGENT or (search is None and _missing()):
+        return search or Search.BEAM, None
+    shipped = load_agent(PRETRAINED)
+    if search is None and not shipped.fits(compiler):
+        return Search.BEAM, None
+    return search or Search.REFINED, shipped
 
 
 def optimize(
     source: Source,
     *,
-    search: Search = Search.BEAM,
+    search: Search | None = None,
     agent: Source | None = None,
     steps: int = 500,
     horizon: int = 30,
@@ -188,7 +209,7 @@ def optimize(
 ) -> Found:
     """Look for an order of passes that brings a module to fewer operations than the compiler's own order.
 
-    - `search`, `agent`: how; the file of an agent. `metric`: what is to become less.
+    - `search`, `agent`: how (see `chosen`); the file of an agent. `metric`: what is to become less.
     - `steps`: passes that the compiler runs. `horizon`: the longest order. `time_limit`: seconds for the search.
     - `workers`: processes that run passes. `compiler`: another one than XLA's.
 
@@ -198,11 +219,11 @@ def optimize(
     begin = time.monotonic()
     with _given(compiler, workers) as used:
         module = read(used, source)
-        known = load_agent(agent) if agent is not None else None
+        how, known = chosen(search, agent, used)
         deadline = None if time_limit is None else begin + time_limit
         interrupted = False
         try:
-            order = searched(search, used, module, Budget(steps, horizon, deadline), seed, metric, known)
+            order = searched(how, used, module, Budget(steps, horizon, deadline), seed, metric, known)
         except Interrupted as interrupt:
             order, interrupted = interrupt.order, True
         default = used.default(module)
@@ -211,7 +232,7 @@ def optimize(
         result = default if is_default else order.module
         compared = _checked(used, module, result, () if is_default else order.passes, seed)
         return Found(
-            order, used.write(result), before, usual, min(usual, after), compared, is_default,
+            how, order, used.write(result), before, usual, min(usual, after), compared, is_default,
             time.monotonic() - begin, interrupted,
         )  # fmt: skip
 
@@ -262,11 +283,15 @@ def load_agent(path: Source) -> Agent:
     return Agent.load(path)
 
 
-def _need_training() -> None:
+def _missing() -> list[str]:
+    """What agents need and is not installed."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("torch", "gymnasium") if find_spec(name) is None]
-    if missing:
+    return [name for name in ("torch", "gymnasium") if find_spec(name) is None]
+
+
+def _need_training() -> None:
+    if missing := _missing():
         raise OrderError(
             f"agents need {' and '.join(missing)}: install them with `pip install 'xrlflow[train]'`"
         )
@@ -384,9 +409,11 @@ def bench(
     compiler: Compiler | None = None,
 ) -> Table:
     """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises."""
-    known = load_agent(agent) if agent is not None else None
     with _given(compiler, workers) as used:
         module = read(used, source)
+        known = None
+        for search in searches:  # of those that need an agent, all have the same one
+            known = chosen(search, agent, used)[1] or known
         default = used.default(module)
         rows, best = [], module
         for search in searches:
