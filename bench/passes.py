@@ -196,7 +196,7 @@ def measured(
         "before": ref.before, "once": ref.once, "default": ref.default, "default_seconds": ref.seconds,
         "operations": order.module.summary.operations,
         "inlined": inlined(compiler, order.module),
-        "steps": order.steps, "seconds": order.seconds, "curve": order.curve, "passes": list(order.passes),
+        "steps": order.steps, "seconds": order.seconds, "curve": [list(point) for point in order.curve], "passes": list(order.passes),
         "equal": equal, "difference": difference,
     }  # fmt: skip
 

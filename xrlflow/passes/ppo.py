@@ -199,7 +199,7 @@ class _Run:
             tensors |= {f"optimizer.{names[index]}.{key}": t for key, t in state.items()}
         tensors["generator"] = self.generator.get_state()
         config = {
-            **self._identity(),
+            "run": self._identity(),
             "about": self.best.about,
             "iteration": self.iteration,
             "steps": self.steps,
@@ -226,7 +226,8 @@ class _Run:
         path = state_path(self.output)
         found = load_checkpoint(path, KIND)
         mine = json.loads(json.dumps(self._identity()))
-        differing = sorted(k for k, v in mine.items() if found.config.get(k) != v)
+        theirs = dict(found.config.get("run", {}))
+        differing = sorted(k for k, v in mine.items() if theirs.get(k) != v)
         if differing:
             other = ", ".join(differing)
             raise CheckpointError(f"{path} is of a run with other {other}: restart, or name another output")
