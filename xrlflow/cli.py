@@ -545,6 +545,10 @@ def optimize_passes(
             "order: XLA's own; none was found that is better" if found.is_default
             else f"order: {', '.join(found.order.passes) or 'no pass'}"
         )  # fmt: skip
+        for step in found.refused:
+            typer.echo(f"refused, because it changes what the module computes: {step}", err=True)
+        if found.compared.blind:
+            typer.echo(f"not compared, because it is no number: {', '.join(found.compared.blind)}", err=True)
         typer.echo(
             f"{output}: {less:.1f}% less than by XLA's order; outputs compared with the original's: equal "
             f"({found.order.steps} steps, {found.seconds:.0f} s)"
@@ -634,6 +638,10 @@ def bench_passes(
                 f"{row.search:10} {row.operations:6} operations, {100 * row.reduction:5.1f}% less; outputs "
                 f"{'equal' if row.equal else 'DIFFER'}; {row.steps} steps, {row.seconds:.1f} s"
             )
+            for step in row.refused:
+                typer.echo(
+                    f"{row.search}: refused, because it changes what the module computes: {step}", err=True
+                )
         ratio, low, high = table.time
         same, least, most = table.control
         typer.echo(

@@ -12,7 +12,7 @@ pytest.importorskip("jax")
 from bench import passes
 from models import hlo
 from tests.passes.toy import Words
-from xrlflow.passes import CompilerError
+from xrlflow.passes import Comparison, CompilerError
 from xrlflow.passes.agent import AgentConfig
 from xrlflow.passes.dqn import DQNConfig
 from xrlflow.passes.ppo import TrainConfig
@@ -35,6 +35,7 @@ class Named(Words):
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Named:
     words = dict(zip(NAMES, ("dbbd", "bbaad")))
     monkeypatch.setattr(hlo, "text", words.__getitem__)
+    monkeypatch.setattr(hlo, "inputs", lambda name, seed: ())
     return Named()
 
 
@@ -48,10 +49,23 @@ def test_quick_gives_the_figures_of_the_issue(compiler: Named) -> None:
     assert found["method"] == "evolution"
 
 
-def test_a_difference_is_told(compiler: Named) -> None:
-    wrong = Named(wrong=True)
-    found = passes.quick(wrong, None, NAMES, steps=100, seeds=1)
+def test_a_step_that_changes_what_is_computed_counts_for_nothing(compiler: Named) -> None:
+    found = passes.quick(Named(wrong=True), None, NAMES, steps=300, seeds=1)
+    assert found["all_equal"] is True
+    assert found["refused"] >= 2
+    assert found["gpt2_training"] == pytest.approx(1 - 3 / 4)
+
+
+def test_a_difference_is_told(compiler: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the inputs of the benchmark, which the search has not seen; and XLA's own order is compared, too."""
+
+    def differs(reference: object, module: object, seed: int = 0, inputs: object = ()) -> Comparison:
+        return Comparison(inputs == () or module == reference, 0.0, 1.0, "output 0: an e")
+
+    monkeypatch.setattr(compiler, "compare", differs)
+    found = passes.quick(compiler, None, NAMES, steps=100, seeds=1)
     assert found["all_equal"] is False
+    assert found["default_equal"] is False
 
 
 def test_an_order_that_cannot_be_compared_is_not_equal(
@@ -125,11 +139,13 @@ def test_what_agents_learn_stands_beside_the_controls(
     rows = passes.learning(compiler, chosen, NAMES[:1], NAMES[1:], 2, 16, kept)
     assert passes.learning(compiler, chosen, NAMES[:1], NAMES[1:], 2, 16, kept) == rows
     assert [(r["variant"], r["seed"]) for r in rows] == chosen
-    assert {len(r["less"]) for r in rows} == {len(r["unseen"]) for r in rows} == {1}
+    assert all(r["left"].keys() == set(NAMES) for r in rows)
     tools = passes.Tools(fixed=("open", "merge", "drop", "merge"), reducing=("merge", "open", "drop"))
-    beside = passes.controls(compiler, NAMES[:1], NAMES[1:], tools)
-    table = passes.learning_table([*beside, *rows])
-    assert "| reducing (control) | 25.0% |" in table
+    beside = passes.controls(compiler, NAMES, tools, kept)
+    default = passes.defaults(compiler, NAMES, kept)
+    assert default == {NAMES[0]: 4, NAMES[1]: 4}
+    table = passes.learning_table([*beside, *rows], default, NAMES[:1], NAMES[1:])
+    assert "| reducing (control) | 25.0% | 50.0% |" in table
     assert "| DQN, all | " in table
 
 

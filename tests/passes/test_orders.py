@@ -101,24 +101,57 @@ def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, t
     assert found.to_json()["default_order"] is True
 
 
-def test_a_result_that_computes_something_else_is_not_written(
-    words: Words, file: Path, tmp_path: Path
+@pytest.mark.parametrize("search", [s.value for s in orders.WITHOUT_AGENT])
+def test_a_step_that_changes_what_is_computed_is_refused(
+    words: Words, file: Path, tmp_path: Path, search: str
+) -> None:
+    """The best order that computes the same is the result, and the step is named."""
+    words.passes = Words(wrong=True).passes
+    output = tmp_path / "out.hlo"
+    result = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8, "--steps", 400)
+    assert result.exit_code == 0
+    assert "refused, because it changes what the module computes: wrong after no other pass: output 0" in (
+        result.stderr
+    )
+    assert output.read_text() == ("dbbd" if search == "greedy" else "dad")
+
+
+def test_steps_that_are_refused_are_in_the_facts_and_in_the_log(
+    words: Words, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words.passes = Words(wrong=True).passes
-    result = invoke("optimize", file, "-o", tmp_path / "out.hlo", "--search", "greedy")
+    found = orders.optimize(file, search=orders.Search.BEAM, horizon=8)
+    assert "wrong" not in found.order.passes
+    assert found.to_json()["refused"] == list(found.refused)
+    assert any(line.startswith("wrong after ") for line in found.refused)
+    assert "a pass changes what the module computes: wrong after" in caplog.text
+    assert found.order.curve[-1][1] == found.after  # what was refused is no improvement
+
+
+def test_a_result_that_differs_on_other_inputs_is_not_written(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(reference: Module, module: Module, seed: int = 0, inputs: object = ()) -> Comparison:
+        return Comparison(seed == 0 or module == reference, 0.0, 1.0, "output 0: an e")
+
+    monkeypatch.setattr(words, "compare", differs)
+    result = invoke("optimize", file, "-o", tmp_path / "out.hlo", "--search", "beam", "--seed", 5)
     assert result.exit_code == 1
-    assert "the pass wrong changes what the module computes" in result.stderr
+    assert "changes what the module computes" in result.stderr
     assert "nothing is written" in result.stderr
     assert not (tmp_path / "out.hlo").exists()
 
 
-def test_a_wrong_default_order_is_not_written(
+def test_a_wrong_default_order_is_no_result(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(words, "default", lambda module: words.load("e"))
     (tmp_path / "word").write_text("abab")
-    with pytest.raises(orders.OutputsDiffer, match="something else"):
-        orders.optimize(tmp_path / "word", steps=5)
+    found = orders.optimize(tmp_path / "word", steps=5)
+    assert not found.is_default
+    assert found.contents == "abab"
+    assert found.after == 4
+    assert found.refused == ("the compiler's own order: output 0: an e",)
 
 
 def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
@@ -276,7 +309,7 @@ def test_bench(words: Words, file: Path) -> None:
 def test_a_wrong_result_is_not_the_best_of_a_table(words: Words, file: Path) -> None:
     words.passes = Words(wrong=True).passes
     table = orders.bench(file, searches=[orders.Search.GREEDY], steps=50)
-    assert [(r.operations, r.equal) for r in table.rows] == [(1, False)]
+    assert [(r.operations, r.equal, len(r.refused)) for r in table.rows] == [(4, True, 1)]
     assert table.time == pytest.approx((1.0, 1.0, 1.0))
 
 
@@ -299,7 +332,7 @@ def test_binary_files_are_read_as_bytes(tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_compared_are_an_error(
     words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(reference: Module, module: Module, seed: int = 0) -> Comparison:
+    def refuse(reference: Module, module: Module, seed: int = 0, inputs: object = ()) -> Comparison:
         raise CompilerError("inputs of element type 17 cannot be drawn")
 
     monkeypatch.setattr(words, "compare", refuse)

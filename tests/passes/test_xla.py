@@ -19,8 +19,8 @@ from xrlflow.passes import CompilerError, Metric, Module, Summary, hlo_passes, r
 from xrlflow.passes import hlo as hlo_modules
 from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.hlo_passes import PASSES
+from xrlflow.passes.inputs import Draw, Floats, arrays
 from xrlflow.passes.pool import Died, Pool
-from xrlflow.passes.worker import Draw, Floats, draw
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
 TWO = """HloModule two
@@ -405,19 +405,18 @@ def test_a_worker_that_does_not_start() -> None:
 def test_inputs_are_drawn_by_the_seed() -> None:
     with XlaCompiler(XlaOptions(workers=1)) as xla:
         data = xla.load(SNIPPETS["gather_expander"]).data
-    table, index = draw(data, Draw(0, Floats.NORMAL))
+    table, index = arrays(data, Draw(0, Floats.NORMAL))
     assert table.shape == (8, 4)
     assert index.shape == (1, 1)
     assert (table < 0).any()
-    positive, _ = draw(data, Draw(0))
+    positive, _ = arrays(data, Draw(0))
     assert positive.min() >= 0.5
-    # The smallest dimension that is gathered from has 4 elements.
-    indices = {int(draw(data, Draw(seed))[1].item()) for seed in range(40)}
-    assert indices == {0, 1, 2, 3}
-    empty = [bool((draw(data, Draw(seed, Floats.SPARSE))[0] == 0).all()) for seed in range(40)]
+    indices = {int(arrays(data, Draw(seed))[1].item()) for seed in range(80)}
+    assert indices == set(range(8))
+    empty = [bool((arrays(data, Draw(seed, Floats.SPARSE))[0] == 0).all()) for seed in range(40)]
     assert 10 < sum(empty) < 30
-    assert np.array_equal(draw(data, Draw(5))[0], draw(data, Draw(5))[0])
-    assert not np.array_equal(draw(data, Draw(5))[0], draw(data, Draw(6))[0])
+    assert np.array_equal(arrays(data, Draw(5))[0], arrays(data, Draw(5))[0])
+    assert not np.array_equal(arrays(data, Draw(5))[0], arrays(data, Draw(6))[0])
 
 
 @pytest.mark.parametrize("name", ["gather_simplifier", "call-inliner", "topk-rewriter"])

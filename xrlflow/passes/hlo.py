@@ -58,7 +58,7 @@ OPCODES = (
 # fmt: on
 _NUMBERS = {name: number for number, name in enumerate(OPCODES)}
 
-_INT, _TEXT, _MESSAGE, _BYTES = 3, 9, 11, 12
+_DOUBLE, _FLOAT, _INT, _TEXT, _MESSAGE, _BYTES = 1, 2, 3, 9, 11, 12
 _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     "Shape": (
         ("element_type", 2, _INT, False, ""),
@@ -96,11 +96,39 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("entry_computation_id", 6, _INT, False, ""),
     ),
 }
+# What is read and changed beside that, but for digests (they depend on which fields are declared).
+_FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
+    "Indexing": (("start_index_map", 3, _INT, True, ""), ("index_vector_dim", 4, _INT, False, "")),
+    "Literal": (
+        ("shape", 1, _MESSAGE, False, "Shape"),
+        ("f32s", 8, _FLOAT, True, ""),
+        ("f64s", 9, _DOUBLE, True, ""),
+        ("tuple_literals", 10, _MESSAGE, True, "Literal"),
+        ("f16s", 11, _BYTES, False, ""),
+        ("c64s", 12, _FLOAT, True, ""),
+        ("bf16s", 13, _BYTES, False, ""),
+        ("c128s", 18, _DOUBLE, True, ""),
+    ),
+    "Precision": (("algorithm", 2, _INT, False, ""),),
+    "Program": (
+        ("parameters", 1, _MESSAGE, True, "Shape"),
+        ("result", 2, _MESSAGE, False, "Shape"),
+    ),
+    "Instruction": (
+        ("literal", 8, _MESSAGE, False, "Literal"),
+        ("tuple_index", 13, _INT, False, ""),
+        ("dimensions", 14, _INT, True, ""),
+        ("gather_slice_sizes", 34, _INT, True, ""),
+        ("precision_config", 51, _MESSAGE, False, "Precision"),
+    ),
+    "Computation": (("program_shape", 4, _MESSAGE, False, "Program"),),
+    "Module": (("host_program_shape", 4, _MESSAGE, False, "Program"),),
+}
 
 
 @cache
-def _module_class() -> Any:
-    """The message class of modules, made from the table above."""
+def _module_class(full: bool) -> Any:
+    """The message class of modules, made from the first table above, or from both."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         descriptor_pool,
@@ -110,8 +138,9 @@ def _module_class() -> Any:
     file = descriptor_pb2.FileDescriptorProto(
         name="xrlflow/hlo.proto", package="xrlflow.hlo", syntax="proto3"
     )
-    for message, fields in _MESSAGES.items():
+    for message in dict.fromkeys((*_MESSAGES, *(_FURTHER if full else ()))):
         declared = file.message_type.add(name=message)
+        fields = (*_MESSAGES.get(message, ()), *(_FURTHER.get(message, ()) if full else ()))
         for name, number, kind, repeated, of in fields:
             declared.field.add(
                 name=name,
@@ -125,11 +154,14 @@ def _module_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("xrlflow.hlo.Module"))
 
 
-def parse(proto: bytes) -> Any:
-    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none."""
+def parse(proto: bytes, full: bool = False) -> Any:
+    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none.
+
+    `full`: with constants, dimensions of indices and the like, but not for digests.
+    """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-    module = _module_class()()
+    module = _module_class(full)()
     try:
         module.ParseFromString(proto)
     except DecodeError as error:
@@ -349,17 +381,3 @@ def is_ordinary(module: Any) -> bool:
             ):
                 return False
     return True
-
-
-def index_bound(module: Any) -> int:
-    """Integers below this are in range wherever the module takes indices: the smallest dimension above 1 of what is
-    gathered from, scattered to or sliced at run time; at least 2, at most 64."""
-    least = 64
-    for computation, instructions in live(module):
-        by_id = {i.id: i for i in computation.instructions}
-        for instruction in instructions:
-            if instruction.opcode in ("gather", "scatter", "dynamic-slice", "dynamic-update-slice"):
-                least = min(
-                    [least, *(d for d in by_id[instruction.operand_ids[0]].shape.dimensions if d > 1)]
-                )
-    return max(2, least)

@@ -79,6 +79,7 @@ class Found:
     order repeated to its fixpoint, and of the result. `compared`: outputs of the result against those of the original.
 
     `is_default`: no order was found that is better than the compiler's, and the result is that of the compiler.
+    `refused`: steps, and the compiler's own order, that change what the module computes, each in one line.
     `interrupted`: Ctrl-C ended the search, and this is the best until then.
     """
 
@@ -91,6 +92,7 @@ class Found:
     compared: Comparison
     is_default: bool
     seconds: float
+    refused: tuple[str, ...] = ()
     interrupted: bool = False
 
     def save(self, path: Source) -> None:
@@ -112,6 +114,9 @@ class Found:
             "reduction_against_default": reduction(self.default, self.after),
             "outputs_equal": self.compared.equal,
             "worst_error": self.compared.worst,
+            "outputs_note": self.compared.note,
+            "outputs_not_compared": list(self.compared.blind),
+            "refused": list(self.refused),
             "steps": self.order.steps,
             "interrupted": self.interrupted,
             "seconds": round(self.seconds, 2),
@@ -228,12 +233,15 @@ def optimize(
             order, interrupted = interrupt.order, True
         default = used.default(module)
         before, usual, after = _values(used, metric, module, default, order)
+        refused = order.refused
         is_default = usual < after
+        if is_default and not (own := used.compare(module, default, seed)).equal:
+            is_default, refused = False, (*refused, f"the compiler's own order: {own.difference}")
         result = default if is_default else order.module
         compared = _checked(used, module, result, () if is_default else order.passes, seed)
         return Found(
-            how, order, used.write(result), before, usual, min(usual, after), compared, is_default,
-            time.monotonic() - begin, interrupted,
+            how, order, used.write(result), before, usual, usual if is_default else after, compared, is_default,
+            time.monotonic() - begin, refused, interrupted,
         )  # fmt: skip
 
 
@@ -374,7 +382,8 @@ def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Log
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One search on one module, at equal steps: operations of its result, steps and seconds that it took."""
+    """One search on one module, at equal steps: operations of its result, steps and seconds that it took. `refused`:
+    see `Found`."""
 
     search: str
     operations: int
@@ -383,6 +392,7 @@ class Row:
     passes: tuple[str, ...]
     steps: int
     seconds: float
+    refused: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +433,9 @@ def bench(
             if equal and operations < best.summary.operations:
                 best = order.module
             less = reduction(default.summary.operations, operations)
-            row = Row(search.value, operations, less, equal, order.passes, order.steps, order.seconds)
+            row = Row(
+                search.value, operations, less, equal, order.passes, order.steps, order.seconds, order.refused
+            )
             rows.append(row)
         time_ratio, control = timed(used, default, best)
     return Table(module.summary.operations, default.summary.operations, tuple(rows), time_ratio, control)

@@ -21,14 +21,21 @@ _IDLE = 200  # episodes in a row of which every step is known
 
 
 @one_thread()
-def play(agent: Agent, compiler: Compiler, module: Module, metric: Metric = Metric.OPERATIONS) -> Order:
+def play(
+    agent: Agent,
+    compiler: Compiler,
+    module: Module,
+    metric: Metric = Metric.OPERATIONS,
+    compared: bool = True,
+) -> Order:
     """The likeliest passes, until the agent stops or the horizon ends: zero-shot. Draws nothing.
 
+    `compared`: whether the result is compared with the module, which takes longer than the order itself.
     Raises CheckpointError if the agent is for other passes.
     """
     agent.check(compiler)
     horizon = agent.config.horizon
-    explorer = Explorer(compiler, module, Budget(horizon, horizon), metric)
+    explorer = Explorer(compiler, module, Budget(horizon, horizon), metric, compared)
     return until_over(explorer, lambda: _episode(agent, explorer, _likeliest(agent)))
 
 

@@ -9,19 +9,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from xrlflow.passes import hlo
+from xrlflow.passes import hlo, inputs
 from xrlflow.passes.compiler import CompilerError, Summary
+from xrlflow.passes.inputs import Array, Inputs
+from xrlflow.passes.wide import widened
 
 Options: TypeAlias = tuple[tuple[str, str | int | bool], ...]
-Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +50,6 @@ class Print:
     data: bytes
 
 
-class Floats(Enum):
-    """How floats are drawn. NORMAL: mean 0, variance 1. POSITIVE: between 0.5 and 1.5.
-
-    SPARSE: like POSITIVE, but half of the tensors are 0, so that what they drown in the same output is seen: gradients
-    beside Adam's moments.
-    """
-
-    NORMAL = "normal"
-    POSITIVE = "positive"
-    SPARSE = "sparse"
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Random inputs."""
-
-    seed: int
-    floats: Floats = Floats.POSITIVE
-
-
 @dataclass(frozen=True, slots=True)
 class Whole:
     """All of XLA's HLO passes, with layouts and fusion, as a compilation runs them. Answer: Summary."""
@@ -79,17 +58,25 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class Wide:
+    """Run modules in float64. `nudge`: with constants that are moved by this seed; 0: not."""
+
+    nudge: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Execute:
-    """Run modules of one interface on the same inputs: on each of the draws for their outputs, then `repetitions` times
-    in turn on the first one for times. Inputs are drawn as `like` needs them. `quick`: compile with little effort.
-    Answer: Executed.
+    """Run modules of one interface on the same inputs: on each of them for their outputs, then `repetitions` times in
+    turn on the first one for times. Inputs are drawn as `like` needs them. `quick`: compile with little effort.
+    `wide`: in float64 (see `wide`). Answer: Executed.
     """
 
     like: bytes
     modules: tuple[bytes, ...]
-    draws: tuple[Draw, ...]
+    inputs: tuple[Inputs, ...]
     repetitions: int = 0
     quick: bool = False
+    wide: Wide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +109,13 @@ class Ready:
 
 
 _RECENT = 64  # modules of which a worker remembers two forms
-
+_PROGRAMS = 8  # compiled for comparisons, that are kept
 # Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
 _QUICK: Options = (
     ("xla_backend_optimization_level", 0),
     ("xla_llvm_disable_expensive_passes", True),
     ("xla_cpu_use_fusion_emitters", False),
 )
-
-# By the number of `PrimitiveType`.
-_DTYPES: dict[int, Any] = {
-    1: np.bool_,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.uint8,
-    7: np.uint16,
-    8: np.uint32,
-    9: np.uint64,
-    10: np.float16,
-    11: np.float32,
-    12: np.float64,
-    15: np.complex64,
-    18: np.complex128,
-    16: ml_dtypes.bfloat16,
-}
 
 Request: TypeAlias = Load | Transform | Print | Whole | Execute
 
@@ -168,6 +136,8 @@ class _Xla:
         # most of the digests. Searches come back to modules.
         self._converted = _Recent()
         self._idle = _Recent()
+        # What was compiled last for a comparison, by module: results are compared more than once.
+        self._programs: OrderedDict[tuple[bytes, Wide | None], Any] = OrderedDict()
 
     def _take(self, module: bytes) -> None:
         """Called by XLA after the HLO passes. An error ends the compilation, which is what we want."""
@@ -286,34 +256,53 @@ class _Xla:
         import jax
 
         device = jax.devices("cpu")[0]
-        devices = self.jax.DeviceList((device,))
-        options = self.options(_QUICK if request.quick else ())
-        drawn = [draw(request.like, d) for d in request.draws]
+        drawn = [inputs.arrays(request.like, one) for one in request.inputs]
+        if request.wide is not None:
+            drawn = [[inputs.wide(a) for a in arrays] for arrays in drawn]
 
         def placed(arrays: Sequence[Array]) -> list[Any]:
             return [jax.device_put(a, device) for a in arrays]
 
         try:
-            programs = [
-                device.client.compile_and_load(self.stablehlo(m), devices, options) for m in request.modules
-            ]
+            programs = [self._program(m, request) for m in request.modules]
             outputs = tuple(
                 tuple(tuple(np.asarray(o) for o in p.execute(placed(arrays))) for arrays in drawn)
                 for p in programs
             )
             seconds: list[list[float]] = [[] for _ in programs]
-            inputs = placed(drawn[0])
+            taking = placed(drawn[0])
             for _ in range(request.repetitions):
                 for program, taken in zip(programs, seconds):
-                    if any(i.is_deleted() for i in inputs):  # a module may take over the memory of its inputs
-                        inputs = placed(drawn[0])
-                    jax.block_until_ready(inputs)
+                    if any(i.is_deleted() for i in taking):  # a module may take over the memory of its inputs
+                        taking = placed(drawn[0])
+                    jax.block_until_ready(taking)
                     begin = time.perf_counter()
-                    jax.block_until_ready(program.execute(inputs))
+                    jax.block_until_ready(program.execute(taking))
                     taken.append(time.perf_counter() - begin)
         except Exception as error:
             raise CompilerError(_first_line(error)) from error
         return Executed(outputs, tuple(tuple(s) for s in seconds))
+
+    def _program(self, data: bytes, request: Execute) -> Any:
+        """A module compiled for a request."""
+        import jax
+
+        key = blake2b(data).digest(), request.wide
+        if request.quick and key in self._programs:
+            self._programs.move_to_end(key)
+            return self._programs[key]
+        module = data if request.wide is None else widened(data, request.wide.nudge)
+        device = jax.devices("cpu")[0]
+        program = device.client.compile_and_load(
+            self.stablehlo(module),
+            self.jax.DeviceList((device,)),
+            self.options(_QUICK if request.quick else ()),
+        )
+        if request.quick:
+            self._programs[key] = program
+            if len(self._programs) > _PROGRAMS:
+                self._programs.popitem(last=False)
+        return program
 
     def answer(self, request: Request) -> Any:
         match request:
@@ -349,35 +338,6 @@ class _Recent:
 
 class _Enough(Exception):
     """Ends a compilation after the HLO passes."""
-
-
-def draw(data: bytes, how: Draw) -> list[Array]:
-    """Random inputs for a module, one for each parameter of its entry. Integers are valid as indices."""
-    module = hlo.parse(data)
-    generator = np.random.default_rng(how.seed)
-    bound = hlo.index_bound(module)
-    return [_random(p, how.floats, bound, generator) for p in hlo.parameters(module)]
-
-
-def _random(parameter: hlo.Parameter, form: Floats, bound: int, generator: np.random.Generator) -> Array:
-    dtype = _DTYPES.get(parameter.element_type)
-    if dtype is None:
-        raise CompilerError(f"inputs of element type {parameter.element_type} cannot be drawn")
-    kind, shape = np.dtype(dtype), parameter.dimensions
-    if kind == np.bool_:
-        return generator.integers(0, 2, shape).astype(kind)
-    if kind.kind == "u" and kind.itemsize > 1:  # keys of random number generators
-        return generator.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
-    if kind.kind in "iu":
-        return generator.integers(0, min(bound, 100), shape).astype(kind)
-
-    if form is Floats.SPARSE and generator.random() < 0.5:
-        return np.zeros(shape, kind)
-
-    def floats() -> Array:
-        return generator.normal(size=shape) if form is Floats.NORMAL else generator.uniform(0.5, 1.5, shape)
-
-    return (floats() + 1j * floats()).astype(kind) if kind.kind == "c" else np.asarray(floats()).astype(kind)
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,23 +14,21 @@ import importlib.metadata
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xrlflow.backends.placement import default_threads
 from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
-from xrlflow.passes.compiler import Applied, Comparison, CompilerError, Module, ModuleGraph, Summary
-from xrlflow.passes.equality import compared
+from xrlflow.passes.compiler import Applied, Arrays, Comparison, CompilerError, Module, ModuleGraph, Summary
+from xrlflow.passes.equality import in_reals, in_types
 from xrlflow.passes.hlo_passes import default_order, only
+from xrlflow.passes.inputs import Array, Draw, Floats, Inputs, given
 from xrlflow.passes.pool import Died, Pool
 from xrlflow.passes.worker import (
-    Array,
-    Draw,
     Execute,
     Executed,
-    Floats,
     Load,
     Loaded,
     Options,
@@ -38,6 +36,7 @@ from xrlflow.passes.worker import (
     Refusal,
     Transform,
     Whole,
+    Wide,
     serve,
 )
 
@@ -45,13 +44,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
+_Draws: TypeAlias = tuple[Inputs, ...]
 
 # A new number when the same pass gives another module: results of older versions in the cache are then passed over.
 _SEMANTICS = 1
 # The inputs of a comparison. They cost little beside compiling the modules.
-_DRAWS = (Floats.NORMAL, Floats.POSITIVE, *(4 * (Floats.SPARSE,)))
 _IDLE = 50_000  # modules whose passes without effect are remembered
-_REFERENCES = 8  # whose outputs are kept
+_DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
+_NUDGES = 4  # how often it is observed how far outputs move
+_REFERENCES = 16  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
 
@@ -62,6 +63,10 @@ class XlaOptions:
     workers: int = field(default_factory=default_threads)
     seconds: float = 60.0
     remember: int = 1 << 27
+
+
+class _NotWide(Exception):
+    """A module has no counterpart in float64, or it does not run."""
 
 
 class XlaCompiler:
@@ -98,7 +103,8 @@ class XlaCompiler:
         self._modules: OrderedDict[str, Module] = OrderedDict()
         self._remembered = 0
         self._idle: dict[str, frozenset[str]] = {}
-        self._references: OrderedDict[tuple[str, tuple[Draw, ...]], Outputs] = OrderedDict()
+        self._references: OrderedDict[tuple[str, _Draws, Wide | None], Outputs] = OrderedDict()
+        self._comparisons: dict[tuple[str, str, _Draws], Comparison] = {}
         self.steps = 0
         """Passes that a worker ran, and did not come from the cache."""
 
@@ -190,23 +196,65 @@ class XlaCompiler:
     def graph(self, module: Module) -> ModuleGraph:
         return hlo.graph(hlo.parse(module.data))
 
-    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
-        draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
-        return compared(self._expected(reference, draws), self._outputs(reference, module, draws))
+    def compare(
+        self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
+    ) -> Comparison:
+        """See `equality`. Modules without a counterpart in float64 are compared in their own types alone."""
+        draws: _Draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
+        draws += tuple(given(arrays) for arrays in inputs)
+        key = reference.digest, module.digest, draws
+        if key not in self._comparisons:
+            self._comparisons[key] = self._compared(reference, module, draws)
+        return self._comparisons[key]
 
-    def _expected(self, reference: Module, draws: tuple[Draw, ...]) -> Outputs:
+    def _compared(self, reference: Module, module: Module, draws: _Draws) -> Comparison:
+        expected, found = self._expected(reference, draws), self._outputs(reference, module, draws)
+        try:
+            exact = self._expected(reference, draws, Wide())
+            wide = self._outputs(reference, module, draws, Wide())
+        except _NotWide:
+            exact, in_float64 = None, None
+        else:
+            in_float64 = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True))
+            if not in_float64.equal:
+                return in_float64
+        in_own = in_types(expected, found, exact, lambda: self._moved(reference, draws, wide=False))
+        if in_float64 is None or not in_own.equal:
+            return in_own
+        return replace(in_float64, note=in_own.note, worst=max(in_own.worst, in_float64.worst))
+
+    def _moved(self, reference: Module, draws: _Draws, wide: bool) -> list[Outputs]:
+        """The outputs of a reference with inputs that are moved by one unit in the last place; in float64 constants,
+        too. Several times."""
+        return [
+            self._outputs(
+                reference,
+                reference,
+                tuple(replace(d, nudge=nudge) for d in draws),
+                Wide(nudge) if wide else None,
+            )
+            for nudge in range(1, 1 + _NUDGES)
+        ]
+
+    def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
         """The outputs of a reference on each draw. Those of a few references are kept."""
-        key = reference.digest, draws
+        key = reference.digest, draws, wide
         found = self._references.get(key)
         if found is None:
-            found = self._references[key] = self._outputs(reference, reference, draws)
+            found = self._references[key] = self._outputs(reference, reference, draws, wide)
             if len(self._references) > _REFERENCES:
                 self._references.popitem(last=False)
         return found
 
-    def _outputs(self, like: Module, module: Module, draws: tuple[Draw, ...]) -> Outputs:
-        executed: Executed = self._answer(Execute(like.data, (module.data,), draws, quick=True))
-        return executed.outputs[0]
+    def _outputs(self, like: Module, module: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
+        request = Execute(like.data, (module.data,), draws, quick=True, wide=wide)
+        if wide is None:
+            executed: Executed = self._answer(request)
+            return executed.outputs[0]
+        answer = self._pool.ask(request)
+        if not isinstance(answer, Executed):
+            raise _NotWide
+        return answer.outputs[0]
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0

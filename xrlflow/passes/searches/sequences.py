@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrlflow.passes.compiler import Compiler, Metric, Module
-from xrlflow.passes.searches.steps import Budget, Explorer, Meter, Node, Order, Over, until_over
+from xrlflow.passes.searches.steps import Budget, Explorer, Meter, Node, Order, Over, Refused, until_over
 
 Passes = tuple[str, ...]
 _POPULATION = 8
@@ -101,11 +101,17 @@ def fixed(
             best[0] = (value, passes)
         return value
 
-    try:
-        measured(_built(explorers, budget.horizon))
-        _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
-    except Over:
-        pass
+    over = False
+    while not over:
+        best[0] = (0.0, ())
+        try:
+            measured(_built(explorers, budget.horizon))
+            _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
+            over = True
+        except Over:
+            over = True
+        except Refused:  # a step that changes what a module computes: without it, what is known costs nothing
+            pass
     value, passes = best[0]
     return Fixed(passes, math.exp(value / len(modules)), meter.steps, time.monotonic() - meter.begin)
 
