@@ -419,7 +419,6 @@ def test_inputs_are_drawn_by_the_seed() -> None:
     assert not np.array_equal(arrays(data, Draw(5))[0], arrays(data, Draw(6))[0])
 
 
-@pytest.mark.parametrize("name", ["gather_simplifier", "call-inliner", "topk-rewriter"])
 @pytest.mark.parametrize(
     ("name", "ordinary"),
     [("cse", True), ("dot_decomposer", True), ("operand_upcaster", False), ("change-op-data-type", False),
@@ -432,6 +431,7 @@ def test_what_is_an_ordinary_module(xla: XlaCompiler, name: str, ordinary: bool)
     assert (unusual <= xla.without_effect(module)) is ordinary
 
 
+@pytest.mark.parametrize("name", ["gather_simplifier", "call-inliner", "topk-rewriter"])
 def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that need kinds of instructions that a module lacks are not run. All run here."""
     with XlaCompiler(XlaOptions(workers=1)) as xla:
