@@ -7,8 +7,8 @@ from wrong ones. Hence there are two questions:
 1. Do they compute the same in real numbers? Both run in float64, and must agree to 1e-6. What differs by more must not
    differ by more than 64 times what the original itself moves, at this number, when its inputs and constants move by
    one unit of float32 in the last place; for a pass may fold constants in float32. That is bounded: where it would be
-   more than 1% of the number and of its tensor's largest, nothing is compared, and an output without a number that is
-   compared is not equal.
+   more than 1% of the number and of its tensor's largest, nothing is compared, and an output of which half or more is
+   never compared, but for zeros, is not equal: it cannot be told.
 2. Do they in their own types? They must agree to a tolerance by type, or a tensor must be as close to that in float64
    as the original is on inputs that are moved by one unit, to a factor of 8.
 
@@ -50,26 +50,40 @@ _MOST = 1e-2  # of the number and the largest number of its tensor: what movemen
 
 
 def compared(
-    reference: Draws, found: Draws, rtol: dict[str, float] = RTOL, slack: Draws | None = None
+    reference: Draws,
+    found: Draws,
+    rtol: dict[str, float] = RTOL,
+    slack: Draws | None = None,
+    decides: bool = True,
+    named: Outputs | None = None,
 ) -> Comparison:
     """Compare the outputs on each draw of inputs.
 
     Numbers that are not finite must be so in both. `slack`: the error that is allowed beside, for each number; what has
-    an infinite one is not compared. Raises CompilerError if nothing is compared, because the reference has no numbers.
+    an infinite one is not compared. `decides`: an output that is never compared in more than half, but for zeros,
+    is not equal.
+    `named`: outputs of the types to name, if those of the reference are others.
+    Raises CompilerError if nothing is compared, because the reference has no numbers.
     """
     worst, seen, total = 0.0, 0, 0
     blind: dict[str, bool] = {}
+    unclear: dict[str, bool] = {}
     for draw, (expected_all, actual_all) in enumerate(zip(reference, found, strict=True)):
         if len(expected_all) != len(actual_all):
             return Comparison(False, np.inf, 0.0, f"{len(actual_all)} outputs instead of {len(expected_all)}")
         for number, (expected, actual) in enumerate(zip(expected_all, actual_all)):
-            name = f"output {number} ({expected.dtype}{list(expected.shape)})"
+            kind = (named or expected_all)[number].dtype
+            name = f"output {number} ({kind}{list(expected.shape)})"
             if expected.shape != actual.shape or expected.dtype != actual.dtype:
                 return Comparison(False, np.inf, 0.0, f"{name}: {actual.dtype}{list(actual.shape)} instead")
             free = slack[draw][number] if slack is not None else np.zeros(expected.shape)
             error, where = _error(expected, actual, rtol.get(expected.dtype.name), free)
             worst = max(worst, error)
             total += expected.size
+            if decides and expected.size and np.isinf(free).mean() >= 0.5:
+                unclear.setdefault(name, True)
+            elif _is_exact(expected) or largest(_real(expected)) > 0.0:  # zeros tell little
+                unclear[name] = False
             here = int((~np.isnan(_real(expected)) & np.isfinite(free)).sum())
             seen += here
             blind[name] = blind.get(name, expected.size > 0) and not here
@@ -80,9 +94,11 @@ def compared(
                 return Comparison(False, worst, seen / total, difference)
     if total and not seen and slack is None:
         raise CompilerError("no number of the reference is one on these inputs: nothing can be compared")
-    return Comparison(
-        True, worst, seen / total if total else 1.0, blind=tuple(n for n, b in blind.items() if b)
-    )
+    share = seen / total if total else 1.0
+    for name, never in unclear.items():
+        if never:
+            return Comparison(False, worst, share, f"{name} hangs on rounding, so it cannot be compared")
+    return Comparison(True, worst, share, blind=tuple(name for name, never in blind.items() if never))
 
 
 def _error(expected: Array, actual: Array, rtol: float | None, slack: Array) -> tuple[float, int]:
@@ -147,25 +163,19 @@ def _same(a: Array, b: Array) -> Array:
     return same
 
 
-def in_reals(expected: Draws, found: Draws, moved: Callable[[], Sequence[Draws]]) -> Comparison:
+def in_reals(
+    expected: Draws, found: Draws, moved: Callable[[], Sequence[Draws]], named: Outputs | None = None
+) -> Comparison:
     """The first question: outputs in float64. `moved`: those of the original with moved inputs and constants, which is
-    asked if the outputs differ."""
-    plain = compared(expected, found, WIDE)
+    asked if the outputs differ. `named`: as for `compared`."""
+    plain = compared(expected, found, WIDE, named=named)
     if plain.equal:
         return plain
     slack = []
     for outputs, moves in zip(expected, movement(expected, moved())):
         most = [_MOST * (np.abs(_real(o)) + largest(_real(o))) for o in outputs]
         slack.append([np.where(_FEW * m <= limit, _FEW * m, np.inf) for m, limit in zip(moves, most)])
-    again = compared(expected, found, WIDE, slack)
-    nans = {name for name in again.blind if name in compared(expected, expected, WIDE).blind}
-    undecided = [name for name in again.blind if name not in nans]
-    if again.equal and undecided:
-        return Comparison(
-            False, plain.worst, again.compared,
-            f"{undecided[0]} hangs on rounding even in float64, so it cannot be compared; {plain.difference}",
-        )  # fmt: skip
-    return again
+    return compared(expected, found, WIDE, slack, named=named)
 
 
 def in_types(
@@ -174,7 +184,7 @@ def in_types(
     """The second question: outputs in the types of the module. `exact`: those of the original in float64, if it has a
     counterpart; `moved`: those of the original on moved inputs, which is asked if the outputs differ."""
     plain = compared(expected, found)
-    if plain.equal or not _alike(expected, found):
+    if plain.equal or not alike(expected, found):
         return plain
     still = exact if exact is not None else expected
     own = movement(still, [expected, *moved()])
@@ -182,17 +192,11 @@ def in_types(
         [_of_tensor(_real(o), m, RTOL.get(e.dtype.name), exact is None) for o, e, m in zip(*row)]
         for row in zip(still, expected, own)
     ]
-    again = compared(still, [[_like(f, s) for f, s in zip(*row)] for row in zip(found, still)], WIDE, slack)
+    real = [[_like(f, s) for f, s in zip(*row)] for row in zip(found, still)]
+    again = compared(still, real, WIDE, slack, decides=exact is None, named=expected[0])
     if not again.equal:
-        return replace(again, difference=plain.difference)
-    nans = compared(still, still, WIDE).blind
-    undecided = [name for name in again.blind if name not in nans]
-    if exact is None and undecided:
-        return Comparison(
-            False, plain.worst, again.compared, f"{undecided[0]} hangs on rounding, so it cannot be compared; "
-            f"{plain.difference}",
-        )  # fmt: skip
-    return replace(again, blind=nans, note=f"hangs on rounding: {plain.difference}")
+        return replace(again, difference=f"{again.difference}; {plain.difference}")
+    return replace(again, note=f"hangs on rounding: {plain.difference}")
 
 
 def _of_tensor(array: Array, moves: Array, rtol: float | None, bounded: bool) -> Array:
@@ -206,7 +210,7 @@ def _of_tensor(array: Array, moves: Array, rtol: float | None, bounded: bool) ->
     return np.where(np.isinf(moves), np.inf, _OWN * most + rtol * (np.abs(array) + scale))
 
 
-def _alike(expected: Draws, found: Draws) -> bool:
+def alike(expected: Draws, found: Draws) -> bool:
     """Whether outputs have the same types and shapes."""
     return [[(o.dtype, o.shape) for o in outputs] for outputs in expected] == [
         [(o.dtype, o.shape) for o in outputs] for outputs in found

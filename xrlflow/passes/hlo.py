@@ -91,11 +91,26 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     ),
     "Module": (
         ("name", 1, _TEXT, False, ""),
+        ("entry_computation_name", 2, _TEXT, False, ""),
         ("computations", 3, _MESSAGE, True, "Computation"),
+        ("host_program_shape", 4, _MESSAGE, False, "Program"),
         ("id", 5, _INT, False, ""),
         ("entry_computation_id", 6, _INT, False, ""),
+        ("schedule", 7, _BYTES, False, ""),
+        ("profile_info", 13, _BYTES, True, ""),
+        ("stack_frame_index", 17, _BYTES, False, ""),
+    ),
+    "Program": (
+        ("parameters", 1, _MESSAGE, True, "Shape"),
+        ("result", 2, _MESSAGE, False, "Shape"),
     ),
 }
+# Fields of a module that are its computations, or say how it is called, or that XLA makes anew each time. What is left
+# belongs to its digest: which inputs give their memory to outputs, shardings, and the like.
+_APART = (
+    *("name", "entry_computation_name", "computations", "host_program_shape", "id", "entry_computation_id"),
+    *("schedule", "profile_info", "stack_frame_index"),
+)
 # What is read and changed beside that, but for digests (they depend on which fields are declared).
 _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     "Indexing": (("start_index_map", 3, _INT, True, ""), ("index_vector_dim", 4, _INT, False, "")),
@@ -110,10 +125,6 @@ _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("c128s", 18, _DOUBLE, True, ""),
     ),
     "Precision": (("algorithm", 2, _INT, False, ""),),
-    "Program": (
-        ("parameters", 1, _MESSAGE, True, "Shape"),
-        ("result", 2, _MESSAGE, False, "Shape"),
-    ),
     "Instruction": (
         ("literal", 8, _MESSAGE, False, "Literal"),
         ("tuple_index", 13, _INT, False, ""),
@@ -122,7 +133,6 @@ _FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("precision_config", 51, _MESSAGE, False, "Precision"),
     ),
     "Computation": (("program_shape", 4, _MESSAGE, False, "Program"),),
-    "Module": (("host_program_shape", 4, _MESSAGE, False, "Program"),),
 }
 
 
@@ -256,7 +266,8 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
 
 
 def digest(module: Any) -> str:
-    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata.
+    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata, and of what the module
+    says beside its computations.
 
     Instructions that nobody reads belong to it, since passes see them. The message is changed: names are cleared.
     """
@@ -284,7 +295,11 @@ def digest(module: Any) -> str:
         state.update(b"root %d" % numbers[root])
         return state.digest()
 
-    return of(module.entry_computation_id or module.computations[-1].id).hex()
+    state = hashlib.blake2b(of(module.entry_computation_id or module.computations[-1].id), digest_size=16)
+    for field in _APART:
+        module.ClearField(field)
+    state.update(module.SerializeToString(deterministic=True))
+    return state.hexdigest()
 
 
 def graph(module: Any) -> ModuleGraph:

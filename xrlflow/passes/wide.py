@@ -26,8 +26,8 @@ _UNITS = {_F16: 2.0**-10, _F32: 2.0**-23, _C64: 2.0**-23, _BF16: 2.0**-7}
 
 
 def widened(data: bytes, nudge: int = 0) -> bytes:
-    """A serialized HloModuleProto in float64. `nudge`: constants are moved by one unit of their own type in the last
-    place, up or down by this seed; 0: they stay what they are.
+    """A serialized HloModuleProto in float64. `nudge`: constants but powers of two are moved by one unit of their own
+    type in the last place, up or down by this seed; 0: they stay what they are.
 
     Raises CompilerError if the module has instructions of which float64 makes something else.
     """
@@ -128,7 +128,9 @@ def _literal(literal: Any, generator: np.random.Generator | None) -> None:
         values = np.asarray(numbers, np.float64)
         if generator is None:
             return values
-        return values * (1 + _UNITS[kind] * generator.choice((-1.0, 1.0), values.shape))
+        signs = generator.choice((-1.0, 1.0), values.shape)
+        # Powers of two scale without rounding.
+        return np.where(np.frexp(np.abs(values))[0] == 0.5, values, values * (1 + _UNITS[kind] * signs))
 
     match kind:
         case 11:  # float32

@@ -19,10 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xrlflow.backends.placement import default_threads
+from xrlflow.cost.machine import cpu_name
 from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.compiler import Applied, Arrays, Comparison, CompilerError, Module, ModuleGraph, Summary
-from xrlflow.passes.equality import in_reals, in_types
+from xrlflow.passes.equality import alike, compared, in_reals, in_types
 from xrlflow.passes.hlo_passes import default_order, only
 from xrlflow.passes.inputs import Array, Draw, Floats, Inputs, given
 from xrlflow.passes.pool import Died, Pool
@@ -47,11 +48,12 @@ Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 _Draws: TypeAlias = tuple[Inputs, ...]
 
 # A new number when the same pass gives another module: results of older versions in the cache are then passed over.
-_SEMANTICS = 1
+_SEMANTICS = 2
 # The inputs of a comparison. They cost little beside compiling the modules.
 _IDLE = 50_000  # modules whose passes without effect are remembered
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
-_NUDGES = 4  # how often it is observed how far outputs move
+# How often it is observed how far outputs move. Constants that move must be compiled each time.
+_NUDGES, _WIDE_NUDGES = 16, 4
 _REFERENCES = 16  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
@@ -85,6 +87,8 @@ class XlaCompiler:
     ) -> None:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
+        # Some passes ask what the processor can do.
+        self._key = f"{self._name}, {cpu_name()}"
         self._cache = cache
         self._known = {p.name: p for p in hlo_passes.PASSES}
         self._passes = tuple(self._known) if passes is None else tuple(passes)
@@ -98,6 +102,7 @@ class XlaCompiler:
                 "JAX_PLATFORMS": "cpu",
                 "JAX_ENABLE_X64": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "2",
+                "XLA_FLAGS": "",  # which would change what passes do
             },
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
@@ -209,32 +214,37 @@ class XlaCompiler:
 
     def _compared(self, reference: Module, module: Module, draws: _Draws) -> Comparison:
         expected, found = self._expected(reference, draws), self._outputs(reference, module, draws)
+        if not alike(expected, found):
+            return compared(expected, found)
         try:
             exact = self._expected(reference, draws, Wide())
             wide = self._outputs(reference, module, draws, Wide())
-        except _NotWide:
-            exact, in_float64 = None, None
+        except _NotWide as why:
+            exact, in_float64, narrow = None, None, f" (in its own types alone: {why})"
         else:
-            in_float64 = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True))
+            in_float64 = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True), expected[0])
             if not in_float64.equal:
-                return in_float64
+                return replace(in_float64, difference=f"{in_float64.difference} (in float64)")
         in_own = in_types(expected, found, exact, lambda: self._moved(reference, draws, wide=False))
-        if in_float64 is None or not in_own.equal:
+        if in_float64 is None:
+            return in_own if in_own.equal else replace(in_own, difference=f"{in_own.difference}{narrow}")
+        if not in_own.equal:
             return in_own
         return replace(in_float64, note=in_own.note, worst=max(in_own.worst, in_float64.worst))
 
     def _moved(self, reference: Module, draws: _Draws, wide: bool) -> list[Outputs]:
-        """The outputs of a reference with inputs that are moved by one unit in the last place; in float64 constants,
-        too. Several times."""
-        return [
-            self._outputs(
-                reference,
-                reference,
-                tuple(replace(d, nudge=nudge) for d in draws),
-                Wide(nudge) if wide else None,
-            )
-            for nudge in range(1, 1 + _NUDGES)
-        ]
+        """The outputs of a reference with inputs that are moved by one unit in the last place, several times; in
+        float64 with constants that are moved, too."""
+
+        def moved(nudge: int) -> _Draws:
+            return tuple(replace(d, nudge=nudge) for d in draws)
+
+        if wide:
+            nudges = range(1, 1 + _WIDE_NUDGES)
+            return [self._outputs(reference, reference, moved(n), Wide(n)) for n in nudges]
+        several = sum((moved(n) for n in range(1, 1 + _NUDGES)), ())
+        outputs = self._outputs(reference, reference, several)
+        return [outputs[n : n + len(draws)] for n in range(0, len(outputs), len(draws))]
 
     def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
         """The outputs of a reference on each draw. Those of a few references are kept."""
@@ -253,7 +263,7 @@ class XlaCompiler:
             return executed.outputs[0]
         answer = self._pool.ask(request)
         if not isinstance(answer, Executed):
-            raise _NotWide
+            raise _NotWide(answer.reason if isinstance(answer, Died) else answer.error)
         return answer.outputs[0]
 
     def seconds(
@@ -302,13 +312,13 @@ class XlaCompiler:
         """What is known of a pass on a module."""
         if self._cache is None:
             return None
-        outcome = self._cache.outcome(self._name, module.digest, name)
+        outcome = self._cache.outcome(self._key, module.digest, name)
         if outcome is None:
             return None
         if outcome.after == module.digest:
             return Applied(module, False, outcome.error)
         after = self._modules.get(outcome.after)
-        if after is None and (after := self._cache.module(outcome.after)) is None:
+        if after is None and (after := self._cache.module(self._key, outcome.after)) is None:
             return None
         self._keep(after)
         return Applied(after, True)
@@ -330,7 +340,7 @@ class XlaCompiler:
         if self._cache is not None:
             new = found.module if found.changed else None
             outcome = Outcome(found.module.digest, found.error)
-            self._cache.put(self._name, module.digest, name, outcome, new)
+            self._cache.put(self._key, module.digest, name, outcome, new)
             self._keep(found.module)
         return found
 
