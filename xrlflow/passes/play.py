@@ -12,7 +12,7 @@ from xrlflow.passes.agent import Agent
 from xrlflow.passes.compiler import Compiler, Metric, Module
 from xrlflow.passes.environment import Masking, Observation, PassEnv, Problem
 from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree, without_effect
-from xrlflow.passes.searches.sequences import evolution
+from xrlflow.passes.searches.sequences import improve
 from xrlflow.passes.searches.steps import until_over
 
 # Chooses an action for an observation.
@@ -81,13 +81,18 @@ def refine(
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
 ) -> Order:
-    """The likeliest order first, then evolution that begins with it."""
+    """The likeliest order first, then what betters it: see `improve`. The policy says which passes are tried first."""
     agent.check(compiler)
     explorer = Explorer(compiler, module, budget, metric)
+    priors = _policy(agent, explorer.meter, module)
+
+    def ranked(node: Node) -> list[str]:
+        likely = priors(node)
+        return sorted(explorer.open(node), key=lambda name: -likely[name])
 
     def play_on() -> None:
         _episode(agent, explorer, _likeliest(agent))
-        evolution(explorer, explorer.best.passes, seed)
+        improve(explorer, ranked, seed)
 
     return until_over(explorer, play_on)
 
@@ -105,6 +110,12 @@ def guided(
     """Monte Carlo tree search whose priors are the agent's policy."""
     agent.check(compiler)
     meter = Meter(compiler, budget)
+    priors = _policy(agent, meter, module)
+    return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
+
+
+def _policy(agent: Agent, meter: Meter, module: Module) -> Callable[[Node], Mapping[str, float]]:
+    """The policy as a function of nodes that a search reached."""
     env = _environment(agent, meter, module)
 
     def priors(node: Node) -> Mapping[str, float]:
@@ -117,7 +128,7 @@ def guided(
             distribution, _ = agent.evaluate([observation])
         return dict(zip(agent.passes, distribution.probs.double().numpy() + 1e-3))
 
-    return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
+    return priors
 
 
 def narrowed(observation: Observation, compiler: Compiler, module: Module, masking: Masking) -> Observation:
