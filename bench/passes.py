@@ -312,9 +312,14 @@ def percent(value: float | None) -> str:
 def searches_table(rows: Sequence[Row]) -> str:
     """By family and method."""
     methods = [m for m in METHODS if any(r["method"] == m for r in rows)]
-    groups = {g: names for g, names in GROUPS.items() if any(r["module"] in names for r in rows)}
+    there = {r["module"] for r in rows}
+    groups = {g: names for g, names in GROUPS.items() if there.intersection(names)}
+    heads = [
+        g if there.issuperset(names) else f"{g} ({len(there.intersection(names))} of {len(names)})"
+        for g, names in groups.items()
+    ]
     lines = [
-        f"| method | {' | '.join(groups)} | all, over `reducing` | all, calls inlined | steps | seconds | equal |",
+        f"| method | {' | '.join(heads)} | all, over `reducing` | all, calls inlined | steps | seconds | equal |",
         "|---" * (len(groups) + 6) + "|",
     ]
     everything = tuple(dict.fromkeys(r["module"] for r in rows))
@@ -408,13 +413,13 @@ def variants(iterations: int, steps: int) -> dict[str, TrainConfig | DQNConfig]:
         iterations, steps, evaluate_every=max(1, iterations // 10), agent=AgentConfig(horizon=15)
     )
     plain = full.plain()
+    # PPO plays the episodes of an iteration to their end, three quarters of which are still to come on the average.
+    total = iterations * (steps + full.environments * full.agent.horizon * 3 // 4)
     return {
         "PPO": plain,
         "PPO, all": full,
         "PPO, all, graph": replace(full, agent=replace(full.agent, network=Network.GRAPH)),
-        "DQN, all": DQNConfig(
-            iterations * steps, evaluate_every=max(1, iterations * steps // 10), agent=full.agent
-        ),
+        "DQN, all": DQNConfig(total, evaluate_every=max(1, total // 10), agent=full.agent),
         "PPO, masking": replace(plain, agent=full.agent),
         "PPO, shaping": replace(plain, teaching=Teaching(curriculum=False)),
         "PPO, curriculum": replace(plain, teaching=Teaching(shaping=False)),
