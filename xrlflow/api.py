@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from xrlflow import pipeline
-from xrlflow.backends import BackendError
-from xrlflow.onnxio import ModelError, Source, load
+from xrlflow import batch, pipeline
+from xrlflow.batch import Batch
+from xrlflow.onnxio import Source, load
 from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
 from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
 from xrlflow.pipeline.context import runnable
+from xrlflow.pipeline.errors import CORRECTABLE
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_apart, check_writable
@@ -25,9 +26,7 @@ from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, s
 from xrlflow.report import Listener, Report
 from xrlflow.report.page.html import page_html
 from xrlflow.report.page.server import PageServer
-from xrlflow.search import TraceError
-from xrlflow.tuning.store import StoreError
-from xrlflow.verify import Verification, VerificationError, verify
+from xrlflow.verify import Verification, verify
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from xrlflow.rl.train import Trained
 
 __all__ = [
+    "Batch",
     "Comparison",
     "OptionError",
     "Options",
@@ -52,6 +52,7 @@ __all__ = [
     "compare",
     "list_rules",
     "optimize",
+    "optimize_all",
     "page_of_trace",
     "prove_rules",
     "rule_stats",
@@ -66,7 +67,7 @@ __all__ = [
     "view",
 ]
 
-UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
+UserError = CORRECTABLE
 """Errors that a caller can correct."""
 
 
@@ -94,7 +95,7 @@ def optimize(
     model: Source,
     *,
     search: str = "xrlflow",
-    cost: str | CostModel = "profiled",
+    cost: str | CostModel = "auto",
     backend: str = "auto",
     portable: bool = False,
     cpu: str | None = None,
@@ -139,7 +140,8 @@ def optimize(
     - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
       steps on this model first; with "rlflow" those that its world model learns from (default 200).
     - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
-      operators stand), "roofline", "measured" (whole models, slow), or any CostModel.
+      operators stand), "auto" (a search by each of the two, and the faster result leads; without `measure`, with
+      `train_steps` and with "rlflow": "profiled"), "roofline", "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
     - `time_limit`: seconds for everything. `seed`: the seed of everything random.
     - `replay`: apply the substitutions of this trace file instead of searching.
@@ -185,6 +187,31 @@ def optimize(
     arguments = dict(locals())
     model, listener = arguments.pop("model"), arguments.pop("listener")
     return pipeline.optimize(model, Options(**arguments), listener)
+
+
+def optimize_all(
+    models: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    executor: batch.Executor | None = None,
+    listener: batch.Listener | None = None,
+    **options: Any,
+) -> Batch:
+    """Make many models faster: those of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a file.
+
+    The folder `output` gets a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page beside it, and
+    `report.html` with all of them. `options` are those of `optimize`; shapes are given to the inputs that have the
+    name. A model that cannot be optimised is a row with an error, and the others go on.
+
+    The same call goes on where the last one ended: a model is not done again unless its content, its external data, an
+    option, or the version of xrlflow or ONNX Runtime has changed. Ctrl-C ends the batch; what is done is kept.
+
+    `executor` does the jobs: by default `xrlflow.batch.Processes(1)`, one process of this machine. Jobs that measure
+    take turns on a machine, whoever runs them. `listener` is called with a `Progress`.
+
+    Raises OptionError if an argument is wrong, ModelError if the output cannot be written.
+    """
+    return batch.optimize_all(models, output, Options(**options), executor=executor, listener=listener)
 
 
 def tune(

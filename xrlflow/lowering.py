@@ -25,6 +25,7 @@ from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
 from xrlflow.backends.tvm.winograd_fusion import chosen_in
+from xrlflow.cost.machine import cpu_name
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
@@ -240,11 +241,8 @@ class Lowering:
     def kernels_version(self) -> str:
         """Changes with the algorithms, and when kernels may have been tuned further."""
         exact = " exact" if self.algorithms.exact else ""
-        try:
-            about = os.stat(self.store.path)
-        except FileNotFoundError:
-            return f"untuned{exact}"
-        return f"tuned {self.store.path} {about.st_mtime_ns}{exact}"
+        state = self.store.state(self.target.device or cpu_name())
+        return f"tuned {self.store.path} {state}{exact}" if state is not None else f"untuned{exact}"
 
     def _tuned(self) -> Tuned:
         target = self.target

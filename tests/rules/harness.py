@@ -52,13 +52,16 @@ def rewritten(rule: AnyRule, proto: onnx.ModelProto, pick: int = 0) -> tuple[onn
     return to_proto(imported, successor.graph), successor.graph
 
 
-def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+def opened(proto: onnx.ModelProto) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feeds)
+    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    return opened(proto).run(None, feeds)
 
 
 def normal(*shape: int, seed: int = 0, dtype: type = np.float32) -> np.ndarray:
@@ -100,11 +103,14 @@ def random_feeds(proto: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]
     return feeds
 
 
-def assert_equivalent(before: onnx.ModelProto, after: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> None:
-    """Both give the same on these inputs: see `assert_same`. What `before` may be off is measured in float64."""
-    expected, found = run(before, feeds), run(after, feeds)
-    imported = load(before)
-    assert_same(expected, found, in_float64(imported, imported.graph, feeds))
+def assert_equivalent(
+    before: onnx.ModelProto, after: onnx.ModelProto, *inputs: dict[str, np.ndarray]
+) -> None:
+    """Both give the same on all these inputs: see `assert_same`. What `before` may be off is measured in float64."""
+    one, other, imported = opened(before), opened(after), load(before)
+    for feeds in inputs:
+        expected, found = one.run(None, feeds), other.run(None, feeds)
+        assert_same(expected, found, in_float64(imported, imported.graph, feeds))
 
 
 def assert_same(
@@ -139,8 +145,7 @@ def applies(rule: AnyRule, proto: onnx.ModelProto, *, pick: int = 0, ops: list[s
     `ops` are the operators of the result that run, sorted (constant expressions are not counted).
     """
     after, graph = rewritten(rule, proto, pick)
-    for seed in range(3):
-        assert_equivalent(proto, after, random_feeds(proto, seed))
+    assert_equivalent(proto, after, *(random_feeds(proto, seed) for seed in range(3)))
     if ops is not None:
         assert sorted(n.op for n in graph.nodes() if not n.const) == sorted(ops)
     return graph

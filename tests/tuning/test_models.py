@@ -33,6 +33,8 @@ from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import tune
 from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.tuning.tasks import Task, module_key
+from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
+from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig
 from xrlflow.tuning.tuners.protocol import Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
@@ -137,9 +139,13 @@ def test_the_untuned_schedule_is_the_first_proposal(tasks: list[Task]) -> None:
 
 
 @pytest.mark.parametrize("method", [m for m in Method if m is not Method.EVOLUTIONARY])
-def test_asked_for_one_at_a_time_a_tuner_comes_to_all_choices(method: Method, tasks: list[Task]) -> None:
+def test_asked_for_one_at_a_time_a_tuner_comes_to_all_choices(
+    method: Method, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tvm.s_tir import Schedule
 
+    few = ChameleonConfig(walks=8, steps=4, rounds=1)  # the default plans for seconds
+    monkeypatch.setattr("xrlflow.tuning.tuners.chameleon.ChameleonTuner", partial(ChameleonTuner, config=few))
     machine = detect(cores=2)
     task = min(tasks, key=lambda task: len(choices(task.mod, machine)))
     tuner = blocked(method, machine)(task, 3)
@@ -174,7 +180,13 @@ def test_a_tuner_learns_how_long_the_untuned_schedule_takes(
 
 
 @pytest.mark.parametrize("method", Method)
-def test_every_method_tunes_a_models_kernels(method: Method, tasks: list[Task], tmp_path: Path) -> None:
+def test_every_method_tunes_a_models_kernels(
+    method: Method, tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = partial(
+        EvolutionaryConfig, population=16, generations=1, warmup=8
+    )  # the default takes many seconds
+    monkeypatch.setattr("xrlflow.tuning.tuners.evolutionary.EvolutionaryConfig", few)
     machine = detect(cores=2)
     with Store(tmp_path / "store.sqlite") as store:
         found = tune(

@@ -1,8 +1,9 @@
 """Reads and writes ONNX files."""
 
+from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto
-from xrlflow.onnxio.importer import Source, load
+from xrlflow.onnxio.importer import Source, load, name_of
 from xrlflow.onnxio.model import ImportedModel, NodeLabel
 from xrlflow.onnxio.original import save_original
 
@@ -17,6 +18,8 @@ __all__ = [
     "check_result",
     "export",
     "load",
+    "data_files",
+    "name_of",
     "save",
     "save_original",
     "size_of",

@@ -146,11 +146,11 @@ def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
     def of(first: Array, others: Sequence[Array]) -> Array:
         if _is_exact(first):
             changed = np.any([first != o for o in others], axis=0)
-            return np.where(changed, np.inf, 0.0)
+            return np.asarray(np.where(changed, np.inf, 0.0))
         a = _real(first)
         with np.errstate(invalid="ignore"):
             far = [np.where(_same(a, b), 0.0, np.abs(b - a)) for b in map(_real, others)]
-        return np.nan_to_num(np.max(far, axis=0), nan=np.inf, posinf=np.inf)
+        return np.asarray(np.nan_to_num(np.max(far, axis=0), nan=np.inf, posinf=np.inf))
 
     return [
         [of(first, [run[draw][number] for run in moved]) for number, first in enumerate(outputs)]

@@ -120,7 +120,7 @@ def nudged(array: Array, generator: np.random.Generator) -> Array:
         return nudged(parts, generator).view(array.dtype)
     if not _is_float(array.dtype):
         return array
-    unit = float(ml_dtypes.finfo(array.dtype).eps)
+    unit = float(ml_dtypes.finfo(array.dtype).eps)  # type: ignore[no-untyped-call]
     signs = generator.choice(np.array([-1.0, 1.0]), array.shape)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(array.astype(np.float64) * (1.0 + unit * signs)).astype(array.dtype)
@@ -163,7 +163,7 @@ def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.rand
         if form is Floats.POSITIVE or use.positive or not shape:
             return generator.uniform(0.5, 1.5, shape)
         fan = int(np.prod(shape[:-1])) if len(shape) > 1 else 1
-        return generator.normal(size=shape) / max(1.0, fan) ** 0.5
+        return np.asarray(generator.normal(size=shape) / max(1.0, fan) ** 0.5)
 
     return (floats() + 1j * floats()).astype(kind) if kind.kind == "c" else np.asarray(floats()).astype(kind)
 

@@ -140,11 +140,11 @@ def xla(workers: int | None = None) -> Iterator[Compiler]:
         cache.close()
 
 
-def read(compiler: Compiler, path: Source) -> Module:
+def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
     """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
-    name = os.fspath(path)
+    name = source.name if isinstance(source, files.StandardInput) else os.fspath(source)
     try:
-        data = Path(path).read_bytes()
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
         raise CompilerError(f"{name} cannot be read: {error.strerror or error}") from error
     try:
@@ -200,7 +200,7 @@ def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> t
 
 
 def optimize(
-    source: Source,
+    source: Source | files.StandardInput,
     *,
     search: Search | None = None,
     agent: Source | None = None,
@@ -408,7 +408,7 @@ class Table:
 
 
 def bench(
-    source: Source,
+    source: Source | files.StandardInput,
     *,
     searches: Sequence[Search] = tuple(WITHOUT_AGENT),
     agent: Source | None = None,

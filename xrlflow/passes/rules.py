@@ -108,7 +108,7 @@ class RuleCompiler:
                     found.append([[np.asarray(o) for o in runner.run(feeds)] for feeds in draws])
         except BackendError as error:
             raise CompilerError(str(error)) from error
-        return compared(*found)
+        return compared(found[0], found[1])
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0

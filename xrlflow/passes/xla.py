@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.cost.machine import cpu_name
 from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
@@ -219,18 +219,17 @@ class XlaCompiler:
         try:
             exact = self._expected(reference, draws, Wide())
             wide = self._outputs(reference, module, draws, Wide())
+            first = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True), expected[0])
         except _NotWide as why:
-            exact, in_float64, narrow = None, None, f" (in its own types alone: {why})"
-        else:
-            in_float64 = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True), expected[0])
-            if not in_float64.equal:
-                return replace(in_float64, difference=f"{in_float64.difference} (in float64)")
-        in_own = in_types(expected, found, exact, lambda: self._moved(reference, draws, wide=False))
-        if in_float64 is None:
-            return in_own if in_own.equal else replace(in_own, difference=f"{in_own.difference}{narrow}")
-        if not in_own.equal:
-            return in_own
-        return replace(in_float64, note=in_own.note, worst=max(in_own.worst, in_float64.worst))
+            alone = in_types(expected, found, None, lambda: self._moved(reference, draws, wide=False))
+            narrow = f"{alone.difference} (in its own types alone: {why})"
+            return alone if alone.equal else replace(alone, difference=narrow)
+        if not first.equal:
+            return replace(first, difference=f"{first.difference} (in float64)")
+        second = in_types(expected, found, exact, lambda: self._moved(reference, draws, wide=False))
+        if not second.equal:
+            return second
+        return replace(first, note=second.note, worst=max(first.worst, second.worst))
 
     def _moved(self, reference: Module, draws: _Draws, wide: bool) -> list[Outputs]:
         """The outputs of a reference with inputs that are moved by one unit in the last place, several times; in

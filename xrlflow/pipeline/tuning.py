@@ -125,7 +125,7 @@ def _for_search(options: TuneOptions) -> Options:
         search="greedy", cost="roofline", backend="tvm", cpu=options.cpu, triple=options.triple, remote=options.remote,
         shapes=options.shapes, threads=options.threads, seed=options.seed, measure=options.measure,
         verify=options.verify, inputs=options.inputs, exact_kernels=options.exact_kernels,
-        time_limit=options.time_limit,
+        time_limit=options.time_limit, store=options.server,
     )  # fmt: skip
 
 

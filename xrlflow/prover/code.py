@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from xrlflow.prover.thresholds import codes, function_of
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
+from xrlflow.rewrite.pattern import patterns_of
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.GtE: ast.Gt,
@@ -305,7 +306,8 @@ def put(function: FunctionType, code: CodeType) -> Iterator[None]:
 
 
 def forget(home: str) -> None:
-    """Clear the caches of all functions of a package."""
+    """Clear the caches of all functions of a package, and the patterns of rules."""
+    patterns_of.cache_clear()
     for clear in _caches(home):
         clear()
 

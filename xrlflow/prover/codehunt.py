@@ -206,6 +206,7 @@ class CodeHunt:
             raise ValueError(f"{rule.name} is not proven: {proof.failures[0]}")
         self.proof = proof
         self.rng = np.random.default_rng(seed)
+        forget(self.home)
         with lines_run(self.home) as lines:
             self._library()
         self.at_first = frozenset(lines)

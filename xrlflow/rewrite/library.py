@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from xrlflow.ir import Node, TensorType, Value
-from xrlflow.rewrite.pattern import Pattern, trace_patterns
+from xrlflow.rewrite.pattern import Pattern, patterns_of
 from xrlflow.rewrite.plan import PlanFunction, compile_plan, may_start
 from xrlflow.rewrite.rule import AnyRule, Refused, RegionRule, Rule, RuleError, check_rules
 
@@ -26,14 +26,18 @@ class RuleStats:
 
 @dataclass(eq=False)
 class Plan:
-    """The plan of a pattern from one of its nodes. It is compiled on first use, since most plans are never run."""
+    """The plan of a pattern from one of its nodes. It is compiled on first use, since most plans are never run, and
+    once for all libraries."""
 
     pattern: Pattern
     start: int
 
     @cached_property
     def run(self) -> PlanFunction:
-        return compile_plan(self.pattern, self.start)
+        compiled = self.pattern.plans
+        if self.start not in compiled:
+            compiled[self.start] = compile_plan(self.pattern, self.start)
+        return compiled[self.start]
 
 
 @dataclass(slots=True, eq=False)  # not frozen: freezing would take most of the time to make one
@@ -176,8 +180,8 @@ class Library:
         self.regions = Regions()
         for rule in offered:
             if isinstance(rule, Rule):
-                for pattern in trace_patterns(rule):
-                    self._add(pattern)
+                for pattern in patterns_of(rule):
+                    self._add(replace(pattern, verdicts={}))  # a proof drops conditions: verdicts are its own
             else:
                 if not rule.anchors:
                     raise RuleError(f"{rule.name} has no anchors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from xrlflow.ir import Attr, TensorType
@@ -96,6 +96,8 @@ class Pattern:
     verdicts: dict[tuple[tuple[TensorType | None, ...], tuple[Any, ...]], Refused | None] = field(
         default_factory=dict
     )
+    # By the number of the node that it starts at: the compiled plan (`plan.PlanFunction`).
+    plans: dict[int, Callable[..., None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -179,6 +181,12 @@ class _Tracer(Op):
             return outs[0] if outputs == 1 else outs
 
         return call
+
+
+@lru_cache(maxsize=1024)
+def patterns_of(rule: Rule) -> tuple[Pattern, ...]:
+    """The patterns of a rule, traced once: all libraries share them, with their compiled plans."""
+    return tuple(trace_patterns(rule))
 
 
 def trace_patterns(rule: Rule) -> list[Pattern]:

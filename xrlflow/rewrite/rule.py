@@ -355,7 +355,7 @@ class _Declared:
         elif not hasattr(cls, "family") and cls.__module__ != __name__:
             cls.family = cls.__module__.rpartition(".")[2]
 
-    @property
+    @cached_property
     def equation(self) -> str:
         """The first paragraph of the docstring."""
         doc = inspect.cleandoc(type(self).__dict__.get("__doc__") or "")  # its own, not an inherited one

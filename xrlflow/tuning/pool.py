@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from xrlflow.backends.children import serve_in_child
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
@@ -296,7 +296,8 @@ class Pool:
         remote = self.options.remote
         if remote is None:
             return Run(path, arguments, timing)
-        return RunThere(path, arguments, timing, remote, self.options.run_seconds, self.options.threads)
+        seconds, threads = self.options.run_seconds, self.options.threads
+        return RunThere(path, arguments, timing, remote, seconds, threads, PATIENCE)
 
     def _check_space(self) -> None:
         """Raise PoolError if the disk is full: then a failure to build is not the candidate's fault."""

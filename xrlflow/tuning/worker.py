@@ -100,7 +100,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunThere:
-    """Like Run, but on a remote device, for at most `seconds`, with `threads` threads."""
+    """Like Run, but on a remote device, for at most `seconds`, with `threads` threads. `patience`: see `connect`."""
 
     path: str
     arguments: tuple[Argument, ...]
@@ -108,6 +108,7 @@ class RunThere:
     remote: Remote
     seconds: float
     threads: int
+    patience: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +275,7 @@ def run_there(job: RunThere) -> Ran:
 
     The device ends a session that takes too long. Raises DeviceError if the device is gone.
     """
-    session = connect(job.remote, limit=job.seconds)
+    session = connect(job.remote, patience=job.patience, limit=job.seconds)
     try:
         use_threads(session, job.remote, job.threads)
         name = Path(job.path).name

@@ -39,6 +39,8 @@ from xrlflow.tuning.pool import Pool, PoolError, PoolOptions
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.worker import Timing
 
+pytestmark = pytest.mark.usefixtures("brief_comparisons")
+
 QUICK = Timing(samples=2, sample_ms=0.2)
 
 
@@ -215,11 +217,7 @@ def test_optimised_on_the_device(board: Board, file: Path, tmp_path: Path) -> No
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
-def test_tuned_on_the_device(
-    board: Board, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nothing here depends on how narrow an interval is.
-    monkeypatch.setattr("xrlflow.lowering._COMPARING", 3.0)
+def test_tuned_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
     place, output = tmp_path / "store.sqlite", tmp_path / "fast.so"
     options = {"method": "random", "trials": 4, "batch": 2, "threads": 1, "store": place}
     tuned = api.tune(file, remote=str(board.remote), **options)  # type: ignore[arg-type]
@@ -277,7 +275,8 @@ def test_unknown_keys_and_dead_trackers(
     assert not (tmp_path / "f.so").exists()
 
 
-def test_a_tracker_that_says_nothing() -> None:
+def test_a_tracker_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.backends.tvm.remote._ANSWER", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         remote = Remote("127.0.0.1", silent.getsockname()[1], "board")
         with pytest.raises(DeviceError, match="no tracker of TVM's answers"):
@@ -301,8 +300,9 @@ def test_kernels_that_hang_are_ended_by_the_device(board: Board) -> None:
             pool.evaluate(task, scheduled(task, 8), [])
 
 
-def test_a_crash_is_the_kernels_own(tmp_path: Path) -> None:
+def test_a_crash_is_the_kernels_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TVM's server does not outlive a kernel that crashes: the next one finds no device."""
+    monkeypatch.setattr("xrlflow.tuning.pool.PATIENCE", 2.0)
     own = Board(tmp_path)
     try:
         own.serve()
@@ -345,7 +345,8 @@ def test_a_device_that_is_gone_or_silent(file: Path, tmp_path: Path, monkeypatch
         own.close()
 
 
-def test_a_server_killed_while_tuning(file: Path, tmp_path: Path) -> None:
+def test_a_server_killed_while_tuning(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.tuning.pool.PATIENCE", 2.0)
     board = Board(tmp_path)
     place = tmp_path / "store.sqlite"
     try:

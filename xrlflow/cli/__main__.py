@@ -1,0 +1,5 @@
+"""`python -m xrlflow.cli`."""
+
+from xrlflow.cli.program import main
+
+main()
