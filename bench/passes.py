@@ -534,7 +534,7 @@ def quick(
 ) -> Row:
     """The figures of `--quick --json`: our default search against chance at equal steps."""
     begin = time.monotonic()
-    ours = "guided" if agent is not None else "evolution"
+    ours = "agent+evolution" if agent is not None else "evolution"
     rows = searches(compiler, names, (ours, "random"), seeds, steps, Tools(agent), Kept())
     gpt2 = [n for n in names if n in GPT2_TRAINING]
     three = [n for n in names if n in OVERALL]

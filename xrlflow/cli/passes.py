@@ -92,7 +92,7 @@ def optimize_passes(
     *,
     search: Searching = None,
     agent: AgentFile = None,
-    steps: Steps = 500,
+    steps: Steps = 200,
     horizon: Horizon = 30,
     metric: Reduce = PASS_METRICS[0],
     time_limit: Seconds = None,

@@ -204,7 +204,7 @@ def optimize(
     *,
     search: Search | None = None,
     agent: Source | None = None,
-    steps: int = 500,
+    steps: int = 200,
     horizon: int = 30,
     time_limit: float | None = None,
     metric: Metric = Metric.OPERATIONS,
