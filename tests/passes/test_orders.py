@@ -265,7 +265,7 @@ def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
 ) -> None:
     """The agent of the package knows XLA's passes, and not those of the toy."""
     output, search = tmp_path / "out", orders.Search
-    assert orders.optimize(file, horizon=8).search is search.BEAM
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
     shipped = tmp_path / "shipped"
     random_agent(words, AgentConfig(width=8, horizon=8)).save(shipped)
     monkeypatch.setattr(orders, "PRETRAINED", shipped)
@@ -276,7 +276,7 @@ def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
     )
     assert orders.optimize(file, search=search.GREEDY).search is search.GREEDY
     monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
-    assert orders.optimize(file, horizon=8).search is search.BEAM
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
     with pytest.raises(orders.OrderError, match="agents need torch"):
         orders.optimize(file, search=search.AGENT)
 

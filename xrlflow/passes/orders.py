@@ -2,7 +2,7 @@
 
     from xrlflow.passes import orders
 
-    found = orders.optimize("model.hlo", search=orders.Search.BEAM, steps=500)
+    found = orders.optimize("model.hlo", steps=200)
     print(found.before, found.default, found.after, found.order.passes)
     found.save("better.hlo")
 
@@ -184,18 +184,18 @@ def searched(
 
 
 def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> tuple[Search, Agent | None]:
-    """The search and the agent for a compiler. By default it is REFINED with the agent of the package, or BEAM if that
-    agent is for another compiler or the extra for agents is missing.
+    """The search and the agent for a compiler. By default it is REFINED with the agent of the package, or EVOLUTION if
+    that agent is for another compiler or the extra for agents is missing.
 
     Raises OrderError if the extra is missing for a search that needs it, CheckpointError for the file of an agent.
     """
     if agent is not None:
         return search or Search.REFINED, load_agent(agent)
     if search in WITHOUT_AGENT or (search is None and _missing()):
-        return search or Search.BEAM, None
+        return search or Search.EVOLUTION, None
     shipped = load_agent(PRETRAINED)
     if search is None and not shipped.fits(compiler):
-        return Search.BEAM, None
+        return Search.EVOLUTION, None
     return search or Search.REFINED, shipped
 
 
