@@ -54,6 +54,8 @@ _IDLE = 50_000  # modules whose passes without effect are remembered
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
 # How often it is observed how far outputs move. Constants that move must be compiled each time.
 _NUDGES, _WIDE_NUDGES = 16, 4
+_RANDOM = frozenset({"rng", "rng-get-and-update-state"})
+_TALKING = frozenset({"infeed", "outfeed", "recv", "recv-done", "send", "send-done"})
 _REFERENCES = 16  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
@@ -205,6 +207,7 @@ class XlaCompiler:
         self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
     ) -> Comparison:
         """See `equality`. Modules without a counterpart in float64 are compared in their own types alone."""
+        _check_alone(reference)
         draws: _Draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
         draws += tuple(given(arrays) for arrays in inputs)
         key = reference.digest, module.digest, draws
@@ -272,6 +275,7 @@ class XlaCompiler:
 
         The first run of each, which its outputs come from, is not counted.
         """
+        _check_alone(modules[0])
         found: Executed = self._answer(
             Execute(modules[0].data, tuple(m.data for m in modules), (Draw(seed),), repetitions)
         )
@@ -352,6 +356,17 @@ class XlaCompiler:
         while self._remembered > self.options.remember and len(self._modules) > 1:
             _, oldest = self._modules.popitem(last=False)
             self._remembered -= len(oldest.data)
+
+
+def _check_alone(module: Module) -> None:
+    """Raises CompilerError for a module that does not run alone, or never twice the same."""
+    for kind, _ in module.summary.opcodes:
+        if kind in _RANDOM:
+            raise CompilerError(
+                f"the module's {kind} draws other numbers in each run: results cannot be compared"
+            )
+        if kind in _TALKING:
+            raise CompilerError(f"the module's {kind} waits for another program: it cannot be run alone")
 
 
 def _module(loaded: Loaded) -> Module:
