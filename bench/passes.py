@@ -49,7 +49,7 @@ from xrlflow.passes.lessons import Teaching
 from xrlflow.passes.orders import timed, xla
 from xrlflow.passes.play import guided, play, refine, sample
 from xrlflow.passes.ppo import TrainConfig, train
-from xrlflow.passes.pretrained import PRETRAINED
+from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
 from xrlflow.passes.searches import (
     Budget,
     Order,
@@ -109,10 +109,14 @@ Method = Callable[[Compiler, Module, Budget, int, Tools], Order]
 
 def _with(play_on: Callable[..., Order]) -> Method:
     def method(compiler: Compiler, module: Module, budget: Budget, seed: int, tools: Tools) -> Order:
-        assert tools.agent is not None
-        return play_on(tools.agent, compiler, module, budget, seed)
+        return play_on(_needed(tools.agent), compiler, module, budget, seed)
 
     return method
+
+
+def _needed(agent: Agent | None) -> Agent:
+    assert agent is not None
+    return agent
 
 
 def _plain(search: Callable[..., Order]) -> Method:
@@ -142,8 +146,11 @@ METHODS: dict[str, Method] = {
     "agent": _with(sample),
     "guided": _with(guided),
     "agent+evolution": _with(refine),
+    "refined": lambda compiler, module, budget, seed, tools: refine(
+        _needed(tools.agent), compiler, module, budget, seed, known=[tools.fixed]
+    ),
 }
-WITH_AGENT = ("zero-shot", "agent", "guided", "agent+evolution")
+WITH_AGENT = ("zero-shot", "agent", "guided", "agent+evolution", "refined")
 # Methods that draw nothing need one seed.
 _CERTAIN = ("reducing", "greedy", "fixed", "zero-shot")
 
@@ -534,8 +541,8 @@ def quick(
 ) -> Row:
     """The figures of `--quick --json`: our default search against chance at equal steps."""
     begin = time.monotonic()
-    ours = "agent+evolution" if agent is not None else "evolution"
-    rows = searches(compiler, names, (ours, "random"), seeds, steps, Tools(agent), Kept())
+    ours = "refined" if agent is not None else "evolution"
+    rows = searches(compiler, names, (ours, "random"), seeds, steps, Tools(agent, SEQUENCE), Kept())
     gpt2 = [n for n in names if n in GPT2_TRAINING]
     three = [n for n in names if n in OVERALL]
     return {
@@ -636,7 +643,7 @@ def tools_of(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> Too
     return Tools(
         Agent.load(options.agent) if set(options.methods) & set(WITH_AGENT) else None,
         fixed_sequence(compiler, TAUGHT, options.fixed_steps, 0, kept)
-        if any(m.startswith("fixed") for m in options.methods) or options.table == "learning"
+        if {"fixed", "fixed+evolution", "refined"} & set(options.methods) or options.table == "learning"
         else (),
         reducing_passes(compiler, TAUGHT, kept)
         if "reducing" in options.methods or options.table == "learning"
@@ -711,7 +718,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="agent: the seed of its training")
     parser.add_argument("--pairs", type=int, default=100, help="time: pairs of runs")
-    parser.add_argument("--fixed-steps", type=int, default=3000, help="steps to make the fixed sequence")
+    parser.add_argument("--fixed-steps", type=int, default=1500, help="steps to make the fixed sequence")
     parser.add_argument("--agent", type=Path, help="the file of an agent (that of the package)")
     parser.add_argument("--kept", type=Path, help="rows are kept in this file, and resumed")
     parser.add_argument("--jobs", type=int, default=1, help="processes, which need --kept")

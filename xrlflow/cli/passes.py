@@ -28,7 +28,7 @@ Searching = Annotated[
     str | None,
     typer.Option(
         "--search",
-        help=f"One of: {', '.join(PASS_SEARCHES)}. Default: refined; evolution without the extra train.",
+        help=f"One of: {', '.join(PASS_SEARCHES)}. Default: refined.",
         autocompletion=completing(PASS_SEARCHES),
         show_default=False,
     ),

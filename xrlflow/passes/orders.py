@@ -28,8 +28,8 @@ from xrlflow import files
 from xrlflow.backends.statistics import median_interval
 from xrlflow.passes.cache import Cache
 from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
-from xrlflow.passes.pretrained import PRETRAINED
-from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, tree
+from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
+from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, refined, tree
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _PAIRS = 40
 
 class Search(Enum):
     """How an order is looked for. By an agent: AGENT (orders drawn from its policy), GUIDED (tree search with its
-    policy) and REFINED (evolution that begins with its order)."""
+    policy) and REFINED (evolution that begins with its order or a known sequence; it does without an agent, too)."""
 
     RANDOM = "random"
     GREEDY = "greedy"
@@ -175,28 +175,40 @@ def searched(
     """Look for an order. Raises OrderError if the search needs an agent and there is none."""
     if search in WITHOUT_AGENT:
         return WITHOUT_AGENT[search](compiler, module, budget, seed, metric)
+    if search is Search.REFINED and agent is None:
+        return refined(compiler, module, _known(compiler), budget, seed, metric)
     if agent is None:
         raise OrderError(f"the search {search.value} needs an agent: name its file")
     from xrlflow.passes.play import guided, refine, sample
 
-    look = {Search.AGENT: sample, Search.GUIDED: guided, Search.REFINED: refine}[search]
+    if search is Search.REFINED:
+        return refine(agent, compiler, module, budget, seed, metric, [_known(compiler)])
+    look = sample if search is Search.AGENT else guided
     return look(agent, compiler, module, budget, seed, metric)
 
 
+def _known(compiler: Compiler) -> tuple[str, ...]:
+    """The fixed sequence for this compiler; empty if none is known."""
+    return SEQUENCE if set(SEQUENCE) <= set(compiler.passes) else ()
+
+
 def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> tuple[Search, Agent | None]:
-    """The search and the agent for a compiler. By default it is REFINED with the agent of the package, or EVOLUTION if
-    that agent is for another compiler or the extra for agents is missing.
+    """The search and the agent for a compiler. By default it is REFINED, with the agent of the package if that is for
+    this compiler and the extra for agents is there; EVOLUTION if there is neither agent nor sequence for the compiler.
 
     Raises OrderError if the extra is missing for a search that needs it, CheckpointError for the file of an agent.
     """
     if agent is not None:
         return search or Search.REFINED, load_agent(agent)
-    if search in WITHOUT_AGENT or (search is None and _missing()):
-        return search or Search.EVOLUTION, None
-    shipped = load_agent(PRETRAINED)
-    if search is None and not shipped.fits(compiler):
-        return Search.EVOLUTION, None
-    return search or Search.REFINED, shipped
+    if search in WITHOUT_AGENT:
+        return search, None
+    if search in (None, Search.REFINED):
+        shipped = None if _missing() else load_agent(PRETRAINED)
+        if shipped is not None and not shipped.fits(compiler):
+            shipped = None
+        usual = Search.REFINED if shipped is not None or _known(compiler) else Search.EVOLUTION
+        return search or usual, shipped
+    return search, load_agent(PRETRAINED)
 
 
 def optimize(

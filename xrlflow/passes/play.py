@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -80,8 +80,10 @@ def refine(
     budget: Budget,
     seed: int = 0,
     metric: Metric = Metric.OPERATIONS,
+    known: Sequence[Sequence[str]] = (),
 ) -> Order:
-    """The likeliest order first, then what betters it: see `improve`. The policy says which passes are tried first."""
+    """Known sequences and the likeliest order first, then what betters the best of them: see `improve`. The policy says
+    which passes are tried first."""
     agent.check(compiler)
     explorer = Explorer(compiler, module, budget, metric)
     priors = _policy(agent, explorer.meter, module)
@@ -91,6 +93,8 @@ def refine(
         return sorted(explorer.open(node), key=lambda name: -likely[name])
 
     def play_on() -> None:
+        for passes in known:
+            explorer.replay(passes[: budget.horizon])
         _episode(agent, explorer, _likeliest(agent))
         improve(explorer, ranked, seed)
 

@@ -64,7 +64,7 @@ def refined(
     explorer = Explorer(compiler, module, budget, metric)
 
     def go_on() -> None:
-        explorer.replay(passes)
+        explorer.replay(passes[: budget.horizon])
         improve(explorer, explorer.open, seed)
 
     return until_over(explorer, go_on)
