@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrlflow.backends import BackendError, RepeatedComparison
-from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.limits import default_threads
+from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
