@@ -5,6 +5,7 @@ It loads jaxlib alone, not jax. Requests and answers are pickled; `serve` answer
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from xrlflow.backends.children import end_with_parent
 from xrlflow.passes import hlo, inputs
 from xrlflow.passes.compiler import CompilerError, Summary
 from xrlflow.passes.inputs import Array, Inputs
@@ -119,6 +121,19 @@ _QUICK: Options = (
 Request: TypeAlias = Load | Transform | Print | Whole | Execute
 
 
+# HLO text begins with its name, after comments.
+_HLO_TEXT = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)
+_HLO_DEVICES = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
+_STABLEHLO_DEVICES = re.compile(r"\bmhlo\.(num_replicas|num_partitions) = (\d+)")
+
+
+def _for_one_device(found: Sequence[tuple[str, str]]) -> None:
+    """Raises CompilerError for a module of several devices: XLA would forget them, and compute something else."""
+    for name, count in found:
+        if int(count) > 1:
+            raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
+
+
 class _Xla:
     """A CPU client, and the hook through which modules come out."""
 
@@ -204,18 +219,45 @@ class _Xla:
         return float(found.get("bytes accessed", 0.0)), float(found.get("flops", 0.0))
 
     def load(self, source: str | bytes) -> Loaded:
-        if isinstance(source, str) and source.lstrip().startswith("HloModule"):
+        if isinstance(source, str):
+            source = source.removeprefix("\ufeff")
+        if isinstance(source, str) and _HLO_TEXT.match(source):
             try:
-                data = self.hlo.hlo_module_from_text(source).as_serialized_hlo_module_proto()
+                module = self.hlo.hlo_module_from_text(source)
             except Exception as error:
                 raise CompilerError(_first_line(error)) from error
+            _for_one_device(_HLO_DEVICES.findall(module.to_string().partition("\n")[0]))
+            data = module.as_serialized_hlo_module_proto()
         elif isinstance(source, str) or source[:4] == b"ML\xefR":
             data = self.imported(source)
+            _for_one_device(_STABLEHLO_DEVICES.findall(self.attributes(source)))
         else:
             hlo.parse(source)
             data = source
         # Twice: jax's own module has calls and tuples that go away only at the second time.
         return self.landed(self.landed(data).data)
+
+    def attributes(self, source: str | bytes) -> str:
+        """What a StableHLO module says of itself, beside its functions."""
+        if isinstance(source, str):
+            return source.partition("func.func")[0]
+        from jaxlib.mlir import ir
+        from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+        from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+
+        dialects = ir.DialectRegistry()
+        _jax_mlir_ext.register_dialects(dialects)
+        with ir.Context() as context:
+            context.append_dialect_registry(dialects)
+            context.load_all_available_dialects()
+            for dialect in (chlo, sdy, stablehlo):
+                dialect.register_dialect(context)
+            try:
+                module = self.jax.mlir.deserialize_portable_artifact(source)
+            except Exception:  # bytecode of MLIR itself, not of a version of StableHLO
+                module = ir.Module.parse(source)
+            held = module.operation.attributes
+            return ", ".join(f"{name} = {held[name]}" for name in held)
 
     def transform(self, request: Transform) -> Loaded | None:
         if request.unbatched and hlo.has_batched_indices(hlo.parse(request.data)):
@@ -329,6 +371,7 @@ def _first_line(error: BaseException) -> str:
 
 def serve(descriptor: int) -> None:
     """Answer requests that come through a pipe until it is closed."""
+    end_with_parent(descriptor)
     pipe = Connection(descriptor)
     xla = _Xla()
     pipe.send(Ready(f"jaxlib {_version()}"))
@@ -341,6 +384,8 @@ def serve(descriptor: int) -> None:
             answer = xla.answer(request)
         except CompilerError as error:
             answer = Refusal(str(error))
+        except MemoryError as error:
+            answer = Refusal(f"it needs more memory than there is: {_first_line(error)}")
         pipe.send(answer)
 
 
