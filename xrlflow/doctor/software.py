@@ -33,7 +33,6 @@ EXTRAS: Mapping[str, Extra] = {
     "postgres": Extra("measurements on a server", ("psycopg",)),
     "plots": Extra("plots", ("matplotlib",)),
     "xla": Extra("XLA's passes", ("jax", "jaxlib")),
-    "postgres": Extra("measurements on a shared server", ("psycopg",)),
     "models": Extra("the zoo of models", ("onnxscript", "torch", "transformers")),
     "rivals": Extra("benchmarks against other optimizers", ("onnxsim", "onnxslim", "onnxoptimizer")),
 }
