@@ -26,6 +26,7 @@ from xrlflow.cost import AdditiveCost
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
+from xrlflow.learn.threads import permitted_threads
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.rl.agent import Agent
@@ -314,7 +315,7 @@ def train(
     """
     agent = _first_agent(vocabulary, config, start)
     interrupted = False
-    with Trainer(agent, (), config) as trainer:
+    with permitted_threads(), Trainer(agent, (), config) as trainer:
         run = _Run(trainer, output, about or {})
         if resume:
             run.resume()
