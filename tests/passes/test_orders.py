@@ -193,7 +193,7 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
             ["optimize", "{}/word.hlo", "-o", "{}/out", "--metric", "x"],
             "--metric x: choose one of operations",
         ),
-        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "needs an agent"),
+        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "for other passes than words has"),
         (
             ["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent", "--agent", "{}/bad.hlo"],
             "no checkpoint, or is damaged",
@@ -248,12 +248,68 @@ def test_train_then_optimize_with_the_agent(words: Words, file: Path, tmp_path: 
     assert facts["iterations"] == 12
     assert facts["reduction"] == pytest.approx(0.25)
     assert list((tmp_path / "log").iterdir())
-    for search in ("agent", "guided"):
+    for search in ("agent", "guided", "refined"):
         found = invoke(
             "optimize", file, "-o", output, "--search", search, "--agent", agent, "--steps", 60, "--json"
         )
         assert json.loads(found.stdout)["after"] == 3
         assert output.read_text() == "dad"
+
+
+def test_training_goes_on_where_it_was_stopped(words: Words, file: Path, tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    options = ["--steps", 32, "--horizon", 8, "--json"]
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 2, *options).stdout)["iterations"] == 2
+    )
+    words.steps = 0
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 2, *options).stdout)["iterations"] == 2
+    )
+    assert words.steps == 0
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 3, *options).stdout)["iterations"] == 3
+    )
+    assert words.steps > 0
+    other = invoke("train", file, "-o", agent, "--iterations", 3, *options, "--seed", 1)
+    assert other.exit_code == 2
+    assert "agent.training is of a run with other seed: restart, or name another output" in other.stderr
+    again = invoke("train", file, "-o", agent, "--iterations", 1, *options, "--seed", 1, "--restart")
+    assert json.loads(again.stdout)["iterations"] == 1
+    state = tmp_path / "agent.training"
+    refused = invoke("train", state, "-o", agent, *options)
+    assert "would be overwritten by the state of the training" in refused.stderr
+
+
+def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of the package knows XLA's passes, and not those of the toy."""
+    output, search = tmp_path / "out", orders.Search
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
+    shipped = tmp_path / "shipped"
+    random_agent(words, AgentConfig(width=8, horizon=8)).save(shipped)
+    monkeypatch.setattr(orders, "PRETRAINED", shipped)
+    assert orders.optimize(file, horizon=8).search is search.REFINED
+    assert (
+        json.loads(invoke("optimize", file, "-o", output, "--search", "guided", "--json").stdout)["after"]
+        == 3
+    )
+    assert orders.optimize(file, search=search.GREEDY).search is search.GREEDY
+    monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
+    with pytest.raises(orders.OrderError, match="agents need torch"):
+        orders.optimize(file, search=search.AGENT)
+
+
+def test_the_shipped_agent_is_for_xlas_passes() -> None:
+    from xrlflow.passes.hlo import OPCODES
+    from xrlflow.passes.hlo_passes import PASSES
+    from xrlflow.passes.pretrained import PRETRAINED
+
+    agent = orders.load_agent(PRETRAINED)
+    assert agent.passes == tuple(p.name for p in PASSES)
+    assert agent.opcodes == OPCODES
 
 
 def test_bench(words: Words, file: Path) -> None:

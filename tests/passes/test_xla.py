@@ -363,6 +363,14 @@ def test_the_default_order(xla: XlaCompiler) -> None:
     assert names(one) == {"parameter": 2, "dot": 1, "negate": 1, "multiply": 1}
 
 
+def test_the_default_order_of_some_passes(xla: XlaCompiler) -> None:
+    module = xla.load(SNIPPETS["transpose-folding"])
+    assert xla.default(module, ["map-inline", "cse"]) == module
+    assert xla.default(module, ["transpose-folding"]) == xla.apply(module, "transpose-folding").module
+    with pytest.raises(CompilerError, match="no pass 'algebra'"):
+        xla.default(module, ["algebra"])
+
+
 def test_the_default_order_uses_only_the_passes_on_offer() -> None:
     with XlaCompiler(XlaOptions(workers=1), passes=["map-inline"]) as xla:
         module = xla.load(SNIPPETS["transpose-folding"])
@@ -552,6 +560,18 @@ def test_inputs_are_drawn_by_the_seed() -> None:
     assert not np.array_equal(arrays(data, Draw(5))[0], arrays(data, Draw(6))[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "ordinary"),
+    [("cse", True), ("dot_decomposer", True), ("operand_upcaster", False), ("change-op-data-type", False),
+     ("float-normalization-bf16", False), ("dynamic_padder", False)],
+)  # fmt: skip
+def test_what_is_an_ordinary_module(xla: XlaCompiler, name: str, ordinary: bool) -> None:
+    module = xla.load(SNIPPETS[name])
+    assert hlo_modules.is_ordinary(hlo_modules.parse(module.data)) is ordinary
+    unusual = {p.name for p in PASSES if p.unusual}
+    assert (unusual <= xla.without_effect(module)) is ordinary
+
+
 @pytest.mark.parametrize("name", ["gather_simplifier", "call-inliner", "topk-rewriter"])
 def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that need kinds of instructions that a module lacks are not run. All run here."""
@@ -560,7 +580,7 @@ def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.
         skipped = xla.apply_each(module, xla.passes)
         before = xla.steps
         assert before < len(PASSES) / 2
-    monkeypatch.setattr(hlo_passes, "PASSES", [replace(p, needs=()) for p in PASSES])
+    monkeypatch.setattr(hlo_passes, "PASSES", [replace(p, needs=(), unusual=False) for p in PASSES])
     with XlaCompiler(XlaOptions(workers=1)) as xla:
         assert xla.apply_each(module, xla.passes) == skipped
         assert xla.steps == len(PASSES)

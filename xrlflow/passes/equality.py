@@ -42,8 +42,8 @@ RTOL = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-# The same where both run in float64, and of the largest number: 16 units of float32, and one, because passes round
-# constants to it.
+# The same where both run in float64, and of the largest number: 16 units of float32, and one, for constants are rounded
+# to it.
 _WIDE, _WIDE_LARGEST = 2e-6, 2.0**-23
 # Larger numbers stand for infinity, as in masks: they do not say how large a tensor is.
 _ENDLESS = 1e30

@@ -52,6 +52,7 @@ _Draws: TypeAlias = tuple[Inputs, ...]
 # A new number when the same pass gives another module: results of older versions in the cache are then passed over.
 _SEMANTICS = 2
 # The inputs of a comparison. They cost little beside compiling the modules.
+_IDLE = 50_000  # modules whose passes without effect are remembered
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
 # How often it is observed how far outputs move. Constants that move must be compiled each time.
 _NUDGES, _WIDE_NUDGES = 16, 4
@@ -110,6 +111,7 @@ class XlaCompiler:
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
         self._remembered = 0
+        self._idle: dict[str, frozenset[str]] = {}
         self._references: OrderedDict[tuple[str, _Draws, Wide | None], Outputs] = OrderedDict()
         self._comparisons: dict[tuple[str, str, bytes], Comparison] = {}
         self.steps = 0
@@ -163,13 +165,26 @@ class XlaCompiler:
 
     def without_effect(self, module: Module) -> frozenset[str]:
         """The passes that need instructions of certain kinds, of which the module has none."""
-        kinds = {kind for kind, _ in module.summary.opcodes}
-        return frozenset(p.name for p in self._known.values() if p.needs and kinds.isdisjoint(p.needs))
+        found = self._idle.get(module.digest)
+        if found is None:
+            kinds = {kind for kind, _ in module.summary.opcodes}
+            ordinary = hlo.is_ordinary(hlo.parse(module.data))
+            found = frozenset(
+                p.name
+                for p in self._known.values()
+                if (p.needs and kinds.isdisjoint(p.needs)) or (p.unusual and ordinary)
+            )
+            if len(self._idle) >= _IDLE:
+                self._idle.clear()
+            self._idle[module.digest] = found
+        return found
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """XLA's own pipelines up to the assignment of layouts, with these passes alone, repeated until the number of
         operations stays the same (at most 20 times)."""
-        options = default_order(self._passes)
+        for name in names or ():
+            self._check(name)
+        options = default_order(self._passes if names is None else names)
         for _ in range(_ROUNDS):
             after = self._ordered(module, options)
             if after is None or after.summary.operations == module.summary.operations:
