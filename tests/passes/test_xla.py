@@ -91,6 +91,7 @@ def test_stablehlo_is_read(xla: XlaCompiler) -> None:
         ("module @m { func.func @main( }", "error"),
         ("   ", "empty"),
         (b"\xff\xff\xff", "no HLO module"),
+        (b"\x1a\x04\x0a\x02ab", "damaged: it has no instruction or computation 0"),
     ],
 )
 def test_what_is_no_module_is_refused_in_one_line(xla: XlaCompiler, source: str | bytes, says: str) -> None:
@@ -123,6 +124,20 @@ def test_a_module_of_several_devices_is_refused(xla: XlaCompiler) -> None:
     one = STABLEHLO.replace("partitions = 4", "partitions = 1")
     assert xla.load(one) == xla.load(bytecode(one))
     assert xla.load(TWO.replace("two", "two, replica_count=1", 1)) == xla.load(TWO)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("t = (f32[4], f32[4]) parameter(0)\n ROOT r = f32[4] get-tuple-element(t), index=1",
+         "parameter t is a tuple: give its parts as parameters"),
+        ("x = f32[4] parameter(0)\n t = (f32[4], f32[4]) tuple(x, x)\n"
+         " ROOT r = ((f32[4], f32[4]), f32[4]) tuple(t, x)", "the result r has tuples in a tuple"),
+    ],
+)  # fmt: skip
+def test_a_module_whose_interface_would_change_is_refused(xla: XlaCompiler, entry: str, says: str) -> None:
+    with pytest.raises(CompilerError, match=says):
+        xla.load(f"HloModule m\nENTRY e {{ {entry} }}")
 
 
 def bytecode(text: str) -> bytes:

@@ -352,6 +352,21 @@ class Parameter:
     dimensions: tuple[int, ...]
 
 
+def check_interface(module: Any) -> None:
+    """Raises CompilerError for parameters that are tuples, and for tuples in tuples as the result: XLA's importer would
+    put their parts side by side, so callers of the result would have to change. And for a damaged module."""
+    try:
+        entry, _ = next(live(module))
+        root = {i.id: i for i in entry.instructions}[entry.root_id]
+    except KeyError as error:
+        raise CompilerError(
+            f"the HLO module is damaged: it has no instruction or computation {error}"
+        ) from error
+    parameters(module)
+    if any(part.element_type == _TUPLE for part in root.shape.tuple_shapes):
+        raise CompilerError(f"the result {root.name} has tuples in a tuple: give their parts side by side")
+
+
 def parameters(module: Any) -> list[Parameter]:
     """The parameters of the entry, in their order. Raises CompilerError if one is a tuple."""
     entry, _ = next(live(module))

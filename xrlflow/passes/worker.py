@@ -230,11 +230,12 @@ class _Xla:
                 raise CompilerError(_first_line(error)) from error
             _for_one_device(_HLO_DEVICES.findall(module.to_string().partition("\n")[0]))
             data = module.as_serialized_hlo_module_proto()
+            hlo.check_interface(hlo.parse(data))
         elif isinstance(source, str) or source[:4] == b"ML\xefR":
             data = self.imported(source)
             _for_one_device(_STABLEHLO_DEVICES.findall(self.attributes(source)))
         else:
-            hlo.parse(source)
+            hlo.check_interface(hlo.parse(source))
             data = source
         # Twice: jax's own module has calls and tuples that go away only at the second time.
         return self.landed(self.landed(data).data)
