@@ -28,6 +28,8 @@ from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.cost.database import Database
 from xrlflow.cost.history import History
+from xrlflow.doctor import disk
+from xrlflow.doctor.finding import Status
 from xrlflow.stores import StoreError
 from xrlflow.tuning.store import Record, Setting, Store
 
@@ -315,6 +317,21 @@ def test_a_user_without_rights_is_told(server: postgres.Server) -> None:
     url = server.url().replace(f"tester:{postgres.QUOTED}", "guest:guest")
     with Database(url) as database, pytest.raises(StoreError, match="permission denied for database"):
         database.check()
+
+
+def test_the_doctor_looks_at_it(server: postgres.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XRLFLOW_STORE", server.url())
+    found = disk.server()
+    assert (found.status, found.found) == (
+        Status.OK, f"127.0.0.1:{server.port}/postgres: 0 measurements of operators"
+    )  # fmt: skip
+    server.stop()
+    found = disk.server()
+    assert (found.status, found.needed) == (Status.FAIL, True)
+    assert "the store cannot be used" in found.found
+    assert postgres.QUOTED not in found.found
+    monkeypatch.delenv("XRLFLOW_STORE")
+    assert disk.server().status is Status.OK
 
 
 def test_an_optimisation_uses_it(

@@ -56,6 +56,19 @@ def test_content_and_options_count(put: Callable[..., Path], tmp_path: Path) -> 
     assert key(path) != key(other)
 
 
+def test_jobs_may_run_in_another_folder(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put("x.onnx").parent
+    (folder / "rules.py").write_text("RULES = []")
+    monkeypatch.chdir(folder)
+    url = "postgresql://me:s3cret@host/x"
+    (job,) = plan([Found("x.onnx", "x.onnx")], Path("out"), Options(**FAST, rules="rules.py", store=url))
+    assert (job.source, job.root) == (str(folder / "x.onnx"), str(folder / "out"))
+    assert job.options.rules == str(folder / "rules.py")
+    assert job.options.store == url
+    assert "s3cret" not in repr(job)
+    assert job.key == key(folder / "x.onnx", rules="rules.py")  # where measurements are does not count
+
+
 def test_external_data_counts(tmp_path: Path) -> None:
     proto = clumsy()
     convert_model_to_external_data(proto, location="weights.bin", size_threshold=0)
@@ -73,6 +86,22 @@ def test_external_data_counts(tmp_path: Path) -> None:
     data.rmdir()
     data.write_bytes(content)
     assert key(path) == before
+
+
+def test_data_outside_the_folder_of_a_model_is_not_read(tmp_path: Path) -> None:
+    proto = clumsy()
+    convert_model_to_external_data(proto, location="weights.bin", size_threshold=0)
+    (tmp_path / "in").mkdir()
+    onnx.save(proto, tmp_path / "in" / "x.onnx")
+    for location in ("../secret", "nul\0", str(tmp_path / "secret")):
+        for entry in proto.graph.initializer[0].external_data:
+            entry.value = location if entry.key == "location" else entry.value
+        path = tmp_path / "in" / "x.onnx"
+        path.write_bytes(proto.SerializeToString())
+        (tmp_path / "secret").write_bytes(b"1" * 256)
+        before = key(path)
+        (tmp_path / "secret").write_bytes(b"2" * 256)
+        assert key(path) == before
 
 
 def test_versions_count(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

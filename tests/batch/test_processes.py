@@ -60,6 +60,18 @@ def test_a_crash_ends_one_job(folder: Path) -> None:
         Processes(0)
 
 
+def test_where_no_process_can_be_started_jobs_fail(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*arguments: object, **given: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("xrlflow.batch.processes.serve_in_child", none)
+    folder = put("in/a.onnx").parents[1]
+    (row,) = xrlflow.optimize_all(folder / "in", folder / "out", **FAST).rows
+    assert row.error == "no process can be started for it (Resource temporarily unavailable)"
+
+
 class Command:
     """`xrlflow optimize-all` of the folder, which hangs at its second model."""
 

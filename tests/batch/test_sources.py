@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,18 @@ def test_a_list_has_paths_and_comments(folder: Path, tmp_path: Path, names: Call
     )
     outside = str(tmp_path).lstrip("/")
     assert names(file) == ["a/x.onnx", "b/y.onnx", f"{outside}/b#1.onnx", f"{outside}/none.onnx", "top.onnx"]
+
+
+def test_a_pipe_is_a_list(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, names: Callable[..., list[str]]
+) -> None:
+    monkeypatch.chdir(folder / "b")
+    read, write = os.pipe()
+    os.write(write, b"x.onnx\n../top.onnx\n")
+    os.close(write)
+    outside = str(folder).lstrip("/")
+    assert names(f"/dev/fd/{read}") == [f"{outside}/top.onnx", "x.onnx"]
+    os.close(read)
 
 
 def test_a_file_is_one_model_whatever_leads_to_it(folder: Path, names: Callable[..., list[str]]) -> None:
@@ -122,6 +135,19 @@ def test_what_means_no_model_is_said(
     with pytest.raises(OptionError, match=says) as raised:
         names(folder / what)
     assert "\n" not in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_read_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("/b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OptionError, match=r"in/b: cannot be read \(Permission denied\)"):
+        find_models(folder, folder / "out")
 
 
 def test_names_in_no_encoding(tmp_path: Path, names: Callable[..., list[str]]) -> None:

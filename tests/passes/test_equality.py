@@ -175,6 +175,24 @@ def test_outputs_that_are_never_numbers_are_named() -> None:
         compared([[np.array([nan])]], [[np.array([nan])]])
 
 
+def test_a_mask_hides_nothing() -> None:
+    """The least number of float32 stands for infinity: it does not make its tensor large."""
+    least = float(np.finfo(np.float32).min)
+    for kind in ("float32", "float64"):
+        expected, wrong = one([least, 1.0, 2.0], kind), one([least, 1.0, 2.1], kind)
+        assert not compared(expected, wrong).equal
+        still = [expected]
+        assert not in_reals(expected, wrong, still.copy).equal
+        assert not in_types(expected, wrong, None, still.copy).equal
+        assert not compared(expected, one([0.0, 1.0, 2.0], kind)).equal
+
+
+def test_a_large_number_hides_little_in_float64() -> None:
+    expected, wrong = one([1e4, 1.0], "float64"), one([1e4, 1.01], "float64")
+    assert compared(one([1e4, 1.0]), one([1e4, 1.01])).equal
+    assert not in_reals(expected, wrong, lambda: [expected]).equal
+
+
 def test_infinity_is_compared() -> None:
     inf = float("inf")
     assert compared(one([inf, 1.0]), one([inf, 1.0])).equal

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
     `.so`. Raises OptionError if the options are not those of a batch.
     """
     asked = _depends_on(options)
+    options = _anywhere(options)
     jobs: list[Job] = []
     taken: set[str] = set()
     root = os.path.abspath(output)
@@ -89,6 +90,15 @@ def _depends_on(options: Options) -> str:
                 raise OptionError(f"{name} {values[name]} cannot be read ({error.strerror})") from error
     values |= {package: version_of(package) for package in _PACKAGES}
     return json.dumps(values, sort_keys=True, default=_plain)
+
+
+def _anywhere(options: Options) -> Options:
+    """The options with absolute paths: a job may run in another folder."""
+    names = _CONTENTS if options.server is not None else (*_CONTENTS, *_PLACES)
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return replace(
+        options, **{name: os.path.abspath(path) for name, path in given.items() if path is not None}
+    )
 
 
 def _plain(value: Any) -> Any:

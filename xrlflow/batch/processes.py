@@ -48,7 +48,11 @@ class Processes:
             while waiting or busy:
                 while waiting and len(busy) < self.count:
                     job = waiting.popleft()
-                    worker = idle.pop() if idle else _Worker.start()
+                    try:
+                        worker = idle.pop() if idle else _Worker.start()
+                    except OSError as error:
+                        yield failed(job, f"no process can be started for it ({error.strerror})")
+                        continue
                     busy[worker.connection] = worker, job
                     worker.send(job)
                 for ready in wait(list(busy)):

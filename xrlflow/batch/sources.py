@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from xrlflow.options import OptionError
 
@@ -31,12 +32,13 @@ def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
     - A folder: its `*.onnx` files, those of its folders, and those that links lead to. Folders that are the output of a
       batch, and hidden ones, are left out.
     - A pattern (`*`, `?`, `[...]`, `**`): the files that it matches.
-    - A list: a text file with a path on each line, relative to its own folder; `#` begins a comment.
+    - A list: a text file with a path on each line, relative to its own folder; `#` begins a comment. A pipe is a list
+      with paths relative to the working folder; `-` is standard input.
 
     A model that is reached in several ways has the first of its names. Raises OptionError if there is none, if this is
     itself a model, or if a list cannot be read or names a model in the output folder.
     """
-    text = os.fspath(models)
+    text = "/dev/stdin" if models == "-" else os.fspath(models)
     if os.path.isdir(text):
         if os.path.realpath(text) == os.path.realpath(output):
             raise OptionError(
@@ -60,7 +62,7 @@ def _in_folder(folder: str, output: Path) -> list[Found]:
     seen: set[str] = set()
     tops = deque([folder])
     while tops:
-        for place, folders, names in os.walk(tops.popleft()):
+        for place, folders, names in os.walk(tops.popleft(), onerror=_unreadable):
             real = os.path.realpath(place)
             if real in seen or _is_within(real, output) or (place != folder and _is_output(place)):
                 folders.clear()
@@ -73,6 +75,13 @@ def _in_folder(folder: str, output: Path) -> list[Found]:
                 if name.endswith(_MODEL) and not name.startswith("."):
                     found.append(Found(_slashes(os.path.relpath(path, folder)), path))
     return found
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """Models in a folder that cannot be read would be left out in silence."""
+    raise OptionError(
+        f"{error.filename}: cannot be read ({error.strerror}): let it be read, or give a pattern or a list"
+    ) from error
 
 
 def _matching(pattern: str, output: Path) -> list[Found]:
@@ -104,7 +113,7 @@ def _listed(file: Path, output: Path) -> list[Found]:
             f"{file}: is no list of paths: give a folder, a pattern or a list, or use `xrlflow optimize`"
         )
     found = []
-    base = os.path.abspath(file.parent)
+    base = os.path.abspath(file.parent if file.is_file() else ".")
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         written = line.strip()
         if not written or written.startswith("#"):

@@ -112,7 +112,7 @@ def optimize_passes(
             api.check_apart(file=file, output=output, agent=agent)
             api.check_writable(output)
         read = source(file)
-        target = Output(output, "a module")
+        target = Output(output)
         how = orders.Search(search) if search is not None else None
         found = orders.optimize(
             read, search=how, agent=agent, steps=steps, horizon=horizon, metric=Metric(metric),

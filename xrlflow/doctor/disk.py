@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from xrlflow.cost.database import Database
 from xrlflow.doctor.finding import Finding, Status
 from xrlflow.sqlite import cache_directory
+from xrlflow.stores import VARIABLE, StoreError
 
 _LITTLE = 1 << 30
 """Bytes of free disk that an optimisation of a large model may need."""
@@ -36,6 +38,8 @@ STORES: Sequence[StoreFile] = (
 
 def store(kind: StoreFile, folder: Path | None = None) -> Finding:
     """Whether the file can be read and written. It is not made, and its measurements are not changed."""
+    if folder is None and os.environ.get(VARIABLE, "").strip():
+        return Finding(kind.name, Status.OK, f"on the server of {VARIABLE}")
     path = (cache_directory() if folder is None else folder) / kind.file
     elsewhere = "measurements are lost at the end: set XDG_CACHE_HOME to a folder that can be written"
     if not path.exists():
@@ -62,6 +66,23 @@ def store(kind: StoreFile, folder: Path | None = None) -> Finding:
     if not os.access(path, os.W_OK):
         return Finding(kind.name, Status.WARN, f"{path}: {count} measurements, {size}, read-only", elsewhere)
     return Finding(kind.name, Status.OK, f"{path}: {count} measurements, {size}")
+
+
+def server() -> Finding:
+    """Whether the server of measurements that the environment names, if it does, can be used. Nothing works if it
+    cannot."""
+    name = "store on a server"
+    if not os.environ.get(VARIABLE, "").strip():
+        return Finding(name, Status.OK, f"none: {VARIABLE} is not set", needed=True)
+    try:
+        with Database() as database:
+            database.check()
+            found = f"{database.path}: {len(database)} measurements of operators"
+    except StoreError as error:
+        return Finding(
+            name, Status.FAIL, str(error), f"start it, correct {VARIABLE}, or unset it", needed=True
+        )
+    return Finding(name, Status.OK, found, needed=True)
 
 
 def temporary() -> Finding:

@@ -9,24 +9,25 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from xrlflow.onnxio.beside import data_files
-from xrlflow.onnxio.tensors import map_file
+from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.tensors import TensorStore, map_file
 from xrlflow.onnxio.wire import WireError, strip_model
 
 
 def content_digest(path: str | os.PathLike[str]) -> str:
     """A digest of a model and its external data (64 hexadecimal digits). It is another one if any byte changes.
 
-    Data that is missing or no regular file counts as that. A file that is no model has a digest, too. Raises OSError
-    if the model's own file cannot be read.
+    Data that cannot be read counts as missing, as does data outside the model's folder, which is not read. A file that
+    is no model has a digest, too. Raises OSError if the model's own file cannot be read.
     """
     name = os.fspath(path)
-    digest = hashlib.sha256(hashlib.sha256(map_file(name)).digest())
-    folder = os.path.dirname(os.path.abspath(name))
+    store = TensorStore(name, map_file(name), name)
+    digest = hashlib.sha256(hashlib.sha256(store.data).digest())
     for location in sorted(data_files(name)):
         digest.update(hashlib.sha256(location.encode(errors="surrogatepass")).digest())
         try:
-            digest.update(hashlib.sha256(map_file(os.path.join(folder, location))).digest())
-        except (OSError, ValueError):  # ValueError: a name with a NUL
+            digest.update(hashlib.sha256(store.file("", location)).digest())
+        except ModelError:
             digest.update(b"missing")
     return digest.hexdigest()
 

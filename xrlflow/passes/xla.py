@@ -56,7 +56,7 @@ _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,))
 _NUDGES, _WIDE_NUDGES = 16, 4
 _RANDOM = frozenset({"rng", "rng-get-and-update-state"})
 _TALKING = frozenset({"infeed", "outfeed", "recv", "recv-done", "send", "send-done"})
-_REFERENCES = 16  # whose outputs are kept
+_REFERENCES = 24  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
 
@@ -243,9 +243,9 @@ class XlaCompiler:
 
         if wide:
             nudges = range(1, 1 + _WIDE_NUDGES)
-            return [self._outputs(reference, reference, moved(n), Wide(n)) for n in nudges]
+            return [self._expected(reference, moved(n), Wide(n)) for n in nudges]
         several = sum((moved(n) for n in range(1, 1 + _NUDGES)), ())
-        outputs = self._outputs(reference, reference, several)
+        outputs = self._expected(reference, several)
         return [outputs[n : n + len(draws)] for n in range(0, len(outputs), len(draws))]
 
     def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:

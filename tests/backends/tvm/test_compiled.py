@@ -95,7 +95,7 @@ def test_one_model_runs_in_several_threads() -> None:
 
 
 def test_compiled_models_are_measured_beside_others(file: Path, library: Path, feeds: Feeds) -> None:
-    comparison = measure([str(file), str(library)], feeds, threads=1, time_limit=2.0)
+    comparison = measure([str(file), str(library)], feeds, threads=1, time_limit=0.3)
     assert comparison.samples >= 1
     assert comparison.speedup.median > 0.0
 
@@ -380,6 +380,7 @@ def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
     assert compiled == 2
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_the_report_says_if_onnx_runtime_is_faster(
     factor: float, file: Path, monkeypatch: pytest.MonkeyPatch
@@ -589,6 +590,7 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
         Tvm().compile(str(file))
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 @pytest.mark.parametrize("when", ["first", "second", "measuring"])
 def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, last = Tvm.compile, {"first": 0, "second": 1, "measuring": 9}[when]
@@ -636,6 +638,7 @@ def test_interrupted_once_more_it_ends(file: Path, monkeypatch: pytest.MonkeyPat
         xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", listener=interrupt)
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 def test_after_an_interrupted_search_its_best_is_compiled(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
