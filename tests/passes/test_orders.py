@@ -72,7 +72,7 @@ def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Pat
     assert "outputs compared" in said
 
 
-@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random"])
+@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random", "refined"])
 def test_ctrl_c_keeps_the_best_so_far(
     words: Words, file: Path, tmp_path: Path, search: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
