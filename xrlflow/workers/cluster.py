@@ -283,6 +283,9 @@ def _join(address: str, patience: float) -> None:
     # Ray would tell its makers who uses it, and look for accelerators.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address == LOCAL:  # workers do what this process would: no less of the cores, on a busy machine, too
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     end = time.monotonic() + patience
     while True:
         try:
