@@ -3,8 +3,8 @@
     overhead    iterations of PPO by `--workers` (2) processes, and by as many workers of a cluster of this machine, in
                 turns, with equal seeds; a second set of processes is the control
     throughput  rollouts a second by 1 and by more workers that sleep instead of playing, and take no core: what the
-                driver and Ray can keep up with. Then what a rollout, a broadcast of weights and a task cost in bytes and
-                seconds of processor, and from that, computed, what a thousand nodes would need
+                driver and Ray can keep up with. Then what a rollout and a broadcast of weights cost in bytes, and, from
+                all that, computed, what a thousand nodes would need
 
 `--write` puts the tables into docs/benchmarks/scaling.md.
 """
@@ -248,7 +248,8 @@ def thousand(
 
 
 def head(what: str) -> str:
-    return f"{cpu_name()}, {psutil.cpu_count()} processors, {what}, {date.today()}. load average {psutil.getloadavg()[0]:.1f}."
+    machine = f"{cpu_name()}, {psutil.cpu_count()} processors, load average {psutil.getloadavg()[0]:.1f}"
+    return f"{machine}, {what}, {date.today()}."
 
 
 def overhead_table(found: dict[str, Any]) -> str:
