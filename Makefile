@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo docs test lint types contracts pytest test-python test-runtimes cross browser bench clean
+.PHONY: install demo docs test lint types contracts pytest test-python test-runtimes cross browser postgres bench clean
 
 install: $(VENV)/.installed
 
@@ -66,6 +66,10 @@ cross:
 # What tests of report pages need, and are skipped without (Debian and Ubuntu).
 browser:
 	apt-get install --yes --no-install-recommends chromium fonts-dejavu-core
+
+# What tests of a shared store need, and are skipped without (Debian and Ubuntu).
+postgres:
+	apt-get install --yes --no-install-recommends postgresql
 
 bench: install
 	$(BIN)/python bench/engine.py

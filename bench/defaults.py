@@ -25,8 +25,8 @@ from bench import pages
 from bench.latency import cell, circumstances, names, ratios, said, source
 from xrlflow.onnxio import load
 
-TODAY = "xrlflow/profiled"
-RIVALS = ("xrlflow/learned", "mcts/profiled", "mcts/learned", "rlflow/learned")
+TODAY = "xrlflow/profiled"  # the default until 2026-11-25
+RIVALS = ("xrlflow/auto", "xrlflow/learned", "mcts/profiled", "mcts/learned", "rlflow/learned")
 
 
 def row(name: str, choices: Sequence[str], time_limit: float, seconds: float) -> dict[str, Any]:

@@ -469,10 +469,12 @@ def _stop(number: int, frame: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from xrlflow.backends.limits import available_cpus
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, help="how long (default: 1, without --graphs)")
     parser.add_argument("--graphs", type=int, help="how many models")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--jobs", type=int, default=available_cpus(), help="processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=NAMES, action="append", help="this generator (again for others)")
     parser.add_argument("--json", type=Path, help="write the summary there")

@@ -39,6 +39,7 @@ from bench.mutant_graphs import INDEX, Claim, claims, collect, graph_of
 from rewrite_rules import LIBRARY
 from tests.rules.results import graphs_of, result_of
 from tests.rules.results import known as results
+from xrlflow.backends.limits import available_cpus
 from xrlflow.ir import Graph
 from xrlflow.prover.code import Compiled, forget, functions_of, mutants_of, put
 from xrlflow.prover.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
@@ -271,7 +272,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("rules", nargs="*", help="only the code of these rules")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=available_cpus())
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants.jsonl")
     parser.add_argument("--quick", action="store_true", help="run no files of tests, draw no further graphs")

@@ -45,6 +45,7 @@ from bench import pages
 from bench.operators import OPERATORS, operator
 from xrlflow.backends import system_load
 from xrlflow.backends.interleave import interleave
+from xrlflow.backends.limits import available_cpus
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import detect
@@ -515,7 +516,7 @@ def train_agent(
 def maker(tuner: str, agent: Agent | None) -> MakeTuner:
     """Makes tuners that propose with all cores, since nothing is measured meanwhile."""
     method = Method.CHAMELEON if tuner == TRANSFER else Method(tuner)
-    return lambda task, seed: make_tuner(method, task, seed, agent=agent, threads=os.cpu_count() or 1)
+    return lambda task, seed: make_tuner(method, task, seed, agent=agent, threads=available_cpus())
 
 
 # The file of a run.

@@ -18,7 +18,10 @@ EXTRAS = {
     "torch": ("learn", "rl", "tuning"),
     "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
     "jax": ("models/test_hlo.py", "passes/test_xla.py"),
+    "matplotlib": ("report/test_plots.py",),
     "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),
+    "ray": ("workers/test_cluster.py",),
+    "psycopg": ("test_postgres.py",),
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]

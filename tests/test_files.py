@@ -20,7 +20,8 @@ import pytest
 
 from tests.rules.harness import model
 from xrlflow import files
-from xrlflow.api import ModelError, check_writable
+from xrlflow.api import check_writable
+from xrlflow.onnxio import ModelError
 
 OLD, NEW = b"what was there", b"what is new"
 

@@ -33,8 +33,11 @@ EXTRAS = {
         "xrlflow/rl",
     ),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
+    "postgres": ("xrlflow/postgres",),
     "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
+    "plots": ("xrlflow/report/plots",),
+    "ray": ("xrlflow/workers/body", "xrlflow/workers/cluster"),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {
@@ -230,6 +233,7 @@ def test_the_wheel_optimises_where_nothing_else_is(elsewhere: Path, tmp_path: Pa
         (("optimize", "in.onnx", "-o", "out.onnx", "--train-steps", "10"), "train"),
         (("tune", "in.onnx", "-o", "out.so"), "tvm"),
         (("optimize", "in.onnx", "-o", "out.so", "--backend", "tvm"), "tvm"),
+        (("optimize", "in.onnx", "-o", "out.onnx", "--store", "postgresql://host/database"), "postgres"),
     ],
 )
 def test_what_needs_an_extra_says_so(

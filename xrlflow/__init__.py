@@ -11,11 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xrlflow.api import Comparison, Result, Tuned, compare, optimize, session, train, tune
+    from xrlflow.api import (
+        Batch,
+        Comparison,
+        Result,
+        Tuned,
+        compare,
+        optimize,
+        optimize_all,
+        session,
+        train,
+        tune,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["Comparison", "Result", "Tuned", "__version__", "compare", "optimize", "session", "train", "tune"]
+__all__ = [
+    "Batch", "Comparison", "Result", "Tuned", "__version__", "compare", "optimize", "optimize_all", "session", "train",
+    "tune",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

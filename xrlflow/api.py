@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from xrlflow import pipeline
-from xrlflow.backends import BackendError
-from xrlflow.onnxio import ModelError, Source, load
+from xrlflow import batch, pipeline
+from xrlflow.batch import Batch
+from xrlflow.onnxio import Source, load
 from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
 from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
 from xrlflow.pipeline.context import runnable
+from xrlflow.pipeline.errors import CORRECTABLE
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_apart, check_writable
 from xrlflow.pipeline.pages import data_of_trace as page_of_trace
 from xrlflow.pipeline.pages import result_page
 from xrlflow.pipeline.pages import write_page as save_page
+from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
 from xrlflow.report import Listener, Report
 from xrlflow.report.page.html import page_html
 from xrlflow.report.page.server import PageServer
-from xrlflow.search import TraceError
-from xrlflow.tuning.store import StoreError
-from xrlflow.verify import Verification, VerificationError, verify
+from xrlflow.verify import Verification, verify
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from xrlflow.rl.train import Trained
 
 __all__ = [
+    "Batch",
     "Comparison",
     "OptionError",
     "Options",
@@ -52,6 +53,7 @@ __all__ = [
     "compare",
     "list_rules",
     "optimize",
+    "optimize_all",
     "page_of_trace",
     "prove_rules",
     "rule_stats",
@@ -66,7 +68,7 @@ __all__ = [
     "view",
 ]
 
-UserError = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
+UserError = CORRECTABLE
 """Errors that a caller can correct."""
 
 
@@ -94,7 +96,7 @@ def optimize(
     model: Source,
     *,
     search: str = "xrlflow",
-    cost: str | CostModel = "profiled",
+    cost: str | CostModel = "auto",
     backend: str = "auto",
     portable: bool = False,
     cpu: str | None = None,
@@ -139,7 +141,8 @@ def optimize(
     - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
       steps on this model first; with "rlflow" those that its world model learns from (default 200).
     - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
-      operators stand), "roofline", "measured" (whole models, slow), or any CostModel.
+      operators stand), "auto" (a search by each of the two, and the faster result leads; without `measure`, with
+      `train_steps` and with "rlflow": "profiled"), "roofline", "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
     - `time_limit`: seconds for everything. `seed`: the seed of everything random.
     - `replay`: apply the substitutions of this trace file instead of searching.
@@ -187,6 +190,39 @@ def optimize(
     return pipeline.optimize(model, Options(**arguments), listener)
 
 
+def optimize_all(
+    models: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    ray: str | None = None,
+    executor: batch.Executor | None = None,
+    listener: batch.Listener | None = None,
+    **options: Any,
+) -> Batch:
+    """Make many models faster: those of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a file.
+
+    The folder `output` gets a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page beside it, and
+    `report.html` with all of them. `options` are those of `optimize`; shapes are given to the inputs that have the
+    name. A model that cannot be optimised is a row with an error, and the others go on.
+
+    The same call goes on where the last one ended: a model is not done again unless its content, its external data, an
+    option, or the version of xrlflow or ONNX Runtime has changed. Ctrl-C ends the batch; what is done is kept.
+
+    `workers` processes of this machine do the jobs, or the nodes of a Ray cluster (`ray`: "local", or its HOST:PORT),
+    or an `executor` of your own. Jobs that measure take turns on a machine, whoever runs them. `listener` is called
+    with a `Progress`.
+
+    Raises OptionError if an argument is wrong, ModelError if the output cannot be written.
+    """
+    asked = Options(**options)
+    if ray is None or executor is not None:
+        here = executor if executor is not None else batch.Processes(workers)
+        return batch.optimize_all(models, output, asked, executor=here, listener=listener)
+    with place_of(ray) as place:
+        return batch.optimize_all(models, output, asked, executor=batch.Elsewhere(place), listener=listener)
+
+
 def tune(
     model: Source,
     *,
@@ -202,6 +238,7 @@ def tune(
     seed: int = 0,
     store: str | os.PathLike[str] | None = None,
     rewrite: bool = True,
+    ray: str | None = None,
     measure: bool = True,
     verify: bool = True,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -215,7 +252,8 @@ def tune(
     `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
     timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
     second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take
-    the faster graph; this needs `measure`. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
+    the faster graph; this needs `measure`. `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build kernels;
+    those with the resource `latency` time them. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
     verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
     VerificationError, StoreError or OptionError if the caller can correct the error, and VerificationFailed.
     """
@@ -233,6 +271,7 @@ def train(
     steps: int = 2048,
     horizon: int = 100,
     workers: int = 2,
+    ray: str | None = None,
     start: str | os.PathLike[str] | None = None,
     restart: bool = False,
     time_limit: float | None = None,
@@ -244,8 +283,9 @@ def train(
 
     A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
     `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the most substitutions
-    of an episode. `workers`: processes that try them (0: this one). `start`: the first agent. `time_limit`: seconds
-    after which the run ends. `log`: a folder for TensorBoard.
+    of an episode. `workers`: processes that try them (0: this one). `ray`: "local" or the HOST:PORT of a Ray cluster
+    that the workers are on; the agent is the same. `start`: the first agent. `time_limit`: seconds after which the run
+    ends. `log`: a folder for TensorBoard.
 
     `world_model`: learn what substitutions do, and train the agent in what was learned, as RLFlow does. An iteration
     then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are enough for

@@ -23,6 +23,12 @@ UNFINISHED = ".xrlflow-"
 Path = str | os.PathLike[str]
 
 
+class StandardInput(bytes):
+    """What was read from standard input: a file without a folder. Messages call it by its `name`."""
+
+    name = "standard input"
+
+
 def destination(path: Path) -> str:
     """The absolute path, without symbolic links, of the file that is written when writing to `path`.
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from xrlflow.stores import masked, server_of
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -34,13 +36,30 @@ LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
-COSTS = ("roofline", "profiled", "learned", "measured")
+COSTS = ("auto", "roofline", "profiled", "learned", "measured")
+"""Auto: a search by profiled and one by learned costs, and what is measured to be faster leads."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
+METHODS = ("chameleon", "evolutionary", "random", "annealing", "beam")
+"""The names of `xrlflow.tuning.tuners.protocol.Method`, which the help must not import."""
+PROCESSORS = (
+    *("x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell"),
+    *("skylake", "skylake-avx512", "cascadelake", "icelake-server", "sapphirerapids", "emeraldrapids", "alderlake"),
+    *("cortex-a53", "cortex-a72", "cortex-a76", "cortex-a78", "neoverse-n1", "neoverse-n2", "neoverse-v1"),
+    *("neoverse-v2", "generic"),
+)  # fmt: skip
+"""LLVM's names of processors that shells offer. LLVM knows more."""
+SYSTEMS = ("x86_64-linux-gnu", "aarch64-linux-gnu", "riscv64-linux-gnu")
 _CPU = "CPUExecutionProvider"
+LOCAL = "local"
+"""The Ray cluster that is started for one command, of this machine alone."""
+RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
+
+Values = Sequence[str] | Callable[[], Sequence[str]]
+"""The values that an option may have; a function where finding them takes a while."""
 
 
 class OptionError(ValueError):
@@ -49,19 +68,29 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command line's form of an option: help text, type, name (if not the field's), least value, and whether the
-    help shows the default."""
+    """The command line's form of an option: help text, type, name (if not the field's), least value, whether the help
+    shows the default, and the values that shells offer (empty: files)."""
 
     help: str
     type: Any
     name: str | None = None
     least: float | None = None
     shown: bool = True
+    values: Values = ()
 
 
-def option(default: Any, help: str, type: Any, **flag: Any) -> Any:
-    """A field that is also a flag of the command line."""
-    return field(default=default, metadata={"flag": Flag(help, type, **flag)})
+def rule_names() -> Sequence[str]:
+    """The names of all rules, then those of their families."""
+    from rewrite_rules import LIBRARY
+
+    return [*(rule.name for rule in LIBRARY), *sorted({rule.family for rule in LIBRARY})]
+
+
+def option(
+    default: Any, help: str, type: Any, *, shown: bool = True, secret: bool = False, **flag: Any
+) -> Any:
+    """A field that is also a flag of the command line. `secret`: it may have a password, and is not printed."""
+    return field(default=default, repr=not secret, metadata={"flag": Flag(help, type, shown=shown, **flag)})
 
 
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
@@ -76,10 +105,16 @@ class Common:
     """The options that `optimize` and `tune` share. Raises OptionError."""
 
     cpu: str | None = option(
-        None, "tvm: LLVM's name of the processor to compile for; default: this one.", str | None
+        None,
+        "tvm: LLVM's name of the processor to compile for; default: this one.",
+        str | None,
+        values=PROCESSORS,
     )
     triple: str | None = option(
-        None, "tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).", str | None
+        None,
+        "tvm: LLVM's name of its system, if it is another (aarch64-linux-gnu).",
+        str | None,
+        values=SYSTEMS,
     )
     remote: str | Remote | None = option(
         None, "tvm: run on a device of a TVM RPC tracker: HOST:PORT/KEY.", str | None
@@ -99,7 +134,11 @@ class Common:
         False, "Kernels: no algorithm that rounds more than the direct one.", bool, name="--exact-kernels"
     )
     store: str | os.PathLike[str] | None = option(
-        None, "tvm: the file of tuned kernels; default: in the user's cache.", Path | None
+        None,
+        "Where measurements are: the URL of a server (postgresql://HOST/DATABASE), or the file of tuned kernels; "
+        "default: XRLFLOW_STORE, or the user's cache.",
+        str | None,
+        secret=True,
     )
     measure: bool = option(True, "Measure the result against the original.", bool)
     verify: bool = option(True, "Compare the result with the original on random inputs.", bool)
@@ -110,22 +149,34 @@ class Common:
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
+    @property
+    def server(self) -> str | None:
+        """The URL of the server with all measurements, if `store` names one."""
+        return None if self.store is None else server_of(self.store)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Common):
     """The options of `optimize`; `xrlflow.optimize` explains them. Raises OptionError."""
 
     search: str = option(
-        AGENT, "xrlflow (an agent), mcts, rlflow, taso, greedy, lookahead2, lookahead3 or random.", str
+        AGENT,
+        "xrlflow (an agent), mcts, rlflow, taso, greedy, lookahead2, lookahead3 or random.",
+        str,
+        values=SEARCHES,
     )
     cost: str | CostModel = option(
-        "profiled", "What guides the search: roofline, profiled, learned or measured.", str
+        "auto",
+        "What guides the search: auto (profiled and learned), roofline, profiled, learned or measured.",
+        str,
+        values=COSTS,
     )
     backend: str = option(
         "auto",
         "auto: kernels of our own in NAME.so if they are faster; onnxruntime: none; hybrid: in any case; "
         "tvm: -o names a shared library.",
         str,
+        values=BACKENDS,
     )
     portable: bool = option(False, "One ONNX file, without a library of kernels.", bool, name="--portable")
     backend_ops: bool = option(False, "Allow operators that only this runtime has (com.microsoft).", bool)
@@ -133,7 +184,11 @@ class Options(Common):
         False, "Allow rules that may lose more than two bits of accuracy.", bool, name="--allow-approximate"
     )
     assuming: Sequence[str] = option(
-        (), "What holds: finite (no infinities, no NaN), vnni (the processor).", list[str], name="--assume"
+        (),
+        "What holds: finite (no infinities, no NaN), vnni (the processor).",
+        list[str],
+        name="--assume",
+        values=sorted(ASSUMPTIONS),
     )
     budget: int = option(1000, "Graphs that the search may expand.", int, least=0)
     time_limit: float = option(60.0, "Seconds for everything.", float, least=0.0)
@@ -147,8 +202,12 @@ class Options(Common):
         int,
         least=0,
     )
-    exclude: Sequence[str] = option((), "Leave out a rule, or a family of rules. May be repeated.", list[str])
-    only: Sequence[str] = option((), "Use no other rules, or families of rules. May be repeated.", list[str])
+    exclude: Sequence[str] = option(
+        (), "Leave out a rule, or a family of rules. May be repeated.", list[str], values=rule_names
+    )
+    only: Sequence[str] = option(
+        (), "Use no other rules, or families of rules. May be repeated.", list[str], values=rule_names
+    )
     rules: str | os.PathLike[str] | None = option(
         None, "Rules of your own: a Python file with RULES, proven before they are used.", Path | None
     )
@@ -170,7 +229,11 @@ class Options(Common):
         self._check_numbers()
         self._check_agent()
         check_providers(self.providers)
-        kernels = {"cpu": self.cpu, "triple": self.triple, "store": self.store}
+        kernels = {
+            "cpu": self.cpu,
+            "triple": self.triple,
+            "store": self.store if self.server is None else None,
+        }
         self._check_backend(("tvm", "hybrid"), kernels)
         self._check_backend(("tvm",), {"remote": self.remote})
         self._check_backend(("auto", "tvm", "hybrid"), {"exact_kernels": self.exact_kernels or None})
@@ -186,14 +249,21 @@ class Options(Common):
             )
         if self.trust_rules and self.rules is None:
             raise OptionError("trust_rules has no meaning without rules: name the file")
-        if self.store is not None and not os.path.isfile(self.store):
+        if self.store is not None and self.server is None and not os.path.isfile(self.store):
             raise OptionError(
-                f"store {os.fspath(self.store)} is no file: give one that `xrlflow tune --store` wrote"
+                f"store {masked(os.fspath(self.store))} is neither a file that `xrlflow tune --store` wrote nor a URL"
             )
 
     @property
     def cost_name(self) -> str:
         return self.cost if isinstance(self.cost, str) else self.cost.name
+
+    @property
+    def races(self) -> bool:
+        """Whether two cost models guide a search each. An agent that trains for the model, which takes most of the
+        time, does so once."""
+        once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
+        return self.cost == "auto" and self.measure and not self.compiling and not once
 
     @property
     def compiling(self) -> bool:
@@ -273,22 +343,23 @@ class Options(Common):
 class TuneOptions(Common):
     """The options of `tune`; `xrlflow.tune` explains them. Raises OptionError."""
 
-    method: str = option("chameleon", "chameleon, evolutionary, random, annealing or beam.", str)
+    method: str = option(
+        "chameleon", "chameleon, evolutionary, random, annealing or beam.", str, values=METHODS
+    )
     trials: int = option(512, "Kernels that are built and measured.", int, least=0)
     batch: int = option(16, "Of one kernel at a time.", int, least=1)
     time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)
     rewrite: bool = option(True, "Tune what greedy search makes of the graph, too.", bool)
+    ray: str | None = option(None, RAY, str | None)
 
     def __post_init__(self) -> None:
-        from xrlflow.tuning.tuners.protocol import Method
-
-        methods = [m.value for m in Method]
-        if self.method not in methods:
-            raise OptionError(f"method {self.method!r} is not known: choose of {', '.join(methods)}")
+        if self.method not in METHODS:
+            raise OptionError(f"method {self.method!r} is not known: choose of {', '.join(METHODS)}")
         if self.trials < 0 or self.batch < 1 or not 0 < self.time_limit < math.inf:
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
         check_installed("tuning", "tvm", *TUNING)
+        check_ray(self.ray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +373,7 @@ class TrainOptions:
     steps: int = option(2048, "Substitutions tried for each update.", int, least=1)
     horizon: int = option(100, "Substitutions of an episode.", int, least=1)
     workers: int = option(2, "Processes; 0: only this one.", int, least=0)
+    ray: str | None = option(None, RAY, str | None)
     start: str | os.PathLike[str] | None = option(None, "An agent to begin with.", Path | None)
     restart: bool = option(
         False, "Do not go on where a run with this output stopped.", bool, name="--restart"
@@ -326,8 +398,30 @@ class TrainOptions:
             raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
         check_seed(self.seed)
         check_installed("training", "train", *TRAINING)
+        self._check_ray()
         if self.log is not None:
             check_installed("log", "train", "tensorboard")
+
+    def _check_ray(self) -> None:
+        check_ray(self.ray)
+        if self.ray is None:
+            return
+        if self.world_model:
+            raise OptionError("ray has no meaning with world_model, which trains in one process")
+        if self.workers == 0:
+            raise OptionError("ray has no meaning with 0 workers: give their number")
+
+
+def check_ray(ray: str | None) -> None:
+    """Raise OptionError unless this is "local" or HOST:PORT (an IPv6 address is in brackets), and Ray is installed."""
+    if ray is None:
+        return
+    host, _, port = ray.rpartition(":")
+    if ray != LOCAL and not (host and "/" not in host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise OptionError(
+            f"ray {ray!r}: write it as HOST:PORT, the address of the cluster's head, or {LOCAL}, which starts Ray here"
+        )
+    check_installed(f"ray {ray}", "ray", "ray")
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:

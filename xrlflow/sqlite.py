@@ -106,6 +106,77 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
         time.sleep(0.01)
 
 
+class Waiting:
+    """Rows that could not be written yet. They can be read, and are written as soon as that is possible.
+
+    `place`: where they belong, for messages. The first failure is a warning.
+    """
+
+    def __init__(self, place: str, layout: Layout) -> None:
+        self.rows: list[tuple[str, Row]] = []
+        self._place, self._layout = place, layout
+        self._memory: sqlite3.Connection | None = None
+        self._retry = 0.0
+        self._warned = False
+
+    @property
+    def may_try(self) -> bool:
+        """Whether the last failure, if there was one, is some time ago."""
+        return time.monotonic() >= self._retry
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to write, and it may be tried."""
+        return bool(self.rows) and self.may_try
+
+    def read(self, statement: str, values: Row) -> list[Row]:
+        """What the statement finds among them."""
+        return self._memory.execute(statement, values).fetchall() if self._memory is not None else []
+
+    def keep(self, statement: str, values: Row) -> None:
+        """Keep a row that `rows` already has, so that it can be read."""
+        if self._memory is None:
+            self._memory = connect(":memory:", self._layout)
+        self._memory.execute(statement, values)
+
+    def failed(self, error: object, stacklevel: int) -> None:
+        """Writing failed: warn the first time, and do not try again for a while."""
+        self._retry = time.monotonic() + _RETRY
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._place}: measurements are kept in memory until they can be written ({error})",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+    def hurry(self) -> None:
+        """Try again now."""
+        self._retry = 0.0
+
+    def clear(self) -> None:
+        """They are written."""
+        self.rows.clear()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def leave(self, stacklevel: int) -> None:
+        """Give up, and warn about what is lost."""
+        if lost := sum(statement.startswith(self._layout.put) for statement, _ in self.rows):
+            warnings.warn(
+                f"{self._place}: {lost} measurements are lost, as they could never be written",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
+        self.clear()
+
+    def after_fork(self) -> list[sqlite3.Connection | None]:
+        """Forget everything, which the parent writes. Returns a connection that must not be closed."""
+        left, self._memory, self.rows = self._memory, None, []
+        return [left]
+
+
 class SharedFile:
     """A file that processes and threads share (write-ahead log, one statement per write).
 
@@ -131,10 +202,7 @@ class SharedFile:
         self._lock = threading.RLock()
         self._disk: sqlite3.Connection | None = None
         self._file: int | None = None
-        self._memory: sqlite3.Connection | None = None
-        self._pending: list[tuple[str, Row]] = []
-        self._retry = 0.0
-        self._warned = False
+        self._waiting = Waiting(str(path), layout)
         self._process = 0
         self._inherited: list[sqlite3.Connection | None] = []
 
@@ -156,32 +224,28 @@ class SharedFile:
                     self._complain(error)
                 except sqlite3.DatabaseError as error:
                     self._set_aside(error)
-            if self._memory is not None:
-                rows += self._memory.execute(statement, values).fetchall()
-            return rows
+            return rows + self._waiting.read(statement, values)
 
     def write(self, statement: str, values: Row) -> None:
         """Write a row, or keep it in memory until it can be written."""
         with self._lock:
             self._adopt()
-            self._pending.append((statement, values))
-            self._write_pending()
-            if self._pending:
-                if self._memory is None:
-                    self._memory = connect(":memory:", self._layout)
-                self._memory.execute(statement, values)
+            self._waiting.rows.append((statement, values))
+            self._write_waiting()
+            if self._waiting.rows:
+                self._waiting.keep(statement, values)
 
-    def _write_pending(self) -> None:
+    def _write_waiting(self) -> None:
         """Write all waiting rows in one transaction, unless an attempt has just failed."""
-        if not self._pending or time.monotonic() < self._retry:
+        if not self._waiting.due:
             return
         for _ in range(2):
             if (disk := self._opened()) is None:
                 return
             try:
-                if len(self._pending) > 1:
+                if len(self._waiting.rows) > 1:
                     disk.execute("BEGIN IMMEDIATE")
-                for statement, values in self._pending:
+                for statement, values in self._waiting.rows:
                     disk.execute(statement, values)
                 if disk.in_transaction:
                     disk.execute("COMMIT")
@@ -193,10 +257,7 @@ class SharedFile:
                 self._roll_back(disk)
                 self._set_aside(error)
             else:
-                self._pending.clear()
-                if self._memory is not None:
-                    self._memory.close()
-                    self._memory = None
+                self._waiting.clear()
                 return
 
     @staticmethod
@@ -207,9 +268,8 @@ class SharedFile:
     def _adopt(self) -> None:
         """After a fork, drop the parent's connections without closing them."""
         if self._process != os.getpid():
-            self._inherited += [self._disk, self._memory]
-            self._disk = self._memory = None
-            self._pending = []  # the parent writes its own rows
+            self._inherited += [self._disk, *self._waiting.after_fork()]
+            self._disk = None
             self._process = os.getpid()
 
     def _opened(self) -> sqlite3.Connection | None:
@@ -259,21 +319,14 @@ class SharedFile:
         return None
 
     def _complain(self, error: Exception) -> None:
-        """The disk fails: warn the first time, and do not try again for a while."""
-        self._retry = time.monotonic() + _RETRY
+        """The disk fails."""
         if self._disk is not None:
             self._disk.execute("PRAGMA busy_timeout = 100")  # after one long wait, later ones are short
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.path}: measurements are kept in memory until they can be written ({error})",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+        self._waiting.failed(error, stacklevel=6)
 
     def _set_aside(self, error: Exception) -> None:
         if not self._ours:
-            self._pending.clear()
+            self._waiting.clear()
             raise self._refused(
                 f"{self.path}: no store of measurements ({error}): name another file"
             ) from error
@@ -292,16 +345,9 @@ class SharedFile:
         """Write what is not yet written, if that is possible now, and report what is lost."""
         with self._lock:
             if self._process == os.getpid():
-                self._retry = 0.0
-                self._write_pending()
-                if lost := sum(statement.startswith(self._layout.put) for statement, _ in self._pending):
-                    warnings.warn(
-                        f"{self.path}: {lost} measurements are lost, as they could never be written",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
-                self._pending.clear()
-                for connection in (self._disk, self._memory):
-                    if connection is not None:
-                        connection.close()
-            self._disk = self._memory = None
+                self._waiting.hurry()
+                self._write_waiting()
+                self._waiting.leave(stacklevel=4)
+                if self._disk is not None:
+                    self._disk.close()
+            self._disk = None

@@ -15,6 +15,7 @@ import models
 from rewrite_rules import LIBRARY
 from tests.passes.snippets import SNIPPETS
 from xrlflow.passes import Applied, Comparison, Compiler, CompilerError, Metric, Module, ModuleGraph, Summary
+from xrlflow.passes.compiler import Arrays
 from xrlflow.passes.environment import (
     Check,
     Configuration,
@@ -64,7 +65,7 @@ class Halving:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         return [self.apply(module, name) for name in names]
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         return module
 
     def graph(self, module: Module) -> ModuleGraph:
@@ -76,7 +77,9 @@ class Halving:
             np.zeros(count - 1, np.int64),
         )
 
-    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
+    def compare(
+        self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
+    ) -> Comparison:
         odd = int(module.data) % 2 == 1
         return Comparison(not odd, float(odd), 1.0, "odd" if odd else None)
 
@@ -186,9 +189,12 @@ def test_a_changed_result_is_an_error_and_logged(caplog: pytest.LogCaptureFixtur
     env = halving(Configuration(check=Check.STEP))
     env.reset(seed=0)
     env.step(HALVE)
-    with pytest.raises(SemanticsError, match="24 after halve, break: odd"):
-        env.step(BREAK)
+    _, reward, terminated, _, information = env.step(BREAK)
+    assert (reward, terminated, information["changed"]) == (0.0, False, False)
+    assert information["error"] == "24 after halve, break: odd"
     assert "24 after halve, break: odd" in caplog.text
+    assert information["module"].digest == "12"  # as it was before the step
+    assert information["mask"][BREAK] == 0
     env = halving(Configuration(check=Check.END))
     env.reset(seed=0)
     env.step(BREAK)

@@ -101,24 +101,57 @@ def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, t
     assert found.to_json()["default_order"] is True
 
 
-def test_a_result_that_computes_something_else_is_not_written(
-    words: Words, file: Path, tmp_path: Path
+@pytest.mark.parametrize("search", [s.value for s in orders.WITHOUT_AGENT])
+def test_a_step_that_changes_what_is_computed_is_refused(
+    words: Words, file: Path, tmp_path: Path, search: str
+) -> None:
+    """The best order that computes the same is the result, and the step is named."""
+    words.passes = Words(wrong=True).passes
+    output = tmp_path / "out.hlo"
+    result = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8, "--steps", 400)
+    assert result.exit_code == 0
+    assert "refused, because it changes what the module computes: wrong after no other pass: output 0" in (
+        result.stderr
+    )
+    assert output.read_text() == ("dbbd" if search == "greedy" else "dad")
+
+
+def test_steps_that_are_refused_are_in_the_facts_and_in_the_log(
+    words: Words, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words.passes = Words(wrong=True).passes
-    result = invoke("optimize", file, "-o", tmp_path / "out.hlo", "--search", "greedy")
+    found = orders.optimize(file, search=orders.Search.BEAM, horizon=8)
+    assert "wrong" not in found.order.passes
+    assert found.to_json()["refused"] == list(found.refused)
+    assert any(line.startswith("wrong after ") for line in found.refused)
+    assert "a pass changes what the module computes: wrong after" in caplog.text
+    assert found.order.curve[-1][1] == found.after  # what was refused is no improvement
+
+
+def test_a_result_that_differs_on_other_inputs_is_not_written(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(reference: Module, module: Module, seed: int = 0, inputs: object = ()) -> Comparison:
+        return Comparison(seed == 0 or module == reference, 0.0, 1.0, "output 0: an e")
+
+    monkeypatch.setattr(words, "compare", differs)
+    result = invoke("optimize", file, "-o", tmp_path / "out.hlo", "--search", "beam", "--seed", 5)
     assert result.exit_code == 1
-    assert "the pass wrong changes what the module computes" in result.stderr
+    assert "changes what the module computes" in result.stderr
     assert "nothing is written" in result.stderr
     assert not (tmp_path / "out.hlo").exists()
 
 
-def test_a_wrong_default_order_is_not_written(
+def test_a_wrong_default_order_is_no_result(
     words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(words, "default", lambda module: words.load("e"))
     (tmp_path / "word").write_text("abab")
-    with pytest.raises(orders.OutputsDiffer, match="something else"):
-        orders.optimize(tmp_path / "word", steps=5)
+    found = orders.optimize(tmp_path / "word", steps=5)
+    assert not found.is_default
+    assert found.contents == "abab"
+    assert found.after == 4
+    assert found.refused == ("the compiler's own order: output 0: an e",)
 
 
 def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
@@ -139,7 +172,7 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
             ["optimize", "{}/word.hlo", "-o", "{}/out", "--metric", "x"],
             "--metric x: choose one of operations",
         ),
-        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "needs an agent"),
+        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "for other passes than words has"),
         (
             ["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent", "--agent", "{}/bad.hlo"],
             "no checkpoint, or is damaged",
@@ -194,12 +227,68 @@ def test_train_then_optimize_with_the_agent(words: Words, file: Path, tmp_path: 
     assert facts["iterations"] == 12
     assert facts["reduction"] == pytest.approx(0.25)
     assert list((tmp_path / "log").iterdir())
-    for search in ("agent", "guided"):
+    for search in ("agent", "guided", "refined"):
         found = invoke(
             "optimize", file, "-o", output, "--search", search, "--agent", agent, "--steps", 60, "--json"
         )
         assert json.loads(found.stdout)["after"] == 3
         assert output.read_text() == "dad"
+
+
+def test_training_goes_on_where_it_was_stopped(words: Words, file: Path, tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    options = ["--steps", 32, "--horizon", 8, "--json"]
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 2, *options).stdout)["iterations"] == 2
+    )
+    words.steps = 0
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 2, *options).stdout)["iterations"] == 2
+    )
+    assert words.steps == 0
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 3, *options).stdout)["iterations"] == 3
+    )
+    assert words.steps > 0
+    other = invoke("train", file, "-o", agent, "--iterations", 3, *options, "--seed", 1)
+    assert other.exit_code == 2
+    assert "agent.training is of a run with other seed: restart, or name another output" in other.stderr
+    again = invoke("train", file, "-o", agent, "--iterations", 1, *options, "--seed", 1, "--restart")
+    assert json.loads(again.stdout)["iterations"] == 1
+    state = tmp_path / "agent.training"
+    refused = invoke("train", state, "-o", agent, *options)
+    assert "would be overwritten by the state of the training" in refused.stderr
+
+
+def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of the package knows XLA's passes, and not those of the toy."""
+    output, search = tmp_path / "out", orders.Search
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
+    shipped = tmp_path / "shipped"
+    random_agent(words, AgentConfig(width=8, horizon=8)).save(shipped)
+    monkeypatch.setattr(orders, "PRETRAINED", shipped)
+    assert orders.optimize(file, horizon=8).search is search.REFINED
+    assert (
+        json.loads(invoke("optimize", file, "-o", output, "--search", "guided", "--json").stdout)["after"]
+        == 3
+    )
+    assert orders.optimize(file, search=search.GREEDY).search is search.GREEDY
+    monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
+    with pytest.raises(orders.OrderError, match="agents need torch"):
+        orders.optimize(file, search=search.AGENT)
+
+
+def test_the_shipped_agent_is_for_xlas_passes() -> None:
+    from xrlflow.passes.hlo import OPCODES
+    from xrlflow.passes.hlo_passes import PASSES
+    from xrlflow.passes.pretrained import PRETRAINED
+
+    agent = orders.load_agent(PRETRAINED)
+    assert agent.passes == tuple(p.name for p in PASSES)
+    assert agent.opcodes == OPCODES
 
 
 def test_bench(words: Words, file: Path) -> None:
@@ -220,7 +309,7 @@ def test_bench(words: Words, file: Path) -> None:
 def test_a_wrong_result_is_not_the_best_of_a_table(words: Words, file: Path) -> None:
     words.passes = Words(wrong=True).passes
     table = orders.bench(file, searches=[orders.Search.GREEDY], steps=50)
-    assert [(r.operations, r.equal) for r in table.rows] == [(1, False)]
+    assert [(r.operations, r.equal, len(r.refused)) for r in table.rows] == [(4, True, 1)]
     assert table.time == pytest.approx((1.0, 1.0, 1.0))
 
 
@@ -243,7 +332,7 @@ def test_binary_files_are_read_as_bytes(tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_compared_are_an_error(
     words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(reference: Module, module: Module, seed: int = 0) -> Comparison:
+    def refuse(reference: Module, module: Module, seed: int = 0, inputs: object = ()) -> Comparison:
         raise CompilerError("inputs of element type 17 cannot be drawn")
 
     monkeypatch.setattr(words, "compare", refuse)

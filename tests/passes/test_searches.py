@@ -22,6 +22,8 @@ from xrlflow.passes.searches import (
     follow,
     greedy,
     random,
+    reducing,
+    refined,
     tree,
 )
 
@@ -32,6 +34,9 @@ SEARCHES: dict[str, Search] = {
     "beam": beam,
     "tree": tree,
     "evolve": evolve,
+    "refined": lambda compiler, module, budget, seed=0: refined(
+        compiler, module, ("noise", "tidy", "merge"), budget, seed
+    ),
 }
 WORDS = ("d", VALLEY, "aaaaaa", "bbbbbb", "dadbbcacd", "e")
 
@@ -176,3 +181,28 @@ def test_a_budget_is_checked() -> None:
         Budget(-1)
     with pytest.raises(ValueError, match="horizon >= 1"):
         Budget(5, 0)
+
+
+def test_the_passes_of_the_default_order_that_reduce() -> None:
+    compiler = Words()
+    modules = [compiler.load(word) for word in ("aab", "ddaa")]
+    said: list[str] = []
+    # "open" makes words longer, "drop" has nothing to do: without them no more is left.
+    assert reducing(compiler, modules, say=said.append) == ("merge", "tidy")
+    assert len(said) == len(compiler.passes) - 2
+    assert reducing(compiler, [compiler.load("aab")]) == ("merge",)
+    # What passes make possible for others counts: "bb" needs open, merge and drop.
+    assert set(reducing(compiler, [compiler.load("dbbd")])) == {"merge", "open", "drop"}
+
+
+def test_evolution_goes_on_from_a_sequence() -> None:
+    compiler = Words()
+    module = compiler.load("dbbdbbdd")
+    start = ("open", "merge", "drop", "merge")
+    at_once = refined(compiler, module, start, Budget(4, 8))
+    assert at_once.passes == start
+    for seed in range(3):
+        order = refined(compiler, module, start, Budget(60, 8), seed)
+        assert order.value <= at_once.value
+        assert run(compiler, module, order.passes) == order.module
+    assert refined(compiler, module, start, Budget(60, 8)).module.digest == "dadad"

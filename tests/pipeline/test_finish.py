@@ -15,7 +15,7 @@ from xrlflow.ir import Graph, Node
 from xrlflow.options import BACKENDS, OptionError, Options
 from xrlflow.pipeline.context import Clock
 from xrlflow.pipeline.explore import explore
-from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
+from xrlflow.pipeline.prepare import cost_models, opened, start, with_feeds
 from xrlflow.pipeline.run import FINISHERS
 
 
@@ -54,9 +54,9 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
     options = Options(search="greedy", cost="roofline", measure=False, threads=1, time_limit=30.0)
     with opened(proto, options, None, time.monotonic()) as context:
         assert with_feeds(context) is context  # nothing is measured
-        prices = cost_model(context)
+        (prices,) = cost_models(context)
         begins = [start(context, prices) for _ in range(2)]
-        found = [explore(context, begin, prices) for begin in begins]
+        found = [explore(context, begin) for begin in begins]
         assert begins[0].base.state.fingerprint == begins[1].base.state.fingerprint
         assert found[0].result.best.trace == found[1].result.best.trace
         finished = FINISHERS["onnxruntime"](context, begins[0], found[0])
@@ -69,7 +69,7 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-6])
 @pytest.mark.parametrize("search", ["greedy", "xrlflow", "mcts"])
-def test_a_cost_model_that_gives_no_seconds_is_named(seconds: float, search: str) -> None:
+def test_a_cost_models_that_gives_no_seconds_is_named(seconds: float, search: str) -> None:
     """It is the user's own; no agent is to blame."""
 
     class Odd(Roofline):

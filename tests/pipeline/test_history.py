@@ -19,7 +19,7 @@ from xrlflow.cost.history import History
 from xrlflow.cost.machine import Machine, cpu_name
 from xrlflow.onnxio import load
 from xrlflow.pipeline import choose, history
-from xrlflow.pipeline.choose import _Trials
+from xrlflow.pipeline.choose import Trials
 from xrlflow.pipeline.history import prices_of
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import SearchNode
@@ -38,10 +38,10 @@ def kept(path: Path) -> int:
         return len(found.latest(100))
 
 
-def optimized(**options: Any) -> xrlflow.Result:
+def optimized(cost: str = "profiled", **options: Any) -> xrlflow.Result:
     return xrlflow.optimize(
-        models.small("nasrnn-shared"), search="greedy", backend="onnxruntime", threads=1, time_limit=6, verify=False,
-        **options,
+        models.small("nasrnn-shared"), search="greedy", cost=cost, backend="onnxruntime", threads=1, time_limit=8,
+        verify=False, **options,
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_an_original_that_was_simplified_is_not_the_graph_that_was_measured() ->
     for base, expected in ((nodes[0], graphs[0]), (nodes[1], None)):
         context, start = Mock(), Mock()
         context.imported.graph, start.base = graphs[0], base
-        trials = _Trials(context, start, Mock(), 0.0)
+        trials = Trials(context, start, Mock(), 0.0)
         assert trials._of(None) is expected
         assert trials._of(nodes[1]) is graphs[1]
 

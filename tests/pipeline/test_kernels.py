@@ -469,7 +469,7 @@ def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tm
     """And a trace of that makes the same file again."""
     monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
     monkeypatch.setattr(kernels._Trials, "_faster", lambda self, *_: True)
-    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     proto = network(more="e = Softmax(d) y = Add(e, x)")
     result = asked(proto, measure=True, threads=1, cost="profiled")
     assert result.hybrid is not None
@@ -492,7 +492,7 @@ def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_placement_is_excluded_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
-    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     proto = network(more="e = Softmax(d) y = Add(e, x)")
     for option in ({"exclude": ["placement"]}, {"only": ["CancelTransposes"]}):
         result = asked(proto, measure=True, threads=1, cost="profiled", **option)
@@ -529,7 +529,7 @@ def test_graphs_without_kernels_do_not_matter_where_others_have_some(
         return [Times(np.full(5, 1.0), 0.0) for _ in operators]
 
     monkeypatch.setattr(kernels.Lowering, "operator_times", slow)
-    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     result = asked(network(), measure=True, threads=1, cost="profiled")
     assert result.hybrid is not None
     assert not [note for note in result.report.notes if "no kernels of our own" in note]
@@ -540,7 +540,7 @@ def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, t
         raise BackendError("a kernel failed")
 
     monkeypatch.setattr(kernels.Lowering, "operator_times", failing)
-    monkeypatch.setattr(placement, "Database", lambda: Database(tmp_path / "prices.sqlite"))
+    monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     result = asked(network(), measure=True, threads=1)
     assert result.hybrid is not None
     assert "kernels of our own have no prices: a kernel failed" in result.report.notes

@@ -15,6 +15,7 @@ import pytest
 
 from tests.report.pages import HOSTILE, layered, measured, optimised, profiles
 from xrlflow import api
+from xrlflow.batch import Batch, Row
 from xrlflow.pipeline.pages import result_page
 from xrlflow.report.page.document import Page
 from xrlflow.report.page.html import page_html
@@ -329,3 +330,56 @@ def test_strategies_are_compared(opened: Any) -> None:
     assert page.count(".pane") == 1
     page.tab.locator("#run").select_option("0")
     assert page.count(".pane") == 2
+
+
+def many(tmp_path: Path) -> Batch:
+    """A batch with rows of each kind, and names that are hostile."""
+
+    def report(low: float | None, speedup: float | None, original: bool = False) -> dict[str, Any]:
+        high = None if low is None or speedup is None else 2 * speedup - low
+        return {
+            "nodes_before": 90, "nodes_after": 70, "latency_before_ms": 2.0, "latency_after_ms": 1.5, "verified": True,
+            "speedup": speedup, "speedup_low": low, "speedup_high": high, "returned_original": original, "reason": "",
+            "threads": 2,
+        }  # fmt: skip
+
+    def row(name: str, **given: Any) -> Row:
+        values = {
+            "error": None,
+            "files": (("x.onnx", 1), ("a #1/x.onnx.html", 1)),
+            "machine": "cpu",
+            "seconds": 61.5,
+        }
+        return Row(name, "key", **{**values, **given})
+
+    rows = (
+        row("a/x.onnx", report=report(1.2, 1.3)),
+        row("b/x.onnx", report=report(None, 1.1), notes=("a note",)),
+        row("c.onnx", report=report(None, None, original=True), machine="another"),
+        row(HOSTILE[1], error=f"broken: {HOSTILE[0]}", files=()),
+        row(HOSTILE[4], report=report(0.9, 0.95), earlier=True),
+    )
+    return Batch(tmp_path / "fast", (*(r.name for r in rows), "waiting.onnx"), rows, 99.0, interrupted=True)
+
+
+def test_the_page_of_a_batch(chromium: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(many(tmp_path).report_html(), encoding="utf-8")
+    page = Opened(chromium, file.as_uri())
+    found = page.tab.evaluate("[...document.querySelectorAll('main > section')].map(s => s.id)")
+    assert found == ["summary", "models", "faster", "failures", "notes", "environment"]
+    assert page.text("h1") == "1 of 6 models clearly faster"
+    assert "1 model to go: the same command goes on" in page.text("#summary")
+    names = "#models tbody tr th"
+    assert page.count(names) == 6
+    assert page.text(f"{names} >> nth=3") == HOSTILE[1]
+    assert page.tab.locator(f"{names} a").first.get_attribute("href") == "./a%20%231/x.onnx.html"
+    assert page.count(f"{names} a") == 4
+    page.tab.get_by_role("button", name="times as fast").click()
+    assert page.text(f"{names} >> nth=0") == "a/x.onnx"  # the fastest first
+    assert page.tab.evaluate("window.broken") is None
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.tab.set_viewport_size({"width": 390, "height": 800})
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.tab.close()
+    assert page.faults == []

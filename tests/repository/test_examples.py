@@ -22,6 +22,10 @@ SAYS = {
         r"(verified: True|the result is the original)(.|\n)*wrote slow.fast.onnx",
         ["slow.onnx", "slow.fast.onnx"],
     ),
+    "log_to_a_file": (
+        r"phases: .*search.*verify.*\nwrote \d+ lines to progress.jsonl",
+        ["slow.fast.onnx", "progress.jsonl"],
+    ),
     "own_rule": (r"proven: True(.|\n)*applied FactorOutOfDifference", ["own_rule.onnx"]),
     "own_agent": (r"trained for 2 iterations\n.* verified: True", ["own.safetensors"]),
     "compare_strategies": (r"greedy +modelled cost .*\ntaso +modelled cost", ["slow.onnx"]),

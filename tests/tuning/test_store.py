@@ -21,7 +21,8 @@ import pytest
 from tests.tuning.kernels import matmul, scheduled, target
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.sqlite import connect
-from xrlflow.tuning.store import VERSION, Record, Setting, Store, StoreError
+from xrlflow.stores import StoreError
+from xrlflow.tuning.store import VERSION, Record, Setting, Store
 from xrlflow.tuning.tasks import Task, extract_tasks
 from xrlflow.tuning.tuners.protocol import Measurement
 

@@ -18,15 +18,10 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from xrlflow.backends.limits import allowed_cpus, one_cpu_a_core
+
 LOOK = 0.05
 """Seconds during which the CPUs are watched if there are more of them than threads."""
-
-
-def default_threads() -> int:
-    """The physical cores that this process may run on."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, allowed))
 
 
 def cache_levels() -> dict[int, int]:
@@ -56,7 +51,7 @@ def choose_cpus(threads: int) -> tuple[int, ...] | None:
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
-    cores = _one_cpu_a_core(sorted(os.sched_getaffinity(0)))
+    cores = one_cpu_a_core(allowed_cpus())
     if threads > len(cores):
         return None
     blocks = [cores[first : first + threads] for first in range(0, len(cores) - threads + 1, threads)]
@@ -78,19 +73,6 @@ def pinned(cpus: Sequence[int] | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
-
-
-def _one_cpu_a_core(cpus: Sequence[int]) -> list[int]:
-    """The first CPU of each core, of several that share one (hyper-threads)."""
-    seen: set[str] = set()
-    chosen: list[int] = []
-    for cpu in cpus:
-        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        core = file.read_text().strip() if file.exists() else str(cpu)
-        if core not in seen:
-            seen.add(core)
-            chosen.append(cpu)
-    return chosen
 
 
 def _busy() -> dict[int, float]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from xrlflow.cost.microbench import Sample
-from xrlflow.sqlite import Layout, SharedFile, cache_directory
+from xrlflow.sqlite import Layout, cache_directory
+from xrlflow.stores import Where, opened
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -18,7 +17,11 @@ if TYPE_CHECKING:
 VERSION = 1
 _PATIENCE = 20.0  # seconds that a writer waits for another process
 
-_PUT = "INSERT OR REPLACE INTO measurement"
+_PUT = "INSERT INTO measurement"
+_REPLACE = (
+    "ON CONFLICT (device, runtime, threads, operator, attributes, operands) DO UPDATE SET median = excluded.median,"
+    " low = excluded.low, high = excluded.high, count = excluded.count, taken = excluded.taken"
+)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS measurement (
     device TEXT NOT NULL, runtime TEXT NOT NULL, threads INTEGER NOT NULL,
@@ -46,20 +49,24 @@ class Subject:
 
 
 class Database:
-    """A SQLite file of measurements (see `SharedFile`).
+    """Measurements in a SQLite file (see `SharedFile`) or on a server (see `SharedServer`).
 
     A file that is damaged, of another version or of another program is renamed to `.damaged`, with a warning, and a new
     one is begun.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        """`path`: the file. By default it is `measurements.sqlite` in the user's cache directory."""
-        self.path = Path(path) if path is not None else cache_directory() / "measurements.sqlite"
-        self._file = SharedFile(self.path, _LAYOUT, _PATIENCE)
+    def __init__(self, where: Where = None) -> None:
+        """`where`: the file or server (see `stores.opened`); the file of the user's is `measurements.sqlite`."""
+        self._storage = opened(where, cache_directory() / "measurements.sqlite", _LAYOUT, _PATIENCE)
+        self.path = self._storage.path
+
+    def check(self) -> None:
+        """Open it now. Raises StoreError if it is on a server that cannot be used."""
+        self._storage.check()
 
     def get(self, subject: Subject) -> Sample | None:
         """The measurement of this subject, or None."""
-        rows = self._file.read(
+        rows = self._storage.read(
             "SELECT median, low, high, count FROM measurement WHERE device = ? AND runtime = ? AND threads = ?"
             " AND operator = ? AND attributes = ? AND operands = ?",
             astuple(subject),
@@ -71,17 +78,17 @@ class Database:
 
     def put(self, subject: Subject, sample: Sample) -> None:
         """Keep a measurement; it replaces an older one of the same subject."""
-        self._file.write(
-            f"{_PUT} VALUES ({', '.join('?' * 11)})",
+        self._storage.write(
+            f"{_PUT} VALUES ({', '.join('?' * 11)}) {_REPLACE}",
             (*astuple(subject), sample.median, sample.low, sample.high, sample.count, time.time()),
         )
 
     def __len__(self) -> int:
-        return sum(int(count) for (count,) in self._file.read("SELECT count(*) FROM measurement", ()))
+        return sum(int(count) for (count,) in self._storage.read("SELECT count(*) FROM measurement", ()))
 
     def close(self) -> None:
         """Write what is not yet written, if that is possible now, and warn about what is lost."""
-        self._file.close()
+        self._storage.close()
 
     def __enter__(self) -> Self:
         return self

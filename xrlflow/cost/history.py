@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ from xrlflow.cost.comparisons import Comparisons, ComparisonsError
 from xrlflow.cost.model import AdditiveCost
 from xrlflow.cost.neighbourhoods import Neighbourhoods
 from xrlflow.ir import Graph
-from xrlflow.sqlite import Layout, SharedFile, cache_directory
+from xrlflow.sqlite import Layout, cache_directory
+from xrlflow.stores import Where, opened
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +24,7 @@ VERSION = 1
 RADIUS = 3
 """Of the neighbourhoods that are kept: networks see at most so far."""
 MOST = 2000
-"""Older comparisons are dropped."""
+"""Older comparisons of a machine are dropped."""
 _PATIENCE = 1.0  # seconds that a writer waits for another process
 
 _PUT = "INSERT INTO comparison"
@@ -33,19 +33,18 @@ CREATE TABLE IF NOT EXISTS comparison (
     device TEXT NOT NULL, runtime TEXT NOT NULL, threads INTEGER NOT NULL, taken REAL NOT NULL, graphs BLOB NOT NULL
 )
 """
+_OURS = "device = ? AND runtime = ? AND threads = ?"
 _LAYOUT = Layout((_SCHEMA,), VERSION, "comparison", _PUT)
 
 
 class History:
-    """A SQLite file of comparisons (see `SharedFile`), and those of one `device`, `runtime` and number of `threads`."""
+    """Comparisons of one `device`, `runtime` and number of `threads`, in a SQLite file or on a server."""
 
-    def __init__(
-        self, device: str, runtime: str, threads: int, path: str | os.PathLike[str] | None = None
-    ) -> None:
-        """`path`: the file. By default it is `comparisons.sqlite` in the user's cache directory."""
-        self.path = Path(path) if path is not None else cache_directory() / "comparisons.sqlite"
+    def __init__(self, device: str, runtime: str, threads: int, where: Where = None) -> None:
+        """`where`: the file or server (see `stores.opened`); the file of the user's is `comparisons.sqlite`."""
         self._key = (device, runtime, threads)
-        self._file = SharedFile(self.path, _LAYOUT, _PATIENCE)
+        self._storage = opened(where, cache_directory() / "comparisons.sqlite", _LAYOUT, _PATIENCE)
+        self.path = self._storage.path
 
     def keep(self, prices: AdditiveCost, before: Graph, after: Graph, log: float, error: float) -> None:
         """Keep that `after` is exp(`log`) times as fast as `before`; `error` is the standard deviation of `log`."""
@@ -54,21 +53,23 @@ class History:
         if counts[0] == counts[1] or not all(counts):  # it says nothing about any node
             return
         found = Comparisons.of(known, counts, [log], [error], {"name": ""})
-        self._file.write(
-            f"{_PUT} (device, runtime, threads, taken, graphs) VALUES (?, ?, ?, ?, ?)",
-            (*self._key, time.time(), found.to_bytes()),
+        now = time.time()
+        # Written twice, where a server has gone before it answered, it is there once.
+        self._storage.write(
+            f"{_PUT} (device, runtime, threads, taken, graphs) SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS"
+            f" (SELECT 1 FROM comparison WHERE {_OURS} AND taken = ?)",
+            (*self._key, now, found.to_bytes(), *self._key, now),
         )
-        self._file.write(
-            "DELETE FROM comparison WHERE taken < (SELECT min(taken) FROM"
-            " (SELECT taken FROM comparison ORDER BY taken DESC LIMIT ?))",
-            (MOST,),
+        self._storage.write(
+            f"DELETE FROM comparison WHERE {_OURS} AND taken < (SELECT min(taken) FROM"
+            f" (SELECT taken FROM comparison WHERE {_OURS} ORDER BY taken DESC LIMIT ?) AS latest)",
+            (*self._key, *self._key, MOST),
         )
 
     def latest(self, count: int) -> list[Comparisons]:
         """The latest comparisons of this device, runtime and threads. Those of another version are left out."""
-        rows = self._file.read(
-            "SELECT graphs FROM comparison WHERE device = ? AND runtime = ? AND threads = ?"
-            " ORDER BY taken DESC LIMIT ?",
+        rows = self._storage.read(
+            f"SELECT graphs FROM comparison WHERE {_OURS} ORDER BY taken DESC LIMIT ?",
             (*self._key, count),
         )
         found = []
@@ -81,7 +82,7 @@ class History:
 
     def close(self) -> None:
         """Write what is not yet written, if that is possible now, and warn about what is lost."""
-        self._file.close()
+        self._storage.close()
 
     def __enter__(self) -> Self:
         return self

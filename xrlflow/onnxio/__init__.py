@@ -1,8 +1,9 @@
 """Reads and writes ONNX files."""
 
+from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto
-from xrlflow.onnxio.importer import Source, load
+from xrlflow.onnxio.importer import Source, load, name_of
 from xrlflow.onnxio.model import ImportedModel, NodeLabel
 from xrlflow.onnxio.original import save_original
 
@@ -15,8 +16,10 @@ __all__ = [
     "check",
     "check_input",
     "check_result",
+    "data_files",
     "export",
     "load",
+    "name_of",
     "save",
     "save_original",
     "size_of",

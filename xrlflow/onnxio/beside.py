@@ -43,7 +43,7 @@ def replacing_model(
     """
     target = files.destination(path)
     folder = os.path.dirname(target)
-    old = _locations(target)
+    old = data_files(target)
     names: list[str] = []
     made: list[str] = []
     with files.NewFile(folder, durable=durable) as model:
@@ -112,7 +112,7 @@ def _same(path: str, file: BinaryIO) -> bool:
                 return True
 
 
-def _locations(path: str) -> set[str]:
+def data_files(path: str) -> set[str]:
     """The data files that a model names; none if the file is not a model."""
     try:
         proto = onnx.ModelProto.FromString(strip_model(map_file(path)))
@@ -141,7 +141,7 @@ def _is_of_alone(target: str, location: str) -> bool:
     path = os.path.join(folder, location)
     if os.path.basename(location) != location or not location.endswith(_SUFFIX):
         return False
-    if not location.startswith((f"{name}.", f"{_stem(name)}.")) or location in _locations(target):
+    if not location.startswith((f"{name}.", f"{_stem(name)}.")) or location in data_files(target):
         return False
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):

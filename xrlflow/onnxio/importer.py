@@ -15,6 +15,7 @@ import onnx.shape_inference
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from xrlflow import weights
+from xrlflow.files import StandardInput
 from xrlflow.ir import (
     ABSENT,
     SMALL,
@@ -143,9 +144,18 @@ def _imported(
         raise ModelError(f"{store.name}: {error}: the file is damaged, export it again") from error
 
 
+def name_of(source: Source) -> str:
+    """What messages call a model."""
+    if isinstance(source, StandardInput):
+        return source.name
+    if isinstance(source, bytes):
+        return "<bytes>"
+    return "<ModelProto>" if isinstance(source, onnx.ModelProto) else os.fspath(source)
+
+
 def _open(source: Source) -> TensorStore:
     if isinstance(source, bytes):
-        return TensorStore("<bytes>", memoryview(source), None)
+        return TensorStore(name_of(source), memoryview(source), None)
     if isinstance(source, onnx.ModelProto):
         try:
             return TensorStore("<ModelProto>", memoryview(source.SerializeToString()), None)

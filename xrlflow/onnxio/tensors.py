@@ -202,7 +202,7 @@ class TensorStore:
             offset, length = int(entries.get("offset", "0")), int(entries.get("length", "-1"))
         except ValueError as error:
             raise ModelError(f"{self.name}: tensor {proto.name!r}: {error} in its external data") from error
-        source = self.data if location == EMBEDDED else self._file(proto.name, location)
+        source = self.data if location == EMBEDDED else self.file(proto.name, location)
         if length < 0:
             dtype = DType(proto.data_type)
             length = (prod(proto.dims) * dtype.bits + 7) // 8
@@ -213,7 +213,8 @@ class TensorStore:
             )
         return source[offset : offset + length]
 
-    def _file(self, tensor: str, location: str) -> memoryview:
+    def file(self, tensor: str, location: str) -> memoryview:
+        """The data file that a tensor names. Raises ModelError if there is none, or none in the model's folder."""
         if location in self.files:
             return self.files[location]
         if self.path is None:

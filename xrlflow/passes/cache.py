@@ -60,13 +60,18 @@ class Cache:
         )
         return Outcome(*rows[-1]) if rows else None
 
-    def module(self, digest: str) -> Module | None:
-        """A module by its digest; None if it is not kept."""
-        rows = self._file.read("SELECT summary, data FROM module WHERE digest = ?", (digest,))
+    def module(self, compiler: str, digest: str) -> Module | None:
+        """A module by its digest; None if it is not kept. Its figures are those that this compiler gave it."""
+        rows = self._file.read(
+            "SELECT summary, data FROM module WHERE digest = ?", (_place(compiler, digest),)
+        )
         if not rows:
             return None
         summary, data = rows[-1]
-        return Module(digest, zlib.decompress(data), _summary(summary))
+        try:
+            return Module(digest, zlib.decompress(data), _summary(summary))
+        except (zlib.error, ValueError, TypeError):  # damaged: the pass runs again, and the row is replaced
+            return None
 
     def put(self, compiler: str, before: str, name: str, outcome: Outcome, module: Module | None) -> None:
         """Keep an outcome, and the new module if there is one."""
@@ -74,7 +79,13 @@ class Cache:
             data = zlib.compress(module.data, 3)
             self._file.write(
                 "INSERT OR REPLACE INTO module VALUES (?, ?, ?, ?, ?)",
-                (module.digest, json.dumps(astuple(module.summary)), data, len(data), time.time()),
+                (
+                    _place(compiler, module.digest),
+                    json.dumps(astuple(module.summary)),
+                    data,
+                    len(data),
+                    time.time(),
+                ),
             )
             self._new += 1
             if self._new % _LOOK == 0:
@@ -91,7 +102,9 @@ class Cache:
             (self.limit,),
         )
         self._file.write(
-            "DELETE FROM result WHERE after != before AND after NOT IN (SELECT digest FROM module)", ()
+            "DELETE FROM result WHERE after != before"
+            " AND compiler || ' ' || after NOT IN (SELECT digest FROM module)",
+            (),
         )
 
     def __len__(self) -> int:
@@ -107,6 +120,11 @@ class Cache:
     def close(self) -> None:
         """Write what is not yet written, if that is possible now."""
         self._file.close()
+
+
+def _place(compiler: str, digest: str) -> str:
+    """The key of a module: another compiler may count otherwise."""
+    return f"{compiler} {digest}"
 
 
 def _summary(text: str) -> Summary:

@@ -25,10 +25,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+Arrays: TypeAlias = Sequence[npt.NDArray[Any]]
 
 
 class CompilerError(ValueError):
@@ -98,13 +100,17 @@ class Applied:
 class Comparison:
     """The outputs of two modules on the same inputs. `worst`: the largest error as a multiple of what is allowed.
 
-    `compared`: the share of numbers that are finite in the reference. `difference`: what differs, in one line.
+    `compared`: the share of numbers that were compared. `difference`: what differs, in one line. `note`: a difference
+    that is no other than the original has to itself. `blind`: outputs of which no number was compared, because the
+    original has none there.
     """
 
     equal: bool
     worst: float
     compared: float
     difference: str | None = None
+    note: str | None = None
+    blind: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,16 +163,22 @@ class Compiler(Protocol):
         """Run each of several passes on the same module (not one after the other), at once where possible."""
         ...
 
-    def default(self, module: Module) -> Module:
-        """The compiler's own order of the same passes, repeated until the number of operations stays the same."""
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
+        """The compiler's own order of the same passes, or of `names` among them, repeated until the number of
+        operations stays the same."""
         ...
 
     def graph(self, module: Module) -> ModuleGraph:
         """The instructions as a graph."""
         ...
 
-    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
-        """Run both on the same random inputs. Raises CompilerError if one does not run, or the interfaces differ."""
+    def compare(
+        self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
+    ) -> Comparison:
+        """Run both on the same inputs: random ones, and those that are given (each an array for each parameter).
+
+        Raises CompilerError if one does not run, or inputs do not fit.
+        """
         ...
 
     def seconds(

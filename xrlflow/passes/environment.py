@@ -64,7 +64,8 @@ class Masking(Enum):
 
 
 class Check(Enum):
-    """When the module is run and compared with the first one."""
+    """When the module is run and compared with the first one. A difference is logged. STEP: a step that changes what
+    the module computes is refused, as if the pass had failed. END: it is an error."""
 
     NEVER = "never"
     END = "end"
@@ -159,8 +160,8 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(mask), self._information(mask)
 
     def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Apply a pass or stop. Raises EpisodeError if the action does not exist, and SemanticsError if a check is
-        on and the module computes something else than the first one."""
+        """Apply a pass or stop. Raises EpisodeError if the action does not exist, and SemanticsError if the result of
+        an episode is checked and computes something else than the first module."""
         if not self._running:
             raise EpisodeError("no episode is running: call reset first")
         action = int(action)
@@ -172,14 +173,15 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
             applied = self.compiler.apply(before, self.passes[action])
             self._trace.append(action)
             self._module, error, changed = applied.module, applied.error, applied.changed
+            if changed and self.configuration.check is Check.STEP and (error := self._difference()):
+                self._module, changed = before, False
             if not changed:
                 self._note(before, action)
         truncated = not terminated and len(self._trace) >= self.configuration.horizon
         over = terminated or truncated
-        if (self.configuration.check is Check.STEP and changed) or (
-            self.configuration.check is Check.END and over
-        ):
-            self._compare()
+        if over and self.configuration.check is Check.END and (difference := self._difference()):
+            self._running = False
+            raise SemanticsError(difference)
         reward, relative = self._reward(before, over)
         mask = self._mask()
         information = self._information(mask, changed, error, relative)
@@ -222,17 +224,15 @@ class PassEnv(gymnasium.Env[Observation, np.int64]):
             self._idle.clear()
         self._idle.setdefault(module.digest, set()).add(action)
 
-    def _compare(self) -> None:
+    def _difference(self) -> str | None:
+        """What the module computes that the first one does not, which is logged; None if nothing."""
         first = self._problem.module
-        if self._module == first:
-            return
-        found = self.compiler.compare(first, self._module)
-        if not found.equal:
-            passes = ", ".join(self.passes[a] for a in self._trace)
-            message = f"{self._problem.name} after {passes}: {found.difference}"
-            _log.error("a pass changed what a module computes: %s", message)
-            self._running = False
-            raise SemanticsError(message)
+        if self._module == first or (found := self.compiler.compare(first, self._module)).equal:
+            return None
+        passes = ", ".join(self.passes[a] for a in self._trace)
+        message = f"{self._problem.name} after {passes}: {found.difference}"
+        _log.error("a pass changed what a module computes: %s", message)
+        return message
 
     def _observation(self, mask: npt.NDArray[np.int8]) -> Observation:
         module, first = self._module, self._problem.module

@@ -1,8 +1,25 @@
-"""Whether two modules compute the same: outputs on the same inputs, compared by their type."""
+"""Whether two modules compute the same: outputs on the same inputs.
+
+A pass may reorder sums and round constants. Where a result hangs on rounding (a gradient that is 0 but for rounding,
+divided by its own root), the outputs of two correct modules may have nothing in common, so no tolerance tells these
+from wrong ones. Hence there are two questions:
+
+1. Do they compute the same in real numbers? Both run in float64, and each number must agree to 2e-6, and 1e-7 of its
+   tensor's largest. What differs by more must not differ by more than 64 times what the original itself moves, at this
+   number, when its inputs and constants move by one unit of float32 in the last place; for a pass may fold constants in
+   float32. That is bounded: where it would be more than 1% of the number and of its tensor's largest, nothing is
+   compared, and an output of which half or more is never compared, but for zeros, is not equal: it cannot be told.
+2. Do they in their own types? They must agree to a tolerance by type, or a tensor must be as close to that in float64
+   as the original is on inputs that are moved by one unit, to a factor of 8.
+
+A module without a counterpart in float64 has the second question alone, with the movement of the original on moved
+inputs, which may then allow 1% of a tensor's largest number at most: an output that moves by more is not equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,6 +29,8 @@ from xrlflow.passes.compiler import Comparison, CompilerError
 
 Array: TypeAlias = npt.NDArray[Any]
 Outputs: TypeAlias = Sequence[Array]
+# By the draw of inputs.
+Draws: TypeAlias = Sequence[Outputs]
 
 # The relative error allowed, by the name of the type, as a part of the number and as a part of the largest number of
 # its tensor: passes reorder sums. Integers and truth values must be equal.
@@ -23,60 +42,183 @@ RTOL = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
+# The same where both run in float64, and of the largest number: 16 units of float32, and one, for constants are rounded
+# to it.
+_WIDE, _WIDE_LARGEST = 2e-6, 2.0**-23
+# Larger numbers stand for infinity, as in masks: they do not say how large a tensor is.
+_ENDLESS = 1e30
+_FEW = 64.0  # times the movement at a number; few of the four times that it is observed, it is so small by chance
+_OWN = 8.0  # times the movement of a tensor
+_MOST = 1e-2  # of the number and the largest number of its tensor: what movement may allow
 
 
-def compared(reference: Sequence[Outputs], found: Sequence[Outputs]) -> Comparison:
+def compared(
+    reference: Draws,
+    found: Draws,
+    slack: Draws | None = None,
+    wide: bool = False,
+    decides: bool = True,
+    named: Outputs | None = None,
+) -> Comparison:
     """Compare the outputs on each draw of inputs.
 
-    Numbers that are not finite must be so in both. Raises CompilerError if no number of the reference is finite: then
-    nothing is compared.
+    Numbers that are not finite must be so in both. `slack`: the error that is allowed beside, for each number; what has
+    an infinite one is not compared. `wide`: both ran in float64. `decides`: an output that is never compared in more
+    than half, but for zeros, is not equal. `named`: outputs of the types to name, if those of the reference are others.
+    Raises CompilerError if nothing is compared, because the reference has no numbers.
     """
-    worst, finite, total = 0.0, 0, 0
-    for expected_all, actual_all in zip(reference, found, strict=True):
+    worst, seen, total = 0.0, 0, 0
+    blind: dict[str, bool] = {}
+    unclear: dict[str, bool] = {}
+    for draw, (expected_all, actual_all) in enumerate(zip(reference, found, strict=True)):
         if len(expected_all) != len(actual_all):
             return Comparison(False, np.inf, 0.0, f"{len(actual_all)} outputs instead of {len(expected_all)}")
         for number, (expected, actual) in enumerate(zip(expected_all, actual_all)):
-            name = f"output {number} ({expected.dtype}{list(expected.shape)})"
+            kind = (named or expected_all)[number].dtype
+            name = f"output {number} ({kind}{list(expected.shape)})"
             if expected.shape != actual.shape or expected.dtype != actual.dtype:
                 return Comparison(False, np.inf, 0.0, f"{name}: {actual.dtype}{list(actual.shape)} instead")
-            error, where = _error(expected, actual)
+            free = slack[draw][number] if slack is not None else np.zeros(expected.shape)
+            error, where = _error(expected, actual, free, wide)
             worst = max(worst, error)
             total += expected.size
-            finite += int(np.isfinite(_wide(expected)).sum())
+            if decides and expected.size and np.isinf(free).mean() >= 0.5:
+                unclear.setdefault(name, True)
+            elif _is_exact(expected) or largest(_real(expected)) > 0.0:  # zeros tell little
+                unclear[name] = False
+            here = int((~np.isnan(_real(expected)) & np.isfinite(free)).sum())
+            seen += here
+            blind[name] = blind.get(name, expected.size > 0) and not here
             if error > 1.0:
                 at = np.unravel_index(where, expected.shape)
                 place = f"at {[int(i) for i in at]}" if expected.ndim else ""
-                return Comparison(
-                    False,
-                    worst,
-                    finite / total,
-                    f"{name}: {actual[at]} instead of {expected[at]} {place}".rstrip(),
-                )
-    if total and not finite:
-        raise CompilerError("no number of the reference is finite on these inputs: nothing can be compared")
-    return Comparison(True, worst, finite / total if total else 1.0)
+                difference = f"{name}: {actual[at]} instead of {expected[at]} {place}".rstrip()
+                return Comparison(False, worst, seen / total, difference)
+    if total and not seen and slack is None:
+        raise CompilerError("no number of the reference is one on these inputs: nothing can be compared")
+    share = seen / total if total else 1.0
+    for name, never in unclear.items():
+        if never:
+            return Comparison(False, worst, share, f"{name} hangs on rounding, so it cannot be compared")
+    return Comparison(True, worst, share, blind=tuple(name for name, never in blind.items() if never))
 
 
-def _error(expected: Array, actual: Array) -> tuple[float, int]:
+def _error(expected: Array, actual: Array, slack: Array, wide: bool) -> tuple[float, int]:
     """The largest error as a multiple of what is allowed, and its position."""
     if expected.size == 0:
         return 0.0, 0
-    rtol = RTOL.get(expected.dtype.name)
-    if rtol is None:
-        wrong = expected != actual
+    looked = np.isfinite(slack)
+    if _is_exact(expected):
+        wrong = (expected != actual) & looked
         return (np.inf, int(np.argmax(wrong))) if wrong.any() else (0.0, 0)
-    a, b = _wide(expected), _wide(actual)
+    a, b = _real(expected), _real(actual)
     finite = np.isfinite(a)
-    apart = ~finite & ~((a == b) | (np.isnan(a) & np.isnan(b))) | (finite & ~np.isfinite(b))
+    apart = np.where(finite, ~np.isfinite(b), ~_same(a, b)) & looked
     if apart.any():
         return np.inf, int(np.argmax(apart))
-    if not finite.any():
+    looked = looked & finite
+    if not looked.any():
         return 0.0, 0
-    scale = float(np.abs(a[finite]).max())
-    allowed = rtol * (np.abs(np.where(finite, a, 0.0)) + scale) + np.finfo(np.float32).tiny
-    errors = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0)) / allowed
+    rtol = RTOL[expected.dtype.name]
+    own, all_of_it = (_WIDE, _WIDE_LARGEST) if wide else (rtol, rtol)
+    a, b = np.where(looked, a, 0.0), np.where(looked, b, 0.0)
+    allowed = own * np.abs(a) + all_of_it * largest(_real(expected)) + np.where(looked, slack, 0.0)
+    errors = np.abs(a - b) / (allowed + np.finfo(np.float32).tiny)
     return float(errors.max()), int(np.argmax(errors))
 
 
-def _wide(array: Array) -> Array:
+def largest(array: Array) -> float:
+    """The largest magnitude of a tensor that does not stand for infinity; 0 if there is none."""
+    sizes = np.abs(array)
+    return float(sizes.max(where=sizes < _ENDLESS, initial=0.0))
+
+
+def _real(array: Array) -> Array:
+    """An array in float64 or complex128."""
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _is_exact(array: Array) -> bool:
+    return array.dtype.name not in RTOL
+
+
+def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
+    """How far each number moves at most, from `still` to each of several runs; infinitely to what is not finite. An
+    integer that moves at all has an infinite one."""
+
+    def of(first: Array, others: Sequence[Array]) -> Array:
+        if _is_exact(first):
+            changed = np.any([first != o for o in others], axis=0)
+            return np.asarray(np.where(changed, np.inf, 0.0))
+        a = _real(first)
+        with np.errstate(invalid="ignore"):
+            far = [np.where(_same(a, b), 0.0, np.abs(b - a)) for b in map(_real, others)]
+        return np.asarray(np.nan_to_num(np.max(far, axis=0), nan=np.inf, posinf=np.inf))
+
+    return [
+        [of(first, [run[draw][number] for run in moved]) for number, first in enumerate(outputs)]
+        for draw, outputs in enumerate(still)
+    ]
+
+
+def _same(a: Array, b: Array) -> Array:
+    same: Array = (a == b) | (np.isnan(a) & np.isnan(b))
+    return same
+
+
+def in_reals(
+    expected: Draws, found: Draws, moved: Callable[[], Sequence[Draws]], named: Outputs | None = None
+) -> Comparison:
+    """The first question: outputs in float64. `moved`: those of the original with moved inputs and constants, which is
+    asked if the outputs differ. `named`: as for `compared`."""
+    plain = compared(expected, found, wide=True, named=named)
+    if plain.equal:
+        return plain
+    slack = []
+    for outputs, moves in zip(expected, movement(expected, moved())):
+        most = [_MOST * (np.abs(_real(o)) + largest(_real(o))) for o in outputs]
+        slack.append([np.where(_FEW * m <= limit, _FEW * m, np.inf) for m, limit in zip(moves, most)])
+    return compared(expected, found, slack, wide=True, named=named)
+
+
+def in_types(
+    expected: Draws, found: Draws, exact: Draws | None, moved: Callable[[], Sequence[Draws]]
+) -> Comparison:
+    """The second question: outputs in the types of the module. `exact`: those of the original in float64, if it has a
+    counterpart; `moved`: those of the original on moved inputs, which is asked if the outputs differ."""
+    plain = compared(expected, found)
+    if plain.equal or not alike(expected, found):
+        return plain
+    still = exact if exact is not None else expected
+    own = movement(still, [expected, *moved()])
+    slack = [
+        [_of_tensor(_real(o), m, RTOL.get(e.dtype.name), exact is None) for o, e, m in zip(*row)]
+        for row in zip(still, expected, own)
+    ]
+    real = [[_like(f, s) for f, s in zip(*row)] for row in zip(found, still)]
+    again = compared(still, real, slack, wide=True, decides=exact is None, named=expected[0])
+    if not again.equal:
+        return replace(again, difference=f"{again.difference}; {plain.difference}")
+    return replace(again, note=f"hangs on rounding: {plain.difference}")
+
+
+def _of_tensor(array: Array, moves: Array, rtol: float | None, bounded: bool) -> Array:
+    """The error that is allowed for each number of a tensor, from how far its numbers move; infinite where finite
+    numbers become others. `bounded`: nothing of a tensor that moves too far is compared."""
+    if rtol is None:
+        return np.full(array.shape, np.inf if moves.size and np.isinf(moves).any() else 0.0)
+    most, scale = largest(moves), largest(array)
+    if bounded and _OWN * most > _MOST * scale:
+        return np.full(array.shape, np.inf)
+    return np.where(np.isinf(moves), np.inf, _OWN * most + rtol * (np.abs(array) + scale))
+
+
+def alike(expected: Draws, found: Draws) -> bool:
+    """Whether outputs have the same types and shapes."""
+    return [[(o.dtype, o.shape) for o in outputs] for outputs in expected] == [
+        [(o.dtype, o.shape) for o in outputs] for outputs in found
+    ]
+
+
+def _like(array: Array, other: Array) -> Array:
+    return array if array.dtype == other.dtype else _real(array)

@@ -58,12 +58,13 @@ OPCODES = (
 # fmt: on
 _NUMBERS = {name: number for number, name in enumerate(OPCODES)}
 
-_INT, _TEXT, _MESSAGE, _BYTES = 3, 9, 11, 12
+_DOUBLE, _FLOAT, _INT, _TEXT, _MESSAGE, _BYTES = 1, 2, 3, 9, 11, 12
 _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     "Shape": (
         ("element_type", 2, _INT, False, ""),
         ("dimensions", 3, _INT, True, ""),
         ("tuple_shapes", 4, _MESSAGE, True, "Shape"),
+        ("is_dynamic_dimension", 6, _INT, True, ""),
     ),
     "Indexing": (("batching_dims", 5, _INT, True, ""),),
     "Instruction": (
@@ -90,16 +91,54 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
     ),
     "Module": (
         ("name", 1, _TEXT, False, ""),
+        ("entry_computation_name", 2, _TEXT, False, ""),
         ("computations", 3, _MESSAGE, True, "Computation"),
+        ("host_program_shape", 4, _MESSAGE, False, "Program"),
         ("id", 5, _INT, False, ""),
         ("entry_computation_id", 6, _INT, False, ""),
+        ("schedule", 7, _BYTES, False, ""),
+        ("profile_info", 13, _BYTES, True, ""),
+        ("stack_frame_index", 17, _BYTES, False, ""),
     ),
+    "Program": (
+        ("parameters", 1, _MESSAGE, True, "Shape"),
+        ("result", 2, _MESSAGE, False, "Shape"),
+    ),
+}
+# Fields of a module that are its computations, or say how it is called, or that XLA makes anew each time. What is left
+# belongs to its digest: which inputs give their memory to outputs, shardings, and the like.
+_APART = (
+    *("name", "entry_computation_name", "computations", "host_program_shape", "id", "entry_computation_id"),
+    *("schedule", "profile_info", "stack_frame_index"),
+)
+# What is read and changed beside that, but for digests (they depend on which fields are declared).
+_FURTHER: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
+    "Indexing": (("start_index_map", 3, _INT, True, ""), ("index_vector_dim", 4, _INT, False, "")),
+    "Literal": (
+        ("shape", 1, _MESSAGE, False, "Shape"),
+        ("f32s", 8, _FLOAT, True, ""),
+        ("f64s", 9, _DOUBLE, True, ""),
+        ("tuple_literals", 10, _MESSAGE, True, "Literal"),
+        ("f16s", 11, _BYTES, False, ""),
+        ("c64s", 12, _FLOAT, True, ""),
+        ("bf16s", 13, _BYTES, False, ""),
+        ("c128s", 18, _DOUBLE, True, ""),
+    ),
+    "Precision": (("algorithm", 2, _INT, False, ""),),
+    "Instruction": (
+        ("literal", 8, _MESSAGE, False, "Literal"),
+        ("tuple_index", 13, _INT, False, ""),
+        ("dimensions", 14, _INT, True, ""),
+        ("gather_slice_sizes", 34, _INT, True, ""),
+        ("precision_config", 51, _MESSAGE, False, "Precision"),
+    ),
+    "Computation": (("program_shape", 4, _MESSAGE, False, "Program"),),
 }
 
 
 @cache
-def _module_class() -> Any:
-    """The message class of modules, made from the table above."""
+def _module_class(full: bool) -> Any:
+    """The message class of modules, made from the first table above, or from both."""
     from google.protobuf import (  # type: ignore[import-untyped]
         descriptor_pb2,
         descriptor_pool,
@@ -109,8 +148,9 @@ def _module_class() -> Any:
     file = descriptor_pb2.FileDescriptorProto(
         name="xrlflow/hlo.proto", package="xrlflow.hlo", syntax="proto3"
     )
-    for message, fields in _MESSAGES.items():
+    for message in dict.fromkeys((*_MESSAGES, *(_FURTHER if full else ()))):
         declared = file.message_type.add(name=message)
+        fields = (*_MESSAGES.get(message, ()), *(_FURTHER.get(message, ()) if full else ()))
         for name, number, kind, repeated, of in fields:
             declared.field.add(
                 name=name,
@@ -124,11 +164,14 @@ def _module_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("xrlflow.hlo.Module"))
 
 
-def parse(proto: bytes) -> Any:
-    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none."""
+def parse(proto: bytes, full: bool = False) -> Any:
+    """The message of a serialized HloModuleProto. Raises CompilerError if the bytes are none.
+
+    `full`: with constants, dimensions of indices and the like, but not for digests.
+    """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-    module = _module_class()()
+    module = _module_class(full)()
     try:
         module.ParseFromString(proto)
     except DecodeError as error:
@@ -177,6 +220,11 @@ def counts(module: Any) -> Counts:
     return Counts(sum(sizes), opcodes.total(), tuple(sorted(opcodes.items())), (entry, *rest))
 
 
+def sizes(module: Any) -> list[int]:
+    """The instructions of each computation, the least first. Modules with one digest have the same."""
+    return sorted(len(c.instructions) for c in module.computations)
+
+
 def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The used computations, the entry first, each with its live instructions (producers first)."""
     by_id = {c.id: c for c in module.computations}
@@ -218,7 +266,8 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
 
 
 def digest(module: Any) -> str:
-    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata.
+    """A digest (32 hex digits) of the entry and what it calls, without names, ids and metadata, and of what the module
+    says beside its computations.
 
     Instructions that nobody reads belong to it, since passes see them. The message is changed: names are cleared.
     """
@@ -246,7 +295,11 @@ def digest(module: Any) -> str:
         state.update(b"root %d" % numbers[root])
         return state.digest()
 
-    return of(module.entry_computation_id or module.computations[-1].id).hex()
+    state = hashlib.blake2b(of(module.entry_computation_id or module.computations[-1].id), digest_size=16)
+    for field in _APART:
+        module.ClearField(field)
+    state.update(module.SerializeToString(deterministic=True))
+    return state.hexdigest()
 
 
 def graph(module: Any) -> ModuleGraph:
@@ -320,15 +373,26 @@ def has_batched_indices(module: Any) -> bool:
     )
 
 
-def index_bound(module: Any) -> int:
-    """Integers below this are in range wherever the module takes indices: the smallest dimension above 1 of what is
-    gathered from, scattered to or sliced at run time; at least 2, at most 64."""
-    least = 64
-    for computation, instructions in live(module):
-        by_id = {i.id: i for i in computation.instructions}
-        for instruction in instructions:
-            if instruction.opcode in ("gather", "scatter", "dynamic-slice", "dynamic-update-slice"):
-                least = min(
-                    [least, *(d for d in by_id[instruction.operand_ids[0]].shape.dimensions if d > 1)]
-                )
-    return max(2, least)
+# bool, the integers of 32 and 64 bits, float32, float64, tuples, tokens and the complex types.
+_ORDINARY = frozenset({1, 4, 5, 8, 9, 11, 12, _TUPLE, 15, 17, 18})
+
+
+def is_ordinary(module: Any) -> bool:
+    """Whether no number has fewer than 32 bits, no dimension is dynamic or asked for, and dots and convolutions have
+    the type of their operands."""
+
+    def ordinary(shape: Any) -> bool:
+        if shape.element_type not in _ORDINARY or any(shape.is_dynamic_dimension):
+            return False
+        return all(ordinary(part) for part in shape.tuple_shapes)
+
+    for computation in module.computations:
+        types = {i.id: i.shape.element_type for i in computation.instructions}
+        for instruction in computation.instructions:
+            if instruction.opcode == "get-dimension-size" or not ordinary(instruction.shape):
+                return False
+            if instruction.opcode in ("dot", "convolution") and any(
+                types[o] != instruction.shape.element_type for o in instruction.operand_ids
+            ):
+                return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
 
@@ -21,7 +21,7 @@ from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.ops.work import work
-from xrlflow.passes.compiler import Applied, Comparison, CompilerError, Module, ModuleGraph, Summary
+from xrlflow.passes.compiler import Applied, Arrays, Comparison, CompilerError, Module, ModuleGraph, Summary
 from xrlflow.passes.equality import compared
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.verify.inputs import InputPlan
@@ -81,11 +81,12 @@ class RuleCompiler:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         return [self.apply(module, name) for name in names]
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """The families in the library's order, repeated until the number of operations stays the same."""
+        chosen = [name for name in self.passes if names is None or name in names]
         for _ in range(_ROUNDS):
             before = module.summary.operations
-            for name in self.passes:
+            for name in chosen:
                 module = self.apply(module, name).module
             if module.summary.operations == before:
                 break
@@ -95,16 +96,19 @@ class RuleCompiler:
         _, graph = self._graph(module)
         return _as_arrays(graph, {name: number for number, name in enumerate(self.opcodes)})
 
-    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
-        inputs = self._inputs(reference, seed)
+    def compare(
+        self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
+    ) -> Comparison:
+        drawn = self._inputs(reference, seed)
+        draws = [drawn, *(_named(drawn, arrays) for arrays in inputs)]
         found = []
         try:
             for data in (reference.data, module.data):
                 with opened(data, optimized=False) as runner:
-                    found.append([np.asarray(o) for o in runner.run(inputs)])
+                    found.append([[np.asarray(o) for o in runner.run(feeds)] for feeds in draws])
         except BackendError as error:
             raise CompilerError(str(error)) from error
-        return compared([found[0]], [found[1]])
+        return compared(found[0], found[1])
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
@@ -162,6 +166,13 @@ class RuleCompiler:
             imported = load(module.data)
             found = self._graphs[module.digest] = imported, imported.graph
         return found
+
+
+def _named(feeds: Mapping[str, object], arrays: Arrays) -> dict[str, object]:
+    """Arrays by the names of the inputs, in their order."""
+    if len(arrays) != len(feeds):
+        raise CompilerError(f"{len(arrays)} inputs are given, and the model has {len(feeds)}")
+    return dict(zip(feeds, arrays))
 
 
 def _summary(graph: Graph) -> Summary:

@@ -5,22 +5,24 @@ It loads jaxlib alone, not jax. Requests and answers are pickled; `serve` answer
 
 from __future__ import annotations
 
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-from xrlflow.passes import hlo
+from xrlflow.backends.children import end_with_parent
+from xrlflow.passes import hlo, inputs
 from xrlflow.passes.compiler import CompilerError, Summary
+from xrlflow.passes.inputs import Array, Inputs
+from xrlflow.passes.wide import widened
 
 Options: TypeAlias = tuple[tuple[str, str | int | bool], ...]
-Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +52,6 @@ class Print:
     data: bytes
 
 
-class Floats(Enum):
-    """How floats are drawn. NORMAL: mean 0, variance 1. POSITIVE: between 0.5 and 1.5.
-
-    SPARSE: like POSITIVE, but half of the tensors are 0, so that what they drown in the same output is seen: gradients
-    beside Adam's moments.
-    """
-
-    NORMAL = "normal"
-    POSITIVE = "positive"
-    SPARSE = "sparse"
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Random inputs."""
-
-    seed: int
-    floats: Floats = Floats.POSITIVE
-
-
 @dataclass(frozen=True, slots=True)
 class Whole:
     """All of XLA's HLO passes, with layouts and fusion, as a compilation runs them. Answer: Summary."""
@@ -78,17 +60,25 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class Wide:
+    """Run modules in float64. `nudge`: with constants that are moved by this seed; 0: not."""
+
+    nudge: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Execute:
-    """Run modules of one interface on the same inputs: on each of the draws for their outputs, then `repetitions` times
-    in turn on the first one for times. Inputs are drawn as `like` needs them. `quick`: compile with little effort.
-    Answer: Executed.
+    """Run modules of one interface on the same inputs: on each of them for their outputs, then `repetitions` times in
+    turn on the first one for times. Inputs are drawn as `like` needs them. `quick`: compile with little effort.
+    `wide`: in float64 (see `wide`). Answer: Executed.
     """
 
     like: bytes
     modules: tuple[bytes, ...]
-    draws: tuple[Draw, ...]
+    inputs: tuple[Inputs, ...]
     repetitions: int = 0
     quick: bool = False
+    wide: Wide | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +110,8 @@ class Ready:
     version: str
 
 
+_RECENT = 64  # modules of which a worker remembers two forms
+_PROGRAMS = 8  # compiled for comparisons, that are kept
 # Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
 _QUICK: Options = (
     ("xla_backend_optimization_level", 0),
@@ -127,26 +119,20 @@ _QUICK: Options = (
     ("xla_cpu_use_fusion_emitters", False),
 )
 
-# By the number of `PrimitiveType`.
-_DTYPES: dict[int, Any] = {
-    1: np.bool_,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.uint8,
-    7: np.uint16,
-    8: np.uint32,
-    9: np.uint64,
-    10: np.float16,
-    11: np.float32,
-    12: np.float64,
-    15: np.complex64,
-    18: np.complex128,
-    16: ml_dtypes.bfloat16,
-}
-
 Request: TypeAlias = Load | Transform | Print | Whole | Execute
+
+
+# HLO text begins with its name, after comments.
+_HLO_TEXT = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)
+_HLO_DEVICES = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
+_STABLEHLO_DEVICES = re.compile(r"\bmhlo\.(num_replicas|num_partitions) = (\d+)")
+
+
+def _for_one_device(found: Sequence[tuple[str, str]]) -> None:
+    """Raises CompilerError for a module of several devices: XLA would forget them, and compute something else."""
+    for name, count in found:
+        if int(count) > 1:
+            raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
 
 
 class _Xla:
@@ -161,10 +147,12 @@ class _Xla:
         self._taken: list[bytes] = []
         self._taking = False
         _xla.register_xla_transform("xrlflow", 0, self._take)
-        # The module that was converted last: agents run many passes on one module.
-        self._converted: tuple[str, bytes] = ("", b"")
-        # How a module looks after a pass without effect, by its digest: spares most of the digests.
-        self._idle: tuple[str, bytes] = ("", b"")
+        # By the digest of a module: what it is as StableHLO, and how it looks after a pass without effect, which spares
+        # most of the digests. Searches come back to modules.
+        self._converted = _Recent()
+        self._idle = _Recent()
+        # What was compiled last for a comparison, by module: results are compared more than once.
+        self._programs: OrderedDict[tuple[bytes, Wide | None], Any] = OrderedDict()
 
     def _take(self, module: bytes) -> None:
         """Called by XLA after the HLO passes. An error ends the compilation, which is what we want."""
@@ -194,13 +182,14 @@ class _Xla:
 
     def stablehlo(self, data: bytes, digest: str = "") -> bytes:
         """StableHLO bytecode of a serialized HLO module: what XLA's compiler takes."""
-        if digest and self._converted[0] == digest:
-            return self._converted[1]
+        if (known := self._converted.get(digest)) is not None:
+            return known
         try:
             converted: bytes = self.jax.mlir.hlo_to_stablehlo(data)
         except Exception as error:
             raise CompilerError(_first_line(error)) from error
-        self._converted = (digest, converted)
+        if digest:
+            self._converted.put(digest, converted)
         return converted
 
     def imported(self, stablehlo: str | bytes) -> bytes:
@@ -232,18 +221,45 @@ class _Xla:
         return float(found.get("bytes accessed", 0.0)), float(found.get("flops", 0.0))
 
     def load(self, source: str | bytes) -> Loaded:
-        if isinstance(source, str) and source.lstrip().startswith("HloModule"):
+        if isinstance(source, str):
+            source = source.removeprefix("\ufeff")
+        if isinstance(source, str) and _HLO_TEXT.match(source):
             try:
-                data = self.hlo.hlo_module_from_text(source).as_serialized_hlo_module_proto()
+                module = self.hlo.hlo_module_from_text(source)
             except Exception as error:
                 raise CompilerError(_first_line(error)) from error
+            _for_one_device(_HLO_DEVICES.findall(module.to_string().partition("\n")[0]))
+            data = module.as_serialized_hlo_module_proto()
         elif isinstance(source, str) or source[:4] == b"ML\xefR":
             data = self.imported(source)
+            _for_one_device(_STABLEHLO_DEVICES.findall(self.attributes(source)))
         else:
             hlo.parse(source)
             data = source
         # Twice: jax's own module has calls and tuples that go away only at the second time.
         return self.landed(self.landed(data).data)
+
+    def attributes(self, source: str | bytes) -> str:
+        """What a StableHLO module says of itself, beside its functions."""
+        if isinstance(source, str):
+            return source.partition("func.func")[0]
+        from jaxlib.mlir import ir
+        from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+        from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+
+        dialects = ir.DialectRegistry()
+        _jax_mlir_ext.register_dialects(dialects)
+        with ir.Context() as context:
+            context.append_dialect_registry(dialects)
+            context.load_all_available_dialects()
+            for dialect in (chlo, sdy, stablehlo):
+                dialect.register_dialect(context)
+            try:
+                module = self.jax.mlir.deserialize_portable_artifact(source)
+            except Exception:  # bytecode of MLIR itself, not of a version of StableHLO
+                module = ir.Module.parse(source)
+            held = module.operation.attributes
+            return ", ".join(f"{name} = {held[name]}" for name in held)
 
     def transform(self, request: Transform) -> Loaded | None:
         if request.unbatched and hlo.has_batched_indices(hlo.parse(request.data)):
@@ -251,14 +267,16 @@ class _Xla:
                 "a gather or scatter has batch dimensions: batched_gather_scatter_normalizer first"
             )
         after = self.passes(self.stablehlo(request.data, request.digest), request.options)
-        known, idle = self._idle
+        idle = self._idle.get(request.digest)
         plain = hlo.without_number(after)
-        if known != request.digest:
-            if hlo.digest(hlo.parse(after)) == request.digest:
-                self._idle = request.digest, plain
-                return None
-        elif plain == idle:
+        if plain == idle:
             return None
+        if idle is None:
+            found = hlo.parse(after)
+            # A digest takes longer than to see that instructions were added or removed.
+            if hlo.sizes(found) == hlo.sizes(hlo.parse(request.data)) and hlo.digest(found) == request.digest:
+                self._idle.put(request.digest, plain)
+                return None
         landed = self.landed(after)
         return None if landed.digest == request.digest else landed
 
@@ -280,34 +298,53 @@ class _Xla:
         import jax
 
         device = jax.devices("cpu")[0]
-        devices = self.jax.DeviceList((device,))
-        options = self.options(_QUICK if request.quick else ())
-        drawn = [draw(request.like, d) for d in request.draws]
+        drawn = [inputs.arrays(request.like, one) for one in request.inputs]
+        if request.wide is not None:
+            drawn = [[inputs.wide(a) for a in arrays] for arrays in drawn]
 
         def placed(arrays: Sequence[Array]) -> list[Any]:
             return [jax.device_put(a, device) for a in arrays]
 
         try:
-            programs = [
-                device.client.compile_and_load(self.stablehlo(m), devices, options) for m in request.modules
-            ]
+            programs = [self._program(m, request) for m in request.modules]
             outputs = tuple(
                 tuple(tuple(np.asarray(o) for o in p.execute(placed(arrays))) for arrays in drawn)
                 for p in programs
             )
             seconds: list[list[float]] = [[] for _ in programs]
-            inputs = placed(drawn[0])
+            taking = placed(drawn[0])
             for _ in range(request.repetitions):
                 for program, taken in zip(programs, seconds):
-                    if any(i.is_deleted() for i in inputs):  # a module may take over the memory of its inputs
-                        inputs = placed(drawn[0])
-                    jax.block_until_ready(inputs)
+                    if any(i.is_deleted() for i in taking):  # a module may take over the memory of its inputs
+                        taking = placed(drawn[0])
+                    jax.block_until_ready(taking)
                     begin = time.perf_counter()
-                    jax.block_until_ready(program.execute(inputs))
+                    jax.block_until_ready(program.execute(taking))
                     taken.append(time.perf_counter() - begin)
         except Exception as error:
             raise CompilerError(_first_line(error)) from error
         return Executed(outputs, tuple(tuple(s) for s in seconds))
+
+    def _program(self, data: bytes, request: Execute) -> Any:
+        """A module compiled for a request."""
+        import jax
+
+        key = blake2b(data).digest(), request.wide
+        if request.quick and key in self._programs:
+            self._programs.move_to_end(key)
+            return self._programs[key]
+        module = data if request.wide is None else widened(data, request.wide.nudge)
+        device = jax.devices("cpu")[0]
+        program = device.client.compile_and_load(
+            self.stablehlo(module),
+            self.jax.DeviceList((device,)),
+            self.options(_QUICK if request.quick else ()),
+        )
+        if request.quick:
+            self._programs[key] = program
+            if len(self._programs) > _PROGRAMS:
+                self._programs.popitem(last=False)
+        return program
 
     def answer(self, request: Request) -> Any:
         match request:
@@ -323,37 +360,26 @@ class _Xla:
                 return self.execute(request)
 
 
+class _Recent:
+    """Bytes by their keys, the last ones that were used."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, bytes] = OrderedDict()
+
+    def get(self, key: str) -> bytes | None:
+        found = self._held.get(key)
+        if found is not None:
+            self._held.move_to_end(key)
+        return found
+
+    def put(self, key: str, value: bytes) -> None:
+        self._held[key] = value
+        if len(self._held) > _RECENT:
+            self._held.popitem(last=False)
+
+
 class _Enough(Exception):
     """Ends a compilation after the HLO passes."""
-
-
-def draw(data: bytes, how: Draw) -> list[Array]:
-    """Random inputs for a module, one for each parameter of its entry. Integers are valid as indices."""
-    module = hlo.parse(data)
-    generator = np.random.default_rng(how.seed)
-    bound = hlo.index_bound(module)
-    return [_random(p, how.floats, bound, generator) for p in hlo.parameters(module)]
-
-
-def _random(parameter: hlo.Parameter, form: Floats, bound: int, generator: np.random.Generator) -> Array:
-    dtype = _DTYPES.get(parameter.element_type)
-    if dtype is None:
-        raise CompilerError(f"inputs of element type {parameter.element_type} cannot be drawn")
-    kind, shape = np.dtype(dtype), parameter.dimensions
-    if kind == np.bool_:
-        return generator.integers(0, 2, shape).astype(kind)
-    if kind.kind == "u" and kind.itemsize > 1:  # keys of random number generators
-        return generator.integers(0, np.iinfo(kind).max, shape, dtype=kind, endpoint=True)
-    if kind.kind in "iu":
-        return generator.integers(0, min(bound, 100), shape).astype(kind)
-
-    if form is Floats.SPARSE and generator.random() < 0.5:
-        return np.zeros(shape, kind)
-
-    def floats() -> Array:
-        return generator.normal(size=shape) if form is Floats.NORMAL else generator.uniform(0.5, 1.5, shape)
-
-    return (floats() + 1j * floats()).astype(kind) if kind.kind == "c" else np.asarray(floats()).astype(kind)
 
 
 def _first_line(error: BaseException) -> str:
@@ -367,6 +393,7 @@ def _first_line(error: BaseException) -> str:
 
 def serve(descriptor: int) -> None:
     """Answer requests that come through a pipe until it is closed."""
+    end_with_parent(descriptor)
     pipe = Connection(descriptor)
     xla = _Xla()
     pipe.send(Ready(f"jaxlib {_version()}"))
@@ -379,6 +406,8 @@ def serve(descriptor: int) -> None:
             answer = xla.answer(request)
         except CompilerError as error:
             answer = Refusal(str(error))
+        except MemoryError as error:
+            answer = Refusal(f"it needs more memory than there is: {_first_line(error)}")
         pipe.send(answer)
 
 

@@ -14,23 +14,22 @@ import importlib.metadata
 import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
+from xrlflow.cost.machine import cpu_name
 from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
-from xrlflow.passes.compiler import Applied, Comparison, CompilerError, Module, ModuleGraph, Summary
-from xrlflow.passes.equality import compared
+from xrlflow.passes.compiler import Applied, Arrays, Comparison, CompilerError, Module, ModuleGraph, Summary
+from xrlflow.passes.equality import alike, compared, in_reals, in_types
 from xrlflow.passes.hlo_passes import default_order, only
+from xrlflow.passes.inputs import Array, Draw, Floats, Inputs, given
 from xrlflow.passes.pool import Died, Pool
 from xrlflow.passes.worker import (
-    Array,
-    Draw,
     Execute,
     Executed,
-    Floats,
     Load,
     Loaded,
     Options,
@@ -38,6 +37,7 @@ from xrlflow.passes.worker import (
     Refusal,
     Transform,
     Whole,
+    Wide,
     serve,
 )
 
@@ -45,12 +45,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
+_Draws: TypeAlias = tuple[Inputs, ...]
 
 # A new number when the same pass gives another module: results of older versions in the cache are then passed over.
-_SEMANTICS = 1
+_SEMANTICS = 2
 # The inputs of a comparison. They cost little beside compiling the modules.
-_DRAWS = (Floats.NORMAL, Floats.POSITIVE, *(4 * (Floats.SPARSE,)))
-_REFERENCES = 8  # whose outputs are kept
+_IDLE = 50_000  # modules whose passes without effect are remembered
+_DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
+# How often it is observed how far outputs move. Constants that move must be compiled each time.
+_NUDGES, _WIDE_NUDGES = 16, 4
+_RANDOM = frozenset({"rng", "rng-get-and-update-state"})
+_TALKING = frozenset({"infeed", "outfeed", "recv", "recv-done", "send", "send-done"})
+_REFERENCES = 24  # whose outputs are kept
 _ROUNDS = 20  # of the default order until the number of operations stays the same
 
 
@@ -61,6 +67,10 @@ class XlaOptions:
     workers: int = field(default_factory=default_threads)
     seconds: float = 60.0
     remember: int = 1 << 27
+
+
+class _NotWide(Exception):
+    """A module has no counterpart in float64, or it does not run."""
 
 
 class XlaCompiler:
@@ -79,6 +89,8 @@ class XlaCompiler:
     ) -> None:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
+        # Some passes ask what the processor can do.
+        self._key = f"{self._name}, {cpu_name()}"
         self._cache = cache
         self._known = {p.name: p for p in hlo_passes.PASSES}
         self._passes = tuple(self._known) if passes is None else tuple(passes)
@@ -92,11 +104,14 @@ class XlaCompiler:
                 "JAX_PLATFORMS": "cpu",
                 "JAX_ENABLE_X64": "1",
                 "TF_CPP_MIN_LOG_LEVEL": "2",
+                "XLA_FLAGS": "",  # which would change what passes do
             },
         )
         self._modules: OrderedDict[str, Module] = OrderedDict()
         self._remembered = 0
-        self._references: OrderedDict[tuple[str, tuple[Draw, ...]], Outputs] = OrderedDict()
+        self._idle: dict[str, frozenset[str]] = {}
+        self._references: OrderedDict[tuple[str, _Draws, Wide | None], Outputs] = OrderedDict()
+        self._comparisons: dict[tuple[str, str, _Draws], Comparison] = {}
         self.steps = 0
         """Passes that a worker ran, and did not come from the cache."""
 
@@ -148,13 +163,26 @@ class XlaCompiler:
 
     def without_effect(self, module: Module) -> frozenset[str]:
         """The passes that need instructions of certain kinds, of which the module has none."""
-        kinds = {kind for kind, _ in module.summary.opcodes}
-        return frozenset(p.name for p in self._known.values() if p.needs and kinds.isdisjoint(p.needs))
+        found = self._idle.get(module.digest)
+        if found is None:
+            kinds = {kind for kind, _ in module.summary.opcodes}
+            ordinary = hlo.is_ordinary(hlo.parse(module.data))
+            found = frozenset(
+                p.name
+                for p in self._known.values()
+                if (p.needs and kinds.isdisjoint(p.needs)) or (p.unusual and ordinary)
+            )
+            if len(self._idle) >= _IDLE:
+                self._idle.clear()
+            self._idle[module.digest] = found
+        return found
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """XLA's own pipelines up to the assignment of layouts, with these passes alone, repeated until the number of
         operations stays the same (at most 20 times)."""
-        options = default_order(self._passes)
+        for name in names or ():
+            self._check(name)
+        options = default_order(self._passes if names is None else names)
         for _ in range(_ROUNDS):
             after = self._ordered(module, options)
             if after is None or after.summary.operations == module.summary.operations:
@@ -175,23 +203,70 @@ class XlaCompiler:
     def graph(self, module: Module) -> ModuleGraph:
         return hlo.graph(hlo.parse(module.data))
 
-    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
-        draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
-        return compared(self._expected(reference, draws), self._outputs(reference, module, draws))
+    def compare(
+        self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
+    ) -> Comparison:
+        """See `equality`. Modules without a counterpart in float64 are compared in their own types alone."""
+        _check_alone(reference)
+        draws: _Draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
+        draws += tuple(given(arrays) for arrays in inputs)
+        key = reference.digest, module.digest, draws
+        if key not in self._comparisons:
+            self._comparisons[key] = self._compared(reference, module, draws)
+        return self._comparisons[key]
 
-    def _expected(self, reference: Module, draws: tuple[Draw, ...]) -> Outputs:
+    def _compared(self, reference: Module, module: Module, draws: _Draws) -> Comparison:
+        expected, found = self._expected(reference, draws), self._outputs(reference, module, draws)
+        if not alike(expected, found):
+            return compared(expected, found)
+        try:
+            exact = self._expected(reference, draws, Wide())
+            wide = self._outputs(reference, module, draws, Wide())
+            first = in_reals(exact, wide, lambda: self._moved(reference, draws, wide=True), expected[0])
+        except _NotWide as why:
+            alone = in_types(expected, found, None, lambda: self._moved(reference, draws, wide=False))
+            narrow = f"{alone.difference} (in its own types alone: {why})"
+            return alone if alone.equal else replace(alone, difference=narrow)
+        if not first.equal:
+            return replace(first, difference=f"{first.difference} (in float64)")
+        second = in_types(expected, found, exact, lambda: self._moved(reference, draws, wide=False))
+        if not second.equal:
+            return second
+        return replace(first, note=second.note, worst=max(first.worst, second.worst))
+
+    def _moved(self, reference: Module, draws: _Draws, wide: bool) -> list[Outputs]:
+        """The outputs of a reference with inputs that are moved by one unit in the last place, several times; in
+        float64 with constants that are moved, too."""
+
+        def moved(nudge: int) -> _Draws:
+            return tuple(replace(d, nudge=nudge) for d in draws)
+
+        if wide:
+            nudges = range(1, 1 + _WIDE_NUDGES)
+            return [self._expected(reference, moved(n), Wide(n)) for n in nudges]
+        several = sum((moved(n) for n in range(1, 1 + _NUDGES)), ())
+        outputs = self._expected(reference, several)
+        return [outputs[n : n + len(draws)] for n in range(0, len(outputs), len(draws))]
+
+    def _expected(self, reference: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
         """The outputs of a reference on each draw. Those of a few references are kept."""
-        key = reference.digest, draws
+        key = reference.digest, draws, wide
         found = self._references.get(key)
         if found is None:
-            found = self._references[key] = self._outputs(reference, reference, draws)
+            found = self._references[key] = self._outputs(reference, reference, draws, wide)
             if len(self._references) > _REFERENCES:
                 self._references.popitem(last=False)
         return found
 
-    def _outputs(self, like: Module, module: Module, draws: tuple[Draw, ...]) -> Outputs:
-        executed: Executed = self._answer(Execute(like.data, (module.data,), draws, quick=True))
-        return executed.outputs[0]
+    def _outputs(self, like: Module, module: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
+        request = Execute(like.data, (module.data,), draws, quick=True, wide=wide)
+        if wide is None:
+            executed: Executed = self._answer(request)
+            return executed.outputs[0]
+        answer = self._pool.ask(request)
+        if not isinstance(answer, Executed):
+            raise _NotWide(answer.reason if isinstance(answer, Died) else answer.error)
+        return answer.outputs[0]
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
@@ -200,6 +275,7 @@ class XlaCompiler:
 
         The first run of each, which its outputs come from, is not counted.
         """
+        _check_alone(modules[0])
         found: Executed = self._answer(
             Execute(modules[0].data, tuple(m.data for m in modules), (Draw(seed),), repetitions)
         )
@@ -239,13 +315,13 @@ class XlaCompiler:
         """What is known of a pass on a module."""
         if self._cache is None:
             return None
-        outcome = self._cache.outcome(self._name, module.digest, name)
+        outcome = self._cache.outcome(self._key, module.digest, name)
         if outcome is None:
             return None
         if outcome.after == module.digest:
             return Applied(module, False, outcome.error)
         after = self._modules.get(outcome.after)
-        if after is None and (after := self._cache.module(outcome.after)) is None:
+        if after is None and (after := self._cache.module(self._key, outcome.after)) is None:
             return None
         self._keep(after)
         return Applied(after, True)
@@ -267,7 +343,7 @@ class XlaCompiler:
         if self._cache is not None:
             new = found.module if found.changed else None
             outcome = Outcome(found.module.digest, found.error)
-            self._cache.put(self._name, module.digest, name, outcome, new)
+            self._cache.put(self._key, module.digest, name, outcome, new)
             self._keep(found.module)
         return found
 
@@ -280,6 +356,17 @@ class XlaCompiler:
         while self._remembered > self.options.remember and len(self._modules) > 1:
             _, oldest = self._modules.popitem(last=False)
             self._remembered -= len(oldest.data)
+
+
+def _check_alone(module: Module) -> None:
+    """Raises CompilerError for a module that does not run alone, or never twice the same."""
+    for kind, _ in module.summary.opcodes:
+        if kind in _RANDOM:
+            raise CompilerError(
+                f"the module's {kind} draws other numbers in each run: results cannot be compared"
+            )
+        if kind in _TALKING:
+            raise CompilerError(f"the module's {kind} waits for another program: it cannot be run alone")
 
 
 def _module(loaded: Loaded) -> Module:

@@ -39,8 +39,8 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
     )
     deadline = clock.budget.begin_comparing_until
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
-    with history.opened(context.threads) as known:
-        trials = _Trials(context, start, known, clock.budget.select_until)
+    with history.opened(context) as known:
+        trials = Trials(context, start, known, clock.budget.select_until)
         selection = select(
             start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline,
             _TOLERANCE, tidying, _Survey(in_context, start.base, deadline, trials.say),
@@ -50,7 +50,7 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
 
 
 @dataclass(slots=True)
-class _Trials:
+class Trials:
     """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
 
     `known` keeps the comparisons. `best`: of the speed-ups over the original so far.

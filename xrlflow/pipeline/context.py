@@ -14,6 +14,7 @@ from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.cost import Database
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
@@ -33,7 +34,7 @@ class Clock:
 
     `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
     run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that finding and
-    compiling kernels are expected to take, and `reserved` what is left of them.
+    compiling kernels are expected to take, and `reserved` what is left of them. `second`: seconds for a second search.
     """
 
     begin: float
@@ -44,6 +45,7 @@ class Clock:
     loading: float = 0.0
     compiling: float = 0.0
     reserved: float = 0.0
+    second: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)
     _hurried_at: float | None = field(default=None, init=False)
@@ -64,7 +66,8 @@ class Clock:
         begin = self.begin if self._hurried_at is None else self._hurried_at
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
-            hurried=self.hurried, compiled=self.compiled, compiling=0.0 if self.hurried else self.compiling,
+            hurried=self.hurried, second=self.second, compiled=self.compiled,
+            compiling=0.0 if self.hurried else self.compiling,
             reserved=0.0 if self.hurried else self.reserved,
         )  # fmt: skip
 
@@ -94,7 +97,8 @@ class Context:
     """One optimisation, read by all phases. Only its clock and its notes change.
 
     `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
-    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime.
+    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime. `database`
+    has the prices of operators; None: what `Profiled` opens.
     """
 
     options: Options
@@ -107,6 +111,7 @@ class Context:
     feeds: Mapping[str, Any] | None = None
     target: ExecutionTarget | None = None
     store: Store | None = None
+    database: Database | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrlflow.cost import AdditiveCost, CostModel, Learned, Profiled, Roofline
+from xrlflow.cost import AdditiveCost, CostModel, Roofline
 from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
@@ -57,22 +57,23 @@ class Explored:
     progress: tuple[tuple[int, float], ...] = ()
 
 
-def explore(context: Context, start: Start, model: CostModel) -> Explored:
-    """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError."""
+def explore(context: Context, start: Start, until: float | None = None) -> Explored:
+    """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError.
+
+    `until`: when searching is over, if that is not when the time limit says (time.monotonic).
+    """
+    model = start.model
     clock, trace = context.clock, context.options.replay
     in_time = time.monotonic() < clock.budget.select_until
     progress: list[tuple[int, float]] = []
     with clock.phase("search"):
         if trace is None:
-            result = search(context, start.base, model, progress)
+            result = search(context, start.base, model, progress, until)
         else:
             result = _replayed(context, start, trace)
     if result.interrupted:
         context.notes.append("interrupted: the best so far is kept")
         clock.hurry()
-    prices = model.prices if isinstance(model, Learned) else model
-    if isinstance(prices, Profiled):
-        context.notes.append(f"operators: {prices.tally}")
     proposals = tuple(f for f in (result.best, *result.shortlist) if context.fits(f))
     if not context.fits(result.best):
         growth = context.options.max_growth
@@ -81,11 +82,12 @@ def explore(context: Context, start: Start, model: CostModel) -> Explored:
 
 
 def search(
-    context: Context, base: SearchNode, model: CostModel, history: list[tuple[int, float]] | None = None
-) -> SearchResult:
+    context: Context, base: SearchNode, model: CostModel, history: list[tuple[int, float]] | None = None,
+    until: float | None = None,
+) -> SearchResult:  # fmt: skip
     """Search from a state, by the strategy that was asked for. `history` gets what `Explored.progress` is."""
     options, clock = context.options, context.clock
-    limits = Limits(options.budget, _until(context))
+    limits = Limits(options.budget, _at_least(context, clock.budget.search_until if until is None else until))
     if options.search == "random":
         limits.deadline = clock.deadline
 
@@ -106,11 +108,9 @@ def search(
     return taso(base.state, base.cost, limits, options.alpha)
 
 
-def _until(context: Context) -> float:
+def _at_least(context: Context, until: float) -> float:
     """When searching is over: a search that begins late has a little time in any case."""
-    budget = context.clock.budget
-    least = min(time.monotonic() + _SEARCH_AT_LEAST, budget.select_until)
-    return max(budget.search_until, least)
+    return max(until, min(time.monotonic() + _SEARCH_AT_LEAST, context.clock.budget.select_until))
 
 
 def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Limits) -> SearchResult:
@@ -155,7 +155,8 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
         parameters = Parameters.load(path).extended(context.library)
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
         featuriser = Featuriser(parameters.vocabulary, prices)
-        limits.deadline = _until(context)
+        if limits.deadline is not None:  # loading the agent took a while
+            limits.deadline = _at_least(context, limits.deadline)
         # Where nothing can be done, there is nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:

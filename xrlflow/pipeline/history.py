@@ -18,8 +18,8 @@ _WIDTH = 3.92
 _VAGUE = 0.2
 
 
-def opened(threads: int) -> History:
-    return History(cpu_name(), runtime(), threads)
+def opened(context: Context) -> History:
+    return History(cpu_name(), runtime(), context.threads, context.options.server)
 
 
 def keep(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xrlflow.backends.onnxruntime import measure
-from xrlflow.onnxio import Source, load
+from xrlflow.onnxio import Source, load, name_of
 from xrlflow.options import Options
 from xrlflow.pipeline.context import Clock, Context, runnable
 from xrlflow.pipeline.prepare import random_feeds
@@ -51,7 +51,7 @@ def bench(
         "latency_ms": after.median_ms,
         "latency_p10_ms": after.p10_ms,
         "latency_p90_ms": after.p90_ms,
-        "against": str(against) if against is not None else "itself",
+        "against": name_of(against) if against is not None else "itself",
         "against_ms": before.median_ms,
         "speedup": measured.speedup.median,
         **bounds("speedup", measured.speedup),

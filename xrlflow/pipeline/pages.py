@@ -284,10 +284,11 @@ def _pair_page(
     return Page("view", title, before, (run,), environment(threads, {}))
 
 
-def data_of_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+def data_of_trace(trace: str | os.PathLike[str] | files.StandardInput) -> Mapping[str, Any]:
     """The data of the page that a trace holds. Raises OptionError for a file that is no trace, or has none."""
+    path = trace.name if isinstance(trace, files.StandardInput) else os.fspath(trace)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(trace if isinstance(trace, bytes) else Path(trace).read_text(encoding="utf-8"))
         steps, page = data["steps"], data.get("page")
     except FileNotFoundError as error:
         raise OptionError(f"{path}: there is no such trace: check the path") from error

@@ -38,7 +38,7 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
     machine = calibrated(context.threads)
     bindings = context.imported.bindings
     runtime = start.model if isinstance(start.model, AdditiveCost) else Roofline(machine, bindings)
-    with Database() as database:
+    with Database(context.options.server) as database:
         version = f"{code_version()} {how.kernels_version}"
         prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)
         model = Placed(runtime, prices, machine)

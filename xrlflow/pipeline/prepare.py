@@ -19,6 +19,7 @@ from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import (
     AdditiveCost,
     CostModel,
+    Database,
     Learned,
     Measured,
     Profiled,
@@ -39,6 +40,7 @@ from xrlflow.report import Listener
 from xrlflow.rewrite import RewriteState
 from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import Limits, SearchNode, TraceStep, greedy, simplify, with_bodies
+from xrlflow.stores import server_of
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
@@ -107,6 +109,9 @@ def opened(
     clock = Clock(begin, begin + options.time_limit, options.verify, compiling)
     with ExitStack() as stack:
         with clock.phase("import", begin):
+            database = stack.enter_context(Database(options.server))
+            if server_of(options.store) is not None:
+                database.check()  # a wrong address is found out before any work
             # TVM compiles for fixed sizes, and operators can be written out for it only if sizes are numbers.
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
@@ -116,7 +121,10 @@ def opened(
                 lowering.check_supported(imported, library)
                 store = stack.enter_context(Store(options.store if kernels is None else kernels))
                 store.check()
-        yield Context(options, source, imported, library, clock, folder, listener, target=target, store=store)
+        yield Context(
+            options, source, imported, library, clock, folder, listener, target=target, store=store,
+            database=database,
+        )  # fmt: skip
 
 
 def with_feeds(context: Context) -> Context:
@@ -208,27 +216,35 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
     return load(context.source, shapes={**context.shapes, **shapes})
 
 
-def cost_model(context: Context) -> CostModel:
-    """The cost model that the options ask for, with this machine's figures. Raises OptionError."""
+def cost_models(context: Context) -> tuple[CostModel, ...]:
+    """The cost models that the options ask for, with this machine's figures: one, or two if they race.
+
+    Raises OptionError.
+    """
     options, bindings = context.options, context.imported.bindings
     if not isinstance(options.cost, str):
         if isinstance(options.cost, AdditiveCost):
             _check_prices(options.cost, context.imported.graph)
-        return options.cost
+        return (options.cost,)
     machine = calibrated(context.threads)
     if options.cost == "roofline":
-        return Roofline(machine, bindings)
-    if options.cost in ("profiled", "learned"):
+        return (Roofline(machine, bindings),)
+    if options.cost in ("auto", "profiled", "learned"):
         left = context.clock.budget.search_until - time.monotonic()
-        prices = Profiled(machine, bindings=bindings, time_budget=_PROFILING * left)
-        return prices if options.cost == "profiled" else _learned(context, prices)
+        prices = Profiled(
+            machine, database=context.database, bindings=bindings, time_budget=_PROFILING * left
+        )
+        if options.cost == "learned":
+            return (_learned(context, prices),)
+        return (prices, _learned(context, prices)) if options.races else (prices,)
     assert context.feeds is not None
-    return Measured(
+    measured = Measured(
         lambda graph: to_proto(context.imported, graph).SerializeToString(),
         dict(context.feeds),
         threads=context.threads,
         session_options=options.session_options,
     )
+    return (measured,)
 
 
 def _check_prices(model: AdditiveCost, graph: Graph) -> None:
@@ -243,7 +259,7 @@ def _check_prices(model: AdditiveCost, graph: Graph) -> None:
 
 def _learned(context: Context, prices: Profiled) -> Learned:
     """The network of the package, fitted to this machine by the comparisons that it has made."""
-    with history.opened(context.threads) as known:
+    with history.opened(context) as known:
         now = time.monotonic()
         until = now + _FITTING * (context.clock.budget.search_until - now)
         network = fine_tuned(load_network(PRETRAINED), known.latest(_REMEMBERED), until)

@@ -148,7 +148,7 @@ def _report(
     return Report(
         model=imported.name,
         search=options.search,
-        cost_model=options.cost_name,
+        cost_model=start.model.name,
         backend=options.backend,
         threads=finished.threads or context.threads,
         nodes_before=imported.nodes_before,

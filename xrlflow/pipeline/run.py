@@ -9,12 +9,13 @@ from xrlflow.lowering import missing_for_kernels
 from xrlflow.onnxio import Source
 from xrlflow.options import Options
 from xrlflow.pipeline import compiled, confirm, kernels
-from xrlflow.pipeline.explore import explore
 from xrlflow.pipeline.finish import Finisher
 from xrlflow.pipeline.kernels import compile_seconds
-from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
+from xrlflow.pipeline.prepare import opened, with_feeds
+from xrlflow.pipeline.race import searched
 from xrlflow.pipeline.results import Result, result_of
 from xrlflow.report import Listener
+from xrlflow.search.budget import SECOND_SEARCH
 
 FINISHERS: Mapping[str, Finisher] = {
     "auto": kernels.finish,
@@ -31,9 +32,8 @@ def optimize(source: Source, options: Options, listener: Listener | None = None)
         context = with_feeds(context)
         if options.with_kernels and missing_for_kernels() is None:
             context.clock.compiling = context.clock.reserved = compile_seconds(context)
-        with context.clock.phase("calibrate"):
-            model = cost_model(context)
-            begin = start(context, model)
-        explored = explore(context, begin, model)
+        if options.races:
+            context.clock.second = SECOND_SEARCH
+        begin, explored = searched(context)
         finished = FINISHERS[options.backend](context, begin, explored)
         return result_of(context, begin, explored, finished)

@@ -16,8 +16,9 @@ from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import Options, open_model, with_library
 from xrlflow.backends.onnxruntime.session import ort_errors, reason
 from xrlflow.backends.protocol import one_line
-from xrlflow.onnxio import load
+from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, check_seed
+from xrlflow.pipeline.context import runnable
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
 
@@ -63,7 +64,7 @@ def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool
 
 
 def run_once(
-    model: str | os.PathLike[str],
+    model: Source,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     shapes: Mapping[str, Sequence[int]] | None = None,
@@ -77,7 +78,8 @@ def run_once(
     """
     check_seed(seed)
     imported = load(model, shapes=shapes)
-    with open_model(model, threads=threads, session_options=options_with_kernels(model)) as opened:
+    source = runnable(model)
+    with open_model(source, threads=threads, session_options=options_with_kernels(source)) as opened:
 
         def runs(feeds: Mapping[str, Any]) -> bool:
             try:

@@ -190,6 +190,51 @@ def comparison(reports: Sequence[Report]) -> None:
     _console.print(table)
 
 
+def batch(found: Mapping[str, Any], page: Path) -> None:
+    """One row for each model of a batch (`Batch.to_json`), why models failed, and where the page is."""
+    table = _grid("model", "operators", "latency", "speed-up", "verified", "seconds")
+    for row in found["rows"]:
+        report, seconds = row["report"], "earlier" if row["earlier"] else f"{row['seconds']:.1f}"
+        if report is None:
+            table.add_row(row["name"], "failed", "", "", "", seconds)
+            continue
+        before, after = report["latency_before_ms"], report["latency_after_ms"]
+        table.add_row(
+            row["name"],
+            f"{report['nodes_before']} -> {report['nodes_after']}",
+            f"{ms(before)} -> {ms(after)}" if after is not None else ms(before),
+            _gained(report),
+            {True: "yes", False: "NO", None: "-"}[report["verified"]],
+            seconds,
+        )
+    _console.print(table)
+    for row in found["rows"]:
+        if row["error"] is not None:
+            _console.print(f"{row['name']}: {row['error']}")
+        for note in row["notes"]:
+            _console.print(f"note: {row['name']}: {note}")
+    mean = found["mean_speedup"]
+    measured = (
+        f"; {found['measured']} measured, {mean:.3f} times as fast in the geometric mean" if mean else ""
+    )
+    _console.print(
+        f"\n{found['done']} of {found['models']} models done ({found['earlier']} earlier), {found['failed']} failed"
+        f"{measured}; {found['seconds']:.0f} s"
+    )
+    _console.print(f"{page}: the page of all, open it in a browser")
+
+
+def _gained(report: Mapping[str, Any]) -> str:
+    """What a result gained, from `Report.to_json`."""
+    if report["returned_original"]:
+        return "the original"
+    if report["speedup"] is None:
+        return "not measured"
+    low, high = report["speedup_low"], report["speedup_high"]
+    known = low is not None and high is not None
+    return f"{report['speedup']:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known else "")
+
+
 def rules(listed: Sequence[Mapping[str, Any]]) -> None:
     """The library, or the statistics of its rules on a model."""
     if listed and "matched" in listed[0]:

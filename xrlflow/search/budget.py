@@ -12,6 +12,8 @@ SEARCH_UNTIL = 0.3
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
 # What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
+SECOND_SEARCH = 8.0
+"""Seconds more for a fast model that is searched by two costs: the search, and the comparison of the results."""
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, turns).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
@@ -31,8 +33,8 @@ class Budget:
 
     `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
     the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
-    `compiled`: the processes of the last comparison load TVM. `compiling`: seconds for finding and compiling kernels;
-    `reserved`: those of them that are still needed.
+    `second`: seconds for a second search. `compiled`: the processes of the last comparison load TVM. `compiling`:
+    seconds for finding and compiling kernels; `reserved`: those of them that are still needed.
     """
 
     begin: float
@@ -41,6 +43,7 @@ class Budget:
     loading: float = 0.0
     verifying: bool = True
     hurried: bool = False
+    second: float = 0.0
     compiled: bool = False
     compiling: float = 0.0
     reserved: float = 0.0
@@ -56,7 +59,7 @@ class Budget:
         if not self.latency or self.hurried:
             return self.until
         enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
-        return self.begin + min(self.limit, enough + self.compiling)
+        return self.begin + min(self.limit, enough + self.second + self.compiling)
 
     def part(self, share: float) -> float:
         """The moment at which this part of the time has passed."""

@@ -18,7 +18,8 @@ from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.stack import CODE
 from xrlflow.cost.machine import cpu_name
-from xrlflow.sqlite import Layout, Row, SharedFile, cache_directory
+from xrlflow.sqlite import Layout, Row, cache_directory
+from xrlflow.stores import StoreError, Where, opened
 from xrlflow.tuning.tasks import Task, module_key, target_text
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -47,13 +48,9 @@ _SCHEMA = (
     """,
     "CREATE INDEX IF NOT EXISTS record_of_task ON record (task)",
 )
-_PUT = "INSERT OR IGNORE INTO record"
+_PUT = "INSERT INTO record"
 _LAYOUT = Layout(_SCHEMA, VERSION, "record", _PUT)
 _COLUMNS = "task, target, tvm, device, threads, candidate, trace, arguments, seconds, error, taken"
-
-
-class StoreError(ValueError):
-    """A file is not a store or cannot be imported, or a folder cannot be exported to. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,19 +131,19 @@ class Record:
 
 
 class Store:
-    """A SQLite file of measurements (see `SharedFile`).
+    """Measurements in a SQLite file (see `SharedFile`) or on a server (see `SharedServer`).
 
-    The one in the user's cache directory is our own. A named file that is not a store is refused: whatever reads or
+    The file in the user's cache directory is our own. A named file that is not a store is refused: whatever reads or
     writes first raises StoreError.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        """`path`: the file; by default `tuning.sqlite` in the user's cache directory."""
-        self.path = Path(path) if path is not None else cache_directory() / "tuning.sqlite"
-        self._file = SharedFile(self.path, _LAYOUT, _PATIENCE, None if path is None else StoreError)
+    def __init__(self, where: Where = None) -> None:
+        """`where`: the file or server (see `stores.opened`); the file of the user's is `tuning.sqlite`."""
+        self._file = opened(where, cache_directory() / "tuning.sqlite", _LAYOUT, _PATIENCE, StoreError)
+        self.path = self._file.path
 
     def check(self) -> None:
-        """Open the file now. Raises StoreError if it is a named file that is not a store."""
+        """Open it now. Raises StoreError if it is a named file that is not a store, or a server that cannot be used."""
         self._file.check()
 
     def put(self, record: Record) -> None:
@@ -159,7 +156,7 @@ class Store:
             record.digest,
         )
         marks = ", ".join("?" * len(values))
-        self._file.write(f"{_PUT} ({_COLUMNS}, digest) VALUES ({marks})", values)
+        self._file.write(f"{_PUT} ({_COLUMNS}, digest) VALUES ({marks}) ON CONFLICT DO NOTHING", values)
 
     def put_task(self, task: Task) -> None:
         """Store a task's module, without which records are useless elsewhere."""
@@ -197,6 +194,14 @@ class Store:
             replace(records[-1], seconds=tuple(second for r in records for second in r.seconds))
             for records in ordered[:count]
         ]
+
+    def state(self, device: str) -> str | None:
+        """Another text if kernels may have been tuned further, on a server: on this device; None: nothing is kept."""
+        if isinstance(self.path, Path):
+            return str(os.stat(self.path).st_mtime_ns) if self.path.exists() else None
+        rows = self._file.read("SELECT count(*) FROM record WHERE device = ?", (device,))
+        count = sum(int(count) for (count,) in rows)
+        return f"{count} records" if count else None
 
     def scheduled(self, task: Task, record: Record) -> IRModule:
         """The task's module, scheduled as in a record. Raises BackendError if that is not possible."""
@@ -316,7 +321,7 @@ class Store:
         self.close()
 
     def _put_workload(self, task: str, text: str) -> None:
-        self._file.write("INSERT OR IGNORE INTO workload VALUES (?, ?)", (task, text))
+        self._file.write("INSERT INTO workload VALUES (?, ?) ON CONFLICT DO NOTHING", (task, text))
 
     def _modules(self) -> dict[str, Any]:
         workload = tvm().s_tir.meta_schedule.database.Workload

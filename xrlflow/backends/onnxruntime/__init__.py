@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.onnxruntime.kernels import supports
 from xrlflow.backends.onnxruntime.processes import measure_in_fresh_processes
 from xrlflow.backends.onnxruntime.session import (
@@ -17,7 +18,6 @@ from xrlflow.backends.onnxruntime.session import (
     with_library,
 )
 from xrlflow.backends.onnxruntime.timing import measure, time_model
-from xrlflow.backends.placement import default_threads
 from xrlflow.backends.protocol import ModelSource
 
 __all__ = [

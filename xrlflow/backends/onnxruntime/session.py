@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
 
 if TYPE_CHECKING:

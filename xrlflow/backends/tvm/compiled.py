@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrlflow import files
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.bounds import Check, checks_from, checks_of, complain

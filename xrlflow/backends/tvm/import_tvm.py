@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xrlflow.backends.placement import default_threads
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import functions, powers, stack, unaligned
 

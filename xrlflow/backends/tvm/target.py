@@ -7,7 +7,8 @@ import shutil
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from xrlflow.backends.placement import cache_levels, default_threads
+from xrlflow.backends.limits import default_threads
+from xrlflow.backends.placement import cache_levels
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.import_tvm import tvm
 

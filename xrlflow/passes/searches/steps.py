@@ -7,17 +7,37 @@ of passes that a compiler had to run.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol, runtime_checkable
 
-from xrlflow.passes.compiler import Applied, Comparison, Compiler, Metric, Module, ModuleGraph
+from xrlflow.passes.compiler import (
+    Applied,
+    Arrays,
+    Comparison,
+    Compiler,
+    CompilerError,
+    Metric,
+    Module,
+    ModuleGraph,
+)
+
+# How often in a search the best module so far is compared with the first one, and the least steps between: a comparison
+# takes as long as some 20 steps.
+_CHECKS, _APART = 4, 100
+_log = logging.getLogger(__name__)
 
 
 class Over(Exception):
     """The steps or the time of a budget are used up."""
+
+
+class Refused(Exception):
+    """The best that a search had found computes something else than it should. It begins again, without that step."""
 
 
 @runtime_checkable
@@ -50,12 +70,17 @@ class Budget:
 
 
 class Meter:
-    """A compiler that counts its steps, and raises `Over` when there are none left. It remembers what it was asked."""
+    """A compiler that counts its steps, and raises `Over` when there are none left. It remembers what it was asked.
+
+    `wrong`: the digests of modules that compute something else than they should, and why. A pass that leads to one has
+    failed.
+    """
 
     def __init__(self, compiler: Compiler, budget: Budget) -> None:
         self.inner, self.budget = compiler, budget
         self.steps = 0
         self.begin = time.monotonic()
+        self.wrong: dict[str, str] = {}
         self._known: dict[tuple[str, str], Applied] = {}
 
     @property
@@ -94,24 +119,32 @@ class Meter:
             self.steps += len(new)
             for name, found in zip(new, self.inner.apply_each(module, new)):
                 self._known[module.digest, name] = found
-        return [self._known[module.digest, name] for name in names]
+        return [self._corrected(module, self._known[module.digest, name]) for name in names]
+
+    def _corrected(self, module: Module, applied: Applied) -> Applied:
+        error = self.wrong.get(applied.module.digest) if applied.changed else None
+        return applied if error is None else Applied(module, False, error)
 
     def idle(self, module: Module, name: str) -> bool:
         """Whether a pass is known to have no effect on a module."""
         known = self._known.get((module.digest, name))
-        return name in self.without_effect(module) if known is None else not known.changed
+        if known is None:
+            return name in self.without_effect(module)
+        return not self._corrected(module, known).changed
 
     def without_effect(self, module: Module) -> frozenset[str]:
         return without_effect(self.inner, module)
 
-    def default(self, module: Module) -> Module:
-        return self.inner.default(module)
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
+        return self.inner.default(module, names)
 
     def graph(self, module: Module) -> ModuleGraph:
         return self.inner.graph(module)
 
-    def compare(self, reference: Module, module: Module, seed: int = 0) -> Comparison:
-        return self.inner.compare(reference, module, seed)
+    def compare(
+        self, reference: Module, module: Module, seed: int = 0, inputs: Sequence[Arrays] = ()
+    ) -> Comparison:
+        return self.inner.compare(reference, module, seed, inputs)
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
@@ -126,14 +159,26 @@ class Node:
     module: Module
     passes: tuple[str, ...]
     value: float
+    before: Node | None = field(default=None, compare=False, repr=False)
+
+    def way(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        found, node = [self], self.before
+        while node is not None:
+            found.append(node)
+            node = node.before
+        return found[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The best order that a search found. `module`: after `passes`, whose value is the least of all that were made.
+    """The best order that a search found. `module`: after `passes`, whose value is the least of all that were made and
+    that compute the same as the given module.
 
     Passes without effect are left out, and an order ends at its best prefix. `initial`: the value of the given module.
-    `steps`: of the compiler. `curve`: the step at which each improvement was found, and its value.
+    `steps`: of the compiler. `seconds`: of the search, without the comparison of its result. `curve`: the step at which
+    each improvement was found, and its value. `refused`: for each step that would have led to something better and that
+    changes what the module computes, a line that names it.
     """
 
     passes: tuple[str, ...]
@@ -143,6 +188,7 @@ class Order:
     steps: int
     seconds: float
     curve: tuple[tuple[int, float], ...] = field(default=(), compare=False)
+    refused: tuple[str, ...] = ()
 
     @property
     def reduction(self) -> float:
@@ -163,16 +209,30 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Explorer:
-    """The nodes of one search. It keeps the best one, and makes nodes until the budget is over."""
+    """The nodes of one search. It keeps the best one, and makes nodes until the budget is over.
+
+    `compared`: whether what it finds is compared with the first module.
+    """
 
     def __init__(
-        self, compiler: Compiler, module: Module, budget: Budget, metric: Metric = Metric.OPERATIONS
+        self,
+        compiler: Compiler,
+        module: Module,
+        budget: Budget,
+        metric: Metric = Metric.OPERATIONS,
+        compared: bool = True,
     ) -> None:
         self.meter = compiler if isinstance(compiler, Meter) else Meter(compiler, budget)
         self.budget, self.metric = budget, metric
         self._measured: dict[str, float] = {module.digest: 1.0}
         self.root = Node(module, (), self._value(module))
         self.best = self.root
+        self._nodes: dict[str, Node] = {module.digest: self.root}
+        self._right = {module.digest}
+        self._comparing = 0.0
+        self._apart = max(_APART, budget.steps // _CHECKS)
+        self._next_check = self._apart if compared else math.inf
+        self._compared = compared
         self.curve: list[tuple[int, float]] = [(0, self.root.value)]
 
     @property
@@ -210,21 +270,85 @@ class Explorer:
         return best
 
     def order(self) -> Order:
-        best = self.best
+        """The best order. Its module is compared with the first one only by `check`."""
         return Order(
-            best.passes, best.module, self.root.value, best.value, self.meter.steps,
-            time.monotonic() - self.meter.begin, tuple(self.curve),
+            self.best.passes, self.best.module, self.root.value, self.best.value, self.meter.steps,
+            self.seconds, tuple(self.curve), tuple(self.meter.wrong.values()),
         )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """Since the begin, without comparisons."""
+        return time.monotonic() - self.meter.begin - self._comparing
+
+    def check(self) -> bool:
+        """Compare the best module with the first one. If it computes something else, the step that is to blame is
+        refused from now on, the best node is one that does not come after it, and the answer is False.
+
+        Raises CompilerError if the first module does not run.
+        """
+        if not self._compared:
+            return True
+        begin = time.monotonic()
+        try:
+            if self.best.module.digest in self._right or self._difference(self.best) is None:
+                self._right.add(self.best.module.digest)
+                return True
+            changed = self._first_wrong(self.best.way())
+            before = ", ".join(changed.passes[:-1]) or "no other pass"
+            error = f"{changed.passes[-1]} after {before}: {self._difference(changed)}"
+        finally:
+            self._comparing += time.monotonic() - begin
+        _log.error("a pass changes what the module computes: %s", error)
+        self.meter.wrong[changed.module.digest] = error
+        self._nodes = {
+            digest: node
+            for digest, node in self._nodes.items()
+            if not any(n.module.digest in self.meter.wrong for n in node.way())
+        }
+        self.best = min(self._nodes.values(), key=lambda n: (n.value, len(n.passes)))
+        self.curve = [point for point in self.curve if point[1] > self.best.value]
+        self.curve.append((self.meter.steps if self.curve else 0, self.best.value))
+        return False
+
+    def _first_wrong(self, way: Sequence[Node]) -> Node:
+        """The first node that computes something else, on a way whose last one does."""
+        right, wrong = 0, len(way) - 1
+        while wrong - right > 1:
+            middle = (right + wrong) // 2
+            if self._difference(way[middle]) is None:
+                right = middle
+            else:
+                wrong = middle
+        return way[wrong]
+
+    def _difference(self, node: Node) -> str | None:
+        """What a node's module computes that the root does not. Raises CompilerError if the root does not run."""
+        if node.module == self.root.module:
+            return None
+        try:
+            found = self.meter.compare(self.root.module, node.module)
+        except CompilerError as error:
+            self.meter.compare(self.root.module, self.root.module)
+            return str(error)
+        return None if found.equal else found.difference or "it computes something else"
 
     def _made(self, node: Node, name: str, applied: Applied) -> Node | None:
         if not applied.changed:
             return None
-        made = Node(applied.module, (*node.passes, name), self._value(applied.module))
+        made = Node(applied.module, (*node.passes, name), self._value(applied.module), node)
+        known = self._nodes.get(applied.module.digest)
+        if known is None or len(made.passes) < len(known.passes):
+            self._nodes[applied.module.digest] = made
         # A shorter way to the same value is better, too.
         if (made.value, len(made.passes)) < (self.best.value, len(self.best.passes)):
             if made.value < self.best.value:
                 self.curve.append((self.meter.steps, made.value))
             self.best = made
+        if self.meter.steps >= self._next_check:
+            self._next_check = self.meter.steps + self._apart
+            if not self.check():
+                raise Refused
         return made
 
     def _value(self, module: Module) -> float:
@@ -238,11 +362,32 @@ class Explorer:
 
 
 def until_over(explorer: Explorer, search: Callable[[], object]) -> Order:
-    """Run a search that may end by `Over`. Raises Interrupted after Ctrl-C."""
+    """Run a search that may end by `Over`, and compare what it found with the first module. After a step that changes
+    what the module computes it begins again, with what is left of the budget: what it has seen costs nothing.
+
+    Raises Interrupted after Ctrl-C, and CompilerError if the first module does not run.
+    """
     try:
-        search()
-    except Over:
-        pass
+        _run(explorer, search)
     except KeyboardInterrupt as interrupt:
+        _settle(explorer)
         raise Interrupted(explorer.order()) from interrupt
     return explorer.order()
+
+
+def _run(explorer: Explorer, search: Callable[[], object]) -> None:
+    while True:
+        try:
+            search()
+        except Over:
+            return _settle(explorer)
+        except Refused:
+            continue
+        if explorer.check():
+            return None
+
+
+def _settle(explorer: Explorer) -> None:
+    """Go back to the best module that computes the same as the first one."""
+    while not explorer.check():
+        pass

@@ -62,8 +62,8 @@ def tree(
 ) -> Order:
     """Monte Carlo tree search from the first module, for as long as the budget lasts."""
     explorer = Explorer(compiler, module, budget, metric)
-    search = _Tree(explorer, np.random.default_rng(seed), config, priors)
-    return until_over(explorer, search.run)
+    generator = np.random.default_rng(seed)
+    return until_over(explorer, lambda: _Tree(explorer, generator, config, priors).run())
 
 
 class _Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil  # type: ignore[import-untyped]
 
+from xrlflow.backends.limits import limits
 from xrlflow.cost.machine import cpu_name
 
 _PACKAGES = ("xrlflow", "onnxruntime", "onnx", "numpy")
@@ -18,21 +20,24 @@ _PACKAGES = ("xrlflow", "onnxruntime", "onnx", "numpy")
 def environment(threads: int, further: Mapping[str, str]) -> dict[str, str]:
     """Names and values, for a table. No name of a machine or a user is among them."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    memory = psutil.virtual_memory().total / 2**30
+    permitted = limits()
+    quota = "" if permitted.cpus is None else f", {permitted.cpus:g} by quota"
+    memory = min(psutil.virtual_memory().total, permitted.memory or math.inf) / 2**30
     return {
         "processor": cpu_name(),
-        "cores": f"{cores} physical, {os.cpu_count()} logical",
+        "cores": f"{cores} physical, {os.cpu_count()} logical{quota}",
         "threads": str(threads),
         "memory": f"{memory:.1f} GiB",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "Python": platform.python_version(),
         **further,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of a package."""
     try:
         return version(package)
     except PackageNotFoundError:  # it is on the path, and not installed

@@ -454,9 +454,10 @@ function section(id, title, lead, ...content) {
   return el("section", {id, "aria-labelledby": `${id}-title`, "data-nav": title}, el("h2", {id: `${id}-title`}, title), lead ? el("p", {class: "lead"}, lead) : null, content);
 }
 
+const fact = (name, value, small, tone) => el("div", {}, el("dt", {}, name), el("dd", {class: tone || null}, value, small ? el("small", {}, small) : null));
+
 function hero(run) {
   const r = run.report;
-  const fact = (name, value, small, tone) => el("div", {}, el("dt", {}, name), el("dd", {class: tone || null}, value, small ? el("small", {}, small) : null));
   if (!r) {
     const pair = run.after !== null;
     return el("section", {class: "hero", id: "summary"}, el("h1", {}, pair ? "Two models, side by side" : "One model"),
@@ -667,14 +668,73 @@ function strategiesSection(index) {
       {name: "verified", key: (r) => r.report.verified === true ? "yes" : r.report.verified === false ? "no" : "–"}, {name: "seconds", num: true, key: (r) => r.report.seconds, cell: (r) => r.report.seconds.toFixed(1)}], runs));
 }
 
+// --- a batch: many models ---
+
+function batchHero(b) {
+  const measured = b.rows.filter((r) => r.speedup !== null), unchanged = b.rows.filter((r) => r.returned_original).length;
+  const best = Math.max(...measured.map((r) => r.speedup)), least = Math.min(...measured.map((r) => r.speedup));
+  const faster = b.rows.filter((r) => r.speedup_low !== null && r.speedup_low > 1).length;
+  const title = faster ? `${faster} of ${plural(b.models, "model")} clearly faster` : b.done ? `${b.done} of ${plural(b.models, "model")} done` : b.failed ? "No model could be done" : "Nothing is done yet";
+  const lead = [
+    measured.length ? `${plural(measured.length, "result")} measured: from ${least.toFixed(3)} to ${best.toFixed(3)} times as fast, ${b.mean_speedup.toFixed(3)} in the geometric mean.` : null,
+    unchanged ? `${plural(unchanged, "model")} kept unchanged, since nothing faster was found.` : null,
+    b.waiting.length ? `${b.interrupted ? "Interrupted: " : ""}${plural(b.waiting.length, "model")} to go: the same command goes on.` : null].filter(Boolean).join(" ");
+  return el("section", {class: "hero", id: "summary"}, el("h1", {class: b.failed ? "warn" : faster ? "good" : null}, title), el("p", {class: "lead"}, lead),
+    el("dl", {class: "facts"}, fact("done", `${b.done} of ${b.models}`, b.earlier ? `${b.earlier} by earlier runs` : null, b.done === b.models ? "good" : null),
+      fact("failed", String(b.failed), null, b.failed ? "bad" : null),
+      fact("verified", String(b.rows.filter((r) => r.verified === true).length), "same function as the original"),
+      fact("unchanged", String(unchanged), "nothing faster was found"),
+      fact("time", `${b.seconds.toFixed(0)} s`, "of this run")));
+}
+
+// A name in full is the title: long ones are cut in the middle, since their ends tell them apart.
+const cut = (name, most) => name.length > most ? `${name.slice(0, most / 2 - 1)}…${name.slice(-most / 2)}` : name;
+const named = (r) => el("bdi", {title: r.name}, cut(r.name, 120));
+
+function batchTable(b) {
+  const ms = (v) => v === null ? "–" : v.toFixed(3), machines = new Set(b.rows.map((r) => r.machine).filter(Boolean));
+  const rows = [...b.rows, ...b.waiting.map((name) => ({name, error: null, link: null, waiting: true, speedup: null, speedup_low: null, latency_before_ms: null, latency_after_ms: null, seconds: null, notes: []}))];
+  const state = (r) => r.waiting ? "waiting" : r.error !== null ? "failed" : r.returned_original ? "unchanged" : r.speedup === null ? "not measured" : r.speedup_low !== null && r.speedup_low > 1 ? "faster" : "measured";
+  const tone = {failed: "bad", faster: "good", waiting: "soft"};
+  return section("models", "Models", "Each name leads to the model's own page, which lies beside this one. Latencies are measured.",
+    table("Models", [
+      {name: "model", key: (r) => r.name, cell: (r) => r.link ? el("a", {href: r.link}, named(r)) : named(r)},
+      {name: "result", key: state, cell: (r) => el("span", {class: tone[state(r)] || null}, state(r))},
+      {name: "times as fast", num: true, key: (r) => r.speedup, cell: (r) => r.speedup === null ? "–" : r.speedup.toFixed(3)},
+      {name: "95% interval", num: true, key: (r) => r.speedup_low, cell: (r) => r.speedup_low === null ? "–" : `${r.speedup_low.toFixed(3)} to ${r.speedup_high.toFixed(3)}`},
+      {name: "before, ms", num: true, key: (r) => r.latency_before_ms, cell: (r) => ms(r.latency_before_ms)},
+      {name: "after, ms", num: true, key: (r) => r.latency_after_ms, cell: (r) => ms(r.latency_after_ms)},
+      {name: "operators", num: true, key: (r) => r.nodes_before, cell: (r) => typeof r.nodes_before === "number" ? `${r.nodes_before} → ${r.nodes_after}` : "–"},
+      {name: "verified", key: (r) => r.verified === true ? "yes" : r.verified === false ? "no" : "–"},
+      ...(machines.size > 1 ? [{name: "machine", key: (r) => r.machine}] : []),
+      {name: "seconds", num: true, key: (r) => r.seconds, cell: (r) => r.seconds === null ? "–" : r.seconds.toFixed(1)}], rows));
+}
+
+function batchSections(b) {
+  const measured = b.rows.filter((r) => r.speedup !== null).sort((x, y) => y.speedup - x.speedup);
+  const failures = b.rows.filter((r) => r.error !== null), notes = b.rows.flatMap((r) => r.notes.map((note) => ({name: r.name, note})));
+  const most = 60;
+  return [batchHero(b), batchTable(b),
+    measured.length ? section("faster", "How much faster", `95% intervals of whole models, measured against their originals. The line marks 1: as fast as before.${measured.length > most ? ` The first ${most} are drawn; all are in the table.` : ""}`,
+      intervalChart(measured.slice(0, most).map((r) => ({group: "result", name: cut(r.name, 36), median: r.speedup, low: r.speedup_low, high: r.speedup_high, kept: null})))) : null,
+    failures.length ? section("failures", "What failed", "The other models are not affected. These are tried again when the command is run again.",
+      table("Models that failed", [{name: "model", key: (r) => r.name, cell: named}, {name: "why", key: (r) => r.error}], failures)) : null,
+    notes.length ? section("notes", "Notes", null, table("Notes", [{name: "model", key: (r) => r.name, cell: named}, {name: "note", key: (r) => r.note}], notes)) : null,
+    whereSection({report: null})].filter(Boolean);
+}
+
+function lay(sections) {
+  $("content").replaceChildren(...sections, el("footer", {}, "Made by xrlflow. This file is complete: it fetches nothing. How to read it: docs/report.md."));
+  $("nav").replaceChildren(...sections.filter((s) => s.dataset.nav).map((s) => el("li", {}, el("a", {href: `#${s.id}`}, s.dataset.nav))));
+}
+
 let changes = null;
 function show(index) {
   const run = DATA.runs[index];
   charts.clear(); resized.disconnect();
   changes = changesSection(run);
   const sections = [hero(run), DATA.runs.length > 1 ? strategiesSection(index) : null, fasterSection(run), sameSection(run), changes, timeSection(run), searchSection(run), nextSection(run), whereSection(run)].filter(Boolean);
-  $("content").replaceChildren(...sections, el("footer", {}, "Made by xrlflow. This file is complete: it fetches nothing. How to read it: docs/report.md."));
-  $("nav").replaceChildren(...sections.filter((s) => s.dataset.nav).map((s) => el("li", {}, el("a", {href: `#${s.id}`}, s.dataset.nav))));
+  lay(sections);
   $("run").value = String(index);
   changes.ready();
   document.documentElement.dataset.ready = String(index);
@@ -696,6 +756,9 @@ if (DATA.runs.length > 1) {
   $("run").addEventListener("change", () => show(+$("run").value));
 }
 theme();
-show(0);
+if (DATA.kind === "batch") {
+  lay(batchSections(DATA.batch));
+  document.documentElement.dataset.ready = "0";
+} else show(0);
 window.xrlflow = {data: DATA, views: () => changes.views};
 })();

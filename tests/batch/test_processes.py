@@ -1,0 +1,127 @@
+"""Batches in processes of their own: crashes, Ctrl-C, and what is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import xrlflow
+from tests.batch.conftest import FAST
+from xrlflow.backends.children import environment
+from xrlflow.batch import Processes
+from xrlflow.files import UNFINISHED
+from xrlflow.options import OptionError
+
+# Rules of a user's own are run in the process of the job: what this one does depends on files beside it.
+RULES = """
+import os, pathlib, signal, time
+RULES = []
+here = pathlib.Path(__file__).parent
+(here / "process").write_text(str(os.getpid()))
+if (here / "crash").exists():
+    (here / "crash").unlink()
+    os.kill(os.getpid(), signal.SIGSEGV)
+if (here / "hang").exists() and (here / "once").exists():
+    time.sleep(600)
+(here / "once").write_text("")
+"""
+QUICK = [
+    "--search", "greedy", "--cost", "roofline", "--backend", "onnxruntime", "--no-measure", "--time-limit", "20",
+    "--trust-rules", "--rules",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(put: Callable[..., Path], tmp_path: Path) -> Path:
+    put("in/a.onnx", 1.0)
+    put("in/b.onnx", 2.0)
+    (tmp_path / "rules.py").write_text(RULES)
+    return tmp_path
+
+
+def test_a_crash_ends_one_job(folder: Path) -> None:
+    (folder / "crash").touch()
+    found = xrlflow.optimize_all(
+        folder / "in", folder / "out", rules=folder / "rules.py", trust_rules=True, **FAST
+    )
+    first, second = found.rows
+    assert first.error is not None
+    assert first.error.startswith("its process ended by signal 11")
+    assert second.error is None
+    with pytest.raises(OptionError, match="workers 0 is not positive"):
+        Processes(0)
+
+
+def test_where_no_process_can_be_started_jobs_fail(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*arguments: object, **given: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("xrlflow.batch.processes.serve_in_child", none)
+    folder = put("in/a.onnx").parents[1]
+    (row,) = xrlflow.optimize_all(folder / "in", folder / "out", **FAST).rows
+    assert row.error == "no process can be started for it (Resource temporarily unavailable)"
+
+
+class Command:
+    """`xrlflow optimize-all` of the folder, which hangs at its second model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "hang").touch()
+        command = [sys.executable, "-m", "xrlflow.cli", "optimize-all", "in", "-o", "out", *QUICK, "rules.py"]
+        self.process = subprocess.Popen(
+            command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=environment(),
+        )  # fmt: skip
+
+    def wait_until_it_hangs(self) -> psutil.Process:
+        """Returns the process of the job."""
+        until = time.monotonic() + 60
+        while not (self.folder / "out" / "a.onnx.json").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        return psutil.Process(int((self.folder / "process").read_text()))
+
+    def go_on(self) -> dict[str, object]:
+        """Run it again, to its end."""
+        (self.folder / "hang").unlink()
+        command = [*self.process.args, "--json"]  # type: ignore[misc]
+        done = subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, timeout=120, check=True, env=environment()
+        )  # fmt: skip
+        data: dict[str, object] = json.loads(done.stdout)
+        return data
+
+
+@pytest.fixture
+def command(folder: Path) -> Iterator[Command]:
+    running = Command(folder)
+    yield running
+    running.process.kill()
+    running.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_is_ended_goes_on(command: Command, number: int) -> None:
+    worker = command.wait_until_it_hangs()
+    command.process.send_signal(number)
+    _, said = command.process.communicate(timeout=30)
+    worker.wait(timeout=20)
+    assert command.process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+    if number == signal.SIGINT:
+        assert said.endswith("interrupted: 1 of 2 models are done and kept: run the same command to go on\n")
+    assert "Traceback" not in said
+    if number == signal.SIGKILL:  # the others leave the same behind
+        data = command.go_on()
+        assert (data["done"], data["earlier"], data["failed"]) == (2, 1, 0)
+    assert not [p for p in (command.folder / "out").rglob("*") if p.name.startswith(UNFINISHED)]

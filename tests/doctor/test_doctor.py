@@ -1,0 +1,264 @@
+"""The examination: what works here, and what it says where something does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xrlflow
+from tests.backends.test_limits import V2, files
+from xrlflow.backends.results import Load
+from xrlflow.cost.database import Database
+from xrlflow.doctor import Finding, Status, disk, examination, machine, software, works
+
+ROOT = str(Path(xrlflow.__file__).parents[1])
+NEEDED = {"ONNX Runtime", "agent", "temporary files", "store on a server"}
+
+
+def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [ROOT, variables.pop("path", None), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "xrlflow.cli", "doctor", *arguments],
+        env={**os.environ, "PYTHONPATH": path, **variables}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def found_by(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    return {f["name"]: f for f in json.loads(done.stdout)["findings"]}
+
+
+def test_here_it_works() -> None:
+    done = doctor("--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["works"] is True
+    found = found_by(done)
+    assert len(found) == len(examination.HERE) + len(examination.APART)
+    assert {name for name, f in found.items() if f["needed"]} == NEEDED
+    assert found["ONNX Runtime"]["status"] == found["agent"]["status"] == "ok"
+    assert all(f["found"] for f in found.values())
+    for name, f in found.items():
+        assert f["advice"] or f["status"] == "ok", name
+    if software._missing(software.EXTRAS["tvm"].modules):
+        assert found["TVM"]["status"] == "warn"
+    else:
+        assert (found["TVM"]["status"], found["C compiler"]["status"]) == ("ok", "ok")
+
+
+def broken(folder: Path, package: str, code: str) -> str:
+    """A package that is found before the one that is installed; the folder to put on the path."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text(code)
+    return str(folder)
+
+
+def test_a_runtime_that_kills_its_process_is_found(tmp_path: Path) -> None:
+    """As ONNX Runtime does on a processor that lacks an instruction. TVM is not asked (it would take seconds)."""
+    path = broken(tmp_path, "onnxruntime", "import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    broken(tmp_path, "tvm", "raise ImportError('libtvm.so: no such file\\nof that name')\n")
+    done = doctor(path=path)
+    assert done.returncode == 1
+    assert "fail  ONNX Runtime: it crashes: SIGILL\n      -> reinstall" in done.stdout
+    assert re.search(r"fail +agent", done.stdout)
+    assert re.search(r"fail +TVM: \w+: .*libtvm\.so: no such file of that name", done.stdout)
+    assert done.stdout.endswith("DOES NOT WORK here.\n")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_what_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = broken(tmp_path, "onnxruntime", "import time\ntime.sleep(1000)\n")
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(examination, "APART", {"onnx_runtime": examination.APART["onnx_runtime"]})
+    monkeypatch.setattr(examination, "HERE", ())
+    begin = time.monotonic()
+    (finding,) = examination.examine(limit=1.0)
+    assert time.monotonic() - begin < 10
+    assert (finding.status, finding.found) == (Status.FAIL, "no answer in 1 s")
+
+
+def test_processes_end_with_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Watched(examination._Process):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(examination, "_Process", Watched)
+    monkeypatch.setattr(examination, "HERE", (examination.Check("one", software.packages),))
+    monkeypatch.setattr(examination, "_PAUSE", 0.0)
+    findings = examination.examine()
+    next(findings)
+    assert not made
+    next(findings)
+    findings.close()
+    assert len(made) == len(examination.APART)
+    assert all(process._process.poll() is not None for process in made)
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def failing() -> Finding:
+        raise OSError("no\nluck")
+
+    found = examination._checked(examination.Check("it", failing, "do something", needed=True))
+    assert found == Finding("it", Status.FAIL, "OSError: no luck", "do something", needed=True)
+    assert not works([found])
+    assert works([Finding("it", Status.FAIL, "", "do something")])
+    assert Finding.from_json(found.to_json()) == found
+
+
+def test_extras_are_those_of_the_package() -> None:
+    declared = re.search(
+        r"^\[project.optional-dependencies\]\n(.*?)^\[",
+        (Path(ROOT) / "pyproject.toml").read_text(),
+        re.M | re.S,
+    )
+    assert declared is not None
+    names = set(re.findall(r"^(\w+) = ", declared[1], re.M)) - {"all", "docs", "dev", "test"}
+    assert set(software.EXTRAS) == names
+
+
+def test_a_package_that_is_not_installed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software, "version", none)
+    assert "xrlflow (on the path)" in software.packages().found
+    monkeypatch.setattr(software, "_missing", lambda modules: list(modules))
+    found = software.extras()
+    assert found.found.startswith("installed: none; not: train (agents of your own)")
+    assert "xrlflow[train,tvm" in found.advice
+    assert software.kernels().status is Status.WARN
+    monkeypatch.setattr(software.shutil, "which", lambda name: None)
+    assert (software.compiler().status, software.compiler().found) == (Status.WARN, "none")
+
+
+# --- the machine ---
+
+
+@pytest.mark.parametrize(
+    ("quota", "stat", "status", "word"),
+    [
+        ("max 100000", "", "ok", "by default"),
+        ("200000 100000", "nr_periods 1000\nnr_throttled 3\n", "ok", "2 processors by quota"),
+        ("50000 100000", "", "warn", "0.5 processors by quota"),
+        ("200000 100000", "nr_periods 1000\nnr_throttled 300\n", "warn", "stopped in 300 of 1000"),
+    ],
+)
+def test_quotas(tmp_path: Path, quota: str, stat: str, status: str, word: str) -> None:
+    root = files(tmp_path, "0::/\n", V2, **{"": {"cpu.max": quota, "cpu.stat": stat}})
+    found = machine.threads(root)
+    assert (found.status.value, bool(found.advice)) == (status, status == "warn")
+    assert word in found.found
+
+
+def test_the_limit_of_memory(tmp_path: Path) -> None:
+    root = files(tmp_path, "0::/\n", V2, **{"": {"memory.max": str(1 << 30), "memory.current": str(1 << 29)}})
+    found = machine.memory(root)
+    assert found.status is Status.WARN
+    assert "0.5 GiB free of 1.0 GiB" in found.found
+
+
+def test_frequencies(tmp_path: Path) -> None:
+    assert machine.frequency(tmp_path).status is Status.OK
+    cpus = tmp_path / "sys/devices/system/cpu"
+    for number, governor in enumerate(("performance", "powersave", "powersave")):
+        folder = cpus / f"cpu{number}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_governor").write_text(f"{governor}\n")
+    (cpus / "cpufreq").mkdir()
+    (cpus / "cpufreq/boost").write_text("1\n")
+    found = machine.frequency(tmp_path)
+    assert (found.status, found.found) == (
+        Status.WARN, "governor performance (1), powersave (2), boost on",
+    )  # fmt: skip
+    for number in (1, 2):
+        (cpus / f"cpu{number}/cpufreq/scaling_governor").write_text("performance")
+    assert machine.frequency(tmp_path).status is Status.OK
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_load(monkeypatch: pytest.MonkeyPatch, disturbed: bool) -> None:
+    seen = Load(1.5, 0.5, 0.0, 4, 2, 0.25, disturbed)
+    monkeypatch.setattr(machine.system_load, "judge", lambda *_: seen)
+    found = machine.load()
+    assert found.status is (Status.WARN if disturbed else Status.OK)
+    assert "1.5 of 4 processors" in found.found
+    assert "0.50 are given to other virtual machines" in found.found
+
+
+# --- files ---
+
+OPERATORS = disk.STORES[0]
+
+
+def test_a_store_is_read_and_not_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "xrlflow"
+    assert disk.store(OPERATORS, folder).status is Status.OK
+    assert not folder.exists()
+    with Database(folder / OPERATORS.file) as database:
+        assert len(database) == 0
+    before = (folder / OPERATORS.file).read_bytes()
+    found = disk.store(OPERATORS, folder)
+    assert found.status is Status.OK
+    assert "0 measurements" in found.found
+    assert (folder / OPERATORS.file).read_bytes() == before
+
+
+def test_a_store_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / OPERATORS.file).write_bytes(b"no database" * 100)
+    found = disk.store(OPERATORS, tmp_path)
+    assert found.status is Status.WARN
+    assert ".damaged" in found.advice
+
+
+def test_a_store_that_another_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_PATIENCE", 0.05)
+    with Database(tmp_path / OPERATORS.file) as database:
+        assert len(database) == 0
+    writer = sqlite3.connect(tmp_path / OPERATORS.file, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    found = disk.store(OPERATORS, tmp_path)
+    writer.close()
+    assert found.status is Status.WARN
+    assert "locked" in found.found
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.os, "access", lambda path, mode: False)
+    found = disk.store(OPERATORS, tmp_path / "new")
+    assert found.status is Status.WARN
+    assert "XDG_CACHE_HOME" in found.advice
+
+
+@pytest.mark.parametrize("url", ["nonsense", "postgresql://user:secret@127.0.0.1:1/nothing"])
+def test_a_server_that_cannot_be_used(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg")
+    monkeypatch.delenv("XRLFLOW_STORE", raising=False)
+    assert disk.server().status is Status.OK
+    monkeypatch.setenv("XRLFLOW_STORE", url)
+    found = disk.server()
+    assert (found.status, found.needed) == (Status.FAIL, True)
+    assert "XRLFLOW_STORE" in found.advice
+    assert "secret" not in found.found
+    assert "server" in disk.store(OPERATORS).found
+
+
+def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.tempfile, "tempdir", str(tmp_path))
+    found = disk.temporary()
+    assert found.status is not Status.FAIL
+    assert str(tmp_path) in found.found
+    monkeypatch.setattr(disk.tempfile, "tempdir", str(tmp_path / "none"))
+    found = disk.temporary()
+    assert (found.status, found.needed) == (Status.FAIL, True)
+    assert "TMPDIR" in found.advice

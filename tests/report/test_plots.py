@@ -1,0 +1,184 @@
+"""Plots: what they show, of which data, and that the same data give the same bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from bench import plots as bench_plots
+from bench import world_model
+from tests.test_cli import invoke, refused
+from xrlflow.report.plots import Curve, Reached, Texts, cost_against_time, learning_curves, save
+
+GAIN = "episode/return"
+TEXTS = Texts("A $title", "steps", "gain")
+
+
+def lines(figure: Figure) -> dict[str, tuple[list[float], list[float]]]:
+    (axes,) = figure.axes
+    return {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()
+    }
+
+
+def test_a_band_has_the_median_and_the_ends_of_the_runs_that_have_got_so_far() -> None:
+    curve = Curve("a", [((0, 2), (1.0, 3.0)), ((0, 1, 2), (2.0, 2.0, 8.0)), ((0,), (9.0,))])
+    x, median, low, high = curve.band()
+    assert x.tolist() == [0, 1, 2]
+    assert median.tolist() == [2.0, 2.0, 5.5]
+    assert low.tolist() == [1.0, 2.0, 3.0]
+    assert high.tolist() == [9.0, 2.0, 8.0]
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    x, median, *_ = Curve("a", [((0, 1, 2), (1.0, math.nan, 3.0)), ((0,), (math.inf,))]).band()
+    assert (x.tolist(), median.tolist()) == ([0, 2], [1.0, 3.0])
+    assert Curve("none", [((), ())]).band()[0].size == 0
+
+
+def test_learning_curves_draw_medians() -> None:
+    runs = [((0, 1), (1.0, 2.0)), ((0, 1), (1.0, 4.0)), ((0, 1), (1.0, 3.0))]
+    figure = learning_curves([Curve("ppo", runs), Curve("one", runs[:1])], TEXTS)
+    drawn = lines(figure)
+    assert drawn["ppo: median of 3, least to greatest"] == ([0, 1], [1.0, 3.0])
+    assert drawn["one"] == ([0, 1], [1.0, 2.0])
+    assert len(figure.axes[0].collections) == 1  # one band: a single run has none
+
+
+def test_cost_against_time_draws_means_over_subjects() -> None:
+    figure = cost_against_time(
+        [
+            Reached("fast", "a", (0.5, 0.5, 0.8), (1.0, 2.0, 4.0)),
+            Reached("fast", "b", (0.125, 0.125, 0.2), (4.0, 8.0, 16.0)),
+            Reached("rival", "a", (0.9,)),
+        ],
+        TEXTS,
+    )
+    drawn = lines(figure)
+    assert drawn["rival"][1] == pytest.approx([0.9, 0.9])
+    (bars,) = figure.axes[0].containers
+    assert bars.get_label() == "fast"
+    at, cost = bars.lines[0].get_xdata()[0], bars.lines[0].get_ydata()[0]
+    assert (at, cost) == pytest.approx((4.0, 0.25))
+    ends = sorted(float(v) for cap in bars.lines[1] for v in np.atleast_1d(cap.get_ydata()))
+    assert ends[0] == pytest.approx(0.25)
+    assert ends[-1] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+def test_the_same_data_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
+    made = []
+    for name in ("a", "b"):
+        runs = [((0, 1), (1.0, 2.0)), ((0, 1), (1.0, 4.0))]
+        save(learning_curves([Curve("c", runs)], TEXTS), tmp_path / f"{name}{suffix}")
+        made.append((tmp_path / f"{name}{suffix}").read_bytes())
+    assert made[0] == made[1]
+    assert len(made[0]) > 1000
+    if suffix == ".svg":
+        assert b"A $title" in made[0]
+        assert not re.search(rb"\d{4}-\d\d-\d\dT", made[0])
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.svg, \.png, \.pdf"):
+        save(learning_curves([], TEXTS), tmp_path / "a.bmp")
+
+
+# --- from logs ---
+
+
+def logged(folder: Path, values: list[float]) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(folder)) as writer:
+        for step, value in enumerate(values):
+            writer.add_scalar(GAIN, value, 10 * step)
+
+
+def test_curves_of_logs(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        logged(tmp_path / "ppo" / str(seed), [1.0, 1.0 + seed])
+    logged(tmp_path / "dqn", [1.0, 1.5])
+    output = tmp_path / "curves.svg"
+    result = invoke("plot", tmp_path / "ppo", tmp_path / "dqn", "-o", output, "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert (printed["x"], printed["y"]) == ("steps", GAIN)
+    curves = {each["label"]: each["runs"] for each in printed["curves"]}
+    assert [run["y"] for run in curves["ppo"]] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
+    assert [run["x"] for run in curves["dqn"]] == [[0, 10]]
+    assert "ppo: median of 3" in output.read_text()
+    kept = tmp_path / "curves.json"
+    kept.write_text(result.stdout)
+    again = bench_plots.draw([kept], "title", "gain")
+    assert lines(again)["ppo: median of 3, least to greatest"] == ([0, 10], [1.0, 2.0])
+    seconds = invoke("plot", tmp_path / "dqn", "-o", output, "--over", "seconds", "--json")
+    (curve,) = json.loads(seconds.stdout)["curves"]
+    assert curve["runs"][0]["x"][0] < 5.0
+
+
+def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
+    logged(tmp_path / "run", [1.0])
+    output = tmp_path / "a.svg"
+    refused(invoke("plot", tmp_path / "none", "-o", output), "none", "--log")
+    refused(invoke("plot", tmp_path / "run", "-o", output, "--scalar", "x"), "'x'", GAIN)
+    refused(invoke("plot", tmp_path / "run", "-o", tmp_path / "a.bmp"), ".svg")
+    refused(invoke("plot", tmp_path / "run", "-o", tmp_path / "no" / "a.svg"), "cannot be written")
+    refused(invoke("plot", tmp_path / "run", "-o", output, "--over", "years"), "seconds")
+    assert not output.exists()
+
+
+# --- from benchmarks ---
+
+
+def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
+    agents = [
+        {"graph": "bert", "method": "taso", "seed": 0, "initial": 2.0, "cost": 1.0, "seconds": 3.0},
+        {"graph": "bert", "method": "taso", "seed": 1, "initial": 2.0, "cost": 1.5, "seconds": 4.0},
+        {"graph": "bert", "method": "agent", "seconds": 4.0},
+    ]
+    assert bench_plots.reached(agents) == [Reached("taso", "bert", (0.5, 0.75), (3.0, 4.0))]
+    passes = {
+        "beam gpt2": {"module": "gpt2", "method": "beam", "default": 100, "operations": 80, "seconds": 2.0},
+        "PPO 0": {"variant": "PPO", "less": [0.1], "seconds": 9.0},
+    }
+    assert bench_plots.reached(passes) == [Reached("beam", "gpt2", (0.8,), (2.0,))]
+    world = {
+        "bert": {
+            "network": "bert", "greedy": 1.1, **{key: [1.25, 2.0] for key in world_model.METHODS},
+            "seconds": {"ppo": [1.0, 2.0], "fifth": [3.0, 4.0]},
+        }
+    }  # fmt: skip
+    found = {r.method: r for r in bench_plots.reached(world)}
+    assert found["PPO, all steps"] == Reached("PPO, all steps", "bert", [0.8, 0.5], [1.0, 2.0])
+    assert found["random agent"].seconds == ()
+    file = tmp_path / "x.json"
+    file.write_text("[{}]")
+    with pytest.raises(bench_plots.UnknownFile, match=r"x\.json: no rows"):
+        bench_plots.draw([file], "", "")
+
+
+def test_the_data_of_the_page_are_those_of_its_table() -> None:
+    from bench import pages
+
+    rows = json.loads((bench_plots.DATA / "world-model-efficiency.json").read_text())
+    assert world_model.efficiency_table(list(rows.values())) == pages.read("world-model-efficiency")
+
+
+@pytest.mark.parametrize("name", bench_plots.PLOTS)
+def test_plots_of_the_docs_are_what_the_script_draws(name: str, tmp_path: Path) -> None:
+    """With the pinned matplotlib. Another one may place a label elsewhere."""
+    import matplotlib
+
+    pinned = re.search(r"^matplotlib==(.*)$", (bench_plots.pages.ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    if matplotlib.__version__ != pinned[1]:
+        pytest.skip("another version of matplotlib")
+    save(bench_plots.PLOTS[name](), tmp_path / "new.svg")
+    kept = bench_plots.FOLDER / f"{name}.svg"
+    assert kept.read_bytes() == (tmp_path / "new.svg").read_bytes(), "run: python bench/plots.py"

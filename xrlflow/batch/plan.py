@@ -1,0 +1,107 @@
+"""From models to jobs: where each result goes, and what it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from xrlflow.backends.tvm import SUFFIX
+from xrlflow.batch.jobs import Job
+from xrlflow.batch.sources import Found
+from xrlflow.onnxio.content import content_digest
+from xrlflow.options import OptionError, Options
+from xrlflow.report.page.environment import version_of
+
+_ONNX = ".onnx"
+_CONTENTS = ("agent", "rules", "inputs")
+"""Options that name a file whose content counts."""
+_PACKAGES = ("xrlflow", "onnxruntime")
+_PLACES = ("store",)
+"""Options that say where something is kept. What is done does not depend on them."""
+
+
+def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
+    """A job for each model, whose content is read for that.
+
+    The result of `a/x.onnx` is `OUTPUT/a/x.onnx`, and that of `a/x.pb` `OUTPUT/a/x.pb.onnx`; compiled ones end in
+    `.so`. Raises OptionError if the options are not those of a batch.
+    """
+    asked = _depends_on(options)
+    options = _anywhere(options)
+    jobs: list[Job] = []
+    taken: set[str] = set()
+    root = os.path.abspath(output)
+    for each in found:
+        target = _free(_target(each.name, options.compiling), taken)
+        taken.add(target.casefold())
+        source, key = os.path.abspath(each.path), _key(each.path, asked)
+        jobs.append(Job(each.name, source, root, target, key, options, each.remarks))
+    return jobs
+
+
+def _target(name: str, compiled: bool) -> str:
+    suffix = SUFFIX if compiled else _ONNX
+    return name.removesuffix(_ONNX) + suffix
+
+
+def _free(target: str, taken: set[str]) -> str:
+    """The name, or, if another model has it on some file system, the name with a number."""
+    stem, suffix = os.path.splitext(target)
+    number = 1
+    while target.casefold() in taken:
+        number += 1
+        target = f"{stem}-{number}{suffix}"
+    return target
+
+
+def _key(path: str, asked: str) -> str:
+    try:
+        content = content_digest(path)
+    except OSError as error:  # the job itself says what is wrong
+        content = f"not read: {error.strerror}"
+    return hashlib.sha256(f"{content}\n{asked}".encode()).hexdigest()
+
+
+def _depends_on(options: Options) -> str:
+    """Options, contents of the files that they name, and versions, as text. Raises OptionError."""
+    values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _PLACES}
+    if values["replay"] is not None:
+        raise OptionError("replay has no meaning for a batch: a trace is of one model")
+    for name, kind in (
+        ("cost", str),
+        ("session_options", Mapping),
+        ("inputs", (str, os.PathLike)),
+        ("remote", str),
+    ):
+        if values[name] is not None and not isinstance(values[name], kind):
+            raise OptionError(
+                f"{name} is an object, which cannot be sent to other processes: name it, or leave it out"
+            )
+    for name in _CONTENTS:
+        if values[name] is not None:
+            try:
+                values[name] = hashlib.sha256(Path(values[name]).read_bytes()).hexdigest()
+            except OSError as error:
+                raise OptionError(f"{name} {values[name]} cannot be read ({error.strerror})") from error
+    values |= {package: version_of(package) for package in _PACKAGES}
+    return json.dumps(values, sort_keys=True, default=_plain)
+
+
+def _anywhere(options: Options) -> Options:
+    """The options with absolute paths: a job may run in another folder."""
+    names = _CONTENTS if options.server is not None else (*_CONTENTS, *_PLACES)
+    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return replace(
+        options, **{name: os.path.abspath(path) for name, path in given.items() if path is not None}
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else list(value)

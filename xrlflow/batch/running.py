@@ -1,0 +1,112 @@
+"""One job of a batch: a model is optimised, and its files are written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from xrlflow import files
+from xrlflow.backends.beside import library_path
+from xrlflow.batch.jobs import Job, Row, failed
+from xrlflow.cost.machine import cpu_name
+from xrlflow.exclusive import measuring
+from xrlflow.onnxio.beside import data_files
+from xrlflow.onnxio.content import input_names
+from xrlflow.options import Options
+from xrlflow.pipeline import Result, VerificationFailed, optimize
+from xrlflow.pipeline.errors import CORRECTABLE
+from xrlflow.pipeline.pages import write_page
+from xrlflow.text import printable
+
+
+def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
+    """Do a job: optimise its model, write the result, its report page and, last, its record. Returns the row.
+
+    An error of the model becomes a row that says so; only KeyboardInterrupt, SystemExit and the like are raised. A job
+    that measures on this machine waits until no other one does (`exclusive.measuring`); that is no part of its time
+    limit. `told(text)` is called with what is done now.
+    """
+    say = told if told is not None else lambda text: None
+    begin = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", RuntimeWarning)
+        try:
+            with _turn(job.options, say):
+                begin = time.monotonic()
+                result = optimize(job.source, _fitting(job), lambda *at: say(_phase(*at)))
+                say("writing the result")
+                page = result.page  # this times operators
+            row = _written(job, result, page, round(time.monotonic() - begin, 1))
+        except (*CORRECTABLE, VerificationFailed) as error:
+            return failed(job, printable(error), seconds=time.monotonic() - begin)
+        except MemoryError:
+            return failed(job, "out of memory: the model, or one of its values, is too large for this machine",
+                          seconds=time.monotonic() - begin)  # fmt: skip
+        except OSError as error:
+            return failed(
+                job, printable(f"cannot write or read files ({error})"), seconds=time.monotonic() - begin
+            )
+        except Exception as error:
+            said = printable(f"an error in xrlflow, please report it: {type(error).__name__}: {error}")
+            return failed(job, said, seconds=time.monotonic() - begin, detail=traceback.format_exc())
+    row = replace(row, notes=(*row.notes, *dict.fromkeys(printable(w.message) for w in caught)))
+    try:
+        files.write(job.record, row.recorded())
+    except OSError as error:
+        return failed(job, f"{job.record} cannot be written ({error.strerror})", seconds=row.seconds)
+    return row
+
+
+def measures(options: Options) -> bool:
+    """Whether an optimisation times something on this machine, as opposed to a remote device."""
+    if options.cost_name != "roofline":
+        return True
+    return options.remote is None and (options.measure or options.backend in ("hybrid", "tvm"))
+
+
+def _turn(options: Options, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+    if not measures(options):
+        return contextlib.nullcontext()
+    return measuring(lambda holder: say(f"waiting: another job measures on this machine ({holder})"))
+
+
+def _fitting(job: Job) -> Options:
+    """The options for this model: of the shapes, those of its inputs."""
+    options = job.options
+    if not options.shapes and not options.further_shapes:
+        return options
+    inputs = input_names(job.source)
+    further = [{k: v for k, v in shapes.items() if k in inputs} for shapes in options.further_shapes]
+    return replace(
+        options, shapes={k: v for k, v in (options.shapes or {}).items() if k in inputs} or None,
+        further_shapes=tuple(shapes for shapes in further if shapes),
+    )  # fmt: skip
+
+
+def _phase(phase: str, done: int, total: int, note: str) -> str:
+    count = f" {done}/{total}" if total else ""
+    return f"{phase}{count}{' ' * bool(note)}{note}"
+
+
+def _written(job: Job, result: Result, page: Mapping[str, object], seconds: float) -> Row:
+    """Write the result and its page. Raises OSError, ModelError and BackendError."""
+    output = job.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # A record of another run must not vouch for the files of this one.
+    job.record.unlink(missing_ok=True)
+    result.save(output)
+    write_page(page, job.page)
+    written = [output]
+    if result.compiled is None:
+        written += [output.parent / name for name in sorted(data_files(os.fspath(output)))]
+    if result.hybrid is not None:
+        written.append(library_path(output))
+    sizes = tuple(
+        (path.relative_to(job.root).as_posix(), os.stat(path).st_size) for path in (*written, job.page)
+    )
+    return Row(job.name, job.key, None, result.report.to_json(), sizes, cpu_name(), seconds, job.remarks)

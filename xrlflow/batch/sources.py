@@ -1,0 +1,159 @@
+"""The models of a batch: those of a folder, of a pattern, or of a list of paths."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from xrlflow.options import OptionError
+
+MARK = ".xrlflow_batch"
+"""The file that shows that a folder is the output of a batch."""
+_MODEL = ".onnx"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model: its path, and its name in the batch (relative, with slashes, without `..`)."""
+
+    name: str
+    path: str
+    remarks: tuple[str, ...] = ()
+
+
+def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
+    """The models that FOLDER, GLOB or LIST means, each file once, sorted by name.
+
+    - A folder: its `*.onnx` files, those of its folders, and those that links lead to. Folders that are the output of a
+      batch, and hidden ones, are left out.
+    - A pattern (`*`, `?`, `[...]`, `**`): the files that it matches.
+    - A list: a text file with a path on each line, relative to its own folder; `#` begins a comment. A pipe is a list
+      with paths relative to the working folder; `-` is standard input.
+
+    A model that is reached in several ways has the first of its names. Raises OptionError if there is none, if this is
+    itself a model, or if a list cannot be read or names a model in the output folder.
+    """
+    text = "/dev/stdin" if models == "-" else os.fspath(models)
+    if os.path.isdir(text):
+        if os.path.realpath(text) == os.path.realpath(output):
+            raise OptionError(
+                f"{text} is the output folder, too: its models would be written over: choose another output"
+            )
+        found, missing = _in_folder(text, output), f"{text}: there is no model (*{_MODEL}) in this folder"
+    elif os.path.exists(text):
+        found, missing = _listed(Path(text), output), f"{text}: this list names no model"
+    elif glob.has_magic(text):
+        found, missing = _matching(text, output), f"{text}: no file matches"
+    else:
+        raise OptionError(f"{text}: there is no such folder, pattern or list: check the path")
+    if not found:
+        raise OptionError(f"{missing}: check the path")
+    return sorted(_once(found), key=lambda each: each.name)
+
+
+def _in_folder(folder: str, output: Path) -> list[Found]:
+    """Folders are visited once; links to folders come last, so that models are called by where they are."""
+    found: list[Found] = []
+    seen: set[str] = set()
+    tops = deque([folder])
+    while tops:
+        for place, folders, names in os.walk(tops.popleft(), onerror=_unreadable):
+            real = os.path.realpath(place)
+            if real in seen or _is_within(real, output) or (place != folder and _is_output(place)):
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            tops += [path for name in folders if os.path.islink(path := os.path.join(place, name))]
+            for name in names:
+                path = os.path.join(place, name)
+                if name.endswith(_MODEL) and not name.startswith("."):
+                    found.append(Found(_slashes(os.path.relpath(path, folder)), path))
+    return found
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """Models in a folder that cannot be read would be left out in silence."""
+    raise OptionError(
+        f"{error.filename}: cannot be read ({error.strerror}): let it be read, or give a pattern or a list"
+    ) from error
+
+
+def _matching(pattern: str, output: Path) -> list[Found]:
+    """The files that match, named from the last folder of the pattern that is fixed."""
+    fixed: list[str] = []
+    for part in Path(pattern).parts[:-1]:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    base = os.path.join("", *fixed) or "."
+    found = []
+    for path in glob.iglob(pattern, recursive=True):
+        name = os.path.relpath(path, base)
+        between = [os.path.join(base, *Path(name).parts[:depth]) for depth in range(1, len(Path(name).parts))]
+        if not (os.path.isdir(path) or _is_within(path, output) or any(map(_is_output, between))):
+            found.append(Found(_slashes(name), path))
+    return found
+
+
+def _listed(file: Path, output: Path) -> list[Found]:
+    try:
+        text = file.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise OptionError(
+            f"{file}: cannot be read ({error.strerror}): give a folder, pattern or list"
+        ) from error
+    if file.suffix == _MODEL or "\0" in text:
+        raise OptionError(
+            f"{file}: is no list of paths: give a folder, a pattern or a list, or use `xrlflow optimize`"
+        )
+    found = []
+    base = os.path.abspath(file.parent if file.is_file() else ".")
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+        written = line.strip()
+        if not written or written.startswith("#"):
+            continue
+        path = os.path.normpath(os.path.join(base, os.path.expanduser(_uncommented(written))))
+        if _is_within(path, output):
+            raise OptionError(f"{file}:{number}: {path} is in the output folder: choose another output")
+        inside = os.path.commonpath([base, path]) == base
+        found.append(Found(_slashes(os.path.relpath(path, base) if inside else path.lstrip(os.sep)), path))
+    return found
+
+
+def _uncommented(line: str) -> str:
+    """A line without the comment at its end, which a blank precedes."""
+    for blank in (" #", "\t#"):
+        line = line.partition(blank)[0]
+    return line.rstrip()
+
+
+def _is_within(path: str, output: Path) -> bool:
+    """Whether a path, or what a link there leads to, is the output folder or something in it."""
+    ours = os.path.realpath(output)
+    return os.path.commonpath([ours, os.path.realpath(path)]) == ours
+
+
+def _is_output(folder: str) -> bool:
+    """Whether a folder is the output of a batch."""
+    return os.path.exists(os.path.join(folder, MARK))
+
+
+def _slashes(path: str) -> str:
+    """A relative path without `..`, with slashes."""
+    return "/".join(part for part in Path(path).parts if part not in ("..", os.sep))
+
+
+def _once(found: Iterable[Found]) -> Iterator[Found]:
+    """Each file once: the first of its names that is no link, or else the first. It says what the others are."""
+    by_file: dict[str, list[Found]] = {}
+    for each in sorted(found, key=lambda each: (os.path.islink(each.path), each.name)):
+        by_file.setdefault(os.path.realpath(each.path), []).append(each)
+    for first, *others in by_file.values():
+        names = sorted({other.name for other in others} - {first.name})
+        yield replace(first, remarks=(f"also reached as {', '.join(names)}",)) if names else first

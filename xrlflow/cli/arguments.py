@@ -1,0 +1,98 @@
+"""What the arguments of several commands have in common, and flags made of classes of options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xrlflow.cli.completion import completing
+from xrlflow.cli.failures import fail
+from xrlflow.options import Flag, flags
+
+Model = Annotated[Path, typer.Argument(help="The ONNX file; -: standard input.")]
+ReportTo = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a report page (HTML, one file) here; times the operators for it."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
+Kernels = Annotated[
+    bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
+]
+Given = dict[str, Any]
+"""Values of flags by the names of their options."""
+
+
+def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of a class of options: those in `names`, or all. The command gets their values as its
+    parameter `options`. `texts` replaces the help of an option."""
+    known = {name: found for name, found in flags(kind).items() if not names or name in names}
+
+    def parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
+        declared = () if flag.name is None else (flag.name,)
+        info = typer.Option(
+            *declared,
+            help=texts.get(name, flag.help),
+            min=flag.least,
+            show_default=flag.shown,
+            autocompletion=completing(flag.values) if flag.values else None,
+        )
+        several = default == ()
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if several else default,
+            annotation=Annotated[(flag.type | None) if several else flag.type, info],
+        )
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = [parameter(name, *found) for name, found in known.items()]
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters[:0] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "options"]
+
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> None:
+            given = {name: values.pop(name) for name in known}
+            command(
+                options={n: () if v is None and known[n][1] == () else v for n, v in given.items()}, **values
+            )
+
+        del wrapper.__wrapped__
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorated
+
+
+def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes by input name. An input that is given several times has a shape in as many mappings."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    for option in options or ():
+        name, equals, dims = option.rpartition("=")
+        shape: tuple[int, ...] = ()
+        try:
+            shape = tuple(int(d) for d in dims.split(",") if d.strip()) if equals else ()
+        except ValueError:
+            equals = ""
+        if not equals or not name or any(d < 0 for d in shape):
+            fail(f"--shape {option}: write it as NAME=1,3,224,224")
+        into = next((known for known in found if name not in known), None)
+        if into is None:
+            found.append(into := {})
+        into[name] = shape
+    return found
+
+
+def with_shapes(options: Given, *, several: bool = False) -> Given:
+    """The options with --shape parsed to shapes by input name. `several`: an input may have more than one."""
+    found = parse_shapes(options["shapes"])
+    first, further = found[0] if found else None, found[1:]
+    if further and not several:
+        fail(f"--shape: {next(iter(further[0]))} is given twice")
+    return options | {"shapes": first} | ({"further_shapes": further} if several else {})

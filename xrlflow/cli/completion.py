@@ -1,0 +1,29 @@
+"""What shells offer for the values of options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from xrlflow.options import Values
+
+Complete = Callable[[str], list[str]]
+
+
+def completing(values: Values) -> Complete:
+    """What completes the beginning of a value."""
+    return lambda incomplete: _starting(values, incomplete)
+
+
+def completing_last(values: Values) -> Complete:
+    """What completes the beginning of the last of several values, separated by commas."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{value}" for value in _starting(values, last)]
+
+    return complete
+
+
+def _starting(values: Values, beginning: str) -> list[str]:
+    known: Iterable[str] = values() if callable(values) else values
+    return [value for value in known if value.startswith(beginning)]

@@ -1,0 +1,68 @@
+"""How a command ends: exit codes, and errors that a user can correct as one line."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+
+from xrlflow.text import printable
+
+
+class ExitCode(enum.IntEnum):
+    """What a command ends with. docs/command-line.md explains them."""
+
+    OK = 0
+    NO = 1
+    """The answer is no: models differ, a rule is not proven, the result fails verification, nothing works here."""
+    WRONG = 2
+    """Something that the user can put right."""
+    INTERRUPTED = 130
+    READER_LEFT = 141
+    """What reads standard output has ended: 128 + SIGPIPE, as with other programs."""
+
+
+def fail(message: str, code: ExitCode = ExitCode.WRONG) -> NoReturn:
+    typer.echo(f"xrlflow: error: {printable(message)}", err=True)
+    raise typer.Exit(code)
+
+
+def output_failed(error: OSError, descriptor: int) -> NoReturn:
+    """End the program because standard output cannot be written: quietly if only its reader has ended.
+
+    Not with typer.Exit: this may be at the end, when output is flushed.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)  # what is still to be flushed goes there
+    os.close(nowhere)
+    if isinstance(error, BrokenPipeError):
+        raise SystemExit(ExitCode.READER_LEFT)
+    typer.echo(f"xrlflow: error: standard output cannot be written ({error.strerror})", err=True)
+    raise SystemExit(ExitCode.WRONG)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn errors that a user can correct into one line."""
+    try:
+        from xrlflow.api import UserError, VerificationFailed  # takes a second
+    except KeyboardInterrupt:
+        _interrupted()
+    try:
+        yield
+    except VerificationFailed as error:
+        fail(str(error), ExitCode.NO)
+    except UserError as error:
+        fail(str(error))
+    except MemoryError:
+        fail("out of memory: the model, or one of its values, is too large for this machine")
+    except KeyboardInterrupt:  # commands with a partial result handle it themselves
+        _interrupted()
+
+
+def _interrupted() -> NoReturn:
+    fail("interrupted before there was a result", ExitCode.INTERRUPTED)

@@ -1,0 +1,149 @@
+"""The program: its commands, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from xrlflow.cli import batch, doctor, learning, models, passes, plot, rules
+from xrlflow.cli.failures import output_failed
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "optimize": models.optimize,
+    "optimize-all": batch.optimize_all,
+    "compare": models.compare,
+    "report": models.report_of,
+    "view": models.view,
+    "rules": rules.rules,
+    "verify": models.verify,
+    "bench": models.bench,
+    "run": models.run,
+    "tune": learning.tune,
+    "train": learning.train,
+    "plot": plot.plot,
+    "doctor": doctor.doctor,
+}
+"""The commands by name, in the order of the help."""
+PASS_COMMANDS: Mapping[str, Callable[..., None]] = {
+    "list": passes.list_passes,
+    "optimize": passes.optimize_passes,
+    "train": passes.train_passes,
+    "bench": passes.bench_passes,
+}
+
+
+def _program(
+    commands: Mapping[str, Callable[..., None]], help: str, *, completion: bool = False
+) -> typer.Typer:
+    made = typer.Typer(
+        help=help, no_args_is_help=True, add_completion=completion, pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )  # fmt: skip
+    for name, command in commands.items():
+        made.command(name)(command)
+    return made
+
+
+app = _program(
+    COMMANDS,
+    "Make ONNX models faster: verified graph substitutions, chosen by search, measured on this machine.",
+    completion=True,
+)
+app.add_typer(
+    _program(
+        PASS_COMMANDS,
+        "Order XLA's HLO passes better than XLA does. Needs the extra xla; agents need the extra train, too.",
+    ),
+    name="passes",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from xrlflow import __version__
+
+        typer.echo(f"xrlflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. See `ExitCode` for how it ends.
+
+    SIGTERM ends the program after its clean-up with exit code 143, SIGHUP (a closed terminal) with 129.
+    """
+    _open_descriptors()
+    _watch_output()
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
+    try:
+        app()
+    except _Terminated:
+        typer.echo("xrlflow: error: terminated", err=True)
+        raise
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # not at exit, where nobody would handle an error
+
+
+def _open_descriptors() -> None:
+    """Let closed descriptors lead nowhere. The next file that is opened would get the number of standard error, and
+    what libraries say would be written to it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True)
+
+
+class _Watched(io.FileIO):
+    """Standard output. Where it cannot be written, the program ends: quietly if only its reader has ended."""
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            output_failed(error, self.fileno())
+
+
+def _watch_output() -> None:
+    """Let nobody else handle errors of standard output: libraries would end with exit code 1, or go on."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
+        watched = io.BufferedWriter(_Watched(out.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(
+            watched, encoding=out.encoding, errors=out.errors, line_buffering=out.line_buffering,
+            write_through=out.write_through,
+        )  # fmt: skip
+
+
+class _Terminated(SystemExit):
+    pass
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise _Terminated, so that all running code cleans up. A second signal does not interrupt the clean-up."""
+    signal.signal(number, signal.SIG_IGN)
+    raise _Terminated(128 + number)

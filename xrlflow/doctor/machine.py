@@ -1,0 +1,118 @@
+"""The machine: processor, threads, load, frequency and memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from xrlflow.backends import system_load
+from xrlflow.backends.limits import ROOT, Limits, allowed_cpus, default_threads, limits
+from xrlflow.cost.machine import cpu_name
+from xrlflow.doctor.finding import Finding, Status
+
+_LOOK = 0.25
+"""Seconds during which the load is watched."""
+_LITTLE = 2 << 30
+"""Bytes of free memory with which small models work."""
+_THROTTLED = 0.02
+"""A larger part of all periods in which the quota was used up makes measurements useless."""
+
+
+def processor() -> Finding:
+    logical = os.cpu_count() or 1
+    cores = psutil.cpu_count(logical=False) or logical
+    return Finding("processor", Status.OK, f"{cpu_name()}, {cores} cores, {logical} hardware threads")
+
+
+def threads(root: Path = ROOT) -> Finding:
+    """How many threads are used by default, and what limits them."""
+    permitted = limits(root)
+    logical, allowed = os.cpu_count() or 1, len(allowed_cpus())
+    parts = [f"{default_threads(root)} by default"]
+    if allowed < logical:
+        parts.append(f"{allowed} of {logical} processors by affinity")
+    if permitted.cpus is not None:
+        parts.append(f"{permitted.cpus:g} processors by quota (control groups, {_versions(permitted)})")
+    if permitted.throttled:
+        parts.append(f"stopped in {permitted.throttled} of {permitted.periods} periods")
+    found = ", ".join(parts)
+    if permitted.cpus is not None and permitted.cpus < 1:
+        advice = (
+            "with less than one processor, every measurement is disturbed: give the container one or more"
+        )
+        return Finding("threads", Status.WARN, found, advice)
+    if permitted.throttled > _THROTTLED * max(permitted.periods, 1):
+        advice = "measurements are disturbed: give the container whole processors (docker: --cpuset-cpus 0-3)"
+        return Finding("threads", Status.WARN, found, advice)
+    return Finding("threads", Status.OK, found)
+
+
+def load() -> Finding:
+    """What other programs do right now. Takes a quarter of a second, in which this process does nothing."""
+    before = system_load.read()
+    time.sleep(_LOOK)
+    seen = system_load.judge(before, system_load.read(), default_threads())
+    average = os.getloadavg()[0]
+    found = (
+        f"other programs use {seen.other:.1f} of {seen.cpus} processors, {average:.1f} on average of a minute"
+    )
+    if seen.steal > 0.02:
+        found += f"; {seen.steal:.2f} are given to other virtual machines"
+    if seen.disturbed:
+        advice = "measurements take longer and are less certain: stop other programs, or use fewer --threads"
+        return Finding("load", Status.WARN, found, advice)
+    return Finding("load", Status.OK, found)
+
+
+def frequency(root: Path = ROOT) -> Finding:
+    """Whether the processor changes its frequency by itself: the governor of each processor, and the boost."""
+    governors: Counter[str] = Counter()
+    for file in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"):
+        if text := _text(file):
+            governors[text] += 1
+    if not governors:
+        return Finding("frequency", Status.OK, "not readable here, as in most virtual machines")
+    found = "governor " + ", ".join(f"{name} ({count})" for name, count in sorted(governors.items()))
+    boost = {"0": "off", "1": "on"}.get(_text(root / "sys/devices/system/cpu/cpufreq/boost"))
+    turbo = {"0": "on", "1": "off"}.get(_text(root / "sys/devices/system/cpu/intel_pstate/no_turbo"))
+    if said := boost or turbo:
+        found += f", boost {said}"
+    if set(governors) != {"performance"}:
+        advice = "for steadier measurements: sudo cpupower frequency-set -g performance"
+        return Finding("frequency", Status.WARN, found, advice)
+    return Finding("frequency", Status.OK, found)
+
+
+def memory(root: Path = ROOT) -> Finding:
+    """Free memory, of the machine and of the control group."""
+    machine = psutil.virtual_memory()
+    permitted = limits(root)
+    free, found = machine.available, f"{_gib(machine.available)} free of {_gib(machine.total)}"
+    if permitted.memory is not None and permitted.memory < machine.total:
+        free = min(free, permitted.memory - (permitted.used or 0))
+        found += f"; {_gib(free)} free of {_gib(permitted.memory)} by the limit of the control group"
+    if free < _LITTLE:
+        return Finding(
+            "memory", Status.WARN, found, "large models will not fit: free some, or raise the limit"
+        )
+    return Finding("memory", Status.OK, found)
+
+
+def _versions(permitted: Limits) -> str:
+    return "version " + " and ".join(map(str, permitted.versions))
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def _text(path: Path) -> str:
+    """The text of a file; none if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

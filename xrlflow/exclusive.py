@@ -1,0 +1,66 @@
+"""Locks between processes of this machine. They end with the process that holds them, however it ends.
+
+Two latencies that are measured at once on one machine disturb each other. What measures for a batch holds the lock of
+`measuring`, so jobs of several batches, workers or users take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "XRLFLOW_MEASURING_LOCK"
+"""The environment variable that names another file. Containers on one machine need one that they share."""
+_EVERYBODYS = Path("/tmp/xrlflow.measuring")
+
+
+class LockedError(OSError):
+    """Another process holds a lock. The message is the end of a sentence: "process 12 has it"."""
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[str], None] | None = None, *, mode: int = 0o644) -> Iterator[None]:
+    """Hold the lock of a file, which is created with this mode if it is missing.
+
+    `waiting` is told once, in a few words, who holds it, before this waits for the lock. Without it, this does not
+    wait and raises LockedError. Locks of one process exclude each other, too. Raises OSError if there can be no file.
+    """
+    descriptor = _opened(path, mode)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+            said = f"process {holder} has it" if holder.isdigit() else "another process has it"
+            if waiting is None:
+                raise LockedError(said) from None
+            waiting(said)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def measuring(waiting: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+    """Hold this machine's lock of measurements (see `locked`)."""
+    named = os.environ.get(VARIABLE)
+    return locked(Path(named) if named else _EVERYBODYS, waiting, mode=0o666)
+
+
+def _opened(path: Path, mode: int) -> int:
+    """A descriptor of the file. A link is not followed, since the folder may be anybody's."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, flags)
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:  # another process was faster
+        return os.open(path, flags)
+    os.fchmod(descriptor, mode)  # whatever the umask is: every user of the machine has to lock it
+    return descriptor

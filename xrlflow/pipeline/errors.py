@@ -1,0 +1,13 @@
+"""Errors that a caller can correct."""
+
+from __future__ import annotations
+
+from xrlflow.backends import BackendError
+from xrlflow.onnxio import ModelError
+from xrlflow.options import OptionError
+from xrlflow.search import TraceError
+from xrlflow.stores import StoreError
+from xrlflow.verify import VerificationError
+
+CORRECTABLE = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
+"""Their messages are one line, which says what to do."""
