@@ -72,7 +72,7 @@ def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Pat
     assert "outputs compared" in said
 
 
-@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random"])
+@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random", "refined"])
 def test_ctrl_c_keeps_the_best_so_far(
     words: Words, file: Path, tmp_path: Path, search: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,11 +302,21 @@ def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
         orders.optimize(file, search=search.AGENT)
 
 
-def test_the_shipped_agent_is_for_xlas_passes() -> None:
+def test_a_known_sequence_needs_no_agent(words: Words, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "SEQUENCE", ("open", "merge", "drop", "merge"))
+    monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
+    found = orders.optimize(file, horizon=8, steps=4)
+    assert found.search is orders.Search.REFINED
+    assert (found.contents, found.order.steps) == ("dad", 4)
+    assert orders.optimize(file, horizon=3, steps=4).order.passes == ()  # the sequence is cut off
+
+
+def test_what_is_shipped_is_for_xlas_passes() -> None:
     from xrlflow.passes.hlo import OPCODES
     from xrlflow.passes.hlo_passes import PASSES
-    from xrlflow.passes.pretrained import PRETRAINED
+    from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
 
+    assert set(SEQUENCE) <= {p.name for p in PASSES}
     agent = orders.load_agent(PRETRAINED)
     assert agent.passes == tuple(p.name for p in PASSES)
     assert agent.opcodes == OPCODES
