@@ -3,11 +3,10 @@
     overhead    iterations of PPO by `--workers` (2) processes, and by as many workers of a cluster of this machine, in
                 turns, with equal seeds; a second set of processes is the control
     throughput  rollouts a second by 1 and by more workers that sleep instead of playing, and take no core: what the
-                driver and Ray can keep up with
-    figures     what a rollout, a broadcast of weights and a task cost in bytes and seconds of processor, and from that,
-                computed, what a thousand nodes would need
+                driver and Ray can keep up with. Then what a rollout and a broadcast of weights cost in bytes, and, from
+                all that, computed, what a thousand nodes would need
 
-The first two are measurements, as is the upper part of the third. `--write` puts the tables into docs/many-machines.md.
+`--write` puts the tables into docs/benchmarks/scaling.md.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import date
@@ -37,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import models
 from bench import pages
 from rewrite_rules import LIBRARY
-from xrlflow.backends import system_load
 from xrlflow.cost import Roofline
 from xrlflow.cost.machine import cpu_name
 from xrlflow.rl.features import Vocabulary
@@ -250,7 +248,8 @@ def thousand(
 
 
 def head(what: str) -> str:
-    return f"{cpu_name()}, {psutil.cpu_count()} processors, {what}, {date.today()}. Load before: {system_load():.2f}."
+    machine = f"{cpu_name()}, {psutil.cpu_count()} processors, load average {psutil.getloadavg()[0]:.1f}"
+    return f"{machine}, {what}, {date.today()}."
 
 
 def overhead_table(found: dict[str, Any]) -> str:
@@ -284,61 +283,64 @@ def throughput_table(loads: list[Load]) -> str:
     return "\n".join(lines)
 
 
-def figures_table(figure: dict[str, float], loads: list[Load]) -> str:
-    measured = [
-        ("weights", f"{figure['weights'] / 1e3:.0f} kB"),
-        ("a rollout's answer", f"{figure['rollout'] / 1e3:.1f} kB for {figure['steps']:.0f} steps"),
+def figures_table(figure: dict[str, float]) -> str:
+    rows = [
+        ("weights of the agent, and a gradient", f"{figure['weights'] / 1e3:.0f} kB"),
+        (
+            "the answer to an order to play",
+            f"{figure['rollout'] / 1e3:.1f} kB for {figure['steps']:.0f} steps",
+        ),
         ("the same, a step", f"{figure['step']:.0f} bytes"),
-        ("a gradient", f"{figure['weights'] / 1e3:.0f} kB"),
-        (f"driver's processor, a task ({loads[-1].workers} workers)", f"{loads[-1].driver * 1e3:.2f} ms"),
-        ("Ray's on its machine, a task", f"{loads[-1].ray * 1e3:.2f} ms"),
     ]
-    computed = thousand(figure, loads)
-    return "\n".join([
-        head(NETWORK), "", "| measured | |", "|---|---|", *(f"| {a} | {b} |" for a, b in measured), "",
-        "| computed, 1,000 nodes of 8 cores | |", "|---|---|", *(f"| {a} | {b} |" for a, b in computed),
-    ])  # fmt: skip
+    return "\n".join(
+        [head(NETWORK), "", "| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
+    )
+
+
+def computed_table(figure: dict[str, float], loads: list[Load]) -> str:
+    rows = thousand(figure, loads)
+    return "\n".join(
+        ["| 1,000 nodes of 8 cores | computed |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=["overhead", "throughput", "figures"])
+    parser.add_argument("table", choices=["overhead", "throughput"])
     parser.add_argument("--workers", type=int, nargs="+", help="default: 2 (overhead), 1 8 32 (throughput)")
     parser.add_argument("--pairs", type=int, default=12, help="iterations that are compared")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/")
     given = parser.parse_args()
-    counts = given.workers or ([2] if given.table == "overhead" else [1, 8, 32])
-    make: dict[str, Callable[[], tuple[str, Any]]] = {
-        "overhead": lambda: _overhead(counts[0], given.pairs),
-        "throughput": lambda: _throughput(counts),
-        "figures": lambda: _figures(counts),
-    }
-    text, data = make[given.table]()
-    print(text)
+    texts, data = (
+        _overhead((given.workers or [2])[0], given.pairs)
+        if given.table == "overhead"
+        else _throughput(given.workers or [1, 8, 32])
+    )
+    print("\n\n".join(texts.values()))
     if given.json is not None:
-        given.json.write_text(json.dumps(data, indent=2, default=vars))
+        given.json.write_text(json.dumps(data, indent=2))
     if given.write:
-        pages.write(f"scaling-{given.table}", text)
+        for name, text in texts.items():
+            pages.write(name, text)
 
 
-def _overhead(workers: int, pairs: int) -> tuple[str, Any]:
+def _overhead(workers: int, pairs: int) -> tuple[dict[str, str], Any]:
     found = overhead(workers, pairs)
-    return overhead_table(found), found
+    return {"scaling-overhead": overhead_table(found)}, found
 
 
-def _throughput(counts: list[int]) -> tuple[str, Any]:
+def _throughput(counts: list[int]) -> tuple[dict[str, str], Any]:
     figure = figures()
     loads = throughput(counts, int(figure["rollout"]), int(figure["weights"]) // 4)
-    return throughput_table(loads), [_plain(each) for each in loads]
-
-
-def _figures(counts: list[int]) -> tuple[str, Any]:
-    figure = figures()
-    loads = throughput(counts, int(figure["rollout"]), int(figure["weights"]) // 4)
-    return figures_table(figure, loads), {"measured": figure, "loads": [_plain(each) for each in loads]}
+    texts = {
+        "scaling-throughput": throughput_table(loads),
+        "scaling-figures": figures_table(figure),
+        "scaling-computed": computed_table(figure, loads),
+    }
+    return texts, {"measured": figure, "loads": [_plain(each) for each in loads]}
 
 
 def _plain(each: Load) -> dict[str, float]:

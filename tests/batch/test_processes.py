@@ -86,7 +86,7 @@ class Command:
 
     def wait_until_it_hangs(self) -> psutil.Process:
         """Returns the process of the job."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while not (self.folder / "out" / "a.onnx.json").exists() and time.monotonic() < until:
             time.sleep(0.05)
         time.sleep(0.3)
@@ -97,7 +97,7 @@ class Command:
         (self.folder / "hang").unlink()
         command = [*self.process.args, "--json"]  # type: ignore[misc]
         done = subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, timeout=120, check=True, env=environment()
+            command, cwd=self.folder, capture_output=True, text=True, timeout=300, check=True, env=environment()
         )  # fmt: skip
         data: dict[str, object] = json.loads(done.stdout)
         return data
@@ -111,17 +111,17 @@ def command(folder: Path) -> Iterator[Command]:
     running.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_what_is_ended_goes_on(command: Command, number: int) -> None:
     worker = command.wait_until_it_hangs()
     command.process.send_signal(number)
-    _, said = command.process.communicate(timeout=30)
-    worker.wait(timeout=20)
-    assert command.process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(number, -number)
+    _, said = command.process.communicate(timeout=120)
+    worker.wait(timeout=60)
+    assert command.process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
         assert said.endswith("interrupted: 1 of 2 models are done and kept: run the same command to go on\n")
     assert "Traceback" not in said
-    if number == signal.SIGKILL:  # the others leave the same behind
+    if number == signal.SIGKILL:  # the other leaves the same behind
         data = command.go_on()
         assert (data["done"], data["earlier"], data["failed"]) == (2, 1, 0)
     assert not [p for p in (command.folder / "out").rglob("*") if p.name.startswith(UNFINISHED)]

@@ -220,14 +220,14 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
     rows: list[Any] = []
     runner = threading.Thread(target=lambda: rows.append(run(job, told)))
     runner.start()
-    assert waiting.wait(10)
+    assert waiting.wait(60)
     assert not rows
     assert run(replace(job, options=Options(**FAST))).error == "now"  # what measures nothing does not wait
     if killed:
         other.kill()
     else:
         other.communicate("")
-    runner.join(10)
+    runner.join(60)
     other.wait()
     assert said == [f"waiting: another job measures on this machine (process {other.pid} has it)"]
     assert rows[0].error == "now"

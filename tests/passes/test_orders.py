@@ -92,6 +92,27 @@ def test_ctrl_c_keeps_the_best_so_far(
     assert output.exists()
 
 
+def test_ctrl_c_keeps_the_best_that_computes_the_same(
+    words: Words, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words.passes = Words(wrong=True).passes
+    run_pass, done = Words.apply, []
+
+    def interrupted(self: Words, module: Module, name: str) -> Any:
+        done.append(name)
+        if len(done) == 60:
+            assert "wrong" in done
+            raise KeyboardInterrupt
+        return run_pass(self, module, name)
+
+    monkeypatch.setattr(Words, "apply", interrupted)
+    found = orders.optimize(file, search=orders.Search.RANDOM, horizon=8)
+    assert found.interrupted
+    assert found.contents != "e"
+    assert found.compared.equal
+    assert found.refused
+
+
 def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, tmp_path: Path) -> None:
     (tmp_path / "word").write_text("aaaadddd")
     found = orders.optimize(tmp_path / "word", steps=1)
@@ -348,8 +369,22 @@ def test_outputs_that_cannot_be_compared_are_an_error(
     monkeypatch.setattr(words, "compare", refuse)
     result = invoke("optimize", file, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "cannot be drawn" in result.stderr
+    assert result.stderr == f"xrlflow: error: {file}: inputs of element type 17 cannot be drawn\n"
+    assert words.steps == 0  # no search in vain
     assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_differs_from_itself_is_an_error(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(reference: Module, module: Module, seed: int = 0, inputs: object = ()) -> Comparison:
+        return Comparison(False, 1.0, 1.0, "output 0: 0.1 instead of 0.7")
+
+    monkeypatch.setattr(words, "compare", differs)
+    for command in (["optimize", file, "-o", tmp_path / "out"], ["bench", file]):
+        result = invoke(*command)
+        assert result.exit_code == 2
+        assert f"{file}: two runs of the module differ: output 0: 0.1 instead of 0.7" in result.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.passes.toy import VALLEY, Words
-from xrlflow.passes import Applied, Metric, run
+from xrlflow.passes import Applied, Comparison, Metric, Module, run
 from xrlflow.passes.searches import (
     Budget,
     Explorer,
@@ -181,6 +181,30 @@ def test_a_budget_is_checked() -> None:
         Budget(-1)
     with pytest.raises(ValueError, match="horizon >= 1"):
         Budget(5, 0)
+
+
+def test_a_sequence_for_several_modules_goes_on_without_a_wrong_step() -> None:
+    modules = [Words().load(word) for word in (VALLEY, "aaadd", "dbbd" * 2)]
+    found = fixed(Words(wrong=True), modules, Budget(150, 8), seed=1)
+    assert "wrong" not in found.passes
+    assert found.ratio < 1.0
+
+
+def test_comparisons_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compile modules: the best one is compared at the quarters of a search, if it is new, and at the end."""
+    asked = []
+
+    def compare(
+        self: Words, reference: Module, module: Module, seed: int = 0, inputs: object = ()
+    ) -> Comparison:
+        asked.append(module.digest)
+        return Comparison(True, 0.0, 1.0)
+
+    monkeypatch.setattr(Words, "compare", compare)
+    for search in SEARCHES.values():
+        asked.clear()
+        search(Words(), Words().load("dbbdbbdbb"), Budget(60, 12), seed=2)
+        assert len(asked) == len(set(asked)) <= 5
 
 
 def test_the_passes_of_the_default_order_that_reduce() -> None:

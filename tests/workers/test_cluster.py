@@ -6,6 +6,7 @@ Nothing is lost, nothing is done twice in the results, and they are those of one
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -336,10 +337,15 @@ def test_what_is_no_cluster_is_said_in_a_line(tmp_path: Path, monkeypatch: pytes
     assert len(result.output.splitlines()) == 1
 
 
-def test_this_machine_alone() -> None:
-    with closing(Cluster("local")) as alone, Crew(alone, Squarer, 1) as crew:
-        assert alone.measuring == 1
-        assert [square for _, (square, _) in crew.work(iter([3]))] == [9.0]
+def test_this_machine_alone(ours: None, tmp_path: Path) -> None:
+    """In a process of its own, as a command is: Ray gives the cluster a token."""
+    said = subprocess.run(
+        [sys.executable, "-m", "xrlflow.cli", "rules", "CancelTransposes", "--prove", "--ray", "local", "--json"],
+        cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert [c["proven"] for c in json.loads(said.stdout)] == [True]
+    assert said.stderr == ""
 
 
 def test_a_node_without_what_is_needed(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def xla(workers: int | None = None) -> Iterator[Compiler]:
 
 def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
     """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
-    name = source.name if isinstance(source, files.StandardInput) else os.fspath(source)
+    name = _name(source)
     try:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
@@ -151,6 +151,23 @@ def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
         return compiler.load(_text(data))
     except CompilerError as error:
         raise CompilerError(f"{name}: {error}") from error
+
+
+def _name(source: Source | files.StandardInput) -> str:
+    return source.name if isinstance(source, files.StandardInput) else os.fspath(source)
+
+
+def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Module:
+    """The module in a file, if its results can be compared. Raises CompilerError with the file's name before a search
+    is made in vain: the module does not run here, or two runs of it differ."""
+    module, name = read(compiler, source), _name(source)
+    try:
+        found = compiler.compare(module, module)
+    except CompilerError as error:
+        raise CompilerError(f"{name}: {error}") from error
+    if not found.equal:
+        raise CompilerError(f"{name}: two runs of the module differ: {found.difference}")
+    return module
 
 
 def _text(data: bytes) -> str | bytes:
@@ -235,7 +252,7 @@ def optimize(
     """
     begin = time.monotonic()
     with _given(compiler, workers) as used:
-        module = read(used, source)
+        module = _comparable(used, source)
         how, known = chosen(search, agent, used)
         deadline = None if time_limit is None else begin + time_limit
         interrupted = False
@@ -432,7 +449,7 @@ def bench(
 ) -> Table:
     """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises."""
     with _given(compiler, workers) as used:
-        module = read(used, source)
+        module = _comparable(used, source)
         known = None
         for search in searches:  # of those that need an agent, all have the same one
             known = chosen(search, agent, used)[1] or known

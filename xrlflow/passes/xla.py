@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -111,7 +113,7 @@ class XlaCompiler:
         self._remembered = 0
         self._idle: dict[str, frozenset[str]] = {}
         self._references: OrderedDict[tuple[str, _Draws, Wide | None], Outputs] = OrderedDict()
-        self._comparisons: dict[tuple[str, str, _Draws], Comparison] = {}
+        self._comparisons: dict[tuple[str, str, bytes], Comparison] = {}
         self.steps = 0
         """Passes that a worker ran, and did not come from the cache."""
 
@@ -210,7 +212,7 @@ class XlaCompiler:
         _check_alone(reference)
         draws: _Draws = tuple(Draw(len(_DRAWS) * seed + number, form) for number, form in enumerate(_DRAWS))
         draws += tuple(given(arrays) for arrays in inputs)
-        key = reference.digest, module.digest, draws
+        key = reference.digest, module.digest, blake2b(pickle.dumps(draws)).digest()
         if key not in self._comparisons:
             self._comparisons[key] = self._compared(reference, module, draws)
         return self._comparisons[key]

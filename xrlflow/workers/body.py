@@ -6,11 +6,11 @@ import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import ray
 
-import xrlflow
 from xrlflow.workers.protocol import Failure, Hand, MakeHand
 
 
@@ -23,6 +23,11 @@ class Greeting:
     version: str
 
 
+def own_version() -> str:
+    """The version of the package that is installed here."""
+    return version("xrlflow")
+
+
 class Body:
     """A worker. Ray calls its methods one after another, in the order in which they were asked for."""
 
@@ -32,7 +37,7 @@ class Body:
 
     def greet(self) -> Greeting:
         node = ray.get_runtime_context().get_node_id()
-        return Greeting(socket.gethostname(), node, xrlflow.__version__)
+        return Greeting(socket.gethostname(), node, own_version())
 
     def make(self, make: MakeHand) -> None:
         """Make the hand. If that fails, every order has the failure for its answer."""

@@ -15,24 +15,25 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import ray
-from ray._private.authentication import authentication_token_setup
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import xrlflow
-from xrlflow.workers.body import Body
+from xrlflow.workers.body import Body, own_version
 from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost
 
 _rays: Any = ray  # Ray's types leave out some of its functions
 LOCAL = "local"
 LATENCY = "latency"
 """The resource of a node that takes times: 1 of it is there, and a worker that measures takes it."""
+_MODE = "RAY_AUTH_MODE"
+_REFUSED = "InvalidAuthToken"
 LARGE = 1 << 16
 """Arrays of orders that have at least so many bytes go to each node once, however many workers get them."""
 _ANSWER = 5.0  # seconds that the head of a cluster may take to answer
@@ -64,6 +65,7 @@ class Cluster:
         self._shrunk = False
         # A session that the caller has begun is used, and left.
         self._own = not ray.is_initialized()
+        self._mode = os.environ.get(_MODE)
         if self._own:
             _check_listens(address)
             _join(address, _READY)
@@ -132,8 +134,13 @@ class Cluster:
         for worker in list(self._open.values()):
             worker.close()
         self._sent = []
-        if self._own and ray.is_initialized():
+        if self._own:
+            self._leave()
+
+    def _leave(self) -> None:
+        with contextlib.suppress(Exception):  # there may be nothing to leave
             ray.shutdown()
+        _authenticate(self._mode)
 
     def _place(self, kind: Kind) -> dict[str, Any]:
         """Ray's options for an actor: what it takes of a node, and where it may be."""
@@ -179,8 +186,7 @@ class Cluster:
         for worker in list(self._open.values()):
             worker.lost = True
         self._open, self._sent, self._shrunk = {}, [], False
-        with contextlib.suppress(Exception):  # there may be nothing to leave
-            ray.shutdown()
+        self._leave()
         _join(self.address, self._patience)
         self._head = str(ray.get_runtime_context().gcs_address)
 
@@ -247,10 +253,10 @@ class RayWorker:
             return
         greeting = ray.get(self._greeting, timeout=_FETCH)
         self._greeting, self.node = None, greeting.node
-        if greeting.version != xrlflow.__version__:
+        if greeting.version != own_version():
             raise ClusterError(
                 f"node {greeting.host} of the Ray cluster has xrlflow {greeting.version}, this machine has "
-                f"{xrlflow.__version__}: install the same there"
+                f"{own_version()}: install the same there"
             )
 
 
@@ -276,6 +282,9 @@ def _join(address: str, patience: float) -> None:
     # Ray would tell its makers who uses it, and look for accelerators.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address == LOCAL:  # workers do what this process would: no less of the cores, on a busy machine, too
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     end = time.monotonic() + patience
     while True:
         try:
@@ -292,8 +301,8 @@ def _connect(address: str) -> None:
     if address == LOCAL:
         own |= {"resources": {LATENCY: 1}, "include_dashboard": False}
     else:
-        _try(address)
-        _send_token()
+        _authenticate(_mode_of(address))
+    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(**own, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises exceptions of many types
@@ -302,37 +311,63 @@ def _connect(address: str) -> None:
         raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(error)}") from error
 
 
-def _send_token() -> None:
-    """Let this process show its token, if it has one, to clusters that ask for it. Those that do not take it, too."""
-    logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)
-    authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+def _authenticate(mode: str | None) -> None:
+    """Show the user's token to clusters ("token") or not ("disabled"); None: as Ray would without us."""
+    if mode is None:
+        os.environ.pop(_MODE, None)
+    else:
+        os.environ[_MODE] = mode
+    _rays._raylet.Config.initialize("")
 
 
-_PROBE = """
-import logging, sys, ray
-from ray._private.authentication import authentication_token_setup as setup
-try:
-    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)
-except Exception as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-"""
+def _mode_of(address: str) -> str:
+    """Whether a cluster asks for a token. Raises ClusterError.
+
+    Another process tries: where there is no cluster, or half of one, Ray waits for minutes, or ends the process. What
+    the user has set is taken.
+    """
+    given = os.environ.get(_MODE)
+    for mode in ("disabled", "token") if given is None else (given,):
+        said = _try(address, mode)
+        if said is None:
+            return mode
+        if _REFUSED not in said:
+            raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(said)}")
+    raise ClusterError(
+        f"the Ray cluster {address} asks for its token: copy the head's ~/.ray/auth_token to this machine"
+    )
 
 
-def _try(address: str) -> None:
-    """Connect another process first: where there is no cluster, or half of one, Ray waits for minutes, or ends the
-    process. Raises ClusterError."""
-    command = [sys.executable, "-c", _PROBE, address]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_JOIN)
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"what answers at {address} is no head of a Ray cluster, or it is hung") from None
-    if "InvalidAuthToken" in done.stderr:
-        raise ClusterError(
-            f"the Ray cluster {address} asks for its token: copy the head's ~/.ray/auth_token to this machine"
-        )
-    if done.returncode != 0:
-        raise ClusterError(f"the Ray cluster {address} cannot be used: {_gist(done.stderr)}")
+def _try(address: str, mode: str) -> str | None:
+    """Connect another process. Returns what it says if it cannot be connected."""
+    program = (
+        "import logging, sys, ray\n"
+        "try: ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)\n"
+        "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')\n"
+    )
+    end = time.monotonic() + _JOIN
+    with tempfile.TemporaryFile() as log:
+        trying = subprocess.Popen(
+            [sys.executable, "-c", program, address], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
+            env={**os.environ, _MODE: mode},
+        )  # fmt: skip
+        try:
+            while trying.poll() is None and _REFUSED not in _content(
+                log
+            ):  # it would be tried again and again
+                if time.monotonic() >= end:
+                    raise ClusterError(
+                        f"what answers at {address} is no head of a Ray cluster, or it is hung"
+                    )
+                time.sleep(0.05)
+            return None if trying.poll() == 0 else _content(log)
+        finally:
+            trying.kill()
+            trying.wait()
+
+
+def _content(log: IO[bytes]) -> str:
+    return os.pread(log.fileno(), 1 << 16, 0).decode(errors="replace")
 
 
 def _listens(address: str) -> bool:

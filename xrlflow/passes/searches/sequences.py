@@ -122,18 +122,18 @@ def fixed(
             best[0] = (value, passes)
         return value
 
-    over = False
-    while not over:
+    while True:
         best[0] = (0.0, ())
         try:
             measured(_built(explorers, budget.horizon))
             _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
-            over = True
         except Over:
-            over = True
-        except Refused:  # a step that changes what a module computes: without it, what is known costs nothing
             pass
-    value, passes = best[0]
+        except Refused:  # a step that changes what a module computes: without it, what is known costs nothing
+            continue
+        value, passes = best[0]
+        if all(e.check(e.replay(passes)) for e in explorers):
+            break
     return Fixed(passes, math.exp(value / len(modules)), meter.steps, time.monotonic() - meter.begin)
 
 

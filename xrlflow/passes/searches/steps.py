@@ -281,20 +281,22 @@ class Explorer:
         """Since the begin, without comparisons."""
         return time.monotonic() - self.meter.begin - self._comparing
 
-    def check(self) -> bool:
-        """Compare the best module with the first one. If it computes something else, the step that is to blame is
-        refused from now on, the best node is one that does not come after it, and the answer is False.
+    def check(self, node: Node | None = None) -> bool:
+        """Compare the module of a node, of the best one by default, with the first one. If it computes something else,
+        the step that is to blame is refused from now on, the best node is one that does not come after it, and the
+        answer is False.
 
         Raises CompilerError if the first module does not run.
         """
         if not self._compared:
             return True
         begin = time.monotonic()
+        node = node if node is not None else self.best
         try:
-            if self.best.module.digest in self._right or self._difference(self.best) is None:
-                self._right.add(self.best.module.digest)
+            if node.module.digest in self._right or self._difference(node) is None:
+                self._right.add(node.module.digest)
                 return True
-            changed = self._first_wrong(self.best.way())
+            changed = self._first_wrong(node.way())
             before = ", ".join(changed.passes[:-1]) or "no other pass"
             error = f"{changed.passes[-1]} after {before}: {self._difference(changed)}"
         finally:
