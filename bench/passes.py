@@ -1,8 +1,9 @@
 """Orders of XLA's passes against XLA's own: `python bench/passes.py TABLE [NAMES] [--kept FILE] [--write]`; TABLE is
 
 - searches: what random choice, greedy choice, beam, tree search, evolution, a fixed sequence and an agent bring, at
-  equal steps of the compiler, by family of networks; with `--write` also what each order costs and is worth.
+  equal steps of the compiler, by family of networks; and by module, what the best order is.
 - learning: agents trained with the same number of steps: plain PPO, PPO with each enhancement, both networks, DQN.
+- agent: train the agent of the package (`--agent FILE` is where it goes).
 - time: measured time of the modules after the best orders against the default order, in pairs, with A/A.
 - picture: one episode of the agent on a module (docs/pictures/passes.svg).
 
@@ -12,6 +13,9 @@ A reduction is 1 - operations after an order / operations after XLA's own order 
 fixpoint. A function counts once, however often it is called, as in XLA's own statistics; so an order that does not
 inline calls has fewer operations, and computes as many. The column "calls inlined" counts what is computed: the same
 result after all calls were inlined. Programs are those of `models/hlo`; the outputs of each result are compared.
+
+`reducing` is XLA's own order without the passes that do not reduce operations on the modules that agents are trained on
+(`xrlflow.passes.searches.reducing`): it looks for no order and learns nothing, so it is what others must beat.
 """
 
 from __future__ import annotations
@@ -19,10 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -31,16 +39,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import pages, pictures
 from models import hlo
+from xrlflow.learn.log import Logs, Terminal
 from xrlflow.passes import Compiler, CompilerError, Metric, Module, run
 from xrlflow.passes.agent import Agent, AgentConfig, Network
 from xrlflow.passes.dqn import DQNConfig
 from xrlflow.passes.dqn import train as train_dqn
-from xrlflow.passes.environment import Masking, Problem
+from xrlflow.passes.environment import Problem
 from xrlflow.passes.lessons import Teaching
 from xrlflow.passes.orders import timed, xla
-from xrlflow.passes.play import guided, play, sample
+from xrlflow.passes.play import guided, play, refine, sample
 from xrlflow.passes.ppo import TrainConfig, train
-from xrlflow.passes.searches import Budget, Order, beam, evolve, fixed, follow, greedy, random, tree
+from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
+from xrlflow.passes.searches import (
+    Budget,
+    Order,
+    beam,
+    evolve,
+    fixed,
+    follow,
+    greedy,
+    random,
+    reducing,
+    refined,
+    tree,
+)
 
 FAMILIES = (hlo.Family.GPT2, hlo.Family.BERT, hlo.Family.RESNET)
 GPT2_TRAINING = tuple(
@@ -56,20 +78,30 @@ GROUPS = {
     "three families": OVERALL,
     "held out": HELD_OUT,
 }
-# Modules that agents of the table `learning` are trained on, and of which the fixed sequence is made by default.
-SMALL = ("mlp-3-training", "bert-3-inference", "resnet-2-training", "gpt2-2-training")
+# The modules that agents are trained on, and that the fixed sequence and the reducing passes are chosen by.
+TAUGHT = (
+    "mlp-3-training", "resnet-bottleneck-4-inference", "gpt2-decode-4-inference", "bert-3-inference",
+    "resnet-2-training", "gpt2-2-training", "gpt2-dropout-2-training", "bert-2-training",
+)  # fmt: skip
+# Of families that no agent is trained on; small, so that each agent of the table `learning` can play them.
+UNSEEN = ("lstm-4-inference", "unet-5-inference", "vit-6-inference")
 QUICK = (*GPT2_TRAINING, "bert-2-training", "bert-3-inference", "resnet-2-training", "resnet-8-inference")
 QUICK_STEPS, QUICK_SEEDS = 80, 2
 HORIZON = 25
+# Steps at which the table of steps looks.
+_MARKS = (10, 20, 40, 70)
+# How the agent of the package is trained.
+SHIPPED = TrainConfig(evaluate_every=5, agent=AgentConfig(horizon=15))
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What methods need beside a compiler: an agent, if there is one, and the fixed sequence."""
+    """What methods need beside a compiler: an agent, if there is one, the fixed sequence and the reducing passes."""
 
     agent: Agent | None = None
     fixed: tuple[str, ...] = ()
+    reducing: tuple[str, ...] = ()
 
 
 Method = Callable[[Compiler, Module, Budget, int, Tools], Order]
@@ -77,30 +109,50 @@ Method = Callable[[Compiler, Module, Budget, int, Tools], Order]
 
 def _with(play_on: Callable[..., Order]) -> Method:
     def method(compiler: Compiler, module: Module, budget: Budget, seed: int, tools: Tools) -> Order:
-        assert tools.agent is not None
-        return play_on(tools.agent, compiler, module, budget, seed)
+        return play_on(_needed(tools.agent), compiler, module, budget, seed)
 
     return method
+
+
+def _needed(agent: Agent | None) -> Agent:
+    assert agent is not None
+    return agent
 
 
 def _plain(search: Callable[..., Order]) -> Method:
     return lambda compiler, module, budget, seed, tools: search(compiler, module, budget, seed)
 
 
+def _reduced(compiler: Compiler, module: Module, budget: Budget, seed: int, tools: Tools) -> Order:
+    """XLA's own order of the reducing passes. The passes of the result are no sequence: see `result`."""
+    begin = time.monotonic()
+    after = compiler.default(module, tools.reducing)
+    before, value = (float(m.summary.operations) for m in (module, after))
+    return Order(tools.reducing, after, before, value, 0, time.monotonic() - begin, ((0, value),))
+
+
 METHODS: dict[str, Method] = {
+    "reducing": _reduced,
     "random": _plain(random),
     "greedy": _plain(greedy),
     "beam": _plain(beam),
     "mcts": _plain(tree),
     "evolution": _plain(evolve),
     "fixed": lambda compiler, module, budget, seed, tools: follow(compiler, module, tools.fixed, budget),
+    "fixed+evolution": lambda compiler, module, budget, seed, tools: refined(
+        compiler, module, tools.fixed, budget, seed
+    ),
     "zero-shot": _with(lambda agent, compiler, module, budget, seed: play(agent, compiler, module)),
     "agent": _with(sample),
     "guided": _with(guided),
+    "agent+evolution": _with(refine),
+    "refined": lambda compiler, module, budget, seed, tools: refine(
+        _needed(tools.agent), compiler, module, budget, seed, known=[tools.fixed]
+    ),
 }
-WITH_AGENT = ("zero-shot", "agent", "guided")
+WITH_AGENT = ("zero-shot", "agent", "guided", "agent+evolution", "refined")
 # Methods that draw nothing need one seed.
-_CERTAIN = ("greedy", "fixed", "zero-shot")
+_CERTAIN = ("reducing", "greedy", "fixed", "zero-shot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +191,26 @@ def inlined(compiler: Compiler, module: Module) -> int:
     return run(compiler, module, ("flatten-call-graph", "call-inliner")).summary.operations
 
 
+def result(compiler: Compiler, module: Module, row: Row) -> Module:
+    """The module that a row of the table of searches is about."""
+    if row["method"] == "reducing":
+        return compiler.default(module, row["passes"])
+    return run(compiler, module, row["passes"])
+
+
 def measured(
     compiler: Compiler, name: str, ref: Reference, method: str, seed: int, budget: Budget, tools: Tools
 ) -> Row:
     """A row of the table of searches."""
     order = METHODS[method](compiler, ref.module, budget, seed, tools)
-    same, difference = equal(compiler, name, ref.module, order.module, seed)
+    same, difference = equal(compiler, name, ref.module, order.module, 0)
     return {
         "module": name, "method": method, "seed": seed, "budget": budget.steps,
         "before": ref.before, "once": ref.once, "default": ref.default, "default_seconds": ref.seconds,
         "operations": order.module.summary.operations,
         "inlined": inlined(compiler, order.module),
-        "steps": order.steps, "seconds": order.seconds, "passes": list(order.passes),
-        "equal": same, "difference": difference,
+        "steps": order.steps, "seconds": order.seconds, "curve": [list(point) for point in order.curve],
+        "passes": list(order.passes), "equal": same, "difference": difference,
         "refused": list(order.refused), "default_equal": ref.default_equal,
     }  # fmt: skip
 
@@ -185,16 +244,27 @@ def searches(
 
 
 class Kept:
-    """Rows in a JSON file, so that a stopped run goes on. Without a file they are in memory."""
+    """Rows by key, each a line of a file, so that a stopped run goes on and several processes share the file. Without
+    a file they are in memory."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self.rows: dict[str, Row] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.rows: dict[str, Row] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            try:
+                key, row = json.loads(line)
+            except ValueError:
+                say(f"{path}: a line that was cut off is left out")
+            else:
+                self.rows[key] = row
 
     def put(self, key: str, row: Row) -> None:
         self.rows[key] = row
         if self.path is not None:
-            self.path.write_text(json.dumps(self.rows, indent=1))
+            with self.path.open("ab+") as file:
+                file.seek(0, os.SEEK_END)
+                cut = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n"
+                file.write(b"\n" * cut + json.dumps([key, row]).encode() + b"\n")
 
 
 def say(text: str) -> None:
@@ -231,26 +301,65 @@ def spread(rows: Sequence[Row], method: str, names: Sequence[str]) -> str:
     )
 
 
+def over_reducing(rows: Sequence[Row], method: str, names: Sequence[str]) -> float | None:
+    """The mean reduction against the reducing passes in XLA's own order; None if there are no rows of it."""
+    control = {r["module"]: r["operations"] for r in rows if r["method"] == "reducing"}
+    by_module = [
+        fmean(1.0 - r["operations"] / control[name] for r in mine)
+        for name in names
+        if name in control and (mine := [r for r in rows if r["module"] == name and r["method"] == method])
+    ]
+    return fmean(by_module) if by_module else None
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
 def searches_table(rows: Sequence[Row]) -> str:
     """By family and method."""
     methods = [m for m in METHODS if any(r["method"] == m for r in rows)]
-    groups = {g: names for g, names in GROUPS.items() if any(r["module"] in names for r in rows)}
-    lines = [
-        f"| method | {' | '.join(groups)} | {next(iter(groups))}, calls inlined | steps | seconds | equal |",
-        "|---" * (len(groups) + 5) + "|",
-    ]
-    first = next(iter(groups.values()))
+    there = {r["module"] for r in rows}
+    groups = {g: names for g, names in GROUPS.items() if there.intersection(names)}
+    heads = [
+        "method",
+        *(g if there.issuperset(names) else f"{g} ({len(there.intersection(names))} of {len(names)})"
+        for g, names in groups.items()),
+        "all, over `reducing`", "all, calls inlined", "steps", "seconds", "equal",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    everything = tuple(dict.fromkeys(r["module"] for r in rows))
     for method in methods:
         mine = [r for r in rows if r["method"] == method]
-        inlined_less = mean_less(mine, method, first, "inlined")
         cells = [
             *(spread(rows, method, names) for names in groups.values()),
-            "" if inlined_less is None else f"{100 * inlined_less:.1f}%",
+            percent(over_reducing(rows, method, everything)),
+            percent(mean_less(mine, method, everything, "inlined")),
             f"{median(r['steps'] for r in mine):.0f}",
             f"{median(r['seconds'] for r in mine):.1f}",
             f"{sum(r['equal'] for r in mine)} of {len(mine)}",
         ]
         lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def at(row: Row, steps: int) -> float:
+    """The relative reduction against the default order after some of the steps."""
+    values = [value for step, value in row["curve"] if step <= steps]
+    return 1.0 - min(values, default=row["before"]) / row["default"]
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    """What each method has found after a part of its steps, over all modules."""
+    marks = sorted({*_MARKS, max((r["budget"] for r in rows), default=0)})
+    lines = [f"| method | {' | '.join(f'{m} steps' for m in marks)} |", "|---" * (len(marks) + 1) + "|"]
+    for method in (m for m in METHODS if any(r["method"] == m for r in rows)):
+        mine = [r for r in rows if r["method"] == method]
+        names = dict.fromkeys(r["module"] for r in mine)
+        means = [
+            fmean(fmean(at(r, mark) for r in mine if r["module"] == name) for name in names) for mark in marks
+        ]
+        lines.append(f"| {method} | {' | '.join(percent(m) for m in means)} |")
     return "\n".join(lines)
 
 
@@ -282,9 +391,7 @@ def times(compiler: Compiler, rows: Sequence[Row], pairs: int) -> list[Row]:
             continue
         best = min(mine, key=lambda r: (r["operations"], r["steps"]))
         module = compiler.load(hlo.text(name))
-        ratio, control = timed(
-            compiler, compiler.default(module), run(compiler, module, best["passes"]), pairs
-        )
+        ratio, control = timed(compiler, compiler.default(module), result(compiler, module, best), pairs)
         found.append({"module": name, "less": less(best), "ratio": ratio, "control": control})
         say(f"{name}: {ratio}, A/A {control}")
     return found
@@ -305,73 +412,120 @@ def times_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def variants(iterations: int, steps: int) -> dict[str, TrainConfig]:
-    """Training runs to compare: nothing added to PPO, each enhancement alone, all of them, and the other network."""
+def variants(iterations: int, steps: int) -> dict[str, TrainConfig | DQNConfig]:
+    """Training runs to compare: nothing added to PPO, all enhancements, the other network, deep Q-learning, and
+    each enhancement alone."""
     full = TrainConfig(
         iterations, steps, evaluate_every=max(1, iterations // 10), agent=AgentConfig(horizon=15)
     )
     plain = full.plain()
+    # PPO plays the episodes of an iteration to their end, three quarters of which are still to come on the average.
+    total = iterations * (steps + full.environments * full.agent.horizon * 3 // 4)
     return {
         "PPO": plain,
+        "PPO, all": full,
+        "PPO, all, graph": replace(full, agent=replace(full.agent, network=Network.GRAPH)),
+        "DQN, all": DQNConfig(total, evaluate_every=max(1, total // 10), agent=full.agent),
         "PPO, masking": replace(plain, agent=full.agent),
         "PPO, shaping": replace(plain, teaching=Teaching(curriculum=False)),
         "PPO, curriculum": replace(plain, teaching=Teaching(shaping=False)),
-        "PPO, all": full,
-        "PPO, all but masking": replace(full, agent=replace(full.agent, masking=Masking.NONE)),
-        "PPO, all but shaping": replace(full, teaching=Teaching(shaping=False)),
-        "PPO, all but curriculum": replace(full, teaching=Teaching(curriculum=False)),
-        "PPO, all, graph": replace(full, agent=replace(full.agent, network=Network.GRAPH)),
+    }
+
+
+def learned(
+    compiler: Compiler,
+    variant: str,
+    seed: int,
+    names: Sequence[str],
+    unseen: Sequence[str],
+    iterations: int,
+    steps: int,
+) -> Row:
+    """A row of the table of learning: what an agent leaves zero-shot of modules of training and of others."""
+    modules = {name: compiler.load(hlo.text(name)) for name in (*names, *unseen)}
+    problems = [Problem(name, modules[name]) for name in names]
+    config = replace(variants(iterations, steps)[variant], seed=seed)
+    trained = (
+        train_dqn(compiler, problems, config)
+        if isinstance(config, DQNConfig)
+        else train(compiler, problems, config)
+    )
+    left = {n: play(trained.agent, compiler, m, compared=False).value for n, m in modules.items()}
+    return {
+        "variant": variant,
+        "seed": seed,
+        "left": left,
+        "steps": trained.steps,
+        "seconds": trained.seconds,
     }
 
 
 def learning(
-    compiler: Compiler, names: Sequence[str], seeds: int, iterations: int, steps: int, kept: Kept
+    compiler: Compiler,
+    chosen: Iterable[tuple[str, int]],
+    names: Sequence[str],
+    unseen: Sequence[str],
+    iterations: int,
+    steps: int,
+    kept: Kept,
 ) -> list[Row]:
-    """What agents of each variant bring zero-shot on the modules that they were trained on."""
-    references = {name: reference(compiler, name) for name in names}
-    problems = [Problem(name, ref.module) for name, ref in references.items()]
-    total = iterations * steps
+    """The rows of some variants and seeds. Those that are kept are not made again."""
     rows = []
-    for variant, config in [*variants(iterations, steps).items(), ("DQN, all", None)]:
-        for seed in range(seeds):
-            key = f"{variant} {seed} {total} {' '.join(names)}"
-            if key not in kept.rows:
-                if config is None:
-                    options = DQNConfig(
-                        total, seed, evaluate_every=max(1, total // 10), agent=AgentConfig(horizon=15)
-                    )
-                    trained = train_dqn(compiler, problems, options)
-                else:
-                    trained = train(compiler, problems, replace(config, seed=seed))
-                gains = [
-                    1.0 - play(trained.agent, compiler, ref.module).value / ref.default
-                    for ref in references.values()
-                ]
-                kept.put(
-                    key,
-                    {
-                        "variant": variant,
-                        "seed": seed,
-                        "less": gains,
-                        "steps": trained.steps,
-                        "seconds": trained.seconds,
-                    },
-                )
-                say(f"{key}: {[round(g, 3) for g in gains]} in {trained.seconds:.0f} s")
-            rows.append(kept.rows[key])
+    for variant, seed in chosen:
+        key = f"{variant} {seed} {iterations * steps} {' '.join(names)}"
+        if key not in kept.rows:
+            kept.put(key, learned(compiler, variant, seed, names, unseen, iterations, steps))
+            say(f"{key}: {kept.rows[key]}")
+        rows.append(kept.rows[key])
     return rows
 
 
-def learning_table(rows: Sequence[Row]) -> str:
+def controls(compiler: Compiler, names: Sequence[str], tools: Tools, kept: Kept) -> list[Row]:
+    """What two controls leave of the same modules: they are chosen by those of training, and learn nothing."""
+    rows = []
+    for method in ("reducing", "fixed"):
+        key = f"{method} {' '.join(getattr(tools, method))} on {' '.join(names)}"
+        if key not in kept.rows:
+            begin = time.monotonic()
+            left = {
+                name: METHODS[method](
+                    compiler, compiler.load(hlo.text(name)), Budget(HORIZON, HORIZON), 0, tools
+                ).value
+                for name in names
+            }
+            row = {"variant": f"{method} (control)", "seed": 0, "left": left, "steps": 0}
+            kept.put(key, row | {"seconds": time.monotonic() - begin})
+        rows.append(kept.rows[key])
+    return rows
+
+
+def defaults(compiler: Compiler, names: Iterable[str], kept: Kept) -> dict[str, int]:
+    """Operations after XLA's own order."""
+    for name in names:
+        if (key := f"default {name}") not in kept.rows:
+            module = compiler.default(compiler.load(hlo.text(name)))
+            kept.put(key, {"operations": module.summary.operations})
+    return {name: kept.rows[f"default {name}"]["operations"] for name in names}
+
+
+def learning_table(
+    rows: Sequence[Row], default: dict[str, int], names: Sequence[str], unseen: Sequence[str]
+) -> str:
     lines = [
-        "| agent | reduction: mean [least, greatest of the seeds] | steps | seconds |",
-        "|---|---|---|---|",
+        "| agent | modules of training: mean [least, greatest of the seeds] | other architectures | steps | seconds |",
+        "|---|---|---|---|---|",
     ]
+
+    def cell(of: Sequence[str], mine: Sequence[Row]) -> str:
+        each = [fmean(1.0 - r["left"][name] / default[name] for name in of) for r in mine]
+        return percent(fmean(each)) + (
+            f" [{100 * min(each):.1f}, {100 * max(each):.1f}]" if len(each) > 1 else ""
+        )
+
     for variant in dict.fromkeys(r["variant"] for r in rows):
         mine = [r for r in rows if r["variant"] == variant]
-        each = [fmean(r["less"]) for r in mine]
         lines.append(
-            f"| {variant} | {100 * fmean(each):.1f}% [{100 * min(each):.1f}, {100 * max(each):.1f}] "
+            f"| {variant} | {cell(names, mine)} | {cell(unseen, mine)} "
             f"| {median(r['steps'] for r in mine):.0f} | {median(r['seconds'] for r in mine):.0f} |"
         )
     return "\n".join(lines)
@@ -386,8 +540,8 @@ def quick(
 ) -> Row:
     """The figures of `--quick --json`: our default search against chance at equal steps."""
     begin = time.monotonic()
-    ours = "guided" if agent is not None else "evolution"
-    rows = searches(compiler, names, (ours, "random"), seeds, steps, Tools(agent), Kept())
+    ours = "refined" if agent is not None else "evolution"
+    rows = searches(compiler, names, (ours, "random"), seeds, steps, Tools(agent, SEQUENCE), Kept())
     gpt2 = [n for n in names if n in GPT2_TRAINING]
     three = [n for n in names if n in OVERALL]
     return {
@@ -471,74 +625,174 @@ def fixed_sequence(
     return tuple(kept.rows[key]["passes"])
 
 
+def reducing_passes(compiler: Compiler, names: Sequence[str], kept: Kept) -> tuple[str, ...]:
+    """The passes that reduce operations on training modules in XLA's own order, which are found once."""
+    key = f"reducing passes {' '.join(names)}"
+    if key not in kept.rows:
+        begin = time.monotonic()
+        modules = [compiler.load(hlo.text(name)) for name in names]
+        passes = reducing(compiler, modules, Metric.OPERATIONS, say)
+        kept.put(key, {"passes": passes, "seconds": time.monotonic() - begin})
+        say(f"{key}: {kept.rows[key]}")
+    return tuple(kept.rows[key]["passes"])
+
+
+def tools_of(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> Tools:
+    """What the methods that are asked for need."""
+    return Tools(
+        Agent.load(options.agent) if set(options.methods) & set(WITH_AGENT) else None,
+        fixed_sequence(compiler, TAUGHT, options.fixed_steps, 0, kept)
+        if {"fixed", "fixed+evolution", "refined"} & set(options.methods) or options.table == "learning"
+        else (),
+        reducing_passes(compiler, TAUGHT, kept)
+        if "reducing" in options.methods or options.table == "learning"
+        else (),
+    )
+
+
+# A part of a table: a module, or a variant and a seed.
+Part = str | tuple[str, int]
+
+
+def parts(options: argparse.Namespace) -> list[Part]:
+    """The parts of the table that is asked for."""
+    if options.table == "learning":
+        return list(product(variants(options.iterations, options.steps), range(options.seeds)))
+    return list(options.names or (*OVERALL, *HELD_OUT))
+
+
+def _dear(part: Part) -> tuple[int, int]:
+    """Greater for parts that take longer."""
+    if isinstance(part, str):
+        return int(hlo.BENCHMARKS[part].kind is hlo.Kind.TRAINING), hlo.BENCHMARKS[part].layers
+    return int("graph" in part[0]), 0
+
+
+def make(compiler: Compiler, options: argparse.Namespace, part: Part, tools: Tools, kept: Kept) -> list[Row]:
+    """The rows of a part of a table."""
+    if isinstance(part, str):
+        return searches(compiler, [part], options.methods, options.seeds, options.steps, tools, kept)
+    names, unseen = (options.names or TAUGHT), UNSEEN
+    return learning(compiler, [part], names, unseen, options.iterations, options.steps, kept)
+
+
+def _made(options: argparse.Namespace, part: Part) -> None:
+    """`make` in a process of its own. The rows go to the file."""
+    kept = Kept(options.kept)
+    with xla(workers=1) as compiler:
+        make(compiler, options, part, tools_of(compiler, options, kept), kept)
+
+
+def made(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> list[Row]:
+    """All rows of a table, by several processes if that is asked for."""
+    tools = tools_of(compiler, options, kept)
+    if options.jobs > 1:
+        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+            dear_first = sorted(parts(options), key=_dear, reverse=True)
+            for done in as_completed([pool.submit(_made, options, part) for part in dear_first]):
+                done.result()
+        kept = Kept(options.kept)
+    rows = [row for part in parts(options) for row in make(compiler, options, part, tools, kept)]
+    if options.table == "learning":
+        return controls(compiler, (*(options.names or TAUGHT), *UNSEEN), tools, kept) + rows
+    return rows
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "table", nargs="?", choices=("searches", "learning", "time", "picture"), default="searches"
+        "table",
+        nargs="?",
+        choices=("searches", "learning", "agent", "time", "picture"),
+        default="searches",
     )
     parser.add_argument("names", nargs="*", help="modules; default: all of the table")
     parser.add_argument("--quick", action="store_true", help="few modules and steps")
     parser.add_argument("--json", action="store_true", help="with --quick: print one JSON object")
-    parser.add_argument("--methods", default=",".join(METHODS), help="searches: which, separated by commas")
-    parser.add_argument("--steps", type=int, default=250, help="of the compiler; learning: of an iteration")
-    parser.add_argument("--iterations", type=int, default=60, help="learning")
+    parser.add_argument("--methods", default=",".join(METHODS), help="searches: which, by commas")
+    parser.add_argument(
+        "--steps", type=int, help="of the compiler (100); learning, agent: of an iteration (128)"
+    )
+    parser.add_argument("--iterations", type=int, default=25, help="learning, agent")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="agent: the seed of its training")
     parser.add_argument("--pairs", type=int, default=100, help="time: pairs of runs")
-    parser.add_argument("--fixed-steps", type=int, default=3000, help="steps to make the fixed sequence")
-    parser.add_argument("--agent", type=Path, help="the file of an agent")
+    parser.add_argument("--fixed-steps", type=int, default=1500, help="steps to make the fixed sequence")
+    parser.add_argument("--agent", type=Path, help="the file of an agent (that of the package)")
     parser.add_argument("--kept", type=Path, help="rows are kept in this file, and resumed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, which need --kept")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/benchmarks")
     options = parser.parse_intermixed_args()
     unknown = set(options.names) - set(hlo.BENCHMARKS)
     if unknown:
         parser.error(f"no such module: {', '.join(sorted(unknown))}")
+    options.names = tuple(options.names)
     options.methods = [m.strip() for m in options.methods.split(",")]
     for method in options.methods:
         if method not in METHODS:
             parser.error(f"no such method: {method}")
+    if options.jobs > 1 and options.kept is None:
+        parser.error("--jobs needs --kept: processes share their rows in this file")
     if options.agent is None:
-        options.methods = [m for m in options.methods if m not in WITH_AGENT]
+        if options.table == "agent":
+            parser.error("name the file of the agent by --agent")
+        options.agent = PRETRAINED
+    if options.steps is None:
+        options.steps = 128 if options.table in ("learning", "agent") else 100
     return options
 
 
 def main() -> None:
     options = arguments()
-    agent = Agent.load(options.agent) if options.agent is not None else None
     kept = Kept(options.kept)
     with xla() as compiler:
         if options.quick:
-            names = tuple(options.names) or QUICK
+            names = options.names or QUICK
             steps, seeds = min(options.steps, QUICK_STEPS), min(options.seeds, QUICK_SEEDS)
-            found = quick(compiler, agent, names, steps, seeds)
+            found = quick(compiler, Agent.load(options.agent), names, steps, seeds)
             print(json.dumps(found, indent=1) if options.json else found)
             return
-        for name, text in tables(compiler, options, agent, kept).items():
+        if options.table == "agent":
+            print(taught(compiler, options))
+            return
+        for name, text in tables(compiler, options, kept).items():
             print(text)
             if options.write:
                 pages.write(name, text)
 
 
-def tables(
-    compiler: Compiler, options: argparse.Namespace, agent: Agent | None, kept: Kept
-) -> dict[str, str]:
+def taught(compiler: Compiler, options: argparse.Namespace) -> str:
+    """Train the agent of the package. A run that was stopped goes on."""
+    names = options.names or TAUGHT
+    problems = [Problem(name, compiler.load(hlo.text(name))) for name in names]
+    config = replace(SHIPPED, iterations=options.iterations, steps=options.steps, seed=options.seed)
+    trained = train(
+        compiler,
+        problems,
+        config,
+        options.agent,
+        log=lambda done: Logs(Terminal(config.iterations, {}, done)),
+    )
+    return f"{options.agent}: {trained.reduction:.4f} after {trained.steps} steps, {trained.seconds:.0f} s"
+
+
+def tables(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> dict[str, str]:
     """The tables that are asked for, by their names on the page."""
     if options.table == "picture":
         name = options.names[0] if options.names else "gpt2-2-training"
-        return {"": str(draw(compiler, name, Tools(agent)))}
+        return {"": str(draw(compiler, name, Tools(Agent.load(options.agent))))}
+    rows = made(compiler, options, kept)
     if options.table == "learning":
-        names = tuple(options.names) or SMALL
-        rows = learning(compiler, names, options.seeds, options.iterations, options.steps, kept)
-        return {"passes-learning": learning_table(rows)}
-    names = tuple(options.names) or (*OVERALL, *HELD_OUT)
-    sequence = (
-        fixed_sequence(compiler, SMALL, options.fixed_steps, 0, kept) if "fixed" in options.methods else ()
-    )
-    rows = searches(
-        compiler, names, options.methods, options.seeds, options.steps, Tools(agent, sequence), kept
-    )
+        names = options.names or TAUGHT
+        default = defaults(compiler, (*names, *UNSEEN), kept)
+        return {"passes-learning": learning_table(rows, default, names, UNSEEN)}
     if options.table == "time":
         return {"passes-time": times_table(times(compiler, rows, options.pairs))}
-    return {"passes-searches": searches_table(rows), "passes-modules": modules_table(rows)}
+    return {
+        "passes-searches": searches_table(rows),
+        "passes-steps": steps_table(rows),
+        "passes-modules": modules_table(rows),
+    }
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ EXTRAS = {
     "jax": ("models/test_hlo.py", "passes/test_xla.py"),
     "matplotlib": ("report/test_plots.py",),
     "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),
+    "ray": ("workers/test_cluster.py",),
     "psycopg": ("test_postgres.py",),
     "mkdocs": ("repository/test_docs.py",),
 }
@@ -55,9 +58,38 @@ def python_handles_interrupts() -> Iterator[None]:
     assert after is signal.default_int_handler
 
 
-@pytest.fixture
-def reference_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results do not depend on the machine that runs the tests."""
+@pytest.fixture(scope="session", autouse=True)
+def reference_machine() -> Iterator[None]:
+    """Results do not depend on the machine that runs the tests. Besides, it is never quiet then, so that what was
+    measured of it is not kept: each optimisation would measure it again, for seconds."""
     from xrlflow.cost import Machine
 
-    monkeypatch.setattr("xrlflow.pipeline.prepare.calibrated", lambda threads: Machine.reference())
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("placement", "prepare"):
+            patch.setattr(f"xrlflow.pipeline.{module}.calibrated", lambda threads: Machine.reference())
+        yield
+
+
+# Seconds: of a comparison in this process, and in fresh processes, of which at least three have to start.
+_BRIEF = {
+    "xrlflow.pipeline.choose.measure": 0.3,
+    "xrlflow.pipeline.kernels.measure": 0.3,
+    "xrlflow.lowering.measure": 0.3,
+    "xrlflow.backends.tvm.device.interleave": 0.3,
+    "xrlflow.pipeline.confirm.measure_in_fresh_processes": 4.0,
+}
+
+
+def _limited(function: Callable[..., Any], most: float) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*given: Any, time_limit: float, **named: Any) -> Any:
+        return function(*given, time_limit=min(time_limit, most), **named)
+
+    return called
+
+
+@pytest.fixture
+def brief_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are compared as always, but for a moment: for tests that do not depend on how sure the answer is."""
+    for name, seconds in _BRIEF.items():
+        monkeypatch.setattr(name, _limited(resolve_name(name), seconds))

@@ -31,9 +31,6 @@ RNG = np.random.default_rng(0)
 W = RNG.standard_normal((8, 8)).astype(np.float32)
 
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
-
-
 def optimize(source: Any, **options: Any) -> xrlflow.Result:
     defaults: dict[str, Any] = {"search": "greedy", "cost": Roofline(), "measure": False, "threads": 1}
     return xrlflow.optimize(source, **(defaults | options))

@@ -27,9 +27,6 @@ KEYS = {
 }  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
-
-
 def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
@@ -77,6 +74,7 @@ def test_optimize_writes_a_smaller_model(path: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 def test_optimize_measures(path: Path, tmp_path: Path) -> None:
     output = tmp_path / "fast.onnx"
     result = invoke("optimize", path, "-o", output, *FAST, "--threads", 1, "--json", "--shape", "x=64,8")

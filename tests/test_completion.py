@@ -46,7 +46,7 @@ def offered(tmp_path: Path, line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("xrlflow optim", ["optimize"]),
+        ("xrlflow optim", ["optimize", "optimize-all"]),
         ("xrlflow passes op", ["optimize"]),
         ("xrlflow optimize --sear", ["--search"]),
         ("xrlflow optimize --search look", ["lookahead2", "lookahead3"]),

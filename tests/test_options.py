@@ -61,7 +61,7 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
     ("kind", "given", "said"),
     [
         (Options, {"search": "luck"}, "choose one of xrlflow, taso"),
-        (Options, {"cost": "free"}, "choose one of roofline"),
+        (Options, {"cost": "free"}, "choose one of auto, roofline"),
         (Options, {"backend": "abacus"}, "choose of auto, onnxruntime, hybrid, tvm"),
         (Options, {"assuming": ("infinite",)}, "choose of finite, vnni"),
         (Options, {"budget": -1}, "budget -1 is negative"),

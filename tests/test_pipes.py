@@ -279,8 +279,7 @@ def test_a_wrong_option_is_the_users() -> None:
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_while_it_reads_a_pipe(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*PROGRAM, "optimize", "-", "-o", "o.onnx"], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
         env=environment(), cwd=tmp_path,
@@ -288,15 +287,15 @@ def test_signals_while_it_reads_a_pipe(number: signal.Signals, code: int, tmp_pa
     assert process.stdin is not None
     process.stdin.write(bytes(1 << 20))  # more than a pipe holds: when that has gone through, it reads
     process.stdin.flush()
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == 130
     assert len(said.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_closed_descriptors(path: Path, tmp_path: Path) -> None:
-    """Without standard error, its number is not that of the next file; closed streams are named."""
+    """Without standard error, its number is not that of the next file. A closed stream is named."""
     command = f"exec {sys.executable} -m xrlflow.cli optimize - -o - {' '.join(PLAIN)}"
     with path.open("rb") as given:
         done = subprocess.run(
@@ -307,11 +306,9 @@ def test_closed_descriptors(path: Path, tmp_path: Path) -> None:
             check=True,
         )
     assert len(onnx.load_from_string(done.stdout).graph.node) == 2
-    for closed, word in (("<&-", b"standard input is closed"), (">&-", b"standard output is closed")):
-        failed = subprocess.run(
-            ["sh", "-c", f"{command} {closed}"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env=environment(), check=False,
-        )  # fmt: skip
-        assert failed.returncode == 2
-        (line,) = failed.stderr.splitlines()
-        assert word in line
+    failed = subprocess.run(
+        ["sh", "-c", f"{command} <&- >&-"], stderr=subprocess.PIPE, env=environment(), check=False
+    )
+    assert failed.returncode == 2
+    (line,) = failed.stderr.splitlines()
+    assert b"standard input is closed" in line

@@ -22,6 +22,7 @@ from xrlflow.pipeline.outputs import check_apart, check_writable
 from xrlflow.pipeline.pages import data_of_trace as page_of_trace
 from xrlflow.pipeline.pages import result_page
 from xrlflow.pipeline.pages import write_page as save_page
+from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
 from xrlflow.report import Listener, Report
 from xrlflow.report.page.html import page_html
@@ -193,6 +194,8 @@ def optimize_all(
     models: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
+    workers: int = 1,
+    ray: str | None = None,
     executor: batch.Executor | None = None,
     listener: batch.Listener | None = None,
     **options: Any,
@@ -206,12 +209,18 @@ def optimize_all(
     The same call goes on where the last one ended: a model is not done again unless its content, its external data, an
     option, or the version of xrlflow or ONNX Runtime has changed. Ctrl-C ends the batch; what is done is kept.
 
-    `executor` does the jobs: by default `xrlflow.batch.Processes(1)`, one process of this machine. Jobs that measure
-    take turns on a machine, whoever runs them. `listener` is called with a `Progress`.
+    `workers` processes of this machine do the jobs, or the nodes of a Ray cluster (`ray`: "local", or its HOST:PORT),
+    or an `executor` of your own. Jobs that measure take turns on a machine, whoever runs them. `listener` is called
+    with a `Progress`.
 
     Raises OptionError if an argument is wrong, ModelError if the output cannot be written.
     """
-    return batch.optimize_all(models, output, Options(**options), executor=executor, listener=listener)
+    asked = Options(**options)
+    if ray is None or executor is not None:
+        here = executor if executor is not None else batch.Processes(workers)
+        return batch.optimize_all(models, output, asked, executor=here, listener=listener)
+    with place_of(ray) as place:
+        return batch.optimize_all(models, output, asked, executor=batch.Elsewhere(place), listener=listener)
 
 
 def tune(
@@ -229,6 +238,7 @@ def tune(
     seed: int = 0,
     store: str | os.PathLike[str] | None = None,
     rewrite: bool = True,
+    ray: str | None = None,
     measure: bool = True,
     verify: bool = True,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -242,7 +252,8 @@ def tune(
     `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
     timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
     second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take
-    the faster graph; this needs `measure`. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
+    the faster graph; this needs `measure`. `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build kernels;
+    those with the resource `latency` time them. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
     verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
     VerificationError, StoreError or OptionError if the caller can correct the error, and VerificationFailed.
     """
@@ -260,6 +271,7 @@ def train(
     steps: int = 2048,
     horizon: int = 100,
     workers: int = 2,
+    ray: str | None = None,
     start: str | os.PathLike[str] | None = None,
     restart: bool = False,
     time_limit: float | None = None,
@@ -271,8 +283,9 @@ def train(
 
     A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
     `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the most substitutions
-    of an episode. `workers`: processes that try them (0: this one). `start`: the first agent. `time_limit`: seconds
-    after which the run ends. `log`: a folder for TensorBoard.
+    of an episode. `workers`: processes that try them (0: this one). `ray`: "local" or the HOST:PORT of a Ray cluster
+    that the workers are on; the agent is the same. `start`: the first agent. `time_limit`: seconds after which the run
+    ends. `log`: a folder for TensorBoard.
 
     `world_model`: learn what substitutions do, and train the agent in what was learned, as RLFlow does. An iteration
     then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are enough for

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrlflow.backends import BackendError, RepeatedComparison
+from xrlflow.backends.limits import default_threads
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
@@ -42,6 +43,7 @@ from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.tuning.worker import Timing
+from xrlflow.workers import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,13 +434,20 @@ class TunedModel:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlan:
-    """How kernels are tuned: `trials` in all, `batch` at a time for one kernel, within `time_limit` seconds."""
+    """How kernels are tuned: `trials` in all, `batch` at a time for one kernel, within `time_limit` seconds. `place`:
+    of the workers; None: this machine."""
 
     method: Method
     trials: int
     batch: int
     time_limit: float
     seed: int
+    place: Place | None = None
+
+    def pool(self, threads: int, remote: Remote | None) -> PoolOptions:
+        """How kernels are built and run."""
+        builders = default_threads() if self.place is None else self.place.cores
+        return PoolOptions(builders, threads, COLD_PRIVATE_CACHES, remote=remote, place=self.place)
 
 
 def tune_model(
@@ -514,7 +523,7 @@ def _tuned(
     """Measure convolutions and blocks, then tune the kernels of the graphs that have what was chosen so: the result,
     and what became of each graph's convolutions and blocks."""
     begin, machine = time.monotonic(), how.target.machine
-    options = PoolOptions(threads=how.threads, timing=COLD_PRIVATE_CACHES, remote=how.target.remote)
+    options = plan.pool(how.threads, how.target.remote)
     measuring = _Measuring(how, plan, options, begin + _FOR_LAYERS * plan.time_limit, tell, remarks)
     interrupted = measuring.measure(graphs)
     again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]

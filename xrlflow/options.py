@@ -54,6 +54,9 @@ PROCESSORS = (
 """LLVM's names of processors that shells offer. LLVM knows more."""
 SYSTEMS = ("x86_64-linux-gnu", "aarch64-linux-gnu", "riscv64-linux-gnu")
 _CPU = "CPUExecutionProvider"
+LOCAL = "local"
+"""The Ray cluster that is started for one command, of this machine alone."""
+RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
 
 Values = Sequence[str] | Callable[[], Sequence[str]]
 """The values that an option may have; a function where finding them takes a while."""
@@ -347,6 +350,7 @@ class TuneOptions(Common):
     batch: int = option(16, "Of one kernel at a time.", int, least=1)
     time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)
     rewrite: bool = option(True, "Tune what greedy search makes of the graph, too.", bool)
+    ray: str | None = option(None, RAY, str | None)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -355,6 +359,7 @@ class TuneOptions(Common):
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
         check_installed("tuning", "tvm", *TUNING)
+        check_ray(self.ray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +373,7 @@ class TrainOptions:
     steps: int = option(2048, "Substitutions tried for each update.", int, least=1)
     horizon: int = option(100, "Substitutions of an episode.", int, least=1)
     workers: int = option(2, "Processes; 0: only this one.", int, least=0)
+    ray: str | None = option(None, RAY, str | None)
     start: str | os.PathLike[str] | None = option(None, "An agent to begin with.", Path | None)
     restart: bool = option(
         False, "Do not go on where a run with this output stopped.", bool, name="--restart"
@@ -392,8 +398,30 @@ class TrainOptions:
             raise OptionError(f"workers {self.workers} is negative: give processes, or 0")
         check_seed(self.seed)
         check_installed("training", "train", *TRAINING)
+        self._check_ray()
         if self.log is not None:
             check_installed("log", "train", "tensorboard")
+
+    def _check_ray(self) -> None:
+        check_ray(self.ray)
+        if self.ray is None:
+            return
+        if self.world_model:
+            raise OptionError("ray has no meaning with world_model, which trains in one process")
+        if self.workers == 0:
+            raise OptionError("ray has no meaning with 0 workers: give their number")
+
+
+def check_ray(ray: str | None) -> None:
+    """Raise OptionError unless this is "local" or HOST:PORT (an IPv6 address is in brackets), and Ray is installed."""
+    if ray is None:
+        return
+    host, _, port = ray.rpartition(":")
+    if ray != LOCAL and not (host and "/" not in host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise OptionError(
+            f"ray {ray!r}: write it as HOST:PORT, the address of the cluster's head, or {LOCAL}, which starts Ray here"
+        )
+    check_installed(f"ray {ray}", "ray", "ray")
 
 
 def check_installed(what: str, extra: str, *packages: str) -> None:

@@ -13,6 +13,9 @@ from bench import passes
 from models import hlo
 from tests.passes.toy import Words
 from xrlflow.passes import Comparison, CompilerError
+from xrlflow.passes.agent import AgentConfig
+from xrlflow.passes.dqn import DQNConfig
+from xrlflow.passes.ppo import TrainConfig
 
 NAMES = ("gpt2-2-training", "bert-2-training")
 
@@ -88,6 +91,64 @@ def test_kept_rows_are_not_made_again(compiler: Named, tmp_path: Path) -> None:
     assert len(first) == 6  # greedy draws nothing: one seed is enough
 
 
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows"
+    passes.Kept(path).put("a", {"n": 1})
+    with path.open("a") as file:
+        file.write('["b", {"n"')
+    kept = passes.Kept(path)
+    assert kept.rows == {"a": {"n": 1}}
+    assert "cut off" in capsys.readouterr().err
+    kept.put("c", {"n": 3})
+    assert passes.Kept(path).rows == {"a": {"n": 1}, "c": {"n": 3}}
+
+
+def test_the_reducing_passes_are_a_control(compiler: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = passes.Tools(fixed=("open", "merge", "drop", "merge"), reducing=("merge", "open", "drop"))
+    methods = ["reducing", "fixed", "greedy"]
+    rows = passes.searches(compiler, NAMES, methods, 1, 100, tools, passes.Kept())
+    by = {(r["module"], r["method"]): r for r in rows}
+    assert by[NAMES[0], "reducing"]["operations"] == 3
+    assert by[NAMES[0], "reducing"]["steps"] == 0
+    assert by[NAMES[0], "greedy"]["operations"] == 4
+    module = compiler.load(hlo.text(NAMES[0]))
+    assert passes.result(compiler, module, by[NAMES[0], "reducing"]).digest == "dad"
+    assert passes.over_reducing(rows, "fixed", NAMES) == pytest.approx((0 + 1 - 3 / 2) / 2)
+    assert passes.over_reducing(rows, "greedy", NAMES[:1]) == pytest.approx(1 - 4 / 3)
+    # Of equals, the one without steps is the best.
+    assert "| reducing | merge, open, drop |" in passes.modules_table(rows)
+    kept = passes.Kept()
+    assert set(passes.reducing_passes(compiler, NAMES[:1], kept)) == {"merge", "open", "drop"}
+    monkeypatch.setattr(compiler, "load", None)
+    assert set(passes.reducing_passes(compiler, NAMES[:1], kept)) == {"merge", "open", "drop"}
+
+
+def test_what_agents_learn_stands_beside_the_controls(
+    compiler: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(iterations: int, steps: int) -> dict[str, TrainConfig | DQNConfig]:
+        agent = AgentConfig(width=16, horizon=6)
+        return {
+            "PPO, all": TrainConfig(iterations, steps, evaluate_every=1, agent=agent),
+            "DQN, all": DQNConfig(iterations * steps, evaluate_every=iterations * steps, agent=agent),
+        }
+
+    monkeypatch.setattr(passes, "variants", few)
+    chosen = [(variant, seed) for variant in few(1, 8) for seed in range(2)]
+    kept = passes.Kept()
+    rows = passes.learning(compiler, chosen, NAMES[:1], NAMES[1:], 2, 16, kept)
+    assert passes.learning(compiler, chosen, NAMES[:1], NAMES[1:], 2, 16, kept) == rows
+    assert [(r["variant"], r["seed"]) for r in rows] == chosen
+    assert all(r["left"].keys() == set(NAMES) for r in rows)
+    tools = passes.Tools(fixed=("open", "merge", "drop", "merge"), reducing=("merge", "open", "drop"))
+    beside = passes.controls(compiler, NAMES, tools, kept)
+    default = passes.defaults(compiler, NAMES, kept)
+    assert default == {NAMES[0]: 4, NAMES[1]: 4}
+    table = passes.learning_table([*beside, *rows], default, NAMES[:1], NAMES[1:])
+    assert "| reducing (control) | 25.0% | 50.0% |" in table
+    assert "| DQN, all | " in table
+
+
 def test_tables(compiler: Named) -> None:
     rows = passes.searches(compiler, NAMES, ["random", "beam"], 2, 300, passes.Tools(), passes.Kept())
     table = passes.searches_table(rows)
@@ -110,5 +171,7 @@ def test_the_picture_of_an_episode() -> None:
 
 def test_variants_differ_in_what_they_are_named_for() -> None:
     found = passes.variants(10, 64)
-    assert found["PPO, all"].plain() == found["PPO"]
-    assert len({json.dumps(c.to_json()) for c in found.values()}) == len(found)
+    everything = found["PPO, all"]
+    assert isinstance(everything, TrainConfig)
+    assert everything.plain() == found["PPO"]
+    assert len({repr(c) for c in found.values()}) == len(found)

@@ -22,7 +22,7 @@ from xrlflow.cost.database import Database
 from xrlflow.doctor import Finding, Status, disk, examination, machine, software, works
 
 ROOT = str(Path(xrlflow.__file__).parents[1])
-NEEDED = {"ONNX Runtime", "agent", "temporary files"}
+NEEDED = {"ONNX Runtime", "agent", "temporary files", "store on a server"}
 
 
 def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -238,6 +238,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     found = disk.store(OPERATORS, tmp_path / "new")
     assert found.status is Status.WARN
     assert "XDG_CACHE_HOME" in found.advice
+
+
+@pytest.mark.parametrize("url", ["nonsense", "postgresql://user:secret@127.0.0.1:1/nothing"])
+def test_a_server_that_cannot_be_used(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg")
+    monkeypatch.delenv("XRLFLOW_STORE", raising=False)
+    assert disk.server().status is Status.OK
+    monkeypatch.setenv("XRLFLOW_STORE", url)
+    found = disk.server()
+    assert (found.status, found.needed) == (Status.FAIL, True)
+    assert "XRLFLOW_STORE" in found.advice
+    assert "secret" not in found.found
+    assert "server" in disk.store(OPERATORS).found
 
 
 def test_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from xrlflow.passes.dqn import DQNConfig
 from xrlflow.passes.dqn import train as train_dqn
 from xrlflow.passes.environment import Masking, PassEnv, Problem
 from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
-from xrlflow.passes.play import guided, play, sample
-from xrlflow.passes.ppo import TrainConfig, train
+from xrlflow.passes.play import guided, play, refine, sample
+from xrlflow.passes.ppo import TrainConfig, state_path, train
 from xrlflow.passes.searches import Budget, greedy, random
 
 # In each, the way to the best word leads through a longer one.
@@ -100,7 +100,7 @@ def test_a_search_with_an_agent() -> None:
     shot = play(agent, compiler, module)
     assert shot.steps <= agent.config.horizon
     assert run(compiler, module, shot.passes) == shot.module
-    for search in (sample, guided):
+    for search in (sample, guided, refine):
         order = search(agent, compiler, module, Budget(100, 10), seed=2)
         again = search(agent, compiler, module, Budget(100, 10), seed=2)
         assert order.passes == again.passes
@@ -164,10 +164,73 @@ def test_a_run_ends_at_its_deadline_and_at_an_interrupt(tmp_path: Path) -> None:
         def close(self) -> None:
             pass
 
-    stopped = train(Words(), problems(), config(0), tmp_path / "stopped", logs=Logs(Interrupting()))
+    stopped = train(
+        Words(), problems(), config(0), tmp_path / "stopped", log=lambda done: Logs(Interrupting())
+    )
     assert stopped.interrupted
     assert stopped.iterations == 2
     assert Agent.load(tmp_path / "stopped").about["iteration"] == 2
+
+
+class _Stopping:
+    """A log that stops the run after some iterations, as a kill would: nothing is written after the state."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def scalars(self, values: object, step: int) -> None:
+        if step == self.at:
+            raise RuntimeError("killed")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    options = replace(config(4), iterations=6, evaluate_every=2)
+    whole = train(Words(), problems(), options, tmp_path / "whole")
+    done: list[int] = []
+
+    def log(first: int) -> Logs:
+        done.append(first)
+        return Logs(_Stopping(first + 3))
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(Words(), problems(), options, tmp_path / "agent", log=log)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(Words(), problems(), options, tmp_path / "agent", log=log)
+    again = train(Words(), problems(), options, tmp_path / "agent", log=log)
+    assert done == [0, 3, 6]
+    assert (again.iterations, again.steps, again.score) == (6, whole.steps, whole.score)
+    for unlinked in (False, True):
+        if unlinked:  # the state has the best agent, too
+            (tmp_path / "agent").unlink()
+            train(Words(), problems(), options, tmp_path / "agent")
+        kept = Agent.load(tmp_path / "agent")
+        assert kept.about == whole.agent.about
+        for name, tensor in whole.agent.state_dict().items():
+            assert torch.equal(again.agent.state_dict()[name], tensor)
+            assert torch.equal(kept.state_dict()[name], tensor)
+
+
+def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "agent.safetensors"
+    few = replace(config(0), iterations=1, evaluate_every=1)
+    train(Words(), problems(), few, output)
+    state = state_path(output)
+    assert state.name == "agent.training.safetensors"
+    with pytest.raises(CheckpointError, match="other seed: restart"):
+        train(Words(), problems(), replace(few, seed=1), output)
+    with pytest.raises(CheckpointError, match="other modules: restart"):
+        train(Words(), problems(["aab"]), few, output)
+    assert train(Words(), problems(), replace(few, seed=1), output, restart=True).iterations == 1
+    held = load_checkpoint(state, "training of a passes agent")
+    save_checkpoint(replace(held, tensors={k: v for k, v in held.tensors.items() if k != "generator"}), state)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        train(Words(), problems(), replace(few, seed=1), output)
+    state.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        train(Words(), problems(), few, output)
 
 
 @pytest.mark.parametrize("network", Network)

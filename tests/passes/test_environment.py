@@ -65,7 +65,7 @@ class Halving:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         return [self.apply(module, name) for name in names]
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         return module
 
     def graph(self, module: Module) -> ModuleGraph:

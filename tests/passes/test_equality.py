@@ -82,18 +82,20 @@ def test_a_small_error_beside_a_large_number_is_seen(xla: XlaCompiler) -> None:
 
 
 def test_what_hangs_on_rounding_and_has_no_float64_is_not_equal(xla: XlaCompiler) -> None:
-    """A random number keeps a module out of float64. Then nobody knows whether such updates are right."""
+    """A float of 8 bits keeps a module out of float64. Then nobody knows whether such updates are right."""
 
-    def with_random(text: str) -> str:
-        text = text.replace("ROOT t", "z0 = f32[] constant(0)\n z1 = f32[] constant(1)\n k = f32[] rng(z0, z1),"
-        " distribution=rng_uniform\n kk = f32[] subtract(k, k)\n kl = f32[] add(a, kk)\n ROOT t")  # fmt: skip
-        return text.replace("tuple(c, a)", "tuple(c, kl)")
+    def with_float8(text: str) -> str:
+        return text.replace(
+            " ROOT t = (f32[], f32[]) tuple(c, a)", " k = f8e5m2[] convert(w)\n kk = f32[] convert(k)\n"
+            " ROOT t = (f32[], f32[]) tuple(c, kk)"
+        )  # fmt: skip
 
-    one, other = (xla.load(with_random(update(order))) for order in ("x", "back"))
+    one, other = (xla.load(with_float8(update(order))) for order in ("x", "back"))
+    assert xla.compare(one, one).equal
     found = xla.compare(one, other)
     assert not found.equal
     assert found.difference is not None
-    assert "(in its own types alone: rng " in found.difference
+    assert "(in its own types alone: element type " in found.difference
 
 
 # Their floats are of 8 bits, or their instructions mean something else in float64.
@@ -171,6 +173,24 @@ def test_outputs_that_are_never_numbers_are_named() -> None:
     assert found.compared == pytest.approx(2 / 3)
     with pytest.raises(CompilerError, match="nothing can be compared"):
         compared([[np.array([nan])]], [[np.array([nan])]])
+
+
+def test_a_mask_hides_nothing() -> None:
+    """The least number of float32 stands for infinity: it does not make its tensor large."""
+    least = float(np.finfo(np.float32).min)
+    for kind in ("float32", "float64"):
+        expected, wrong = one([least, 1.0, 2.0], kind), one([least, 1.0, 2.1], kind)
+        assert not compared(expected, wrong).equal
+        still = [expected]
+        assert not in_reals(expected, wrong, still.copy).equal
+        assert not in_types(expected, wrong, None, still.copy).equal
+        assert not compared(expected, one([0.0, 1.0, 2.0], kind)).equal
+
+
+def test_a_large_number_hides_little_in_float64() -> None:
+    expected, wrong = one([1e4, 1.0], "float64"), one([1e4, 1.01], "float64")
+    assert compared(one([1e4, 1.0]), one([1e4, 1.01])).equal
+    assert not in_reals(expected, wrong, lambda: [expected]).equal
 
 
 def test_infinity_is_compared() -> None:

@@ -72,7 +72,7 @@ def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Pat
     assert "outputs compared" in said
 
 
-@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random"])
+@pytest.mark.parametrize("search", ["beam", "greedy", "mcts", "evolution", "random", "refined"])
 def test_ctrl_c_keeps_the_best_so_far(
     words: Words, file: Path, tmp_path: Path, search: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +90,27 @@ def test_ctrl_c_keeps_the_best_so_far(
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["interrupted"]
     assert output.exists()
+
+
+def test_ctrl_c_keeps_the_best_that_computes_the_same(
+    words: Words, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words.passes = Words(wrong=True).passes
+    run_pass, done = Words.apply, []
+
+    def interrupted(self: Words, module: Module, name: str) -> Any:
+        done.append(name)
+        if len(done) == 60:
+            assert "wrong" in done
+            raise KeyboardInterrupt
+        return run_pass(self, module, name)
+
+    monkeypatch.setattr(Words, "apply", interrupted)
+    found = orders.optimize(file, search=orders.Search.RANDOM, horizon=8)
+    assert found.interrupted
+    assert found.contents != "e"
+    assert found.compared.equal
+    assert found.refused
 
 
 def test_the_compilers_own_order_is_the_result_if_none_is_better(words: Words, tmp_path: Path) -> None:
@@ -172,7 +193,7 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
             ["optimize", "{}/word.hlo", "-o", "{}/out", "--metric", "x"],
             "--metric x: choose one of operations",
         ),
-        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "needs an agent"),
+        (["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent"], "for other passes than words has"),
         (
             ["optimize", "{}/word.hlo", "-o", "{}/out", "--search", "agent", "--agent", "{}/bad.hlo"],
             "no checkpoint, or is damaged",
@@ -227,12 +248,78 @@ def test_train_then_optimize_with_the_agent(words: Words, file: Path, tmp_path: 
     assert facts["iterations"] == 12
     assert facts["reduction"] == pytest.approx(0.25)
     assert list((tmp_path / "log").iterdir())
-    for search in ("agent", "guided"):
+    for search in ("agent", "guided", "refined"):
         found = invoke(
             "optimize", file, "-o", output, "--search", search, "--agent", agent, "--steps", 60, "--json"
         )
         assert json.loads(found.stdout)["after"] == 3
         assert output.read_text() == "dad"
+
+
+def test_training_goes_on_where_it_was_stopped(words: Words, file: Path, tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    options = ["--steps", 32, "--horizon", 8, "--json"]
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 2, *options).stdout)["iterations"] == 2
+    )
+    words.steps = 0
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 2, *options).stdout)["iterations"] == 2
+    )
+    assert words.steps == 0
+    assert (
+        json.loads(invoke("train", file, "-o", agent, "--iterations", 3, *options).stdout)["iterations"] == 3
+    )
+    assert words.steps > 0
+    other = invoke("train", file, "-o", agent, "--iterations", 3, *options, "--seed", 1)
+    assert other.exit_code == 2
+    assert "agent.training is of a run with other seed: restart, or name another output" in other.stderr
+    again = invoke("train", file, "-o", agent, "--iterations", 1, *options, "--seed", 1, "--restart")
+    assert json.loads(again.stdout)["iterations"] == 1
+    state = tmp_path / "agent.training"
+    refused = invoke("train", state, "-o", agent, *options)
+    assert "would be overwritten by the state of the training" in refused.stderr
+
+
+def test_the_default_search_is_that_of_the_shipped_agent_where_it_fits(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent of the package knows XLA's passes, and not those of the toy."""
+    output, search = tmp_path / "out", orders.Search
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
+    shipped = tmp_path / "shipped"
+    random_agent(words, AgentConfig(width=8, horizon=8)).save(shipped)
+    monkeypatch.setattr(orders, "PRETRAINED", shipped)
+    assert orders.optimize(file, horizon=8).search is search.REFINED
+    assert (
+        json.loads(invoke("optimize", file, "-o", output, "--search", "guided", "--json").stdout)["after"]
+        == 3
+    )
+    assert orders.optimize(file, search=search.GREEDY).search is search.GREEDY
+    monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
+    assert orders.optimize(file, horizon=8).search is search.EVOLUTION
+    with pytest.raises(orders.OrderError, match="agents need torch"):
+        orders.optimize(file, search=search.AGENT)
+
+
+def test_a_known_sequence_needs_no_agent(words: Words, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "SEQUENCE", ("open", "merge", "drop", "merge"))
+    monkeypatch.setattr(orders, "_missing", lambda: ["torch"])
+    found = orders.optimize(file, horizon=8, steps=4)
+    assert found.search is orders.Search.REFINED
+    assert (found.contents, found.order.steps) == ("dad", 4)
+    assert orders.optimize(file, horizon=3, steps=4).order.passes == ()  # the sequence is cut off
+
+
+def test_what_is_shipped_is_for_xlas_passes() -> None:
+    from xrlflow.passes.hlo import OPCODES
+    from xrlflow.passes.hlo_passes import PASSES
+    from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
+
+    assert set(SEQUENCE) <= {p.name for p in PASSES}
+    agent = orders.load_agent(PRETRAINED)
+    assert agent.passes == tuple(p.name for p in PASSES)
+    assert agent.opcodes == OPCODES
 
 
 def test_bench(words: Words, file: Path) -> None:
@@ -282,8 +369,22 @@ def test_outputs_that_cannot_be_compared_are_an_error(
     monkeypatch.setattr(words, "compare", refuse)
     result = invoke("optimize", file, "-o", tmp_path / "out")
     assert result.exit_code == 2
-    assert "cannot be drawn" in result.stderr
+    assert result.stderr == f"xrlflow: error: {file}: inputs of element type 17 cannot be drawn\n"
+    assert words.steps == 0  # no search in vain
     assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_differs_from_itself_is_an_error(
+    words: Words, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def differs(reference: Module, module: Module, seed: int = 0, inputs: object = ()) -> Comparison:
+        return Comparison(False, 1.0, 1.0, "output 0: 0.1 instead of 0.7")
+
+    monkeypatch.setattr(words, "compare", differs)
+    for command in (["optimize", file, "-o", tmp_path / "out"], ["bench", file]):
+        result = invoke(*command)
+        assert result.exit_code == 2
+        assert f"{file}: two runs of the module differ: output 0: 0.1 instead of 0.7" in result.stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.passes.toy import VALLEY, Words
-from xrlflow.passes import Applied, Metric, run
+from xrlflow.passes import Applied, Comparison, Metric, Module, run
 from xrlflow.passes.searches import (
     Budget,
     Explorer,
@@ -22,6 +22,8 @@ from xrlflow.passes.searches import (
     follow,
     greedy,
     random,
+    reducing,
+    refined,
     tree,
 )
 
@@ -32,6 +34,9 @@ SEARCHES: dict[str, Search] = {
     "beam": beam,
     "tree": tree,
     "evolve": evolve,
+    "refined": lambda compiler, module, budget, seed=0: refined(
+        compiler, module, ("noise", "tidy", "merge"), budget, seed
+    ),
 }
 WORDS = ("d", VALLEY, "aaaaaa", "bbbbbb", "dadbbcacd", "e")
 
@@ -176,3 +181,52 @@ def test_a_budget_is_checked() -> None:
         Budget(-1)
     with pytest.raises(ValueError, match="horizon >= 1"):
         Budget(5, 0)
+
+
+def test_a_sequence_for_several_modules_goes_on_without_a_wrong_step() -> None:
+    modules = [Words().load(word) for word in (VALLEY, "aaadd", "dbbd" * 2)]
+    found = fixed(Words(wrong=True), modules, Budget(150, 8), seed=1)
+    assert "wrong" not in found.passes
+    assert found.ratio < 1.0
+
+
+def test_comparisons_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compile modules: the best one is compared at the quarters of a search, if it is new, and at the end."""
+    asked = []
+
+    def compare(
+        self: Words, reference: Module, module: Module, seed: int = 0, inputs: object = ()
+    ) -> Comparison:
+        asked.append(module.digest)
+        return Comparison(True, 0.0, 1.0)
+
+    monkeypatch.setattr(Words, "compare", compare)
+    for search in SEARCHES.values():
+        asked.clear()
+        search(Words(), Words().load("dbbdbbdbb"), Budget(60, 12), seed=2)
+        assert len(asked) == len(set(asked)) <= 5
+
+
+def test_the_passes_of_the_default_order_that_reduce() -> None:
+    compiler = Words()
+    modules = [compiler.load(word) for word in ("aab", "ddaa")]
+    said: list[str] = []
+    # "open" makes words longer, "drop" has nothing to do: without them no more is left.
+    assert reducing(compiler, modules, say=said.append) == ("merge", "tidy")
+    assert len(said) == len(compiler.passes) - 2
+    assert reducing(compiler, [compiler.load("aab")]) == ("merge",)
+    # What passes make possible for others counts: "bb" needs open, merge and drop.
+    assert set(reducing(compiler, [compiler.load("dbbd")])) == {"merge", "open", "drop"}
+
+
+def test_evolution_goes_on_from_a_sequence() -> None:
+    compiler = Words()
+    module = compiler.load("dbbdbbdd")
+    start = ("open", "merge", "drop", "merge")
+    at_once = refined(compiler, module, start, Budget(4, 8))
+    assert at_once.passes == start
+    for seed in range(3):
+        order = refined(compiler, module, start, Budget(60, 8), seed)
+        assert order.value <= at_once.value
+        assert run(compiler, module, order.passes) == order.module
+    assert refined(compiler, module, start, Budget(60, 8)).module.digest == "dadad"

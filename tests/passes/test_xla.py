@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.passes.snippets import SNIPPETS
+from xrlflow.backends.children import end_with_parent, serve_in_child
 from xrlflow.passes import CompilerError, Metric, Module, Summary, hlo_passes, run
 from xrlflow.passes import hlo as hlo_modules
 from xrlflow.passes.cache import Cache, Outcome
@@ -93,6 +97,70 @@ def test_what_is_no_module_is_refused_in_one_line(xla: XlaCompiler, source: str 
     with pytest.raises(CompilerError, match=says) as raised:
         xla.load(source)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("before", ["// a comment\n", "\ufeff", "/* two\nlines */\n\n"])
+def test_hlo_text_may_begin_with_something_else(xla: XlaCompiler, before: str) -> None:
+    assert xla.load(before + TWO) == xla.load(TWO)
+
+
+STABLEHLO = """module @m attributes {mhlo.num_partitions = 4 : i32, mhlo.num_replicas = 1 : i32} {
+  func.func public @main(%a: tensor<4xf32>) -> tensor<4xf32> {
+    %0 = stablehlo.exponential %a : tensor<4xf32>
+    return %0 : tensor<4xf32> } }"""
+
+
+def test_a_module_of_several_devices_is_refused(xla: XlaCompiler) -> None:
+    """XLA's own form of a module does not say it, so the result would be for one device."""
+    for text, says in (
+        (TWO.replace("two", "two, replica_count=2", 1), "replica_count 2"),
+        (TWO.replace("two", "two, num_partitions=8", 1), "num_partitions 8"),
+        (STABLEHLO, "num_partitions 4"),
+        (bytecode(STABLEHLO), "num_partitions 4"),
+    ):
+        with pytest.raises(CompilerError, match=f"for several devices .{says}.; only one is supported"):
+            xla.load(text)
+    one = STABLEHLO.replace("partitions = 4", "partitions = 1")
+    assert xla.load(one) == xla.load(bytecode(one))
+    assert xla.load(TWO.replace("two", "two, replica_count=1", 1)) == xla.load(TWO)
+
+
+def bytecode(text: str) -> bytes:
+    from jaxlib import _jax
+
+    made: bytes = _jax.mlir.serialize_portable_artifact(text, "1.0.0")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("z = f32[] constant(0)\n o = f32[] constant(1)\n ROOT r = f32[4] rng(z, o), distribution=rng_uniform",
+         "the module's rng draws other numbers in each run"),
+        ("t = token[] after-all()\n i = (f32[4], token[]) infeed(t)\n ROOT r = f32[4] get-tuple-element(i), index=0",
+         "the module's infeed waits for another program"),
+        ("x = f32[4] parameter(0)\n t = token[] after-all()\n o = token[] outfeed(x, t), outfeed_shape=f32[4]\n"
+         " ROOT r = f32[4] negate(x)", "the module's outfeed waits for another program"),
+        ("x = f32[400000,400000] parameter(0)\n ROOT r = f32[400000,400000] negate(x)",
+         "more memory than there is"),
+        ("x = f8e5m2[4] parameter(0)\n ROOT r = f32[4] convert(x)", "element type 19 cannot be drawn"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_in_one_line(xla: XlaCompiler, body: str, says: str) -> None:
+    module = xla.load(f"HloModule m\nENTRY e {{ {body} }}")
+    crashes = xla.crashes
+    with pytest.raises(CompilerError, match=says) as raised:
+        xla.compare(module, module)
+    assert "\n" not in str(raised.value)
+    assert xla.crashes == crashes
+
+
+def test_inputs_of_unknown_size_are_refused(xla: XlaCompiler) -> None:
+    module = xla.load(STABLEHLO.replace("= 4 :", "= 1 :").replace("tensor<4x", "tensor<?x"))
+    with pytest.raises(
+        CompilerError, match="parameter 0 has a size that is not known: give the module static"
+    ):
+        xla.compare(module, module)
 
 
 def test_every_pass_has_a_module_that_it_changes() -> None:
@@ -209,6 +277,56 @@ def never(descriptor: int) -> None:
     raise AssertionError("a worker was started")
 
 
+SUM = "a = f32[4] exponential(x)\n b = f32[4] exponential(x)\n ROOT r = f32[4] add(a, b) }"
+
+
+def test_a_cache_keeps_apart_what_modules_say_of_themselves(tmp_path: Path) -> None:
+    """An input that gives its memory to the output: a module without that has the same instructions."""
+    entry = f"ENTRY e {{ x = f32[4] parameter(0)\n {SUM}"
+    with XlaCompiler(XlaOptions(workers=1), Cache(tmp_path / "passes.sqlite")) as xla:
+        plain = xla.load(f"HloModule m\n{entry}")
+        alias = xla.load(f"HloModule m, input_output_alias={{ {{}}: (0, {{}}, may-alias) }}\n{entry}")
+        assert plain != alias
+        assert "input_output_alias" not in xla.write(xla.apply(plain, "cse").module)
+        assert "input_output_alias={ {}: (0, {}, may-alias) }" in xla.write(xla.apply(alias, "cse").module)
+        assert xla.load(xla.write(alias)) == alias
+
+
+def test_a_cache_keeps_apart_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some passes ask what the processor can do; a home directory may be on several machines."""
+    for processor, steps in (("one", 1), ("other", 1), ("one", 0)):
+        monkeypatch.setattr("xrlflow.passes.xla.cpu_name", lambda name=processor: name)
+        with XlaCompiler(XlaOptions(workers=1), Cache(tmp_path / "passes.sqlite")) as xla:
+            xla.apply(xla.load(TWO), "cse")
+            assert xla.steps == steps
+
+
+def test_flags_of_the_environment_change_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_disable_all_hlo_passes=true")
+    with XlaCompiler(XlaOptions(workers=1)) as xla:
+        assert xla.apply(xla.load(SNIPPETS["cse"]), "cse").changed
+
+
+def test_a_cache_keeps_the_figures_of_each_compiler_and_no_damaged_module(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "passes.sqlite")
+    for compiler, flops in (("a", 1.0), ("b", 2.0)):
+        module = Module("after", b"data", Summary(1, 1.0, flops, (("add", 1),), (1,)))
+        cache.put(compiler, "before", "pass", Outcome("after"), module)
+    for compiler, flops in (("a", 1.0), ("b", 2.0)):
+        assert (found := cache.module(compiler, "after")) is not None
+        assert found.summary.flops == flops
+    cache.prune()
+    assert cache.outcome("a", "before", "pass") == Outcome("after")
+    cache.close()
+    connection = sqlite3.connect(tmp_path / "passes.sqlite")
+    connection.execute("UPDATE module SET data = x'00' WHERE digest LIKE 'a %'")
+    connection.commit()
+    connection.close()
+    cache = Cache(tmp_path / "passes.sqlite")
+    assert cache.module("a", "after") is None
+    assert cache.module("b", "after") is not None
+
+
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "passes.sqlite", limit=5000)
     rng = np.random.default_rng(0)
@@ -243,6 +361,14 @@ def test_the_default_order(xla: XlaCompiler) -> None:
     assert xla.compare(module, after).equal
     one = run(xla, module, ["map-inline", "cse", "transpose-folding"])
     assert names(one) == {"parameter": 2, "dot": 1, "negate": 1, "multiply": 1}
+
+
+def test_the_default_order_of_some_passes(xla: XlaCompiler) -> None:
+    module = xla.load(SNIPPETS["transpose-folding"])
+    assert xla.default(module, ["map-inline", "cse"]) == module
+    assert xla.default(module, ["transpose-folding"]) == xla.apply(module, "transpose-folding").module
+    with pytest.raises(CompilerError, match="no pass 'algebra'"):
+        xla.default(module, ["algebra"])
 
 
 def test_the_default_order_uses_only_the_passes_on_offer() -> None:
@@ -381,6 +507,30 @@ def test_a_pool_answers_in_order_and_survives() -> None:
         pool.ask(1)
 
 
+def endless(descriptor: int) -> None:
+    """A worker that is busy for ever."""
+    end_with_parent(descriptor)
+    os.write(descriptor, b"!")
+    while True:
+        pass
+
+
+def test_a_busy_worker_ends_with_its_parent() -> None:
+    """A parent that is killed cannot end its workers: they see that the socket is closed."""
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryFile() as log:
+        process = serve_in_child(endless, theirs.fileno(), log=log)
+        theirs.close()
+        try:
+            assert ours.recv(1) == b"!"
+            assert process.poll() is None
+            ours.close()
+            assert process.wait(10.0) == 1
+        finally:
+            process.kill()
+            process.wait()
+
+
 def broken(descriptor: int) -> None:
     raise RuntimeError("Error: no luck")
 
@@ -410,6 +560,18 @@ def test_inputs_are_drawn_by_the_seed() -> None:
     assert not np.array_equal(arrays(data, Draw(5))[0], arrays(data, Draw(6))[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "ordinary"),
+    [("cse", True), ("dot_decomposer", True), ("operand_upcaster", False), ("change-op-data-type", False),
+     ("float-normalization-bf16", False), ("dynamic_padder", False)],
+)  # fmt: skip
+def test_what_is_an_ordinary_module(xla: XlaCompiler, name: str, ordinary: bool) -> None:
+    module = xla.load(SNIPPETS[name])
+    assert hlo_modules.is_ordinary(hlo_modules.parse(module.data)) is ordinary
+    unusual = {p.name for p in PASSES if p.unusual}
+    assert (unusual <= xla.without_effect(module)) is ordinary
+
+
 @pytest.mark.parametrize("name", ["gather_simplifier", "call-inliner", "topk-rewriter"])
 def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that need kinds of instructions that a module lacks are not run. All run here."""
@@ -418,7 +580,7 @@ def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.
         skipped = xla.apply_each(module, xla.passes)
         before = xla.steps
         assert before < len(PASSES) / 2
-    monkeypatch.setattr(hlo_passes, "PASSES", [replace(p, needs=()) for p in PASSES])
+    monkeypatch.setattr(hlo_passes, "PASSES", [replace(p, needs=(), unusual=False) for p in PASSES])
     with XlaCompiler(XlaOptions(workers=1)) as xla:
         assert xla.apply_each(module, xla.passes) == skipped
         assert xla.steps == len(PASSES)

@@ -71,9 +71,16 @@ class Words:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         return [self.apply(module, name) for name in names]
 
-    def default(self, module: Module) -> Module:
-        while (after := self.load(module.digest.replace("aa", "a").replace("dd", "d"))) != module:
-            module = after
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
+        """Rules "merge" and "tidy" to the fixpoint; with names, all of these in the order of the passes."""
+        chosen = ("merge", "tidy") if names is None else [n for n in self.passes if n in names]
+        for _ in range(20):
+            before = module
+            for name in chosen:
+                old, new = RULES.get(name, ("", ""))
+                module = self.load(module.digest.replace(old, new)) if old else module
+            if len(module.digest) == len(before.digest):
+                break
         return module
 
     def graph(self, module: Module) -> ModuleGraph:

@@ -31,6 +31,7 @@ from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.verify import Status
 
 pytest.importorskip("tvm")
+pytestmark = pytest.mark.usefixtures("brief_comparisons")
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((48, 48)).astype(np.float32)

@@ -35,7 +35,6 @@ from xrlflow.report.page.summary import summary_html
 from xrlflow.report.progress import progress, time_left
 
 MODELS = ("small", "large", "control", "hostile")
-pytestmark = pytest.mark.usefixtures("reference_machine")
 
 
 def page(name: str) -> Any:

@@ -26,8 +26,6 @@ from xrlflow.rl.parameters import KIND
 from xrlflow.rl.pretrained import PRETRAINED
 from xrlflow.search.result import SearchNode, SearchResult
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
-
 
 def optimize(name: str, **options: Any) -> xrlflow.Result:
     defaults: dict[str, Any] = {

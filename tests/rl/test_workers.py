@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,19 +23,28 @@ from xrlflow.rl.workers import (
     Differentiate,
     Episodes,
     Evaluate,
-    LocalWorker,
     Objective,
     Outcome,
     Parameters,
-    ProcessWorker,
+    PlayingWorker,
     Setup,
-    WorkerError,
+    _player,
     parameters_of,
 )
+from xrlflow.workers import InProcess, Processes, WorkerError, WorkerLost
+from xrlflow.workers.local import DirectWorker, ProcessWorker
 
 torch.set_num_threads(1)
 
 SETUP = Setup(Valleys(), WORDS, CONFIG.agent, CONFIG.env, CONFIG.ppo, environments=3)
+
+
+def here(setup: Setup = SETUP) -> PlayingWorker:
+    return PlayingWorker(setup, InProcess())
+
+
+def in_a_process(setup: Setup = SETUP, name: str = "worker") -> ProcessWorker:
+    return ProcessWorker(partial(_player, setup), name)
 
 
 def an_agent() -> Agent:
@@ -47,8 +57,8 @@ PARAMETERS: Parameters = parameters_of(an_agent())
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[ProcessWorker]:
-    worker = ProcessWorker(SETUP)
+def other() -> Iterator[PlayingWorker]:
+    worker = PlayingWorker(SETUP, Processes())
     yield worker
     worker.close()
 
@@ -57,38 +67,38 @@ def told(episodes: Episodes) -> list[tuple[object, ...]]:
     return [(e.actions, e.log_probs, e.values, e.rewards, e.bootstrap, e.truncated, e.info) for e in episodes]
 
 
-def test_another_process_does_the_same(other: ProcessWorker) -> None:
-    here = LocalWorker(SETUP)
+def test_another_process_does_the_same(other: PlayingWorker) -> None:
+    direct = here()
     orders = [Collect(PARAMETERS, seed, 20) for seed in (5, 6, 5)]
     played = []
     for order in orders:
-        for worker in (here, other):
+        for worker in (direct, other):
             worker.begin(order)
-        mine, theirs = told(here.episodes()), told(other.episodes())
+        mine, theirs = told(direct.episodes()), told(other.episodes())
         assert mine == theirs
         played.append(mine)
     assert played[0] == played[2], "an order depends on nothing but itself"
     assert played[0] != played[1]
     assert sum(len(actions) for actions, *_ in played[0]) >= 20
-    assert all(e.observations == [] for e in here_episodes(here)), "observations stay where they are"
+    assert all(e.observations == [] for e in here_episodes(direct)), "observations stay where they are"
 
-    for worker in (here, other):
+    for worker in (direct, other):
         worker.begin(Evaluate(PARAMETERS))
-    outcomes = here.outcomes()
+    outcomes = direct.outcomes()
     assert outcomes == other.outcomes()
     assert [o.problem for o in outcomes] == ["valley 320"]
 
     steps, advantages = np.array([3, 0, 7]), np.array([1.0, -1.0, 0.5], np.float32)
-    for worker in (here, other):
+    for worker in (direct, other):
         worker.begin(Collect(PARAMETERS, 1, 20))
         worker.episodes()
         worker.begin(Differentiate(PARAMETERS, steps, advantages))
-    mine_, theirs_ = here.slope(), other.slope()
+    mine_, theirs_ = direct.slope(), other.slope()
     np.testing.assert_allclose(mine_.gradient, theirs_.gradient, rtol=1e-5, atol=1e-7)
     assert mine_.figures == pytest.approx(theirs_.figures)
 
 
-def here_episodes(worker: LocalWorker) -> Episodes:
+def here_episodes(worker: PlayingWorker) -> Episodes:
     worker.begin(Collect(PARAMETERS, 0, 5))
     return worker.episodes()
 
@@ -96,7 +106,7 @@ def here_episodes(worker: LocalWorker) -> Episodes:
 def test_what_is_worth_something_depends_on_the_objective() -> None:
     """To the final graph the steps add up to its gain, to the best one to that of the best on the way."""
     for objective in Objective:
-        worker = LocalWorker(replace(SETUP, make=loss, objective=objective))
+        worker = here(replace(SETUP, make=loss, objective=objective))
         worker.begin(Collect(PARAMETERS, 2, 60))
         worse = 0
         for episode in worker.episodes():
@@ -110,7 +120,7 @@ def test_what_is_worth_something_depends_on_the_objective() -> None:
 
 
 def test_workers_share_the_problems_of_an_evaluation() -> None:
-    worker = LocalWorker(replace(SETUP, make=Valleys(held_out=())))
+    worker = here(replace(SETUP, make=Valleys(held_out=())))
     found = []
     for first in range(2):
         worker.begin(Evaluate(PARAMETERS, first, 2))
@@ -120,14 +130,14 @@ def test_workers_share_the_problems_of_an_evaluation() -> None:
 
 def test_shared_gradients_are_those_of_all_steps_together() -> None:
     """What three workers say together is what one would that has all their observations."""
-    workers = [LocalWorker(SETUP) for _ in range(3)]
+    workers = [here() for _ in range(3)]
     agent = an_agent()
     trainer = Trainer(agent, workers, CONFIG)
     observations: list[Observation] = []
     episodes: list[Episode[Observation]] = trainer._collect()
     for worker in workers:
-        kept = worker._hand.rollout
-        assert kept is not None
+        assert isinstance(worker.worker, DirectWorker)
+        kept = worker.worker.hand.rollout  # type: ignore[attr-defined]
         observations += kept.observations
     whole = replace(Rollout.of(episodes, CONFIG.ppo), observations=observations)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
@@ -145,36 +155,36 @@ def test_shared_gradients_are_those_of_all_steps_together() -> None:
 
 
 def test_a_worker_that_fails_says_why() -> None:
-    worker = ProcessWorker(replace(SETUP, make=broken), "worker 7")
+    worker = in_a_process(replace(SETUP, make=broken), "worker 7")
     try:
         worker.begin(Collect(PARAMETERS, 0, 5))  # it has not failed yet
         with pytest.raises(
             WorkerError, match="worker 7 failed: ValueError: there are no such files"
         ) as failed:
-            worker.episodes()
+            worker.answer()
         assert "in broken" in failed.value.__notes__[0]
     finally:
         worker.close()
 
 
 def test_a_worker_that_is_killed_is_missed_at_once() -> None:
-    worker = ProcessWorker(SETUP, "worker 3")
+    worker = in_a_process(SETUP, "worker 3")
     worker.begin(Evaluate(PARAMETERS))
-    worker.outcomes()
+    worker.answer()
     worker.begin(Collect(PARAMETERS, 0, 10**6))
-    assert worker._process.pid is not None
-    os.kill(worker._process.pid, signal.SIGKILL)
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signal.SIGKILL)
     begin = time.monotonic()
-    with pytest.raises(WorkerError, match="worker 3 ended with exit code -9"):
-        worker.episodes()
-    with pytest.raises(WorkerError, match="worker 3 ended with exit code -9"):
+    with pytest.raises(WorkerLost, match="worker 3 ended with exit code -9"):
+        worker.answer()
+    with pytest.raises(WorkerLost, match="worker 3 ended with exit code -9"):
         worker.begin(Evaluate(PARAMETERS))
     assert time.monotonic() - begin < 60
     worker.close()
 
 
 def test_closing_ends_a_worker_in_the_middle_of_its_work() -> None:
-    worker = ProcessWorker(SETUP)
+    worker = in_a_process()
     worker.begin(Collect(PARAMETERS, 0, 10**6))
     worker.close()
-    assert not worker._process.is_alive()
+    assert not worker.process.is_alive()

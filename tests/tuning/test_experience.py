@@ -19,6 +19,8 @@ from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
+pytestmark = pytest.mark.usefixtures("remembered")
+
 
 def descriptions(space: KnobSpace, candidates: Sequence[Candidate]) -> Floats:
     surrogate = Surrogate(space, 0)

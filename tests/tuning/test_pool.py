@@ -20,8 +20,9 @@ from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning import worker
+from xrlflow.tuning.crew import LocalCrew, PoolError, Work, _Duty, _Worker
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.pool import Pool, PoolError, PoolOptions, _Crew, _Duty, _Worker
+from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.worker import Build, Built, Failed, Ran, Run, Timing, build, run, steady
 
@@ -70,7 +71,7 @@ def test_kernels_run_with_the_threads_asked_for_each_on_a_cpu(pool: Pool) -> Non
     path = f"{pool._server.folder}/parallel.so"
     built = build(next(Pool._builds(task, [scheduled(task, 8, parallel=True)], [path])))
     for threads in (1, 2):
-        crew = _Crew(pool._server, 1, threads, 500, "running", 20.0)
+        crew = LocalCrew(pool._server, 1, Work("running", threads, 500, 20.0))
         try:
             ((_, answer),) = crew.work(iter([Run(path, built.arguments, QUICK)]))
             assert isinstance(answer, Ran)
@@ -250,7 +251,7 @@ def test_no_library_stays_on_disk(pool: Pool) -> None:
 
 def test_a_slow_build_is_ended(pool: Pool) -> None:
     task = matmul(16)
-    crew = _Crew(pool._server, 1, 1, 500, "building", 0.001)
+    crew = LocalCrew(pool._server, 1, Work("building", 1, 500, 0.001))
     try:
         jobs = pool._builds(task, [unscheduled(task)], [f"{pool._server.folder}/slow.so"])
         assert list(crew.work(jobs)) == [(0, Failed("building it took longer than 0.001 s"))]
@@ -260,7 +261,7 @@ def test_a_slow_build_is_ended(pool: Pool) -> None:
 
 def test_old_workers_are_replaced(pool: Pool) -> None:
     task = matmul(16)
-    crew = _Crew(pool._server, 1, 1, 2, "building", 20.0)
+    crew = LocalCrew(pool._server, 1, Work("building", 1, 2, 20.0))
     try:
         seen = []
         for _ in range(4):

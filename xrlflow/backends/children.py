@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -44,3 +46,18 @@ def serve_in_child(
         start_new_session=True,
         env=environment(**variables),
     )
+
+
+def end_with_parent(descriptor: int) -> None:
+    """End this process as soon as the other end of a socket is closed, whatever it is doing then.
+
+    A parent that is killed cannot end its children, and one of them may be in a loop without end.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, 0)  # that the other end is closed is told always
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from xrlflow.cli.arguments import AsJson, Given, taking, with_shapes
-from xrlflow.cli.failures import clear_errors
+from xrlflow.cli.arguments import AsJson, Given, Quiet, taking, with_shapes
+from xrlflow.cli.failures import ExitCode, clear_errors
 from xrlflow.cli.output import print_json
-from xrlflow.options import Options, flags
+from xrlflow.cli.pipes import check_files
+from xrlflow.options import RAY, Options, flags
 
 if TYPE_CHECKING:
     from xrlflow.batch import Listener
@@ -31,7 +32,9 @@ def optimize_all(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder of the results.")],
     options: Given,
     workers: Annotated[int, typer.Option(min=1, help="Processes; jobs that measure take turns.")] = 1,
+    ray: Annotated[str | None, typer.Option(help=RAY, show_default=False)] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make many models faster, each in OUTPUT, with one page. Run it again to go on: what is done is not done again.
 
@@ -39,17 +42,22 @@ def optimize_all(
     """
     with clear_errors():
         from xrlflow import api
-        from xrlflow.batch import INDEX, Processes
+        from xrlflow.batch import INDEX
         from xrlflow.report import show
 
-        with _told(as_json) as listener:
+        check_files("a batch reads and writes folders", Path(models), output)
+        with _told(as_json or quiet) as listener:
             found = api.optimize_all(
-                models, output, executor=Processes(workers), listener=listener,
+                models,
+                output,
+                workers=workers,
+                ray=ray,
+                listener=listener,
                 **with_shapes(options, several=True),
-            )  # fmt: skip
+            )
         if as_json:
             print_json(found.to_json())
-        else:
+        elif not quiet:
             show.batch(found.to_json(), output / INDEX)
         if found.interrupted:
             typer.echo(
@@ -57,9 +65,9 @@ def optimize_all(
                 "run the same command to go on",
                 err=True,
             )
-            raise typer.Exit(130)
+            raise typer.Exit(ExitCode.INTERRUPTED)
         if found.failed:
-            raise typer.Exit(1)
+            raise typer.Exit(ExitCode.NO)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from contextlib import closing
 import typer
 
 from xrlflow.cli.arguments import AsJson
-from xrlflow.cli.failures import ExitCode
+from xrlflow.cli.failures import ExitCode, fail
 from xrlflow.cli.output import print_json
 from xrlflow.text import printable
 
@@ -17,8 +17,10 @@ def doctor(as_json: AsJson = False) -> None:
 
     Exit code 1: optimising for ONNX Runtime does not work.
     """
-    from xrlflow.doctor import examine, works
-
+    try:
+        from xrlflow.doctor import examine, works
+    except ImportError as error:
+        fail(f"a package is broken ({error}): install xrlflow again", ExitCode.NO)
     found = []
     with closing(examine()) as findings:
         for finding in findings:

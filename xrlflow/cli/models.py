@@ -12,7 +12,7 @@ from xrlflow.cli.arguments import AsJson, Given, Kernels, Model, Quiet, ReportTo
 from xrlflow.cli.completion import completing_last
 from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
-from xrlflow.cli.pipes import PIPE, Output, check_files, one_file, source
+from xrlflow.cli.pipes import PIPE, Output, check_files, check_streams, one_file, source
 from xrlflow.options import COMPARED, SEARCHES, Options
 
 
@@ -29,6 +29,7 @@ def optimize(
     quiet: Quiet = False,
 ) -> None:
     """Write a faster model that computes the same, or the original if none was found."""
+    check_streams(model, output)
     with clear_errors():
         from xrlflow import api
         from xrlflow.report import progress, show
@@ -43,7 +44,7 @@ def optimize(
         else:
             api.check_writable(output, library=asked.compiling, kernels=asked.with_kernels)
         read = source(model)
-        target = Output(output, "a model")
+        target = Output(output)
         if output == PIPE and asked.with_kernels and not (as_json or quiet):
             typer.echo("note: no kernels of our own: they would be a second file (name one with -o)")
         with progress(not (as_json or quiet) and sys.stderr.isatty(), asked.time_limit) as listener:
@@ -138,7 +139,7 @@ def report_of(
         data = api.page_of_trace(source(trace))
         if path != PIPE:
             api.check_writable(path)
-        target = Output(path, "a page")
+        target = Output(path)
         target.put(lambda file: api.save_page(data, file))
         if not quiet:
             show.page(target.path)
@@ -242,7 +243,7 @@ def run(
             api.check_apart(model=model, inputs=options["inputs"], output=output, library=library_path(model))
             api.check_writable(output)
         read = source(model)
-        target = None if output is None else Output(output, "an archive of arrays")
+        target = None if output is None else Output(output)
         outputs = api.run_once(read, **with_shapes(options))
         if target is not None:
             target.put(lambda file: api.save_outputs(outputs, file))

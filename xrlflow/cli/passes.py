@@ -15,8 +15,8 @@ from xrlflow.cli.failures import ExitCode, clear_errors, fail
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import PIPE, Output, check_files, source
 
-PASS_SEARCHES = ("beam", "greedy", "mcts", "evolution", "random", "agent", "guided")
-"""The names of `xrlflow.passes.orders.Search`, which the help must not import; the first is the default."""
+PASS_SEARCHES = ("beam", "greedy", "mcts", "evolution", "random", "agent", "guided", "refined")
+"""The names of `xrlflow.passes.orders.Search`, which the help must not import."""
 PASS_METRICS = ("operations", "bytes", "flops", "seconds")
 HloFile = Annotated[
     Path,
@@ -25,12 +25,17 @@ HloFile = Annotated[
     ),
 ]
 Searching = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--search", help=f"One of: {', '.join(PASS_SEARCHES)}.", autocompletion=completing(PASS_SEARCHES)
+        "--search",
+        help=f"One of: {', '.join(PASS_SEARCHES)}. Default: refined.",
+        autocompletion=completing(PASS_SEARCHES),
+        show_default=False,
     ),
 ]
-AgentFile = Annotated[Path | None, typer.Option("--agent", help="The file of an agent.")]
+AgentFile = Annotated[
+    Path | None, typer.Option("--agent", help="The file of an agent. Default: that of the package.")
+]
 Steps = Annotated[int, typer.Option(min=1, help="Passes that the compiler may run.")]
 Horizon = Annotated[int, typer.Option(min=1, help="The longest order.")]
 PassSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
@@ -85,9 +90,9 @@ def optimize_passes(
         Path, typer.Option("-o", "--output", help="Where the result goes, as HLO text; -: standard output.")
     ],
     *,
-    search: Searching = PASS_SEARCHES[0],
+    search: Searching = None,
     agent: AgentFile = None,
-    steps: Steps = 500,
+    steps: Steps = 200,
     horizon: Horizon = 30,
     metric: Reduce = PASS_METRICS[0],
     time_limit: Seconds = None,
@@ -96,7 +101,8 @@ def optimize_passes(
     quiet: Quiet = False,
 ) -> None:
     """Look for a better order of passes, compare outputs with the original's, and write the module after it."""
-    one_of("--search", search, PASS_SEARCHES)
+    if search is not None:
+        one_of("--search", search, PASS_SEARCHES)
     one_of("--metric", metric, PASS_METRICS)
     with clear_errors(), clear_pass_errors():
         from xrlflow import api
@@ -106,10 +112,11 @@ def optimize_passes(
             api.check_apart(file=file, output=output, agent=agent)
             api.check_writable(output)
         read = source(file)
-        target = Output(output, "a module")
+        target = Output(output)
+        how = orders.Search(search) if search is not None else None
         found = orders.optimize(
-            read, search=orders.Search(search), agent=agent, steps=steps, horizon=horizon,
-            metric=Metric(metric), time_limit=time_limit, seed=seed,
+            read, search=how, agent=agent, steps=steps, horizon=horizon, metric=Metric(metric),
+            time_limit=time_limit, seed=seed,
         )  # fmt: skip
         target.put(found.save)
         if as_json:
@@ -150,11 +157,14 @@ def train_passes(
     metric: Reduce = PASS_METRICS[0],
     time_limit: Seconds = None,
     log: Annotated[Path | None, typer.Option(help="A folder for TensorBoard.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Do not go on with a run that was stopped.")
+    ] = False,
     seed: PassSeed = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train an agent by PPO. Ctrl-C keeps the best one so far."""
+    """Train an agent by PPO. Ctrl-C keeps the best one so far; the same command goes on with a run that was stopped."""
     one_of("--metric", metric, PASS_METRICS)
     with clear_errors(), clear_pass_errors():
         from xrlflow import api
@@ -166,7 +176,8 @@ def train_passes(
         api.check_writable(output)
         trained = orders.train(
             modules, output, iterations=iterations, steps=steps, horizon=horizon, graph=graph, plain=plain,
-            metric=Metric(metric), time_limit=time_limit, seed=seed, log=log, quiet=as_json or quiet,
+            metric=Metric(metric), time_limit=time_limit, seed=seed, restart=restart, log=log,
+            quiet=as_json or quiet,
         )  # fmt: skip
         facts = {
             "agent": str(output), "iterations": trained.iterations, "steps": trained.steps,

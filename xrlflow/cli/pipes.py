@@ -22,14 +22,21 @@ def source(path: Path, *others: Path | None) -> Path | StandardInput:
         return path
     if PIPE in others:
         fail("standard input can be read only once: name a file for the other model")
-    if sys.stdin is None:
-        fail("-: standard input is closed: pipe a file into it, or name one")
-    if sys.stdin.isatty():
-        fail("-: standard input is a terminal: pipe a file into it, or name one")
+    check_streams(path)
     try:
         return StandardInput(sys.stdin.buffer.read())
     except OSError as error:
         fail(f"-: standard input cannot be read ({error.strerror}): pipe a file into it, or name one")
+
+
+def check_streams(read: Path | None = None, written: Path | None = None) -> None:
+    """Refuse `-` where standard input or output is closed or a terminal. Quick: it may come before all else."""
+    if read == PIPE and (sys.stdin is None or sys.stdin.isatty()):
+        what = "closed" if sys.stdin is None else "a terminal"
+        fail(f"-: standard input is {what}: pipe a file into it, or name one")
+    if written == PIPE and (sys.stdout is None or sys.stdout.isatty()):
+        what = "closed" if sys.stdout is None else "a terminal, and no place for a file"
+        fail(f"-o -: standard output is {what}: redirect it, or name a file")
 
 
 def check_files(why: str, *paths: Path | None) -> None:
@@ -41,15 +48,11 @@ def check_files(why: str, *paths: Path | None) -> None:
 class Output:
     """Where a result goes: to a file, or to standard output. Then all that is printed goes to standard error."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        """Refuses a terminal. `what` may be written, for messages: "a model"."""
+    def __init__(self, path: Path) -> None:
+        check_streams(written=path)
         self.path = None if path == PIPE else path
         self._stream: BinaryIO | None = None
         if self.path is None:
-            if sys.stdout is None:
-                fail("-o -: standard output is closed: redirect it, or name a file")
-            if sys.stdout.isatty():
-                fail(f"-o -: standard output is a terminal, and this is {what}: redirect it, or name a file")
             # Also what libraries and processes print must not get between the bytes.
             sys.stdout.flush()
             self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -134,8 +134,9 @@ def _watch_output() -> None:
     if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         watched = io.BufferedWriter(_Watched(out.fileno(), "wb", closefd=False))
         sys.stdout = io.TextIOWrapper(
-            watched, encoding=out.encoding, errors=out.errors, line_buffering=out.line_buffering
-        )
+            watched, encoding=out.encoding, errors=out.errors, line_buffering=out.line_buffering,
+            write_through=out.write_through,
+        )  # fmt: skip
 
 
 class _Terminated(SystemExit):

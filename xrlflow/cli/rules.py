@@ -12,7 +12,7 @@ from xrlflow.cli.completion import completing
 from xrlflow.cli.failures import ExitCode, clear_errors
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import source
-from xrlflow.options import rule_names
+from xrlflow.options import RAY, rule_names
 
 
 def rules(
@@ -28,6 +28,7 @@ def rules(
         Path | None, typer.Option("--rules", help="Rules of your own, in the place of the library's.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    ray: Annotated[str | None, typer.Option(help=f"--prove: {RAY}", show_default=False)] = None,
     as_json: AsJson = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="With --prove: print nothing; the exit code tells.")
@@ -43,7 +44,11 @@ def rules(
 
         if prove:
             certificates = api.prove_rules(
-                names or (), own=own, seed=seed, listener=None if as_json or quiet else show.proven
+                names or (),
+                own=own,
+                seed=seed,
+                ray=ray,
+                listener=None if as_json or quiet else show.proven,
             )
             if as_json:
                 print_json([c.to_json() for c in certificates])

@@ -38,6 +38,8 @@ STORES: Sequence[StoreFile] = (
 
 def store(kind: StoreFile, folder: Path | None = None) -> Finding:
     """Whether the file can be read and written. It is not made, and its measurements are not changed."""
+    if folder is None and os.environ.get(VARIABLE, "").strip():
+        return Finding(kind.name, Status.OK, f"on the server of {VARIABLE}")
     path = (cache_directory() if folder is None else folder) / kind.file
     elsewhere = "measurements are lost at the end: set XDG_CACHE_HOME to a folder that can be written"
     if not path.exists():
@@ -67,17 +69,20 @@ def store(kind: StoreFile, folder: Path | None = None) -> Finding:
 
 
 def server() -> Finding:
-    """Whether the server that the environment names, if it names one, can be used. Its tables are made."""
-    name = "shared store"
+    """Whether the server of measurements that the environment names, if it does, can be used. Nothing works if it
+    cannot."""
+    name = "store on a server"
     if not os.environ.get(VARIABLE, "").strip():
-        return Finding(name, Status.OK, f"none: measurements stay on this machine ({VARIABLE} is not set)")
+        return Finding(name, Status.OK, f"none: {VARIABLE} is not set", needed=True)
     try:
         with Database() as database:
             database.check()
-            return Finding(name, Status.OK, f"{database.path}: {len(database)} measurements of operators")
+            found = f"{database.path}: {len(database)} measurements of operators"
     except StoreError as error:
-        advice = f"put it right, or unset {VARIABLE}: until then nothing is optimised"
-        return Finding(name, Status.FAIL, str(error), advice, needed=True)
+        return Finding(
+            name, Status.FAIL, str(error), f"start it, correct {VARIABLE}, or unset it", needed=True
+        )
+    return Finding(name, Status.OK, found, needed=True)
 
 
 def temporary() -> Finding:

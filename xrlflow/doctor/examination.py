@@ -16,6 +16,7 @@ from xrlflow.backends.children import command, environment
 from xrlflow.backends.protocol import one_line
 from xrlflow.doctor import disk, machine, software
 from xrlflow.doctor.finding import Finding, Status
+from xrlflow.stores import VARIABLE
 
 LIMIT = 60.0
 """Seconds for a check in a process of its own."""
@@ -43,7 +44,7 @@ HERE: Sequence[Check] = (
     Check("memory", machine.memory),
     Check("temporary files", disk.temporary, "set TMPDIR to a folder that can be written", True),
     *(Check(kind.name, partial(disk.store, kind)) for kind in disk.STORES),
-    Check("shared store", disk.server),
+    Check("store on a server", disk.server, f"start it, correct {VARIABLE}, or unset it", True),
     Check("C compiler", software.compiler),
 )
 APART: Mapping[str, Check] = {

@@ -30,9 +30,10 @@ class Extra:
 EXTRAS: Mapping[str, Extra] = {
     "train": Extra("agents of your own", ("torch", "torch_geometric", "gymnasium", "tensorboard")),
     "tvm": Extra("kernels", ("tvm", "tvm_ffi", "torch", "xgboost")),
+    "postgres": Extra("measurements on a server", ("psycopg",)),
     "plots": Extra("plots", ("matplotlib",)),
+    "ray": Extra("many machines", ("ray",)),
     "xla": Extra("XLA's passes", ("jax", "jaxlib")),
-    "postgres": Extra("measurements on a shared server", ("psycopg",)),
     "models": Extra("the zoo of models", ("onnxscript", "torch", "transformers")),
     "rivals": Extra("benchmarks against other optimizers", ("onnxsim", "onnxslim", "onnxoptimizer")),
 }

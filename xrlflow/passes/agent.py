@@ -111,6 +111,10 @@ class Agent(nn.Module):
             parts.append(self.graph([o["graph"] for o in observations]))
         return torch.cat(parts, 1)
 
+    def fits(self, compiler: Compiler) -> bool:
+        """Whether the compiler has the passes and opcodes that the agent was made for."""
+        return (self.passes, self.opcodes) == (compiler.passes, compiler.opcodes)
+
     def check(self, compiler: Compiler) -> None:
         """Raise CheckpointError if the compiler has other passes or opcodes than the agent was made for."""
         for what, mine, theirs in (

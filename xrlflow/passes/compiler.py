@@ -163,8 +163,9 @@ class Compiler(Protocol):
         """Run each of several passes on the same module (not one after the other), at once where possible."""
         ...
 
-    def default(self, module: Module) -> Module:
-        """The compiler's own order of the same passes, repeated until the number of operations stays the same."""
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
+        """The compiler's own order of the same passes, or of `names` among them, repeated until the number of
+        operations stays the same."""
         ...
 
     def graph(self, module: Module) -> ModuleGraph:

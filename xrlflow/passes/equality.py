@@ -4,11 +4,11 @@ A pass may reorder sums and round constants. Where a result hangs on rounding (a
 divided by its own root), the outputs of two correct modules may have nothing in common, so no tolerance tells these
 from wrong ones. Hence there are two questions:
 
-1. Do they compute the same in real numbers? Both run in float64, and must agree to 1e-6. What differs by more must not
-   differ by more than 64 times what the original itself moves, at this number, when its inputs and constants move by
-   one unit of float32 in the last place; for a pass may fold constants in float32. That is bounded: where it would be
-   more than 1% of the number and of its tensor's largest, nothing is compared, and an output of which half or more is
-   never compared, but for zeros, is not equal: it cannot be told.
+1. Do they compute the same in real numbers? Both run in float64, and each number must agree to 2e-6, and 1e-7 of its
+   tensor's largest. What differs by more must not differ by more than 64 times what the original itself moves, at this
+   number, when its inputs and constants move by one unit of float32 in the last place; for a pass may fold constants in
+   float32. That is bounded: where it would be more than 1% of the number and of its tensor's largest, nothing is
+   compared, and an output of which half or more is never compared, but for zeros, is not equal: it cannot be told.
 2. Do they in their own types? They must agree to a tolerance by type, or a tensor must be as close to that in float64
    as the original is on inputs that are moved by one unit, to a factor of 8.
 
@@ -42,8 +42,11 @@ RTOL = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-# The same where both run in float64: constants are rounded to float32, 16 units of which this is.
-WIDE = {"float64": 2e-6, "complex128": 2e-6}
+# The same where both run in float64, and of the largest number: 16 units of float32, and one, for constants are rounded
+# to it.
+_WIDE, _WIDE_LARGEST = 2e-6, 2.0**-23
+# Larger numbers stand for infinity, as in masks: they do not say how large a tensor is.
+_ENDLESS = 1e30
 _FEW = 64.0  # times the movement at a number; few of the four times that it is observed, it is so small by chance
 _OWN = 8.0  # times the movement of a tensor
 _MOST = 1e-2  # of the number and the largest number of its tensor: what movement may allow
@@ -52,17 +55,16 @@ _MOST = 1e-2  # of the number and the largest number of its tensor: what movemen
 def compared(
     reference: Draws,
     found: Draws,
-    rtol: dict[str, float] = RTOL,
     slack: Draws | None = None,
+    wide: bool = False,
     decides: bool = True,
     named: Outputs | None = None,
 ) -> Comparison:
     """Compare the outputs on each draw of inputs.
 
     Numbers that are not finite must be so in both. `slack`: the error that is allowed beside, for each number; what has
-    an infinite one is not compared. `decides`: an output that is never compared in more than half, but for zeros,
-    is not equal.
-    `named`: outputs of the types to name, if those of the reference are others.
+    an infinite one is not compared. `wide`: both ran in float64. `decides`: an output that is never compared in more
+    than half, but for zeros, is not equal. `named`: outputs of the types to name, if those of the reference are others.
     Raises CompilerError if nothing is compared, because the reference has no numbers.
     """
     worst, seen, total = 0.0, 0, 0
@@ -77,7 +79,7 @@ def compared(
             if expected.shape != actual.shape or expected.dtype != actual.dtype:
                 return Comparison(False, np.inf, 0.0, f"{name}: {actual.dtype}{list(actual.shape)} instead")
             free = slack[draw][number] if slack is not None else np.zeros(expected.shape)
-            error, where = _error(expected, actual, rtol.get(expected.dtype.name), free)
+            error, where = _error(expected, actual, free, wide)
             worst = max(worst, error)
             total += expected.size
             if decides and expected.size and np.isinf(free).mean() >= 0.5:
@@ -101,33 +103,34 @@ def compared(
     return Comparison(True, worst, share, blind=tuple(name for name, never in blind.items() if never))
 
 
-def _error(expected: Array, actual: Array, rtol: float | None, slack: Array) -> tuple[float, int]:
+def _error(expected: Array, actual: Array, slack: Array, wide: bool) -> tuple[float, int]:
     """The largest error as a multiple of what is allowed, and its position."""
     if expected.size == 0:
         return 0.0, 0
     looked = np.isfinite(slack)
-    if rtol is None:
+    if _is_exact(expected):
         wrong = (expected != actual) & looked
         return (np.inf, int(np.argmax(wrong))) if wrong.any() else (0.0, 0)
     a, b = _real(expected), _real(actual)
     finite = np.isfinite(a)
-    apart = ~finite & ~((a == b) | (np.isnan(a) & np.isnan(b))) | (finite & ~np.isfinite(b))
-    if (apart & looked).any():
-        return np.inf, int(np.argmax(apart & looked))
+    apart = np.where(finite, ~np.isfinite(b), ~_same(a, b)) & looked
+    if apart.any():
+        return np.inf, int(np.argmax(apart))
     looked = looked & finite
     if not looked.any():
         return 0.0, 0
-    allowed = rtol * (np.abs(np.where(finite, a, 0.0)) + largest(a)) + np.finfo(np.float32).tiny
-    errors = np.abs(np.where(looked, a, 0.0) - np.where(looked, b, 0.0)) / (
-        allowed + np.where(looked, slack, 0.0)
-    )
+    rtol = RTOL[expected.dtype.name]
+    own, all_of_it = (_WIDE, _WIDE_LARGEST) if wide else (rtol, rtol)
+    a, b = np.where(looked, a, 0.0), np.where(looked, b, 0.0)
+    allowed = own * np.abs(a) + all_of_it * largest(_real(expected)) + np.where(looked, slack, 0.0)
+    errors = np.abs(a - b) / (allowed + np.finfo(np.float32).tiny)
     return float(errors.max()), int(np.argmax(errors))
 
 
 def largest(array: Array) -> float:
-    """The largest finite magnitude of a tensor; 0 if there is none."""
-    finite = np.abs(array[np.isfinite(array)])
-    return float(finite.max()) if finite.size else 0.0
+    """The largest magnitude of a tensor that does not stand for infinity; 0 if there is none."""
+    sizes = np.abs(array)
+    return float(sizes.max(where=sizes < _ENDLESS, initial=0.0))
 
 
 def _real(array: Array) -> Array:
@@ -168,14 +171,14 @@ def in_reals(
 ) -> Comparison:
     """The first question: outputs in float64. `moved`: those of the original with moved inputs and constants, which is
     asked if the outputs differ. `named`: as for `compared`."""
-    plain = compared(expected, found, WIDE, named=named)
+    plain = compared(expected, found, wide=True, named=named)
     if plain.equal:
         return plain
     slack = []
     for outputs, moves in zip(expected, movement(expected, moved())):
         most = [_MOST * (np.abs(_real(o)) + largest(_real(o))) for o in outputs]
         slack.append([np.where(_FEW * m <= limit, _FEW * m, np.inf) for m, limit in zip(moves, most)])
-    return compared(expected, found, WIDE, slack, named=named)
+    return compared(expected, found, slack, wide=True, named=named)
 
 
 def in_types(
@@ -193,7 +196,7 @@ def in_types(
         for row in zip(still, expected, own)
     ]
     real = [[_like(f, s) for f, s in zip(*row)] for row in zip(found, still)]
-    again = compared(still, real, WIDE, slack, decides=exact is None, named=expected[0])
+    again = compared(still, real, slack, wide=True, decides=exact is None, named=expected[0])
     if not again.equal:
         return replace(again, difference=f"{again.difference}; {plain.difference}")
     return replace(again, note=f"hangs on rounding: {plain.difference}")

@@ -64,6 +64,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, int, bool, str], ...]] = {
         ("element_type", 2, _INT, False, ""),
         ("dimensions", 3, _INT, True, ""),
         ("tuple_shapes", 4, _MESSAGE, True, "Shape"),
+        ("is_dynamic_dimension", 6, _INT, True, ""),
     ),
     "Indexing": (("batching_dims", 5, _INT, True, ""),),
     "Instruction": (
@@ -219,6 +220,11 @@ def counts(module: Any) -> Counts:
     return Counts(sum(sizes), opcodes.total(), tuple(sorted(opcodes.items())), (entry, *rest))
 
 
+def sizes(module: Any) -> list[int]:
+    """The instructions of each computation, the least first. Modules with one digest have the same."""
+    return sorted(len(c.instructions) for c in module.computations)
+
+
 def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The used computations, the entry first, each with its live instructions (producers first)."""
     by_id = {c.id: c for c in module.computations}
@@ -365,3 +371,28 @@ def has_batched_indices(module: Any) -> bool:
     return any(
         i.gather.batching_dims or i.scatter.batching_dims for c in module.computations for i in c.instructions
     )
+
+
+# bool, the integers of 32 and 64 bits, float32, float64, tuples, tokens and the complex types.
+_ORDINARY = frozenset({1, 4, 5, 8, 9, 11, 12, _TUPLE, 15, 17, 18})
+
+
+def is_ordinary(module: Any) -> bool:
+    """Whether no number has fewer than 32 bits, no dimension is dynamic or asked for, and dots and convolutions have
+    the type of their operands."""
+
+    def ordinary(shape: Any) -> bool:
+        if shape.element_type not in _ORDINARY or any(shape.is_dynamic_dimension):
+            return False
+        return all(ordinary(part) for part in shape.tuple_shapes)
+
+    for computation in module.computations:
+        types = {i.id: i.shape.element_type for i in computation.instructions}
+        for instruction in computation.instructions:
+            if instruction.opcode == "get-dimension-size" or not ordinary(instruction.shape):
+                return False
+            if instruction.opcode in ("dot", "convolution") and any(
+                types[o] != instruction.shape.element_type for o in instruction.operand_ids
+            ):
+                return False
+    return True

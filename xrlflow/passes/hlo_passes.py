@@ -30,6 +30,7 @@ class HloPass:
     """A pass. `repeated`: it is part of the pipeline "simplification" and runs to its fixpoint.
 
     `needs`: it has no effect on a module without live instructions of these kinds; empty: nothing is known.
+    `unusual`: nor on one that is ordinary (see `hlo.is_ordinary`).
     `unbatched`: XLA expects that no gather or scatter has batch dimensions, and may abort otherwise.
     """
 
@@ -38,6 +39,7 @@ class HloPass:
     needs: tuple[str, ...] = ()
     repeated: bool = False
     unbatched: bool = False
+    unusual: bool = False
 
 
 PASSES: tuple[HloPass, ...] = (
@@ -113,11 +115,21 @@ PASSES: tuple[HloPass, ...] = (
         ("convolution",),
     ),
     HloPass(
-        "operand_upcaster", "converts operands of dots to the type of the result", ("dot", "convolution")
+        "operand_upcaster",
+        "converts operands of dots to the type of the result",
+        ("dot", "convolution"),
+        unusual=True,
     ),
-    HloPass("result_caster", "converts the result of a dot instead of its operands", ("dot", "convolution")),
-    HloPass("change-op-data-type", "16-bit dots and convolutions in 32 bits", ("dot", "convolution")),
-    HloPass("float-normalization-bf16", "bfloat16 arithmetic in 32 bits"),
+    HloPass(
+        "result_caster",
+        "converts the result of a dot instead of its operands",
+        ("dot", "convolution"),
+        unusual=True,
+    ),
+    HloPass(
+        "change-op-data-type", "16-bit dots and convolutions in 32 bits", ("dot", "convolution"), unusual=True
+    ),
+    HloPass("float-normalization-bf16", "bfloat16 arithmetic in 32 bits", unusual=True),
     HloPass(
         "bitcast_dtypes_expander",
         "bitcasts between types of different widths as shifts",
@@ -129,7 +141,7 @@ PASSES: tuple[HloPass, ...] = (
     HloPass(
         "all-reduce-promotion", "all-reduces of 16-bit numbers in 32 bits", ("all-reduce", "reduce-scatter")
     ),
-    HloPass("dynamic_padder", "dynamic dimensions as padding and masks"),
+    HloPass("dynamic_padder", "dynamic dimensions as padding and masks", unusual=True),
     HloPass("qr_expander", "the QR decomposition as a loop", ("custom-call",)),
     HloPass("eigh_expander", "the symmetric eigenvalue decomposition as a loop", ("custom-call",)),
     HloPass(

@@ -83,14 +83,20 @@ def given(arrays: Sequence[Array]) -> Given:
 def arrays(data: bytes, how: Inputs) -> list[Array]:
     """One array for each parameter of a serialized module's entry. Raises CompilerError if inputs do not fit."""
     module = hlo.parse(data, full=True)
+    parameters = hlo.parameters(module)
+    for number, parameter in enumerate(parameters):
+        if min(parameter.dimensions, default=0) < 0:
+            raise CompilerError(
+                f"parameter {number} has a size that is not known: give the module static shapes"
+            )
     if isinstance(how, Given):
-        found = _fitting(how, hlo.parameters(module))
+        found = _fitting(how, parameters)
     else:
         generator = np.random.default_rng(how.seed)
         uses = _Uses(module)
         found = [
             _random(parameter, uses.of(number), how.floats, generator)
-            for number, parameter in enumerate(hlo.parameters(module))
+            for number, parameter in enumerate(parameters)
         ]
     return (
         [nudged(a, np.random.default_rng((how.nudge, n))) for n, a in enumerate(found)]

@@ -2,7 +2,7 @@
 
     from xrlflow.passes import orders
 
-    found = orders.optimize("model.hlo", search=orders.Search.BEAM, steps=500)
+    found = orders.optimize("model.hlo", steps=200)
     print(found.before, found.default, found.after, found.order.passes)
     found.save("better.hlo")
 
@@ -28,7 +28,8 @@ from xrlflow import files
 from xrlflow.backends.statistics import median_interval
 from xrlflow.passes.cache import Cache
 from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
-from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, tree
+from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
+from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, refined, tree
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ _PAIRS = 40
 
 
 class Search(Enum):
-    """How an order is looked for. AGENT and GUIDED (tree search with its policy) need an agent's file."""
+    """How an order is looked for. By an agent: AGENT (orders drawn from its policy), GUIDED (tree search with its
+    policy) and REFINED (evolution that begins with its order or a known sequence; it does without an agent, too)."""
 
     RANDOM = "random"
     GREEDY = "greedy"
@@ -51,6 +53,7 @@ class Search(Enum):
     EVOLUTION = "evolution"
     AGENT = "agent"
     GUIDED = "guided"
+    REFINED = "refined"
 
 
 WITHOUT_AGENT: dict[Search, Callable[..., Order]] = {
@@ -80,6 +83,7 @@ class Found:
     `interrupted`: Ctrl-C ended the search, and this is the best until then.
     """
 
+    search: Search
     order: Order
     contents: str | bytes
     before: float
@@ -101,6 +105,7 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "search": self.search.value,
             "passes": [] if self.is_default else list(self.order.passes),
             "default_order": self.is_default,
             "before": self.before,
@@ -137,7 +142,7 @@ def xla(workers: int | None = None) -> Iterator[Compiler]:
 
 def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
     """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
-    name = source.name if isinstance(source, files.StandardInput) else os.fspath(source)
+    name = _name(source)
     try:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
@@ -146,6 +151,23 @@ def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
         return compiler.load(_text(data))
     except CompilerError as error:
         raise CompilerError(f"{name}: {error}") from error
+
+
+def _name(source: Source | files.StandardInput) -> str:
+    return source.name if isinstance(source, files.StandardInput) else os.fspath(source)
+
+
+def _comparable(compiler: Compiler, source: Source | files.StandardInput) -> Module:
+    """The module in a file, if its results can be compared. Raises CompilerError with the file's name before a search
+    is made in vain: the module does not run here, or two runs of it differ."""
+    module, name = read(compiler, source), _name(source)
+    try:
+        found = compiler.compare(module, module)
+    except CompilerError as error:
+        raise CompilerError(f"{name}: {error}") from error
+    if not found.equal:
+        raise CompilerError(f"{name}: two runs of the module differ: {found.difference}")
+    return module
 
 
 def _text(data: bytes) -> str | bytes:
@@ -170,20 +192,48 @@ def searched(
     """Look for an order. Raises OrderError if the search needs an agent and there is none."""
     if search in WITHOUT_AGENT:
         return WITHOUT_AGENT[search](compiler, module, budget, seed, metric)
+    if search is Search.REFINED and agent is None:
+        return refined(compiler, module, _known(compiler), budget, seed, metric)
     if agent is None:
         raise OrderError(f"the search {search.value} needs an agent: name its file")
-    from xrlflow.passes.play import guided, sample
+    from xrlflow.passes.play import guided, refine, sample
 
-    chosen = sample if search is Search.AGENT else guided
-    return chosen(agent, compiler, module, budget, seed, metric)
+    if search is Search.REFINED:
+        return refine(agent, compiler, module, budget, seed, metric, [_known(compiler)])
+    look = sample if search is Search.AGENT else guided
+    return look(agent, compiler, module, budget, seed, metric)
+
+
+def _known(compiler: Compiler) -> tuple[str, ...]:
+    """The fixed sequence for this compiler; empty if none is known."""
+    return SEQUENCE if set(SEQUENCE) <= set(compiler.passes) else ()
+
+
+def chosen(search: Search | None, agent: Source | None, compiler: Compiler) -> tuple[Search, Agent | None]:
+    """The search and the agent for a compiler. By default it is REFINED, with the agent of the package if that is for
+    this compiler and the extra for agents is there; EVOLUTION if there is neither agent nor sequence for the compiler.
+
+    Raises OrderError if the extra is missing for a search that needs it, CheckpointError for the file of an agent.
+    """
+    if agent is not None:
+        return search or Search.REFINED, load_agent(agent)
+    if search in WITHOUT_AGENT:
+        return search, None
+    if search in (None, Search.REFINED):
+        shipped = None if _missing() else load_agent(PRETRAINED)
+        if shipped is not None and not shipped.fits(compiler):
+            shipped = None
+        usual = Search.REFINED if shipped is not None or _known(compiler) else Search.EVOLUTION
+        return search or usual, shipped
+    return search, load_agent(PRETRAINED)
 
 
 def optimize(
     source: Source | files.StandardInput,
     *,
-    search: Search = Search.BEAM,
+    search: Search | None = None,
     agent: Source | None = None,
-    steps: int = 500,
+    steps: int = 200,
     horizon: int = 30,
     time_limit: float | None = None,
     metric: Metric = Metric.OPERATIONS,
@@ -193,7 +243,7 @@ def optimize(
 ) -> Found:
     """Look for an order of passes that brings a module to fewer operations than the compiler's own order.
 
-    - `search`, `agent`: how; the file of an agent. `metric`: what is to become less.
+    - `search`, `agent`: how (see `chosen`); the file of an agent. `metric`: what is to become less.
     - `steps`: passes that the compiler runs. `horizon`: the longest order. `time_limit`: seconds for the search.
     - `workers`: processes that run passes. `compiler`: another one than XLA's.
 
@@ -202,12 +252,12 @@ def optimize(
     """
     begin = time.monotonic()
     with _given(compiler, workers) as used:
-        module = read(used, source)
-        known = load_agent(agent) if agent is not None else None
+        module = _comparable(used, source)
+        how, known = chosen(search, agent, used)
         deadline = None if time_limit is None else begin + time_limit
         interrupted = False
         try:
-            order = searched(search, used, module, Budget(steps, horizon, deadline), seed, metric, known)
+            order = searched(how, used, module, Budget(steps, horizon, deadline), seed, metric, known)
         except Interrupted as interrupt:
             order, interrupted = interrupt.order, True
         default = used.default(module)
@@ -219,7 +269,7 @@ def optimize(
         result = default if is_default else order.module
         compared = _checked(used, module, result, () if is_default else order.passes, seed)
         return Found(
-            order, used.write(result), before, usual, usual if is_default else after, compared, is_default,
+            how, order, used.write(result), before, usual, usual if is_default else after, compared, is_default,
             time.monotonic() - begin, refused, interrupted,
         )  # fmt: skip
 
@@ -270,11 +320,15 @@ def load_agent(path: Source) -> Agent:
     return Agent.load(path)
 
 
-def _need_training() -> None:
+def _missing() -> list[str]:
+    """What agents need and is not installed."""
     from importlib.util import find_spec
 
-    missing = [name for name in ("torch", "gymnasium") if find_spec(name) is None]
-    if missing:
+    return [name for name in ("torch", "gymnasium") if find_spec(name) is None]
+
+
+def _need_training() -> None:
+    if missing := _missing():
         raise OrderError(
             f"agents need {' and '.join(missing)}: install them with `pip install 'xrlflow[train]'`"
         )
@@ -292,12 +346,14 @@ def train(
     metric: Metric = Metric.OPERATIONS,
     time_limit: float | None = None,
     seed: int = 0,
+    restart: bool = False,
     workers: int | None = None,
     log: Source | None = None,
     quiet: bool = True,
     compiler: Compiler | None = None,
 ) -> Trained:
-    """Train an agent by PPO on modules, and write it to `output` whenever it is better than before.
+    """Train an agent by PPO on modules, and write it to `output` whenever it is better than before. A run that was
+    stopped goes on, unless `restart` is set.
 
     `graph`: it sees the graph of instructions. `plain`: without masking, shaping and curriculum. `log`: a folder for
     TensorBoard. Unless `quiet`, standard error shows the progress.
@@ -310,6 +366,10 @@ def train(
     from xrlflow.passes.environment import Problem
     from xrlflow.passes.lessons import Teaching
 
+    _check_log(log)
+    state = ppo.state_path(output).resolve()
+    if any(Path(source).resolve() == state for source in sources):
+        raise OrderError(f"{state} would be overwritten by the state of the training: name another output")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     network = Network.GRAPH if graph else Network.COUNTS
     config = ppo.TrainConfig(
@@ -318,9 +378,11 @@ def train(
     )  # fmt: skip
     with _given(compiler, workers) as used:
         problems = [Problem(os.fspath(path), read(used, path)) for path in sources]
-        chosen, logs = config.plain() if plain else config, _logs(log, iterations, quiet)
         try:
-            return ppo.train(used, problems, chosen, output, deadline=deadline, logs=logs)
+            return ppo.train(
+                used, problems, config.plain() if plain else config, output, restart=restart, deadline=deadline,
+                log=lambda done: _logs(log, iterations, done, quiet),
+            )  # fmt: skip
         except TrainingError as error:
             raise OrderError(f"training failed: {error}") from error
 
@@ -333,14 +395,18 @@ _SHOWN = {
 }
 
 
-def _logs(folder: Source | None, iterations: int, quiet: bool) -> Logs:
-    """Logs of a training run. Raises OrderError if the folder is a file."""
-    from xrlflow.learn.log import Logs, TensorBoard, Terminal
-
+def _check_log(folder: Source | None) -> None:
+    """Raise OrderError if the folder for the log is a file."""
     if folder is not None and os.path.isfile(folder):
         raise OrderError(f"log {os.fspath(folder)} is a file: name a folder")
-    board = [] if folder is None else [TensorBoard(folder)]
-    return Logs(*board, *([] if quiet else [Terminal(iterations, _SHOWN)]))
+
+
+def _logs(folder: Source | None, iterations: int, done: int, quiet: bool) -> Logs:
+    """Logs of a training run of which some iterations are done."""
+    from xrlflow.learn.log import Logs, TensorBoard, Terminal
+
+    board = [] if folder is None else [TensorBoard(folder, since=done + 1 if done else 0)]
+    return Logs(*board, *([] if quiet else [Terminal(iterations, _SHOWN, done)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,9 +448,11 @@ def bench(
     compiler: Compiler | None = None,
 ) -> Table:
     """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises."""
-    known = load_agent(agent) if agent is not None else None
     with _given(compiler, workers) as used:
-        module = read(used, source)
+        module = _comparable(used, source)
+        known = None
+        for search in searches:  # of those that need an agent, all have the same one
+            known = chosen(search, agent, used)[1] or known
         default = used.default(module)
         rows, best = [], module
         for search in searches:

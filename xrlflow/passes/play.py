@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from xrlflow.learn.threads import one_thread
 from xrlflow.passes.agent import Agent
 from xrlflow.passes.compiler import Compiler, Metric, Module
 from xrlflow.passes.environment import Masking, Observation, PassEnv, Problem
 from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree, without_effect
+from xrlflow.passes.searches.sequences import improve
 from xrlflow.passes.searches.steps import until_over
 
 # Chooses an action for an observation.
@@ -18,17 +20,26 @@ _Choose = Callable[[Observation], int]
 _IDLE = 200  # episodes in a row of which every step is known
 
 
-def play(agent: Agent, compiler: Compiler, module: Module, metric: Metric = Metric.OPERATIONS) -> Order:
+@one_thread()
+def play(
+    agent: Agent,
+    compiler: Compiler,
+    module: Module,
+    metric: Metric = Metric.OPERATIONS,
+    compared: bool = True,
+) -> Order:
     """The likeliest passes, until the agent stops or the horizon ends: zero-shot. Draws nothing.
 
+    `compared`: whether the result is compared with the module, which takes longer than the order itself.
     Raises CheckpointError if the agent is for other passes.
     """
     agent.check(compiler)
     horizon = agent.config.horizon
-    explorer = Explorer(compiler, module, Budget(horizon, horizon), metric)
+    explorer = Explorer(compiler, module, Budget(horizon, horizon), metric, compared)
     return until_over(explorer, lambda: _episode(agent, explorer, _likeliest(agent)))
 
 
+@one_thread()
 def sample(
     agent: Agent,
     compiler: Compiler,
@@ -61,6 +72,36 @@ def sample(
     return until_over(explorer, play_on)
 
 
+@one_thread()
+def refine(
+    agent: Agent,
+    compiler: Compiler,
+    module: Module,
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+    known: Sequence[Sequence[str]] = (),
+) -> Order:
+    """Known sequences and the likeliest order first, then what betters the best of them: see `improve`. The policy says
+    which passes are tried first."""
+    agent.check(compiler)
+    explorer = Explorer(compiler, module, budget, metric)
+    priors = _policy(agent, explorer.meter, module)
+
+    def ranked(node: Node) -> list[str]:
+        likely = priors(node)
+        return sorted(explorer.open(node), key=lambda name: -likely[name])
+
+    def play_on() -> None:
+        for passes in known:
+            explorer.replay(passes[: budget.horizon])
+        _episode(agent, explorer, _likeliest(agent))
+        improve(explorer, ranked, seed)
+
+    return until_over(explorer, play_on)
+
+
+@one_thread()
 def guided(
     agent: Agent,
     compiler: Compiler,
@@ -73,6 +114,12 @@ def guided(
     """Monte Carlo tree search whose priors are the agent's policy."""
     agent.check(compiler)
     meter = Meter(compiler, budget)
+    priors = _policy(agent, meter, module)
+    return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
+
+
+def _policy(agent: Agent, meter: Meter, module: Module) -> Callable[[Node], Mapping[str, float]]:
+    """The policy as a function of nodes that a search reached."""
     env = _environment(agent, meter, module)
 
     def priors(node: Node) -> Mapping[str, float]:
@@ -85,7 +132,7 @@ def guided(
             distribution, _ = agent.evaluate([observation])
         return dict(zip(agent.passes, distribution.probs.double().numpy() + 1e-3))
 
-    return tree(meter, module, budget, seed, metric, config or TreeConfig(), priors)
+    return priors
 
 
 def narrowed(observation: Observation, compiler: Compiler, module: Module, masking: Masking) -> Observation:

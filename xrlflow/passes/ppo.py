@@ -1,24 +1,35 @@
-"""Training an agent by PPO (`xrlflow.learn.ppo`), plain or with what `lessons` adds."""
+"""Training an agent by PPO (`xrlflow.learn.ppo`), plain or with what `lessons` adds.
+
+All random numbers of a run come from one generator, and an iteration plays whole episodes. So a run that is killed and
+goes on from its state gives the same agent as one that was not.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, Stats, collect, update
+from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
 from xrlflow.passes.agent import Agent, AgentConfig, random_agent
 from xrlflow.passes.compiler import Compiler
 from xrlflow.passes.environment import Masking, Observation, Problem
 from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
+
+KIND = "training of a passes agent"
 
 
 def _ppo() -> PPOConfig:
@@ -33,6 +44,7 @@ def _ppo() -> PPOConfig:
 class TrainConfig:
     """Options of a training run: `iterations` of at least `steps` steps each, in episodes over `environments`.
 
+    A run that goes on may only change `iterations` and `evaluate_every`.
     `evaluate_every`: iterations after which the agent plays all modules, and is kept if it is better than before.
     """
 
@@ -73,27 +85,38 @@ def train(
     output: str | os.PathLike[str] | None = None,
     *,
     start: Agent | None = None,
+    restart: bool = False,
     deadline: float | None = None,
-    logs: Logs | None = None,
+    log: Callable[[int], Logs] | None = None,
 ) -> Trained:
     """Train an agent on modules. It is written to `output` whenever it plays them better than before.
 
-    The run ends after all iterations, at `deadline` (time.monotonic) or at Ctrl-C, with the best agent so far. The
-    compiler should have a cache: episodes repeat themselves.
-    Raises CheckpointError if `start` is for other passes or `output` cannot be written, TrainingError if a loss is not
-    finite.
+    The run ends after all iterations, at `deadline` (time.monotonic) or at Ctrl-C, with the best agent so far. After
+    each iteration its state goes to `state_path(output)`, and a later run goes on from there, unless `restart` is set.
+    `log(done)` makes the logs, given the iterations that are done. The compiler should have a cache: episodes repeat
+    themselves.
+    Raises CheckpointError if `start` is for other passes, the state is of another run or `output` cannot be written,
+    TrainingError if a loss is not finite.
     """
     run = _Run(compiler, problems, config, output, start)
+    if not restart:
+        run.resume()
     interrupted = False
     try:
-        with one_thread(), logs or Logs() as log:
+        with one_thread(), log(run.iteration) if log is not None else Logs() as logs:
             while run.iteration < config.iterations and (deadline is None or time.monotonic() < deadline):
-                log.scalars(run.iterate(), run.iteration)
+                logs.scalars(run.iterate(), run.iteration)
             if run.iteration % config.evaluate_every:
-                log.scalars(run.evaluate(), run.iteration)
+                logs.scalars(run.evaluate(), run.iteration)
     except KeyboardInterrupt:
         interrupted = True
     return run.trained(interrupted)
+
+
+def state_path(output: str | os.PathLike[str]) -> Path:
+    """The file with the state of the training run that writes its agent to `output`."""
+    path = Path(output)
+    return path.with_name(f"{path.stem}.training{path.suffix}")
 
 
 class _Run:
@@ -116,6 +139,8 @@ class _Run:
         self.generator = torch.Generator().manual_seed(config.seed)
         self.iteration = self.steps = 0
         self.begin = time.monotonic()
+        self.earlier = 0.0
+        """Seconds of the run before it was stopped."""
         self.best, self.score = self.agent.copy(), math.inf
         self.history: list[Mapping[str, float]] = []
 
@@ -137,6 +162,8 @@ class _Run:
         if self.iteration % config.evaluate_every == 0:
             found |= self.evaluate()
         self.history.append(found)
+        if self.output is not None:
+            save_checkpoint(self.to_checkpoint(), state_path(self.output))
         return found
 
     def evaluate(self) -> dict[str, float]:
@@ -156,9 +183,79 @@ class _Run:
             if self.output is not None:
                 self.best.save(self.output)
         return Trained(
-            self.best, self.score, self.iteration, self.steps, time.monotonic() - self.begin, interrupted,
-            tuple(self.history),
+            self.best, self.score, self.iteration, self.steps, self.seconds, interrupted, tuple(self.history)
         )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        return self.earlier + time.monotonic() - self.begin
+
+    def to_checkpoint(self) -> Checkpoint:
+        """All that the next iteration depends on, and the best agent so far."""
+        tensors = {f"agent.{name}": t for name, t in self.agent.state_dict().items()}
+        tensors |= {f"best.{name}": t for name, t in self.best.state_dict().items()}
+        names = [name for name, _ in self.agent.named_parameters()]
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{names[index]}.{key}": t for key, t in state.items()}
+        tensors["generator"] = self.generator.get_state()
+        config = {
+            "run": self._identity(),
+            "about": self.best.about,
+            "iteration": self.iteration,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "score": None if math.isinf(self.score) else self.score,
+        }
+        return Checkpoint(KIND, config, to_arrays(tensors))
+
+    def _identity(self) -> dict[str, Any]:
+        """What a run that goes on must have in common with the one that was stopped."""
+        config = {k: v for k, v in self.config.to_json().items() if k not in ("iterations", "evaluate_every")}
+        modules = [p.module.digest for p in self.problems]
+        return {
+            "compiler": self.compiler.name,
+            "passes": list(self.agent.passes),
+            "modules": modules,
+            **config,
+        }
+
+    def resume(self) -> None:
+        """Go on from the saved state, if there is one. Raises CheckpointError if it is of another run."""
+        if self.output is None or not state_path(self.output).exists():
+            return
+        path = state_path(self.output)
+        found = load_checkpoint(path, KIND)
+        mine = json.loads(json.dumps(self._identity()))
+        theirs = dict(found.config.get("run", {}))
+        differing = sorted(k for k, v in mine.items() if theirs.get(k) != v)
+        if differing:
+            other = ", ".join(differing)
+            raise CheckpointError(f"{path} is of a run with other {other}: restart, or name another output")
+        try:
+            self._restore(to_tensors(found.tensors), found.config)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{path}: the parts of the state do not fit: {reason}") from error
+        if not math.isinf(self.score) and not Path(self.output).exists():
+            self.best.save(self.output)
+
+    def _restore(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+        self.agent.load_state_dict(under("agent."))
+        self.best.load_state_dict(under("best."))
+        state = {
+            index: own
+            for index, (name, _) in enumerate(self.agent.named_parameters())
+            if (own := under(f"optimizer.{name}."))
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.generator.set_state(tensors["generator"])
+        self.iteration, self.steps = int(config["iteration"]), int(config["steps"])
+        self.earlier, self.best.about = float(config["seconds"]), dict(config["about"])
+        self.score = math.inf if config["score"] is None else float(config["score"])
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -81,11 +81,12 @@ class RuleCompiler:
     def apply_each(self, module: Module, names: Sequence[str]) -> list[Applied]:
         return [self.apply(module, name) for name in names]
 
-    def default(self, module: Module) -> Module:
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
         """The families in the library's order, repeated until the number of operations stays the same."""
+        chosen = [name for name in self.passes if names is None or name in names]
         for _ in range(_ROUNDS):
             before = module.summary.operations
-            for name in self.passes:
+            for name in chosen:
                 module = self.apply(module, name).module
             if module.summary.operations == before:
                 break

@@ -5,6 +5,7 @@ It loads jaxlib alone, not jax. Requests and answers are pickled; `serve` answer
 
 from __future__ import annotations
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from xrlflow.backends.children import end_with_parent
 from xrlflow.passes import hlo, inputs
 from xrlflow.passes.compiler import CompilerError, Summary
 from xrlflow.passes.inputs import Array, Inputs
@@ -108,6 +110,7 @@ class Ready:
     version: str
 
 
+_RECENT = 64  # modules of which a worker remembers two forms
 _PROGRAMS = 8  # compiled for comparisons, that are kept
 # Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
 _QUICK: Options = (
@@ -117,6 +120,19 @@ _QUICK: Options = (
 )
 
 Request: TypeAlias = Load | Transform | Print | Whole | Execute
+
+
+# HLO text begins with its name, after comments.
+_HLO_TEXT = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)
+_HLO_DEVICES = re.compile(r"\b(replica_count|num_partitions)=(\d+)")
+_STABLEHLO_DEVICES = re.compile(r"\bmhlo\.(num_replicas|num_partitions) = (\d+)")
+
+
+def _for_one_device(found: Sequence[tuple[str, str]]) -> None:
+    """Raises CompilerError for a module of several devices: XLA would forget them, and compute something else."""
+    for name, count in found:
+        if int(count) > 1:
+            raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
 
 
 class _Xla:
@@ -131,12 +147,12 @@ class _Xla:
         self._taken: list[bytes] = []
         self._taking = False
         _xla.register_xla_transform("xrlflow", 0, self._take)
-        # The module that was converted last: agents run many passes on one module.
-        self._converted: tuple[str, bytes] = ("", b"")
+        # By the digest of a module: what it is as StableHLO, and how it looks after a pass without effect, which spares
+        # most of the digests. Searches come back to modules.
+        self._converted = _Recent()
+        self._idle = _Recent()
         # What was compiled last for a comparison, by module: results are compared more than once.
         self._programs: OrderedDict[tuple[bytes, Wide | None], Any] = OrderedDict()
-        # How a module looks after a pass without effect, by its digest: spares most of the digests.
-        self._idle: tuple[str, bytes] = ("", b"")
 
     def _take(self, module: bytes) -> None:
         """Called by XLA after the HLO passes. An error ends the compilation, which is what we want."""
@@ -166,13 +182,14 @@ class _Xla:
 
     def stablehlo(self, data: bytes, digest: str = "") -> bytes:
         """StableHLO bytecode of a serialized HLO module: what XLA's compiler takes."""
-        if digest and self._converted[0] == digest:
-            return self._converted[1]
+        if (known := self._converted.get(digest)) is not None:
+            return known
         try:
             converted: bytes = self.jax.mlir.hlo_to_stablehlo(data)
         except Exception as error:
             raise CompilerError(_first_line(error)) from error
-        self._converted = (digest, converted)
+        if digest:
+            self._converted.put(digest, converted)
         return converted
 
     def imported(self, stablehlo: str | bytes) -> bytes:
@@ -204,18 +221,45 @@ class _Xla:
         return float(found.get("bytes accessed", 0.0)), float(found.get("flops", 0.0))
 
     def load(self, source: str | bytes) -> Loaded:
-        if isinstance(source, str) and source.lstrip().startswith("HloModule"):
+        if isinstance(source, str):
+            source = source.removeprefix("\ufeff")
+        if isinstance(source, str) and _HLO_TEXT.match(source):
             try:
-                data = self.hlo.hlo_module_from_text(source).as_serialized_hlo_module_proto()
+                module = self.hlo.hlo_module_from_text(source)
             except Exception as error:
                 raise CompilerError(_first_line(error)) from error
+            _for_one_device(_HLO_DEVICES.findall(module.to_string().partition("\n")[0]))
+            data = module.as_serialized_hlo_module_proto()
         elif isinstance(source, str) or source[:4] == b"ML\xefR":
             data = self.imported(source)
+            _for_one_device(_STABLEHLO_DEVICES.findall(self.attributes(source)))
         else:
             hlo.parse(source)
             data = source
         # Twice: jax's own module has calls and tuples that go away only at the second time.
         return self.landed(self.landed(data).data)
+
+    def attributes(self, source: str | bytes) -> str:
+        """What a StableHLO module says of itself, beside its functions."""
+        if isinstance(source, str):
+            return source.partition("func.func")[0]
+        from jaxlib.mlir import ir
+        from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+        from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+
+        dialects = ir.DialectRegistry()
+        _jax_mlir_ext.register_dialects(dialects)
+        with ir.Context() as context:
+            context.append_dialect_registry(dialects)
+            context.load_all_available_dialects()
+            for dialect in (chlo, sdy, stablehlo):
+                dialect.register_dialect(context)
+            try:
+                module = self.jax.mlir.deserialize_portable_artifact(source)
+            except Exception:  # bytecode of MLIR itself, not of a version of StableHLO
+                module = ir.Module.parse(source)
+            held = module.operation.attributes
+            return ", ".join(f"{name} = {held[name]}" for name in held)
 
     def transform(self, request: Transform) -> Loaded | None:
         if request.unbatched and hlo.has_batched_indices(hlo.parse(request.data)):
@@ -223,14 +267,16 @@ class _Xla:
                 "a gather or scatter has batch dimensions: batched_gather_scatter_normalizer first"
             )
         after = self.passes(self.stablehlo(request.data, request.digest), request.options)
-        known, idle = self._idle
+        idle = self._idle.get(request.digest)
         plain = hlo.without_number(after)
-        if known != request.digest:
-            if hlo.digest(hlo.parse(after)) == request.digest:
-                self._idle = request.digest, plain
-                return None
-        elif plain == idle:
+        if plain == idle:
             return None
+        if idle is None:
+            found = hlo.parse(after)
+            # A digest takes longer than to see that instructions were added or removed.
+            if hlo.sizes(found) == hlo.sizes(hlo.parse(request.data)) and hlo.digest(found) == request.digest:
+                self._idle.put(request.digest, plain)
+                return None
         landed = self.landed(after)
         return None if landed.digest == request.digest else landed
 
@@ -314,6 +360,24 @@ class _Xla:
                 return self.execute(request)
 
 
+class _Recent:
+    """Bytes by their keys, the last ones that were used."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[str, bytes] = OrderedDict()
+
+    def get(self, key: str) -> bytes | None:
+        found = self._held.get(key)
+        if found is not None:
+            self._held.move_to_end(key)
+        return found
+
+    def put(self, key: str, value: bytes) -> None:
+        self._held[key] = value
+        if len(self._held) > _RECENT:
+            self._held.popitem(last=False)
+
+
 class _Enough(Exception):
     """Ends a compilation after the HLO passes."""
 
@@ -329,6 +393,7 @@ def _first_line(error: BaseException) -> str:
 
 def serve(descriptor: int) -> None:
     """Answer requests that come through a pipe until it is closed."""
+    end_with_parent(descriptor)
     pipe = Connection(descriptor)
     xla = _Xla()
     pipe.send(Ready(f"jaxlib {_version()}"))
@@ -341,6 +406,8 @@ def serve(descriptor: int) -> None:
             answer = xla.answer(request)
         except CompilerError as error:
             answer = Refusal(str(error))
+        except MemoryError as error:
+            answer = Refusal(f"it needs more memory than there is: {_first_line(error)}")
         pipe.send(answer)
 
 

@@ -7,19 +7,21 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rewrite_rules import LIBRARY
 from xrlflow import lowering
-from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, Options, check_seed
+from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.trace import read_trace
-from xrlflow.prover import Certificate, prove_all, prove_in_processes
+from xrlflow.prover import Certificate, prove_all, prove_by
 from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
 from xrlflow.rewrite.placement import PLACEMENT, Loses, placement_rules
+from xrlflow.workers import Processes
 
 
 def library_for(options: Options) -> Library:
@@ -131,27 +133,31 @@ def prove_rules(
     own: Path | None = None,
     seed: int = 0,
     jobs: int | None = None,
+    ray: str | None = None,
     listener: Callable[[Certificate, int, int], None] | None = None,
 ) -> list[Certificate]:
     """Prove rules of the library or of a file (`own`). Returns their certificates, in their order.
 
-    `names`: by default all rules. `jobs`: processes, by default one for each physical core. `listener` gets each
-    certificate, how many there are so far, and how many there will be. Raises OptionError for unknown names.
+    `names`: by default all rules. `jobs`: workers, by default one for each physical core. `ray`: "local" or the
+    HOST:PORT of a Ray cluster that they are on; the certificates are the same. `listener` gets each certificate, how
+    many there are so far, and how many there will be. Raises OptionError for unknown names, and if the cluster cannot
+    be used.
     """
     check_seed(seed)
     rules = _chosen(names, own)
     found: dict[str, Certificate] = {}
-    jobs = (
-        min(jobs or default_threads(), len(rules)) if own is None else 1
-    )  # other processes have not run the file
-    if jobs == 1:
-        certificates = prove_all(rules, seed)
-    else:
-        certificates = prove_in_processes(rules, seed, jobs)
-    for certificate in certificates:
-        found[certificate.name] = certificate
-        if listener is not None:
-            listener(certificate, len(found), len(rules))
+    with place_of(ray) as place:
+        certificates: Iterable[Certificate]
+        if isinstance(place, Processes) and (own is not None or len(rules) == 1 or jobs == 1):
+            certificates = prove_all(rules, seed)
+        else:
+            count = min(jobs or place.cores, len(rules))
+            load = None if own is None else partial(own_rules, own.resolve(), proven=False)
+            certificates = prove_by(place, rules, seed, count, load)
+        for certificate in certificates:
+            found[certificate.name] = certificate
+            if listener is not None:
+                listener(certificate, len(found), len(rules))
     return [found[r.name] for r in rules]
 
 

@@ -13,6 +13,7 @@ from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.options import OptionError, TrainOptions
 from xrlflow.pipeline.outputs import check_apart
+from xrlflow.pipeline.places import place_of
 
 if TYPE_CHECKING:
     from xrlflow.learn.log import Logs
@@ -49,7 +50,6 @@ def train(
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.parameters import AgentConfig
-    from xrlflow.rl.workers import WorkerError
     from xrlflow.rl.world_model.files import world_path
 
     if isinstance(models, (str, bytes, os.PathLike)):
@@ -63,8 +63,9 @@ def train(
     if options.log is not None and os.path.isfile(options.log):
         raise OptionError(f"log {os.fspath(options.log)} is a file: name a folder")
     files = training.Files(
-        tuple(str(m) for m in models), tuple(str(m) for m in options.held_out), tuple(LIBRARY), Roofline
-    )
+        tuple(str(m) for m in models), tuple(str(m) for m in options.held_out), tuple(LIBRARY), Roofline,
+        folder=os.getcwd(),
+    )  # fmt: skip
     try:
         begin = None
         if options.start is not None:
@@ -77,13 +78,14 @@ def train(
             options.iterations, options.steps, options.workers, seed=options.seed,
             env=EnvConfig(horizon=options.horizon), agent=AgentConfig() if begin is None else begin.config,
         )  # fmt: skip
-        return training.train(
-            files, Vocabulary.of(files.library()) if begin is None else begin.vocabulary, config, output,
-            start=begin, resume=not options.restart,
-            deadline=None if options.time_limit is None else time.monotonic() + options.time_limit,
-            log=lambda done: _logs(options, done, quiet), about={"command": " ".join(["xrlflow", *sys.argv[1:]])},
-        )  # fmt: skip
-    except (CheckpointError, TrainingError, WorkerError) as error:
+        deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
+        with place_of(options.ray) as place:
+            return training.train(
+                files, Vocabulary.of(files.library()) if begin is None else begin.vocabulary, config, output,
+                start=begin, resume=not options.restart, deadline=deadline, place=place,
+                log=lambda done: _logs(options, done, quiet), about={"command": " ".join(["xrlflow", *sys.argv[1:]])},
+            )  # fmt: skip
+    except (CheckpointError, TrainingError) as error:
         raise OptionError(str(error)) from error
 
 

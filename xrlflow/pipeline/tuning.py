@@ -18,11 +18,12 @@ from xrlflow.options import Options, TuneOptions
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import search
+from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.prepare import opened, random_feeds, start
 from xrlflow.pipeline.verifier import Verifier
 from xrlflow.report import Listener, bounds, finite
 from xrlflow.search import simplify
-from xrlflow.tuning.pool import PoolError
+from xrlflow.tuning.crew import PoolError
 from xrlflow.tuning.session import Progress
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.verify import Verification
@@ -132,7 +133,6 @@ def _for_search(options: TuneOptions) -> Options:
 def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedModel:
     hurried = context.clock.hurried
     trials = 0 if hurried else options.trials
-    plan = TuningPlan(Method(options.method), trials, options.batch, options.time_limit, options.seed)
 
     def tell(progress: Progress) -> None:
         note = f"{progress.task.name} {progress.best * 1e6:.1f} us"
@@ -142,9 +142,14 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
         context.say("layers", done, total, layer)
 
     try:
-        return lowering.tune_model(
-            context.lowering, context.original, graphs, context.feeds, plan, tell, hurried, tell_layers
-        )
+        with place_of(options.ray) as place:
+            plan = TuningPlan(
+                Method(options.method), trials, options.batch, options.time_limit, options.seed,
+                None if options.ray is None else place,
+            )  # fmt: skip
+            return lowering.tune_model(
+                context.lowering, context.original, graphs, context.feeds, plan, tell, hurried, tell_layers
+            )
     except PoolError as error:
         raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
 

@@ -1,5 +1,5 @@
 """Proofs of rewrite rules."""
 
-from xrlflow.prover.proof import Certificate, prove, prove_all, prove_in_processes
+from xrlflow.prover.proof import Certificate, prove, prove_all, prove_by
 
-__all__ = ["Certificate", "prove", "prove_all", "prove_in_processes"]
+__all__ = ["Certificate", "prove", "prove_all", "prove_by"]

@@ -6,6 +6,7 @@ J. T. Schwartz, "Fast probabilistic algorithms for verification of polynomial id
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,17 @@ _MASK = (1 << 64) - 1
 
 # Powers with integer exponents in this range are computed; others are keyed functions (except the square root).
 _LEAST_POWER, _MOST_POWER = -2, 4
+
+
+# What `frexp` gives for the least and for the greatest float64.
+_LEAST_EXPONENT, _MOST_EXPONENT = -1073, 1024
+
+
+@lru_cache(maxsize=8)
+def _powers_of_two(prime: int) -> Array:
+    """For each exponent of `frexp`, from the least: the power of two that a mantissa of 53 bits is multiplied by."""
+    exponents = range(_LEAST_EXPONENT, _MOST_EXPONENT + 1)
+    return np.array([pow(2, exponent - 53, prime) for exponent in exponents], np.int64)
 
 
 class ZeroDenominator(ArithmeticError):
@@ -58,9 +70,8 @@ class PrimeField(Field):
         # Every float is an integer times a power of two.
         mantissa, exponent = np.frexp(wide)
         whole = (mantissa * float(1 << 53)).astype(np.int64) % self.prime
-        powers, at = np.unique(exponent, return_inverse=True)
-        table = np.array([pow(2, int(e) - 53, self.prime) for e in powers], np.int64)
-        return (whole * table[at.reshape(wide.shape)] % self.prime).astype(np.float64)
+        power = _powers_of_two(self.prime)[exponent - _LEAST_EXPONENT]
+        return (whole * power % self.prime).astype(np.float64)  # type: ignore[no-any-return]
 
     def constant(self, value: Number) -> Any:
         if isinstance(value, float) and not np.isfinite(value):

@@ -16,12 +16,11 @@ tried (`coverage`) and every `require` of the rule has refused. Then the same te
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -68,6 +67,7 @@ from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
+from xrlflow.workers import Crew, Place
 
 # The greatest number of sketches, the wanted number of cases, and the least number of cases of a proof.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
@@ -480,13 +480,32 @@ def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
         yield prove(rule, seed)
 
 
-def prove_in_processes(rules: Sequence[AnyRule], seed: int, jobs: int) -> Iterator[Certificate]:
-    """The certificates of rules, from `jobs` processes, in the order in which they finish."""
-    context = multiprocessing.get_context("spawn")  # a fork would copy the runtime's threads
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting = [pool.submit(prove, rule, seed) for rule in rules]
-        for done in as_completed(waiting):
-            yield done.result()
+class Prover:
+    """A worker's hand that proves rules, which are given, or named among those that `load` returns."""
+
+    def __init__(self, seed: int, load: Callable[[], Iterable[AnyRule]] | None = None) -> None:
+        self._named = {} if load is None else {rule.name: rule for rule in load()}
+        self._seed = seed
+
+    def do(self, order: AnyRule | str) -> Certificate:
+        return prove(self._named[order] if isinstance(order, str) else order, self._seed)
+
+
+def prove_by(
+    place: Place,
+    rules: Sequence[AnyRule],
+    seed: int,
+    workers: int,
+    load: Callable[[], Iterable[AnyRule]] | None = None,
+) -> Iterator[Certificate]:
+    """The certificates of rules, from workers of a place, in the order in which they finish.
+
+    `load` loads rules that cannot be pickled, because their module is a file. Raises WorkerError if a worker fails.
+    """
+    orders = iter(rules) if load is None else (rule.name for rule in rules)
+    with Crew(place, partial(Prover, seed, load), workers, "prover") as crew:
+        for _, certificate in crew.work(orders):
+            yield certificate
 
 
 def library_of(rule: AnyRule) -> Library:

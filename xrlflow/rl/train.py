@@ -26,6 +26,7 @@ from xrlflow.cost import AdditiveCost
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
+from xrlflow.learn.threads import permitted_threads
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library
 from xrlflow.rl.agent import Agent
@@ -40,13 +41,14 @@ from xrlflow.rl.workers import (
     MakeTask,
     Objective,
     Outcome,
+    PlayingWorker,
     Setup,
     Task,
-    Worker,
     make_workers,
     parameters_of,
 )
 from xrlflow.search import simplify
+from xrlflow.workers import Place
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,7 +124,7 @@ class Trained:
 class Trainer:
     """Improves an agent, iteration by iteration. As a context manager, it closes its workers."""
 
-    def __init__(self, agent: Agent, workers: Sequence[Worker], config: TrainConfig) -> None:
+    def __init__(self, agent: Agent, workers: Sequence[PlayingWorker], config: TrainConfig) -> None:
         self.agent = agent
         self.workers = workers
         self.config = config
@@ -298,20 +300,22 @@ def train(
     deadline: float | None = None,
     log: Callable[[int], Logs] | None = None,
     about: Mapping[str, Any] | None = None,
+    place: Place | None = None,
 ) -> Trained:
     """Train an agent. Writes it to `output` whenever an evaluation finds it better than before.
 
     `make` makes the problems, once in each worker. Training starts from the agent `start`, or from a random one. After
     each iteration, the state of the run is saved to `state_path(output)`; with `resume`, a stopped run continues from
     it. The run ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and gives the best agent
-    so far. `log(first)` makes the logs, given the first iteration. `about` is stored in the agent's file.
+    so far. `log(first)` makes the logs, given the first iteration. `about` is stored in the agent's file. `place`: of
+    the workers, by default processes of this machine; the agent does not depend on it.
 
     Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is
     not finite, WorkerError if a worker fails.
     """
     agent = _first_agent(vocabulary, config, start)
     interrupted = False
-    with Trainer(agent, (), config) as trainer:
+    with permitted_threads(), Trainer(agent, (), config) as trainer:
         run = _Run(trainer, output, about or {})
         if resume:
             run.resume()
@@ -321,7 +325,7 @@ def train(
         )
         try:
             with logs:
-                trainer.workers = make_workers(setup, config.workers)
+                trainer.workers = make_workers(setup, config.workers, place)
                 run.begin(logs)
                 while trainer.iteration < config.iterations:
                     if deadline is not None and time.monotonic() >= deadline:
@@ -466,13 +470,17 @@ class _Listener:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Makes a task of ONNX files, with these rules and this cost model. The graphs are simplified first."""
+    """Makes a task of ONNX files, with these rules and this cost model. The graphs are simplified first.
+
+    `folder`: where relative paths begin, because workers may have other working folders.
+    """
 
     problems: tuple[str, ...]
     held_out: tuple[str, ...]
     rules: tuple[AnyRule, ...]
     model: Callable[[], AdditiveCost]
     contrib: bool = False
+    folder: str = ""
 
     def library(self) -> Library:
         return Library(self.rules, contrib=self.contrib)
@@ -483,7 +491,7 @@ class Files:
         featuriser = Featuriser(vocabulary, model)
 
         def problem(path: str) -> Problem:
-            graph, _ = simplify(load(path).graph, library, model.cost)
+            graph, _ = simplify(load(os.path.join(self.folder, path)).graph, library, model.cost)
             return Problem.of(path, graph, library, model, featuriser.pricing)
 
         return Task([problem(p) for p in self.problems], [problem(p) for p in self.held_out], featuriser)

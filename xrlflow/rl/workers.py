@@ -1,22 +1,19 @@
-"""Workers play episodes and compute gradients, in this process or in others.
+"""Workers play episodes and compute gradients, in this process, in others, or on a cluster.
 
 An order contains everything that its episodes depend on (parameters and seed). So it gives the same episodes whatever
-came before, and a run with the same seed and number of workers is repeatable. Observations are large, so a worker keeps
-those of its episodes and sends gradients. The size of its messages does not depend on the graphs.
+came before, and a run with the same seed and number of workers is repeatable, wherever they are. Observations are
+large, so a worker keeps those of its episodes and sends gradients. The size of its messages does not depend on the
+graphs. A worker that is lost is made again, and repeats what it had collected.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import random
-import signal
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +26,10 @@ from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
 from xrlflow.rl.features import Observation, Vocabulary
 from xrlflow.rl.parameters import AgentConfig
 from xrlflow.rl.situation import Situation
+from xrlflow.workers import InProcess, Place, Processes, Worker, WorkerError, WorkerLost
+from xrlflow.workers.crew import ATTEMPTS
 
 Parameters = npt.NDArray[np.float32]
-
-
-class WorkerError(RuntimeError):
-    """A worker failed or ended. The message has its error or exit code; a note has its traceback."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,26 +134,6 @@ class Outcome:
 Episodes = list[Episode[Observation]]
 
 
-class Worker(Protocol):
-    """Carries out one order at a time: call `begin`, then ask for the result. These methods raise WorkerError."""
-
-    def begin(self, order: Order) -> None: ...
-
-    def episodes(self) -> Episodes:
-        """The result of a Collect, without observations. `info["outcome"]` of each episode is its Outcome."""
-        ...
-
-    def outcomes(self) -> list[Outcome]:
-        """The result of an Evaluate."""
-        ...
-
-    def slope(self) -> Slope:
-        """The result of a Differentiate."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class _Episodes:
     """An environment that draws a problem for each episode and only then makes it."""
 
@@ -184,7 +159,7 @@ class _Episodes:
         return observation, reward, terminated, truncated, info
 
 
-class _Hand:
+class Player:
     """Carries out orders, in any process."""
 
     def __init__(self, setup: Setup) -> None:
@@ -257,126 +232,90 @@ def parameters_of(agent: Agent) -> Parameters:
     return found
 
 
-class _Answers:
-    """The results of a worker by kind of order."""
+def _player(setup: Setup) -> Player:
+    """A hand in a process of its own: on one thread, because there are as many workers as cores."""
+    torch.set_num_threads(1)
+    return Player(setup)
 
-    def answer(self) -> Any:
-        raise NotImplementedError
+
+class PlayingWorker:
+    """A worker of any place that plays. One that is lost is replaced, and its replacement does the same."""
+
+    def __init__(self, setup: Setup, place: Place, name: str = "worker") -> None:
+        self.name = name
+        self._place = place
+        self._make = functools.partial(Player if isinstance(place, InProcess) else _player, setup)
+        self._order: Order | None = None
+        self._collected: Collect | None = None
+        self.worker: Worker = place.worker(self._make, name)
+
+    def begin(self, order: Order) -> None:
+        """Give it an order. Raises WorkerError if it is lost again and again."""
+        self._order = order
+        try:
+            self.worker.begin(order)
+        except WorkerLost as lost:
+            self._replace(lost)
 
     def episodes(self) -> Episodes:
-        found: Episodes = self.answer()
+        """The result of a Collect, without observations. `info["outcome"]` of each episode is its Outcome."""
+        found: Episodes = self._answer()
         return found
 
     def outcomes(self) -> list[Outcome]:
-        found: list[Outcome] = self.answer()
+        """The result of an Evaluate."""
+        found: list[Outcome] = self._answer()
         return found
 
     def slope(self) -> Slope:
-        found = self.answer()
+        """The result of a Differentiate."""
+        found = self._answer()
         assert isinstance(found, Slope), "no Differentiate was begun"
         return found
 
-
-class LocalWorker(_Answers):
-    """Works in this process, when the result is asked for."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._hand = _Hand(setup)
-        self._order: Order | None = None
-
-    def begin(self, order: Order) -> None:
-        self._order = order
-
-    def answer(self) -> Any:
-        order, self._order = self._order, None
-        assert order is not None, "no order was begun"
-        return self._hand.do(order)
-
     def close(self) -> None:
-        self._order = None
+        self.worker.close()
 
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error in a worker's process."""
-
-    error: str
-    traceback: str
-
-
-class ProcessWorker(_Answers):
-    """Works in a process of its own, on one thread. That process ends whenever this one ends."""
-
-    def __init__(self, setup: Setup, name: str = "worker") -> None:
-        # Threads of torch and of runtimes do not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._name = name
-        self._process = context.Process(target=_serve, args=(theirs, setup), name=name, daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def begin(self, order: Order) -> None:
-        try:
-            self._connection.send(order)
-        except OSError:  # the process is dead; its last message says why
-            self.answer()
-            raise WorkerError(f"{self._name} takes no orders") from None
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.terminate()
-        self._process.join(5.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def answer(self) -> Any:
-        """Receive the next message. Raises WorkerError if the worker failed or ended."""
-        wait([self._connection, self._process.sentinel])
-        try:
-            if not self._connection.poll():
-                raise EOFError
-            found = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(5.0)
-            raise WorkerError(f"{self._name} ended with exit code {self._process.exitcode}") from None
-        if isinstance(found, _Failure):
-            failed = WorkerError(f"{self._name} failed: {found.error}")
-            if sys.version_info >= (3, 11):
-                failed.add_note(found.traceback)
-            raise failed
-        return found
-
-
-def _serve(connection: Connection[Any, Any], setup: Setup) -> None:
-    """Run a worker's process: carry out orders until the other end closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that gives the orders handles Ctrl-C
-    torch.set_num_threads(1)
-    try:
-        hand = _Hand(setup)
-        while True:
+    def _answer(self) -> Any:
+        """The answer to the last order. Raises WorkerError if the worker failed, or is lost again and again."""
+        for _ in range(ATTEMPTS):
             try:
-                order = connection.recv()
-            except EOFError:
+                found = self.worker.answer()
+            except WorkerLost as lost:
+                self._replace(lost)
+                continue
+            if isinstance(self._order, Collect):
+                self._collected = self._order
+            self._order = None
+            return found
+        raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one order")
+
+    def _replace(self, lost: WorkerLost) -> None:
+        """Make it again, and give it the order again, after the episodes that a gradient is of."""
+        for _ in range(ATTEMPTS):
+            self.worker.close()
+            self.worker = self._place.worker(self._make, self.name)
+            try:
+                if isinstance(self._order, Differentiate) and self._collected is not None:
+                    self.worker.begin(self._collected)
+                    self.worker.answer()
+                self.worker.begin(self._order)
+            except WorkerLost as again:
+                lost = again
+            else:
                 return
-            connection.send(hand.do(order))
-    except BrokenPipeError:
-        return
-    except Exception as error:
-        connection.send(_Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        raise WorkerError(f"{lost} ({ATTEMPTS} more were lost after it)") from lost
 
 
-def make_workers(setup: Setup, processes: int) -> list[Worker]:
-    """Start this number of worker processes; 0 gives one worker in this process."""
-    if processes == 0:
-        return [LocalWorker(setup)]
-    workers: list[Worker] = []
+def make_workers(setup: Setup, workers: int, place: Place | None = None) -> list[PlayingWorker]:
+    """Start this number of workers; 0 gives one in this process. `place`: by default processes of this machine."""
+    where = InProcess() if workers == 0 else place if place is not None else Processes()
+    made: list[PlayingWorker] = []
     try:
-        for number in range(processes):
-            workers.append(ProcessWorker(setup, f"worker {number}"))
+        for number in range(max(1, workers)):
+            made.append(PlayingWorker(setup, where, f"worker {number}"))
     except BaseException:
-        for worker in workers:
+        for worker in made:
             worker.close()
         raise
-    return workers
+    return made

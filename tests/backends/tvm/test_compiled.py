@@ -95,7 +95,7 @@ def test_one_model_runs_in_several_threads() -> None:
 
 
 def test_compiled_models_are_measured_beside_others(file: Path, library: Path, feeds: Feeds) -> None:
-    comparison = measure([str(file), str(library)], feeds, threads=1, time_limit=2.0)
+    comparison = measure([str(file), str(library)], feeds, threads=1, time_limit=0.3)
     assert comparison.samples >= 1
     assert comparison.speedup.median > 0.0
 
@@ -240,7 +240,7 @@ def test_a_branch_that_sizes_decide_is_taken(negated: bool, tmp_path: Path) -> N
     np.testing.assert_array_equal(y, -x if negated else np.maximum(x, 0))
 
 
-def recurrent(op: str, *, lengths: bool = False, steps: int | str = 5) -> onnx.ModelProto:
+def recurrent(op: str, *, lengths: bool = False, steps: int | str = 3) -> onnx.ModelProto:
     """An LSTM or a GRU in two directions, with input sizes 4 and hidden size 3."""
     gates = {"GRU": 3, "LSTM": 4}[op]
     rng = np.random.default_rng(0)
@@ -266,7 +266,7 @@ def test_operators_that_are_spelt_out(op: str, search: str, tmp_path: Path) -> N
     assert result.report.verified
     assert result.report.substitutions[f"Expand{op}"] == 1
     result.save(tmp_path / "fast.so")
-    feeds = {"x": np.random.default_rng(1).standard_normal((5, 2, 4)).astype(np.float32)}
+    feeds = {"x": np.random.default_rng(1).standard_normal((3, 2, 4)).astype(np.float32)}
     with (
         load_compiled(tmp_path / "fast.so") as loaded,
         open_model(model.SerializeToString()) as runtime,
@@ -380,6 +380,7 @@ def test_what_tvm_raises_at_a_proposal_leaves_the_original_graph(
     assert compiled == 2
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_the_report_says_if_onnx_runtime_is_faster(
     factor: float, file: Path, monkeypatch: pytest.MonkeyPatch
@@ -589,6 +590,7 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
         Tvm().compile(str(file))
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 @pytest.mark.parametrize("when", ["first", "second", "measuring"])
 def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, last = Tvm.compile, {"first": 0, "second": 1, "measuring": 9}[when]
@@ -636,6 +638,7 @@ def test_interrupted_once_more_it_ends(file: Path, monkeypatch: pytest.MonkeyPat
         xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", listener=interrupt)
 
 
+@pytest.mark.usefixtures("brief_comparisons")
 def test_after_an_interrupted_search_its_best_is_compiled(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

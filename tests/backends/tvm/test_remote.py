@@ -35,7 +35,8 @@ from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.remote import DeviceError, Remote, connect
 from xrlflow.cli import app
 from xrlflow.cost.machine import cpu_name
-from xrlflow.tuning.pool import Pool, PoolError, PoolOptions
+from xrlflow.tuning.crew import PoolError
+from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.worker import Timing
 

@@ -31,6 +31,8 @@ from xrlflow.tuning.tuners.chameleon import (
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
+pytestmark = pytest.mark.usefixtures("remembered")
+
 TASKS = [matmul, convolution, softmax, knobless]
 SMALL = ChameleonConfig(walks=32, steps=16)
 

@@ -88,14 +88,9 @@ def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
 
     try:
         with socket.create_connection((remote.host, remote.port), timeout=_ANSWER) as tracker:
-            tracker.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
-            if base.recvall(tracker, 4) != struct.pack("<i", base.RPC_TRACKER_MAGIC):
-                raise DeviceError(f"{remote.tracker} is no tracker of TVM's")
-            base.sendjson(tracker, [base.TrackerCode.SUMMARY])
-            _, summary = base.recvjson(tracker)
-            keys = {str(server["key"]).removeprefix("server:") for server in summary["server_info"] if server}
+            keys = _keys(tracker, remote)
             if remote.key not in keys:
-                known = f"it has {', '.join(sorted(keys))}" if keys else "it has none"
+                known = f"it has {', '.join(sorted(set(keys)))}" if keys else "it has none"
                 raise DeviceError(f"the tracker at {remote.tracker} has no device {remote.key!r} ({known})")
             base.sendjson(tracker, [base.TrackerCode.REQUEST, remote.key, "", 1])
             tracker.settimeout(patience)
@@ -106,6 +101,28 @@ def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
             return str(host), int(port), str(match)
     except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
         raise DeviceError(f"no tracker of TVM's answers at {remote.tracker}: {last_line(error)}") from error
+
+
+def _keys(tracker: socket.socket, remote: Remote) -> list[str]:
+    """The key of each device that the tracker at the other end knows, in use or not."""
+    from tvm.rpc import base
+
+    tracker.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
+    if base.recvall(tracker, 4) != struct.pack("<i", base.RPC_TRACKER_MAGIC):
+        raise DeviceError(f"{remote.tracker} is no tracker of TVM's")
+    base.sendjson(tracker, [base.TrackerCode.SUMMARY])
+    _, summary = base.recvjson(tracker)
+    return [str(server["key"]).removeprefix("server:") for server in summary["server_info"] if server]
+
+
+def count_devices(remote: Remote) -> int:
+    """How many devices have this key; 1 if the tracker does not tell, because a session with it says why."""
+    tvm()
+    try:
+        with socket.create_connection((remote.host, remote.port), timeout=_ANSWER) as tracker:
+            return max(1, _keys(tracker, remote).count(remote.key))
+    except (OSError, ValueError, TypeError, KeyError, struct.error, DeviceError):
+        return 1
 
 
 def what_happened(error: Exception, remote: Remote | None, limit: float = 0.0) -> str:

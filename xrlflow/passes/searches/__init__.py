@@ -1,6 +1,7 @@
 """Searches for orders of passes. All take a compiler, a module, a `Budget` and a seed, and give an `Order`."""
 
-from xrlflow.passes.searches.sequences import Fixed, evolve, fixed, follow
+from xrlflow.passes.searches.reducing import reducing
+from xrlflow.passes.searches.sequences import Fixed, evolve, fixed, follow, refined
 from xrlflow.passes.searches.simple import beam, greedy, random
 from xrlflow.passes.searches.steps import (
     Budget,
@@ -32,6 +33,8 @@ __all__ = [
     "follow",
     "greedy",
     "random",
+    "reducing",
+    "refined",
     "tree",
     "without_effect",
 ]

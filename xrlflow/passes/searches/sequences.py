@@ -52,6 +52,53 @@ def evolve(
     )
 
 
+def refined(
+    compiler: Compiler,
+    module: Module,
+    passes: Sequence[str],
+    budget: Budget,
+    seed: int = 0,
+    metric: Metric = Metric.OPERATIONS,
+) -> Order:
+    """Go on from a sequence: `improve`, without preference for a pass."""
+    explorer = Explorer(compiler, module, budget, metric)
+
+    def go_on() -> None:
+        explorer.replay(passes[: budget.horizon])
+        improve(explorer, explorer.open, seed)
+
+    return until_over(explorer, go_on)
+
+
+def improve(explorer: Explorer, ranked: Callable[[Node], Sequence[str]], seed: int) -> None:
+    """Better the best order, for as long as the budget lasts. Raises Over.
+
+    First, passes are added: of those that `ranked` names for a module, the likeliest first, the first one that betters
+    it, until none does. Then comes evolution that begins with this order.
+    """
+    node, bettered = explorer.best, True
+    while bettered and len(node.passes) < explorer.budget.horizon:
+        bettered = False
+        for name in ranked(node):
+            made = explorer.apply(node, name)
+            if made is not None and made.value < node.value:
+                node, bettered = made, True
+                break
+    _evolve_from(explorer, explorer.best.passes, seed)
+
+
+def _evolve_from(explorer: Explorer, passes: Passes, seed: int) -> None:
+    horizon = explorer.budget.horizon
+    _evolution(
+        lambda changed: explorer.replay(changed).value,
+        [passes],
+        explorer.passes,
+        horizon,
+        explorer.meter,
+        np.random.default_rng(seed),
+    )
+
+
 def fixed(
     compiler: Compiler,
     modules: Sequence[Module],
@@ -75,18 +122,18 @@ def fixed(
             best[0] = (value, passes)
         return value
 
-    over = False
-    while not over:
+    while True:
         best[0] = (0.0, ())
         try:
             measured(_built(explorers, budget.horizon))
             _evolution(measured, [best[0][1]], meter.passes, budget.horizon, meter, generator)
-            over = True
         except Over:
-            over = True
-        except Refused:  # a step that changes what a module computes: without it, what is known costs nothing
             pass
-    value, passes = best[0]
+        except Refused:  # a step that changes what a module computes: without it, what is known costs nothing
+            continue
+        value, passes = best[0]
+        if all(e.check(e.replay(passes)) for e in explorers):
+            break
     return Fixed(passes, math.exp(value / len(modules)), meter.steps, time.monotonic() - meter.begin)
 
 

@@ -8,6 +8,7 @@ of passes that a compiler had to run.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from xrlflow.passes.compiler import (
     ModuleGraph,
 )
 
-# How often in a search the best module so far is compared with the first one.
-_CHECKS = 4
+# How often in a search the best module so far is compared with the first one, and the least steps between: a comparison
+# takes as long as some 20 steps.
+_CHECKS, _APART = 4, 100
 _log = logging.getLogger(__name__)
 
 
@@ -133,8 +135,8 @@ class Meter:
     def without_effect(self, module: Module) -> frozenset[str]:
         return without_effect(self.inner, module)
 
-    def default(self, module: Module) -> Module:
-        return self.inner.default(module)
+    def default(self, module: Module, names: Sequence[str] | None = None) -> Module:
+        return self.inner.default(module, names)
 
     def graph(self, module: Module) -> ModuleGraph:
         return self.inner.graph(module)
@@ -207,10 +209,18 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Explorer:
-    """The nodes of one search. It keeps the best one, and makes nodes until the budget is over."""
+    """The nodes of one search. It keeps the best one, and makes nodes until the budget is over.
+
+    `compared`: whether what it finds is compared with the first module.
+    """
 
     def __init__(
-        self, compiler: Compiler, module: Module, budget: Budget, metric: Metric = Metric.OPERATIONS
+        self,
+        compiler: Compiler,
+        module: Module,
+        budget: Budget,
+        metric: Metric = Metric.OPERATIONS,
+        compared: bool = True,
     ) -> None:
         self.meter = compiler if isinstance(compiler, Meter) else Meter(compiler, budget)
         self.budget, self.metric = budget, metric
@@ -220,7 +230,9 @@ class Explorer:
         self._nodes: dict[str, Node] = {module.digest: self.root}
         self._right = {module.digest}
         self._comparing = 0.0
-        self._checks = 1
+        self._apart = max(_APART, budget.steps // _CHECKS)
+        self._next_check = self._apart if compared else math.inf
+        self._compared = compared
         self.curve: list[tuple[int, float]] = [(0, self.root.value)]
 
     @property
@@ -269,18 +281,22 @@ class Explorer:
         """Since the begin, without comparisons."""
         return time.monotonic() - self.meter.begin - self._comparing
 
-    def check(self) -> bool:
-        """Compare the best module with the first one. If it computes something else, the step that is to blame is
-        refused from now on, the best node is one that does not come after it, and the answer is False.
+    def check(self, node: Node | None = None) -> bool:
+        """Compare the module of a node, of the best one by default, with the first one. If it computes something else,
+        the step that is to blame is refused from now on, the best node is one that does not come after it, and the
+        answer is False.
 
         Raises CompilerError if the first module does not run.
         """
+        if not self._compared:
+            return True
         begin = time.monotonic()
+        node = node if node is not None else self.best
         try:
-            if self.best.module.digest in self._right or self._difference(self.best) is None:
-                self._right.add(self.best.module.digest)
+            if node.module.digest in self._right or self._difference(node) is None:
+                self._right.add(node.module.digest)
                 return True
-            changed = self._first_wrong(self.best.way())
+            changed = self._first_wrong(node.way())
             before = ", ".join(changed.passes[:-1]) or "no other pass"
             error = f"{changed.passes[-1]} after {before}: {self._difference(changed)}"
         finally:
@@ -331,8 +347,8 @@ class Explorer:
             if made.value < self.best.value:
                 self.curve.append((self.meter.steps, made.value))
             self.best = made
-        if self.meter.steps * _CHECKS >= self._checks * self.budget.steps:
-            self._checks = 1 + self.meter.steps * _CHECKS // max(1, self.budget.steps)
+        if self.meter.steps >= self._next_check:
+            self._next_check = self.meter.steps + self._apart
             if not self.check():
                 raise Refused
         return made

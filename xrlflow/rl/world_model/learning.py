@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 
 from xrlflow.learn.ppo import PPOConfig, TrainingError
+from xrlflow.learn.threads import permitted_threads
 from xrlflow.rl.agent import Agent, Embedded
 from xrlflow.rl.data import collate
 from xrlflow.rl.env import EnvConfig, Problem
@@ -205,6 +206,7 @@ class Learner:
 Progress = Callable[[Mapping[str, float], int, Learner], bool | None]
 
 
+@permitted_threads()
 def train_world_model(
     agent: Agent,
     problems: Sequence[Problem],

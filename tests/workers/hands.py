@@ -1,0 +1,78 @@
+"""Hands of workers for the tests: they are made in other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sum:
+    """An order to add up an array, which is large."""
+
+    array: npt.NDArray[np.float32]
+    number: int
+
+
+class Squarer:
+    """Squares numbers, and says in which process. A negative number is an error, a text ends the process.
+
+    `folder`: a file there for each order that is carried out to its end, with the process and the times.
+    """
+
+    def __init__(self, folder: str | None = None, seconds: float = 0.0) -> None:
+        self._folder, self._seconds = folder, seconds
+
+    def do(self, order: Any) -> tuple[float, int]:
+        begin = time.time()
+        if isinstance(order, str):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(order, Sum):
+            assert not order.array.flags.writeable
+            return float(order.array.sum()) + order.number, os.getpid()
+        if order < 0:
+            raise ValueError(f"{order} is negative")
+        time.sleep(self._seconds)
+        if self._folder is not None:
+            note = f"{os.getpid()} {socket.gethostname()} {begin} {time.time()}"
+            Path(self._folder, f"{order}.{os.getpid()}").write_text(note)
+        return float(order**2), os.getpid()
+
+
+class Dying:
+    """Ends its process at the first order, as long as there is no file of this name."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def do(self, order: int) -> int:
+        if order == 3 and not self._path.exists():
+            self._path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return order
+
+
+class NodeOf:
+    """Says on which node it is, and when it worked."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def do(self, order: int) -> tuple[str, float, float]:
+        import ray
+
+        begin = time.time()
+        time.sleep(self._seconds)
+        return ray.get_runtime_context().get_node_id(), begin, time.time()
+
+
+def broken() -> Any:
+    raise ValueError("there is no hand")

@@ -1,0 +1,100 @@
+"""Crews of workers on this machine: every order has one answer, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.workers.hands import Dying, Squarer, broken
+from xrlflow.workers import Crew, InProcess, Place, Processes, WorkerError, WorkerLost
+from xrlflow.workers.local import ProcessWorker
+
+
+@pytest.fixture(params=[InProcess, Processes])
+def place(request: pytest.FixtureRequest) -> Place:
+    made: Place = request.param()
+    return made
+
+
+def test_orders_are_answered_once_each(place: Place) -> None:
+    with Crew(place, Squarer, 2) as crew:
+        for _ in range(2):  # a crew may be used again
+            found = dict(crew.work(iter(range(7))))
+            assert {number: square for number, (square, _) in found.items()} == {n: n * n for n in range(7)}
+        assert list(crew.work(iter([]))) == []
+        assert list(crew.work(iter([1, 2]), until=time.monotonic() - 1.0)) == []
+
+
+def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    with Crew(Processes(), partial(Dying, str(tmp_path / "died")), 2) as crew:
+        assert sorted(crew.work(iter(range(8)))) == [(n, n) for n in range(8)]
+    assert (tmp_path / "died").exists()
+
+
+def test_an_order_that_kills_every_worker_is_given_up() -> None:
+    with (
+        Crew(Processes(), Squarer, 1) as crew,
+        pytest.raises(WorkerError, match=r"exit code -9 \(3 workers were lost over one order\)"),
+    ):
+        list(crew.work(iter(["die"])))
+
+
+def test_an_error_of_a_hand_is_the_callers(place: Place) -> None:
+    crew = Crew(place, Squarer, 1, "squarer")
+    kind, said = (ValueError, "-1 is negative") if isinstance(place, InProcess) else (
+        WorkerError, "squarer 0 failed: ValueError: -1 is negative"
+    )  # fmt: skip
+    with crew, pytest.raises(kind, match=said):
+        list(crew.work(iter([1, -1])))
+    with pytest.raises((ValueError, WorkerError), match="there is no hand"):
+        list(Crew(place, broken, 1).work(iter([1])))
+
+
+def test_closing_early_ends_what_is_busy(tmp_path: Path) -> None:
+    before = {p.pid for p in psutil.Process().children()}
+    crew = Crew(Processes(), partial(Squarer, str(tmp_path), 0.3), 2)
+    with crew:
+        answers = crew.work(iter(range(100)))
+        next(answers)
+        answers.close()
+    assert {p.pid for p in psutil.Process().children() if "tracker" not in " ".join(p.cmdline())} <= before
+    assert len(list(tmp_path.iterdir())) < 6
+
+
+def test_a_dead_worker_says_so_at_once() -> None:
+    worker = ProcessWorker(Squarer, "worker 5")
+    worker.begin(2)
+    assert worker.answer()[0] == 4
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.join(10.0)
+    with pytest.raises(WorkerLost, match="worker 5 ended with exit code -9"):
+        worker.begin(2)
+    worker.close()
+
+
+def test_orders_are_drawn_when_there_is_a_worker() -> None:
+    drawn = []
+
+    def orders() -> Iterator[int]:
+        for number in range(10):
+            drawn.append(number)
+            yield number
+
+    with Crew(InProcess(), Squarer, 2) as crew:
+        answers = crew.work(orders())
+        next(answers)
+        assert len(drawn) <= 4
+        answers.close()
+
+
+def test_a_crew_needs_workers() -> None:
+    with pytest.raises(ValueError, match="needs workers"):
+        Crew(InProcess(), Squarer, 0)

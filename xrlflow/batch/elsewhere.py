@@ -1,0 +1,45 @@
+"""Jobs on workers of any place: those of a cluster. A worker that is lost is replaced, and its job begins again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from xrlflow.batch.jobs import Job, Row, Told, earlier
+from xrlflow.batch.processes import Processes
+from xrlflow.batch.running import measures
+from xrlflow.workers import Crew, Kind, Place
+
+
+class JobHand:
+    """A worker's hand that does jobs, each in a process of its own: a model that crashes it has a failed row."""
+
+    def do(self, order: Job) -> Row:
+        # A worker that was lost after it had done the job could not say so.
+        if (row := earlier(order)) is not None:
+            return row
+        with closing(Processes()([order], _unheard)) as rows:
+            return next(rows)
+
+
+def _unheard(name: str, text: str) -> None:
+    """What a job does now is not told to other machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """An `Executor`: as many jobs at a time as the place has nodes that take times, one on each; or, if none of the
+    jobs measures, as it has cores. All nodes need to reach the jobs' paths. Raises WorkerError."""
+
+    place: Place
+
+    def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
+        if not jobs:
+            return
+        measuring = any(measures(job.options) for job in jobs)
+        kind = Kind.MEASURE if measuring else Kind.COMPUTE
+        count = self.place.measuring if measuring else self.place.cores
+        with Crew(self.place, JobHand, min(count, len(jobs)), "optimizer", kind) as crew:
+            for _, row in crew.work(iter(jobs)):
+                yield row

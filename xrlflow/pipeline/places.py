@@ -1,0 +1,29 @@
+"""Where work is done: on this machine, or on a cluster that the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from xrlflow.backends.limits import default_threads
+from xrlflow.options import OptionError, check_ray
+from xrlflow.workers import Place, Processes, WorkerError
+
+
+@contextmanager
+def place_of(ray: str | None) -> Iterator[Place]:
+    """Processes of this machine, or the nodes of a Ray cluster ("local" or HOST:PORT), which is left at the end.
+
+    Raises OptionError if there is no such cluster, and instead of a WorkerError.
+    """
+    check_ray(ray)
+    try:
+        if ray is None:
+            yield Processes(default_threads())
+        else:
+            from xrlflow.workers.cluster import Cluster
+
+            with closing(Cluster(ray)) as cluster:
+                yield cluster
+    except WorkerError as error:
+        raise OptionError(str(error)) from error

@@ -1,0 +1,60 @@
+"""What runs in a worker's process on a node of a cluster, which has this package and what hands import."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import ray
+
+from xrlflow.workers.protocol import Failure, Hand, MakeHand
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a worker says first: its machine, Ray's name of its node, and the version of its package."""
+
+    host: str
+    node: str
+    version: str
+
+
+def own_version() -> str:
+    """The version of the package that is installed here."""
+    return version("xrlflow")
+
+
+class Body:
+    """A worker. Ray calls its methods one after another, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._hand: Hand | None = None
+        self._failure: Failure | None = None
+
+    def greet(self) -> Greeting:
+        node = ray.get_runtime_context().get_node_id()
+        return Greeting(socket.gethostname(), node, own_version())
+
+    def make(self, make: MakeHand) -> None:
+        """Make the hand. If that fails, every order has the failure for its answer."""
+        try:
+            self._hand = make()
+        except Exception as error:
+            self._failure = _failure(error)
+
+    def do(self, order: Any, names: Sequence[str], *arrays: Any) -> Any:
+        """Carry out an order whose fields `names` are `arrays`."""
+        if self._failure is not None or self._hand is None:
+            return self._failure
+        try:
+            return self._hand.do(replace(order, **dict(zip(names, arrays))) if names else order)
+        except Exception as error:
+            return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -1,0 +1,99 @@
+"""What a worker is, and what a place that makes workers is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+
+class WorkerError(RuntimeError):
+    """A worker failed, or none can be had. One line; a note has the traceback of the worker."""
+
+
+class WorkerLost(WorkerError):
+    """A worker's process or machine ended. Another worker can be given what it was asked."""
+
+
+class Hand(Protocol):
+    """Carries out orders where a worker is. It never changes an order, nor the arrays in it."""
+
+    def do(self, order: Any) -> Any: ...
+
+
+MakeHand = Callable[[], Hand]
+"""Makes a hand in the worker's process. It is pickled and sent there, so it is a module's function or an object."""
+
+
+class Kind(Enum):
+    """What a worker does, and so where it may be.
+
+    COMPUTE: takes a processor core. WAIT: waits, and takes none. MEASURE: takes times; no other worker of this kind is
+    on its machine at the same time.
+    """
+
+    COMPUTE = "compute"
+    WAIT = "wait"
+    MEASURE = "measure"
+
+
+class Worker(Protocol):
+    """Carries out one order at a time: call `begin`, then `answer`."""
+
+    name: str
+
+    def begin(self, order: Any) -> None:
+        """Give it an order. Raises WorkerLost if it is gone."""
+        ...
+
+    def answer(self) -> Any:
+        """Wait for the answer. Raises WorkerLost if the worker is gone, WorkerError if the order or the hand failed."""
+        ...
+
+    def close(self) -> None:
+        """End it, whatever it does. A second call does nothing."""
+        ...
+
+
+class Place(Protocol):
+    """Makes workers."""
+
+    @property
+    def cores(self) -> int:
+        """How many workers may compute at a time."""
+        ...
+
+    @property
+    def measuring(self) -> int:
+        """How many workers may measure at a time: one on each machine that takes times."""
+        ...
+
+    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> Worker:
+        """A new worker. It may still be starting when this returns. Raises WorkerError if there is no room for it."""
+        ...
+
+    def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+        """Wait until some of these, which all have an order, need not be waited for, and return those; none after
+        `seconds`."""
+        ...
+
+    def close(self) -> None:
+        """End what the place has started."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error in a worker."""
+
+    error: str
+    traceback: str
+
+    def as_error(self, name: str) -> WorkerError:
+        """The error as the side that asked reports it."""
+        failed = WorkerError(f"{name} failed: {self.error}")
+        if sys.version_info >= (3, 11):
+            failed.add_note(self.traceback)
+        return failed
