@@ -55,7 +55,7 @@ class Processes:
                         continue
                     busy[worker.connection] = worker, job
                     worker.send(job)
-                for ready in wait(list(busy)):
+                for ready in wait(list(busy)) if busy else ():
                     assert isinstance(ready, Connection)
                     worker, job = busy[ready]
                     row = worker.answer(job, told)
