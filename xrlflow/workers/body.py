@@ -10,8 +10,7 @@ from typing import Any
 
 import ray
 
-import xrlflow
-from xrlflow.workers.protocol import Failure, Hand, MakeHand
+from xrlflow.workers.protocol import Failure, Hand, MakeHand, own_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Body:
 
     def greet(self) -> Greeting:
         node = ray.get_runtime_context().get_node_id()
-        return Greeting(socket.gethostname(), node, xrlflow.__version__)
+        return Greeting(socket.gethostname(), node, own_version())
 
     def make(self, make: MakeHand) -> None:
         """Make the hand. If that fails, every order has the failure for its answer."""

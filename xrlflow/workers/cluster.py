@@ -25,9 +25,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import xrlflow
 from xrlflow.workers.body import Body
-from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost
+from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost, own_version
 
 _rays: Any = ray  # Ray's types leave out some of its functions
 LOCAL = "local"
@@ -254,10 +253,10 @@ class RayWorker:
             return
         greeting = ray.get(self._greeting, timeout=_FETCH)
         self._greeting, self.node = None, greeting.node
-        if greeting.version != xrlflow.__version__:
+        if greeting.version != own_version():
             raise ClusterError(
                 f"node {greeting.host} of the Ray cluster has xrlflow {greeting.version}, this machine has "
-                f"{xrlflow.__version__}: install the same there"
+                f"{own_version()}: install the same there"
             )
 
 
