@@ -6,12 +6,11 @@ import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import ray
 
-from xrlflow.workers.protocol import Failure, Hand, MakeHand
+from xrlflow.workers.protocol import Failure, Hand, MakeHand, own_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +20,6 @@ class Greeting:
     host: str
     node: str
     version: str
-
-
-def own_version() -> str:
-    """The version of the package that is installed here."""
-    return version("xrlflow")
 
 
 class Body:

@@ -25,8 +25,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xrlflow.workers.body import Body, own_version
-from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost
+from xrlflow.workers.body import Body
+from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost, own_version
 
 _rays: Any = ray  # Ray's types leave out some of its functions
 LOCAL = "local"

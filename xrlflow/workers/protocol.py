@@ -97,3 +97,8 @@ class Failure:
         if sys.version_info >= (3, 11):
             failed.add_note(self.traceback)
         return failed
+
+
+def own_version() -> str:
+    """The version of this package. Its root is loaded, and is not imported here: it knows the layers above."""
+    return str(sys.modules[__name__.partition(".")[0]].__version__)

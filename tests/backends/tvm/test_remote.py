@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
 from xrlflow.backends.tvm import Tvm, detect, load_compiled
 from xrlflow.backends.tvm.device import Device
-from xrlflow.backends.tvm.remote import DeviceError, Remote, connect
+from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, count_devices
 from xrlflow.cli import app
 from xrlflow.cost.machine import cpu_name
 from xrlflow.tuning.crew import PoolError
@@ -317,6 +318,24 @@ def test_a_crash_is_the_kernels_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             )
             with pytest.raises(PoolError, match="has no device 'board'"):
                 next(outcomes)
+    finally:
+        own.close()
+
+
+def test_devices_of_one_key_take_times_together(tmp_path: Path) -> None:
+    """A kernel that crashes takes its device with it; the others are measured on the one that is left."""
+    own = Board(tmp_path)
+    try:
+        own.serve()
+        own.serve()
+        while count_devices(own.remote) < 2:  # a tracker that the second has found
+            time.sleep(0.1)
+        task = matmul(8)
+        with Pool(PoolOptions(1, 1, QUICK, remote=own.remote)) as pool:
+            assert len(pool._runners._workers) == 2  # type: ignore[attr-defined]
+            crashed, *good = pool.measure(task, [calls("abort"), *(scheduled(task, n) for n in (1, 2, 4, 8))])
+        assert "ended: its process died, or the network" in (crashed.error or "")
+        assert [outcome.error for outcome in good] == [None] * 4
     finally:
         own.close()
 
