@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 from xrlflow.prover.thresholds import codes, function_of
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
-from xrlflow.rewrite.pattern import patterns_of
+from xrlflow.rewrite.pattern import forget_patterns
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.GtE: ast.Gt,
@@ -307,7 +307,7 @@ def put(function: FunctionType, code: CodeType) -> Iterator[None]:
 
 def forget(home: str) -> None:
     """Clear the caches of all functions of a package, and the patterns of rules."""
-    patterns_of.cache_clear()
+    forget_patterns()
     for clear in _caches(home):
         clear()
 

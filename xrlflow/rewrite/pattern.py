@@ -183,10 +183,20 @@ class _Tracer(Op):
         return call
 
 
-@lru_cache(maxsize=1024)
 def patterns_of(rule: Rule) -> tuple[Pattern, ...]:
-    """The patterns of a rule, traced once: all libraries share them, with their compiled plans."""
+    """The patterns of a rule. All libraries share them, with their compiled plans, until `forget_patterns`."""
+    hashable = getattr(type(rule), "__hash__", None) is not None  # a dataclass need not be
+    return _traced(rule) if hashable else tuple(trace_patterns(rule))
+
+
+@lru_cache(maxsize=1024)
+def _traced(rule: Rule) -> tuple[Pattern, ...]:
     return tuple(trace_patterns(rule))
+
+
+def forget_patterns() -> None:
+    """Trace the patterns of all rules again when they are next asked for, because code of a rule has changed."""
+    _traced.cache_clear()
 
 
 def trace_patterns(rule: Rule) -> list[Pattern]:
