@@ -152,7 +152,7 @@ def test_what_agents_learn_stands_beside_the_controls(
 def test_tables(compiler: Named) -> None:
     rows = passes.searches(compiler, NAMES, ["random", "beam"], 2, 300, passes.Tools(), passes.Kept())
     table = passes.searches_table(rows)
-    assert "| gpt2 training |" in table
+    assert "| gpt2 training (1 of 4) |" in table
     assert "| beam | 25.0% [25.0, 25.0] |" in table
     assert "4 of 4" in table
     by_module = passes.modules_table(rows)
