@@ -46,7 +46,7 @@ from xrlflow.workers import Crew, Kind, Place, Processes
 from xrlflow.workers.cluster import Cluster
 
 NETWORK = "squeezenet"
-STEPS = 512
+STEPS = 128
 """Steps of an iteration of PPO."""
 SLEEP, STEPS_OF_SLEEP = 0.004, 50
 """A simulated rollout: so many steps of so many seconds."""
@@ -64,7 +64,7 @@ def task(folder: str) -> tuple[Files, Vocabulary]:
 
 def trainer(files: Files, vocabulary: Vocabulary, workers: int, place: Place) -> Trainer:
     """A trainer with workers that have played one iteration: all of them have started."""
-    config = TrainConfig(1000, STEPS, workers, seed=0)
+    config = TrainConfig(1000, STEPS, workers, environments=2, seed=0)
     setup = Setup(
         files, vocabulary, AgentConfig(), config.env, config.ppo, config.objective, config.environments
     )
