@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -247,6 +249,66 @@ def test_locks_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     link.symlink_to(path)
     with pytest.raises(OSError), locked(link):  # it could be anybody's
         pass
+
+
+def test_a_lock_writes_over_nobodys_data(tmp_path: Path) -> None:
+    data, planted = tmp_path / "data", tmp_path / "lock"
+    data.write_text("precious")
+    planted.hardlink_to(data)
+    with locked(planted), pytest.raises(LockedError, match="another process has it"), locked(planted):
+        pass
+    assert data.read_text() == "precious"
+    os.mkfifo(tmp_path / "fifo")
+    with locked(tmp_path / "fifo"):
+        pass
+
+
+def test_a_full_disk_does_not_keep_from_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.pwrite", full)
+    with locked(tmp_path / "lock"):
+        pass
+
+
+def test_a_fork_does_not_keep_a_lock(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    with locked(tmp_path / "lock"):
+        if (child := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)
+            os._exit(0)
+    try:
+        with locked(tmp_path / "lock"):
+            pass
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+        os.close(ours)
+
+
+def test_who_waited_for_a_file_that_was_removed_waits_for_the_one_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    waits, has, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with locked(path, lambda holder: waits.set()):
+            has.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with locked(path):
+        thread.start()
+        assert waits.wait(60)
+        path.unlink()
+    assert has.wait(60)
+    try:
+        with pytest.raises(LockedError), locked(path):
+            pass
+    finally:
+        leave.set()
+        thread.join()
 
 
 def test_every_user_may_take_the_lock_of_measurements(lock_of_its_own: Path) -> None:
