@@ -27,6 +27,7 @@ from xrlflow.batch.sources import Found
 from xrlflow.exclusive import LockedError, locked, measuring
 from xrlflow.onnxio import ModelError
 from xrlflow.options import Options
+from xrlflow.pipeline import optimize
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 
@@ -65,6 +66,11 @@ def test_what_is_done_counts_only_if_all_of_it_is_there(put: Callable[..., Path]
     for damaged in (b"", b"{", record[:-9], b"[]", b"null", record.replace(b'"version": 1', b'"version": 0'),
                     record.replace(b'"error": null', b'"error": "no"'), b"[" * 99_999):  # fmt: skip
         job.record.write_bytes(damaged)
+        assert earlier(job) is None
+    whole = json.loads(record)
+    for name, value in (("speedup", "fast"), ("speedup", 0), ("speedup", float("nan")), ("threads", None)):
+        job.record.write_text(json.dumps({**whole, "row": {**whole["row"], "report": {
+            **whole["row"]["report"], name: value}}}))  # fmt: skip
         assert earlier(job) is None
     job.record.write_bytes(record)
     for path in (job.output, job.page):
@@ -131,6 +137,39 @@ def test_any_error_is_a_row(
     assert row.error is not None
     assert says in row.error
     assert ("Traceback" in row.detail) == detailed
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_changes_after_the_plan_is_not_what_was_asked_for(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """The result would be another model's, under the key of the one that was planned."""
+    job = job_of(put("x.onnx"))
+    if late:
+
+        def slow(*arguments: Any) -> Any:
+            put("x.onnx", 3.0)
+            return optimize(*arguments)
+
+        monkeypatch.setattr("xrlflow.batch.running.optimize", slow)
+    else:
+        put("x.onnx", 3.0)
+    row = run(job)
+    assert "is not what it was when the batch began" in str(row.error)
+    assert not job.output.exists()
+
+
+def test_a_node_with_other_versions_or_files_does_nothing(
+    put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("# none")
+    job = job_of(put("x.onnx"), rules=rules)
+    rules.write_text("# none, but others")
+    assert "is not what it was" in str(run(job).error)
+    rules.write_text("# none")
+    monkeypatch.setattr("xrlflow.batch.plan.version_of", lambda name: "0.0")
+    assert "(here: xrlflow 0.0, onnxruntime 0.0)" in str(run(job).error)
 
 
 def test_a_record_of_an_earlier_run_does_not_vouch_for_files_of_a_later_one(
@@ -224,7 +263,7 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
     runner.start()
     assert waiting.wait(60)
     assert not rows
-    assert run(replace(job, options=Options(**FAST))).error == "now"  # what measures nothing does not wait
+    assert run(job_of(put("y.onnx"))).error == "now"  # what measures nothing does not wait
     if killed:
         other.kill()
     else:

@@ -44,6 +44,16 @@ def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
     return jobs
 
 
+def key_of(source: str, options: Options) -> str:
+    """The key of a model with these options, here and now. Raises OptionError."""
+    return _key(source, _depends_on(options))
+
+
+def versions() -> str:
+    """The versions that results depend on, for messages."""
+    return ", ".join(f"{package} {version_of(package)}" for package in _PACKAGES)
+
+
 def _target(name: str, compiled: bool) -> str:
     suffix = SUFFIX if compiled else _ONNX
     return name.removesuffix(_ONNX) + suffix

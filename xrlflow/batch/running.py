@@ -13,8 +13,10 @@ from dataclasses import replace
 from xrlflow import files
 from xrlflow.backends.beside import library_path
 from xrlflow.batch.jobs import Job, Row, failed
+from xrlflow.batch.plan import key_of, versions
 from xrlflow.cost.machine import cpu_name
 from xrlflow.exclusive import measuring
+from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.content import input_names
 from xrlflow.options import Options
@@ -36,11 +38,13 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", RuntimeWarning)
         try:
+            _check(job)
             with _turn(job.options, say):
                 begin = time.monotonic()
                 result = optimize(job.source, _fitting(job), lambda *at: say(_phase(*at)))
                 say("writing the result")
                 page = result.page  # this times operators
+            _check(job)
             row = _written(job, result, page, round(time.monotonic() - begin, 1))
         except (*CORRECTABLE, VerificationFailed) as error:
             return failed(job, printable(error), seconds=time.monotonic() - begin)
@@ -60,6 +64,20 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
     except OSError as error:
         return failed(job, f"{job.record} cannot be written ({error.strerror})", seconds=row.seconds)
     return row
+
+
+def _check(job: Job) -> None:
+    """Raises ModelError if the result would be that of something else than the job's key says.
+
+    A model may be written while the batch runs, and another node may have other files or versions.
+    """
+    if not os.access(job.source, os.R_OK):
+        return  # whoever reads it says what is wrong
+    if key_of(job.source, job.options) != job.key:
+        raise ModelError(
+            f"{job.source}, or a file or version that its result depends on, is not what it was when the batch began "
+            f"(here: {versions()}): run the batch again, with the same files and versions on all machines"
+        )
 
 
 def measures(options: Options) -> bool:
