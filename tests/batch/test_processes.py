@@ -60,6 +60,21 @@ def test_a_crash_ends_one_job(folder: Path) -> None:
         Processes(0)
 
 
+def test_a_hung_job_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.batch.processes._SILENCE", 12.0)
+    (folder / "hang").touch()
+    first, second = xrlflow.optimize_all(
+        folder / "in",
+        folder / "out",
+        rules=folder / "rules.py",
+        trust_rules=True,
+        **{**FAST, "time_limit": 1.0},
+    ).rows
+    assert first.error is None
+    assert str(second.error).startswith("it has not gone on for 12 s, and was ended")
+    assert not psutil.pid_exists(int((folder / "process").read_text()))
+
+
 def test_where_no_process_can_be_started_jobs_fail(
     put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,7 +270,7 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
         other.communicate("")
     runner.join(60)
     other.wait()
-    assert said == [f"waiting: another job measures on this machine (process {other.pid} has it)"]
+    assert said == [f"waiting: another job measures on this machine (process {other.pid} has it)", "reading"]
     assert rows[0].error == "now"
 
 

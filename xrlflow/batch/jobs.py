@@ -13,6 +13,8 @@ from xrlflow.options import Options
 
 RECORD = ".json"
 PAGE = ".html"
+WAITING = "waiting"
+"""How what a job does begins if it only waits for others."""
 _VERSION = 1
 
 

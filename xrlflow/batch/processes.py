@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -12,14 +13,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import IO
 
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.protocol import one_line
-from xrlflow.batch.jobs import Job, Row, Told, failed
+from xrlflow.batch.jobs import WAITING, Job, Row, Told, failed
 from xrlflow.options import OptionError
 
 _USES = 16
@@ -28,6 +29,8 @@ _PATIENCE = 15.0
 """Seconds that a process may take to remove its files when it is ended."""
 _BETWEEN = 0.1
 """Least seconds between two messages about what a job does."""
+_SILENCE = 3600.0
+"""Seconds without a sign of life, or ten times its time limit if that is more, after which a job is taken for hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,8 @@ class Processes:
                         continue
                     busy[worker.connection] = worker, job
                     worker.send(job)
-                for ready in wait(list(busy)) if busy else ():
-                    assert isinstance(ready, Connection)
-                    worker, job = busy[ready]
-                    row = worker.answer(job, told)
-                    if row is None:
-                        continue
-                    del busy[ready]
+                for connection, row in _heard(busy, told):
+                    worker, _ = busy.pop(connection)
                     if worker.left and worker.alive:
                         idle.append(worker)
                     else:
@@ -71,9 +69,27 @@ class Processes:
             _end_all([*idle, *(worker for worker, _ in busy.values())])
 
 
+def _heard(busy: Mapping[Connection, tuple[_Worker, Job]], told: Told) -> Iterator[tuple[Connection, Row]]:
+    """Wait until a process says something, or one has been silent for too long. Yields the rows that are there."""
+    if not busy:
+        return
+    until = min(worker.deadline for worker, _ in busy.values())
+    ready = wait(list(busy), None if math.isinf(until) else max(until - time.monotonic(), 0.0))
+    for connection, (worker, job) in list(busy.items()):
+        if connection in ready:
+            row = worker.answer(job, told)
+        elif worker.deadline <= time.monotonic():
+            row = worker.given_up(job)
+        else:
+            continue
+        if row is not None:
+            yield connection, row
+
+
 @dataclass(slots=True)
 class _Worker:
-    """A process that does one job at a time. `left`: how many more it may do."""
+    """A process that does one job at a time. `left`: how many more it may do. `deadline`: when it has been silent for
+    too long."""
 
     connection: Connection
     process: subprocess.Popen[bytes]
@@ -81,6 +97,7 @@ class _Worker:
     left: int = _USES
     alive: bool = True
     started: float = field(default_factory=time.monotonic)
+    deadline: float = math.inf
 
     @staticmethod
     def start() -> _Worker:
@@ -94,6 +111,7 @@ class _Worker:
     def send(self, job: Job) -> None:
         self.left -= 1
         self.started = time.monotonic()
+        self.deadline = self.started + _silence(job)
         with contextlib.suppress(BrokenPipeError):  # `answer` finds out that it has ended
             self.connection.send(job)
 
@@ -106,8 +124,22 @@ class _Worker:
             return failed(job, self._death(), seconds=time.monotonic() - self.started)
         if isinstance(message, Row):
             return message
+        waits = str(message).startswith(WAITING)
+        self.deadline = math.inf if waits else time.monotonic() + _silence(job)
         told(job.name, str(message))
         return None
+
+    def given_up(self, job: Job) -> Row:
+        """End the process of a job that hangs: it may hang in a library, and be deaf."""
+        self.alive = False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return failed(
+            job,
+            f"it has not gone on for {_silence(job):.0f} s, and was ended: if the model only needs so long, give a "
+            "longer time limit",
+            seconds=time.monotonic() - self.started,
+        )
 
     def _death(self) -> str:
         """Why the process has ended, in one line."""
@@ -122,6 +154,10 @@ class _Worker:
 
     def end(self) -> None:
         _end_all([self])
+
+
+def _silence(job: Job) -> float:
+    return max(_SILENCE, 10 * job.options.time_limit)
 
 
 def _end_all(workers: Sequence[_Worker]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from xrlflow import files
 from xrlflow.backends.beside import library_path
-from xrlflow.batch.jobs import Job, Row, failed
+from xrlflow.batch.jobs import WAITING, Job, Row, failed
 from xrlflow.batch.plan import key_of, versions
 from xrlflow.cost.machine import cpu_name
 from xrlflow.exclusive import measuring
@@ -41,6 +41,7 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
             _check(job)
             with _turn(job.options, say):
                 begin = time.monotonic()
+                say("reading")  # it waits no more
                 result = optimize(job.source, _fitting(job), lambda *at: say(_phase(*at)))
                 say("writing the result")
                 page = result.page  # this times operators
@@ -90,7 +91,7 @@ def measures(options: Options) -> bool:
 def _turn(options: Options, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     if not measures(options):
         return contextlib.nullcontext()
-    return measuring(lambda holder: say(f"waiting: another job measures on this machine ({holder})"))
+    return measuring(lambda holder: say(f"{WAITING}: another job measures on this machine ({holder})"))
 
 
 def _fitting(job: Job) -> Options:
