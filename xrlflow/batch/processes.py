@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,12 +89,13 @@ def _heard(busy: Mapping[Connection, tuple[_Worker, Job]], told: Told) -> Iterat
 
 @dataclass(slots=True)
 class _Worker:
-    """A process that does one job at a time. `left`: how many more it may do. `deadline`: when it has been silent for
-    too long."""
+    """A process that does one job at a time. `left`: how many more it may do. `folder`: where its temporary files are.
+    `deadline`: when it has been silent for too long."""
 
     connection: Connection
     process: subprocess.Popen[bytes]
     log: IO[bytes]
+    folder: str
     left: int = _USES
     alive: bool = True
     started: float = field(default_factory=time.monotonic)
@@ -102,11 +104,17 @@ class _Worker:
     @staticmethod
     def start() -> _Worker:
         """Raises OSError where no process can be started."""
-        ours, theirs = socket.socketpair()
-        log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
-        with theirs:
-            process = serve_in_child(serve, theirs.fileno(), log=log)
-        return _Worker(Connection(ours.detach()), process, log)
+        # A process that is killed leaves whole models in files, which nobody else would remove.
+        folder = tempfile.mkdtemp(prefix="xrlflow-batch-")
+        try:
+            ours, theirs = socket.socketpair()
+            log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+            with theirs:
+                process = serve_in_child(serve, theirs.fileno(), folder, log=log, TMPDIR=folder)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return _Worker(Connection(ours.detach()), process, log, folder)
 
     def send(self, job: Job) -> None:
         self.left -= 1
@@ -174,18 +182,23 @@ def _end_all(workers: Sequence[_Worker]) -> None:
             worker.process.wait()
         finally:
             worker.log.close()
+            shutil.rmtree(worker.folder, ignore_errors=True)
 
 
-def serve(descriptor: int) -> None:
-    """Do the jobs that come, one after the other, and answer with their rows. Ends when the other side has gone."""
+def serve(descriptor: int, folder: str) -> None:
+    """Do the jobs that come, one after the other, and answer with their rows. When the other side has gone, this ends,
+    and removes the folder of its temporary files."""
     from xrlflow.batch.running import run
 
     signal.signal(signal.SIGTERM, _terminated)
     connection = Connection(descriptor)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
-    while True:
-        connection.send(run(jobs.get(), _Teller(connection).say))
+    threading.Thread(target=_listen, args=(connection, jobs, folder), daemon=True).start()
+    try:
+        while True:
+            connection.send(run(jobs.get(), _Teller(connection).say))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(slots=True)
@@ -203,7 +216,7 @@ class _Teller:
             self.connection.send(text)
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
+def _listen(connection: Connection, jobs: queue.SimpleQueue[Job], folder: str) -> None:
     """Take jobs. When the other side has gone, end this process: first with, then without a clean-up."""
     try:
         with contextlib.suppress(EOFError, OSError):
@@ -212,6 +225,7 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_PATIENCE - 3)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
