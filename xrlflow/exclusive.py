@@ -66,10 +66,20 @@ def _held(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
         os.close(descriptor)
 
 
-def measuring(waiting: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+@contextmanager
+def measuring(waiting: Callable[[str], None]) -> Iterator[None]:
     """Hold this machine's lock of measurements (see `locked`)."""
     named = os.environ.get(VARIABLE)
-    return locked(Path(named) if named else _EVERYBODYS, waiting, mode=0o666)
+    path = Path(named) if named else _EVERYBODYS
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(path, waiting, mode=0o666))
+        except OSError as error:
+            said = (
+                f"it cannot be locked ({error.strerror}): set {VARIABLE} to a file that every user may write"
+            )
+            raise OSError(error.errno, said, os.fspath(path)) from error
+        yield
 
 
 def _sign(descriptor: int) -> None:

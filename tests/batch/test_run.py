@@ -350,6 +350,14 @@ def test_who_waited_for_a_file_that_was_removed_waits_for_the_one_that_is_there(
         thread.join()
 
 
+def test_a_lock_that_cannot_be_had_says_what_to_do(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XRLFLOW_MEASURING_LOCK", str(tmp_path / "none" / "lock"))
+    error = str(run(job_of(put("x.onnx"), measure=True)).error)
+    assert "it cannot be locked (No such file or directory): set XRLFLOW_MEASURING_LOCK to a file" in error
+
+
 def test_every_user_may_take_the_lock_of_measurements(lock_of_its_own: Path) -> None:
     with measuring(print):
         assert lock_of_its_own.stat().st_mode & 0o777 == 0o666
