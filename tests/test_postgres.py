@@ -291,6 +291,26 @@ def test_a_server_that_hangs_is_like_one_that_is_gone(
         assert other.get(replace(SUBJECT, operands="later")) == SAMPLE
 
 
+def test_tables_that_somebody_removes_are_made_again(server: postgres.Server) -> None:
+    with Database(server.url()) as database:
+        database.put(SUBJECT, SAMPLE)
+        execute(server, "DROP SCHEMA xrlflow CASCADE")
+        with pytest.warns(RuntimeWarning, match="kept in memory until they can be written"):
+            database.put(SUBJECT, SAMPLE)
+    with Database(server.url()) as other:
+        assert other.get(SUBJECT) == SAMPLE
+
+
+def test_looking_for_what_the_server_cannot_hold_is_no_failure(server: postgres.Server) -> None:
+    with Database(server.url()) as database, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert database.get(replace(SUBJECT, operands="a\0b")) is None
+        assert database.get(replace(SUBJECT, operands="a\ud800b")) is None
+        database.put(SUBJECT, SAMPLE)
+        with Database(server.url()) as other:
+            assert other.get(SUBJECT) == SAMPLE
+
+
 def test_what_the_server_cannot_hold_does_not_keep_the_rest(server: postgres.Server) -> None:
     with Store(server.url()) as store:
         execute(server, "SELECT 1")

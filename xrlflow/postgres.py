@@ -108,7 +108,7 @@ class SharedServer:
             if (connection := self._connected()) is not None:
                 try:
                     rows += connection.execute(_marked(statement), values).fetchall()
-                except UnicodeError:  # the server has no such text
+                except (psycopg.DataError, UnicodeError):  # the server has no such text
                     pass
                 except psycopg.Error as error:
                     self._complain(error)
@@ -235,8 +235,9 @@ class SharedServer:
 
     def _complain(self, error: psycopg.Error) -> None:
         """A statement failed."""
-        if self._connection is not None and self._connection.closed:
-            self._drop()
+        gone = isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName))
+        if self._connection is not None and (gone or self._connection.closed):
+            self._drop()  # who connects creates tables that somebody has removed
         self._waiting.failed(self._said(error), stacklevel=5)
 
     def _drop(self) -> None:
