@@ -169,7 +169,7 @@ def test_a_node_with_other_versions_or_files_does_nothing(
     assert "is not what it was" in str(run(job).error)
     rules.write_text("# none")
     monkeypatch.setattr("xrlflow.batch.plan.version_of", lambda name: "0.0")
-    assert "(here: xrlflow 0.0, onnxruntime 0.0)" in str(run(job).error)
+    assert "(here: xrlflow 0.0, onnxruntime 0.0, " in str(run(job).error)
 
 
 def test_a_record_of_an_earlier_run_does_not_vouch_for_files_of_a_later_one(

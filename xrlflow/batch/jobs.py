@@ -24,7 +24,7 @@ class Job:
 
     `source`: the absolute path of its file; `root`: that of the batch's output folder; `target`: where the result goes
     in there. `key` says what the result depends on: the content of the model and its external data, the options, and
-    the versions of xrlflow and ONNX Runtime. `remarks` are kept with the row.
+    the versions of xrlflow, ONNX Runtime and TVM. `remarks` are kept with the row.
     """
 
     name: str
