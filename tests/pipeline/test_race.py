@@ -107,6 +107,29 @@ def test_after_an_interrupted_search_there_is_no_second_one(monkeypatch: pytest.
     assert 1.0 < seconds <= 3.0  # half of the 30% of 20 s that belong to searching
 
 
+@pytest.mark.parametrize("where", ["start", "explore"])
+def test_an_interrupt_outside_the_second_search_keeps_the_first(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    real, calls = getattr(race, where), 0
+
+    def interrupted(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(race, where, interrupted)
+    monkeypatch.setattr(race, "cost_models", lambda context: (Roofline(), Nothing()))
+    with opened(models.small("nasrnn-shared"), OPTIONS, None, time.monotonic()) as context:
+        begin, explored = race.searched(with_feeds(context))
+        assert begin.model.name == "roofline"
+        assert explored.proposals
+        assert context.clock.hurried
+        assert calls == 2
+
+
 @pytest.mark.parametrize(
     ("changed", "races"),
     [({}, True), ({"cost": "profiled"}, False), ({"measure": False}, False), ({"search": "random"}, False),
