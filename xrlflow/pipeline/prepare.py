@@ -329,7 +329,8 @@ def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
         start = cost = model.cost(graph) if priced else None
         state = RewriteState.start(graph, rules, model.delta if priced else None)
         made: list[TraceStep] = []
-        for step, (at, match, state) in zip(steps, retrace(state, steps, done + 1)):
+        for step, (at, match, after) in zip(steps, retrace(state, steps, done + 1)):
+            state = after
             if cost is not None:
                 cost += at.priced(match)[1]
             made.append(step if cost is None else replace(step, cost=cost))
