@@ -19,8 +19,8 @@ def doctor(as_json: AsJson = False) -> None:
     """
     try:
         from xrlflow.doctor import examine, works
-    except ImportError as error:
-        fail(f"a package is broken ({error}): install xrlflow again", ExitCode.NO)
+    except Exception as error:  # a package of another version may raise anything while it is imported
+        fail(f"a package is broken ({type(error).__name__}: {error}): install xrlflow again", ExitCode.NO)
     found = []
     with closing(examine()) as findings:
         for finding in findings:

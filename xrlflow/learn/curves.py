@@ -31,8 +31,9 @@ def runs_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_scalars(folder: str | os.PathLike[str], name: str) -> list[Scalars]:
-    """The scalar `name` of each run in a folder. Raises CurveError if there are no runs, or one has no such scalar, or no
-    finite value of it.
+    """The scalar `name` of each run in a folder.
+
+    Raises CurveError if there are no runs, or one has no such scalar, or no finite value of it.
 
     Where a run was resumed, what it had written after the checkpoint is left out.
     """
