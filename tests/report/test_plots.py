@@ -194,6 +194,21 @@ def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
         bench_plots.draw([file], "", "")
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["{", "3", '{"x": "s", "y": "g", "curves": [{"label": "a"}]}', '[{"curves": 1}]',
+     *(json.dumps([{"graph": "a", "method": "m", "initial": i, "cost": c, "seconds": s}])
+       for i, c, s in ((1, 0, 1), (0, 1, 1), (1, "x", 1), (1, 1, None), (1, 1, 0), (1, math.nan, 1)))],
+)  # fmt: skip
+def test_files_that_cannot_be_drawn_are_named(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    with pytest.raises(bench_plots.UnknownFile, match=r"file\.json: "):
+        bench_plots.draw([file], "title")
+    with pytest.raises(bench_plots.UnknownFile, match=r"none\.json: "):
+        bench_plots.draw([tmp_path / "none.json"], "title")
+
+
 def test_the_data_of_the_page_are_those_of_its_table() -> None:
     from bench import pages
 
