@@ -185,4 +185,4 @@ def _notes(context: Context, finished: Finished) -> tuple[str, ...]:
         notes.append("other programs used the processor while the result was measured")
     if finished.verification is not None and finished.verification.verified:
         notes.extend(remarks(finished.verification))
-    return tuple(notes)
+    return tuple(dict.fromkeys(notes))  # two searches may say the same
