@@ -322,6 +322,23 @@ def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("broken", "arguments"),
+    [
+        ("xrlflow.doctor.examine", ["doctor"]),
+        ("xrlflow.learn.curves.read_scalars", ["plot", ".", "-o", "a.svg"]),
+    ],
+)
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, broken: str, arguments: Sequence[str]) -> None:
+    def interrupted(*arguments: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(broken, interrupted)
+    done = program(*arguments)
+    assert (done.returncode, done.stdout) == (130, b"")
+    assert done.stderr == b"xrlflow: error: interrupted before there was a result\n"
+
+
 def test_closed_descriptors(path: Path, tmp_path: Path) -> None:
     """Without standard error, its number is not that of the next file. A closed stream is named."""
     command = f"exec {sys.executable} -m xrlflow.cli optimize - -o - {' '.join(PLAIN)}"
