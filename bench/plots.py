@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,17 +84,37 @@ def _costs(gains: Sequence[float]) -> list[float]:
     return [1 / gain for gain in gains]
 
 
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnknownFile(f"{file}: cannot be read as JSON ({error})") from error
+
+
+def _positive(results: list[Reached]) -> list[Reached]:
+    """The results, whose means are geometric ones. Raises UnknownFile."""
+    for result in results:
+        if not all(0 < value < math.inf for value in (*result.costs, *result.seconds)):
+            raise UnknownFile(
+                f"{result.method} on {result.subject}: a cost or seconds that are not above zero"
+            )
+    return results
+
+
 def draw(files: Sequence[Path], title: str, y: str | None = None) -> Figure:
     """One plot of these files: learning curves, or cost against time. Raises UnknownFile."""
-    data = [json.loads(file.read_text()) for file in files]
+    data = [_read(file) for file in files]
     if all(_has(each, "x", "y", "curves") for each in data):
-        curves = [Curve.from_json(curve) for each in data for curve in each["curves"]]
+        try:
+            curves = [Curve.from_json(curve) for each in data for curve in each["curves"]]
+        except (KeyError, TypeError) as error:
+            raise UnknownFile(f"{', '.join(map(str, files))}: no learning curves ({error!r})") from error
         return learning_curves(curves, Texts(title, data[0]["x"], y or data[0]["y"]))
     results: list[Reached] = []
     for file, each in zip(files, data):
         try:
-            results += reached(each)
-        except UnknownFile as error:
+            results += _positive(reached(each))
+        except (UnknownFile, ArithmeticError, KeyError, TypeError) as error:
             raise UnknownFile(f"{file}: {error}") from error
     return cost_against_time(results, Texts(title, _TIME, y or _COST))
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import xrlflow
 from tests.rules.harness import model
 from tests.test_cli import clumsy, external, invoke, refused
-from xrlflow.cli import app
+from xrlflow.cli import app, pipes
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 
@@ -229,6 +229,34 @@ def test_quiet_commands_say_nothing(path: Path, tmp_path: Path) -> None:
     refused(invoke("optimize", tmp_path / "none.onnx", "-o", output, "-q"), "none.onnx")
 
 
+def test_warnings_are_one_line_and_no_errors(path: Path) -> None:
+    warned = (
+        "import sys, warnings, xrlflow.api\n"
+        "from xrlflow.cli.program import main\n"
+        "def run_once(*arguments, **options):\n"
+        "    warnings.warn('the store\\ncannot be written', RuntimeWarning)\n"
+        "    return {}\n"
+        "xrlflow.api.run_once = run_once\n"
+        "main()\n"
+    )
+    for quiet, said in (((), b"xrlflow: warning: the store cannot be written\n"), (("-q",), b"")):
+        done = subprocess.run(
+            [sys.executable, "-c", warned, "run", path, *quiet],
+            capture_output=True, env=environment(), check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, said)
+
+
+def test_what_does_not_end_is_refused(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = path.stat().st_size
+    monkeypatch.setattr(pipes, "MOST", size)
+    monkeypatch.setattr(pipes, "_PART", 16)
+    assert program("verify", "-", path, given=path.read_bytes()).returncode == 0
+    done = program("verify", "-", path, given=path.read_bytes() + b"x")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert b"does not end" in done.stderr
+
+
 # --- how it ends ---
 
 
@@ -292,6 +320,23 @@ def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert len(said.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "arguments"),
+    [
+        ("xrlflow.doctor.examine", ["doctor"]),
+        ("xrlflow.learn.curves.read_scalars", ["plot", ".", "-o", "a.svg"]),
+    ],
+)
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, broken: str, arguments: Sequence[str]) -> None:
+    def interrupted(*arguments: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(broken, interrupted)
+    done = program(*arguments)
+    assert (done.returncode, done.stdout) == (130, b"")
+    assert done.stderr == b"xrlflow: error: interrupted before there was a result\n"
 
 
 def test_closed_descriptors(path: Path, tmp_path: Path) -> None:

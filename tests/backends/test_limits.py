@@ -69,7 +69,11 @@ def test_no_limit_is_none(tmp_path: Path) -> None:
     assert limits.limits(tmp_path / "none") == limits.Limits()
 
 
-@pytest.mark.parametrize("text", ["", "garbage", "1 2 3", "100000 0", "-5 100000", "0 100000", "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "garbage", "1 2 3", "100000 0", "100000 -5", "-5 100000", "0 100000", "\xff",
+     f"{'9' * 400} 1", f"1 {'9' * 400}"],
+)  # fmt: skip
 def test_what_is_not_understood_is_no_limit(tmp_path: Path, text: str) -> None:
     root = files(
         tmp_path, "0::/../..\nnonsense\n", V2 + "short - cgroup2\n",
@@ -77,6 +81,22 @@ def test_what_is_not_understood_is_no_limit(tmp_path: Path, text: str) -> None:
     )  # fmt: skip
     found = limits.limits(root)
     assert (found.cpus, found.memory) == (None, None)
+
+
+@pytest.mark.parametrize("group", ["a/" * 3000, "a\0b", "hidden/group"])
+def test_a_group_that_cannot_be_looked_at_is_the_one_that_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    root = files(tmp_path, f"0::/{group}\n", V2, **{"": {"cpu.max": "300000 100000"}})
+    real = os.stat
+
+    def stat(path: object, *arguments: object, **options: object) -> os.stat_result:
+        if "hidden" in os.fspath(path):  # type: ignore[call-overload]
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert limits.limits(root).cpus == 3.0
 
 
 def test_the_name_of_another_group_is_no_prefix(tmp_path: Path) -> None:

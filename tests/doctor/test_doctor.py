@@ -74,6 +74,14 @@ def test_a_runtime_that_kills_its_process_is_found(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_a_package_that_raises_anything_is_one_line(tmp_path: Path) -> None:
+    done = doctor(path=broken(tmp_path, "numpy", "raise AttributeError('_ARRAY_API not found')\n"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "xrlflow: error: a package is broken (AttributeError: _ARRAY_API not found): install xrlflow again"
+    ]
+
+
 def test_what_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = broken(tmp_path, "onnxruntime", "import time\ntime.sleep(1000)\n")
     monkeypatch.setenv("PYTHONPATH", path)

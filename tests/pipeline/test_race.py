@@ -14,7 +14,9 @@ from xrlflow.options import Options
 from xrlflow.pipeline import race
 from xrlflow.pipeline.choose import Trials
 from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import opened, with_feeds
+from xrlflow.pipeline.results import _notes
 from xrlflow.search import Ratio, SearchNode
 
 FASTER, SLOWER, UNCLEAR = Ratio(1.5, 1.4, 1.6), Ratio(0.7, 0.6, 0.8), Ratio(1.002, 0.99, 1.01)
@@ -105,6 +107,35 @@ def test_after_an_interrupted_search_there_is_no_second_one(monkeypatch: pytest.
         race.searched(context)
     (seconds,) = begun
     assert 1.0 < seconds <= 3.0  # half of the 30% of 20 s that belong to searching
+
+
+@pytest.mark.parametrize("where", ["start", "explore"])
+def test_an_interrupt_outside_the_second_search_keeps_the_first(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    real, calls = getattr(race, where), 0
+
+    def interrupted(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(race, where, interrupted)
+    monkeypatch.setattr(race, "cost_models", lambda context: (Roofline(), Nothing()))
+    with opened(models.small("nasrnn-shared"), OPTIONS, None, time.monotonic()) as context:
+        begin, explored = race.searched(with_feeds(context))
+        assert begin.model.name == "roofline"
+        assert explored.proposals
+        assert context.clock.hurried
+        assert calls == 2
+
+
+def test_what_both_searches_say_is_said_once() -> None:
+    with opened(models.small("squeezenet"), OPTIONS, None, time.monotonic()) as context:
+        context.notes.extend(["late", "other", "late"])
+        assert _notes(context, Finished(None, "")) == (*context.imported.notes, "late", "other")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
+import xml.dom.minidom
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,23 @@ def test_what_is_not_finite_is_left_out() -> None:
     x, median, *_ = Curve("a", [((0, 1, 2), (1.0, math.nan, 3.0)), ((0,), (math.inf,))]).band()
     assert (x.tolist(), median.tolist()) == ([0, 2], [1.0, 3.0])
     assert Curve("none", [((), ())]).band()[0].size == 0
+
+
+def test_steps_out_of_order_are_sorted() -> None:
+    x, median, *_ = Curve("a", [((4, 2, 0), (5.0, 3.0, 1.0)), ((0, 4), (1.0, 5.0))]).band()
+    assert (x.tolist(), median.tolist()) == ([0, 2, 4], [1.0, 3.0, 5.0])
+
+
+@pytest.mark.parametrize("name", ["_seeds", "a\x07\x1b[31m\u202eb\ud800", "n" * 5000, "<b>&\n]]>"])
+def test_hostile_names_are_text_in_the_legend(name: str, tmp_path: Path) -> None:
+    runs = [((0, 1), (1.0, 2.0))]
+    figure = learning_curves([Curve(name, runs)], Texts(name, name, name))
+    save(figure, tmp_path / "a.svg")
+    assert figure.axes[0].get_legend() is not None
+    xml.dom.minidom.parse(str(tmp_path / "a.svg"))
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "a.svg").read_text())
+    assert len([text for text in texts if text.lstrip("\u200b")[:1] == html.escape(name)[:1]]) >= 4
+    assert max(map(len, texts)) < 100
 
 
 def test_learning_curves_draw_medians() -> None:
@@ -133,6 +152,18 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path) -> None:
     assert not output.exists()
 
 
+def test_values_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
+    logged(tmp_path / "run", [1.0, math.nan, math.inf, 2.0])
+    result = invoke("plot", tmp_path / "run", "-o", tmp_path / "a.svg", "--json")
+    assert result.exit_code == 0, result.output
+    (curve,) = json.loads(result.stdout)["curves"]
+    assert curve["runs"][0]["y"] == [1.0, None, None, 2.0]
+    again = Curve.from_json(curve).band()
+    assert again[1].tolist() == [1.0, 2.0]
+    logged(tmp_path / "lost" / "0", [math.nan, math.nan])
+    refused(invoke("plot", tmp_path / "lost", "-o", tmp_path / "b.svg"), "lost", "no finite value")
+
+
 # --- from benchmarks ---
 
 
@@ -161,6 +192,21 @@ def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
     file.write_text("[{}]")
     with pytest.raises(bench_plots.UnknownFile, match=r"x\.json: no rows"):
         bench_plots.draw([file], "", "")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "3", '{"x": "s", "y": "g", "curves": [{"label": "a"}]}', '[{"curves": 1}]',
+     *(json.dumps([{"graph": "a", "method": "m", "initial": i, "cost": c, "seconds": s}])
+       for i, c, s in ((1, 0, 1), (0, 1, 1), (1, "x", 1), (1, 1, None), (1, 1, 0), (1, math.nan, 1)))],
+)  # fmt: skip
+def test_files_that_cannot_be_drawn_are_named(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    with pytest.raises(bench_plots.UnknownFile, match=r"file\.json: "):
+        bench_plots.draw([file], "title")
+    with pytest.raises(bench_plots.UnknownFile, match=r"none\.json: "):
+        bench_plots.draw([tmp_path / "none.json"], "title")
 
 
 def test_the_data_of_the_page_are_those_of_its_table() -> None:

@@ -129,6 +129,22 @@ def test_it_fails_where_a_model_is_broken_or_there_is_none(action: Mapping[str, 
     assert "not an ONNX model" in done.stderr
 
 
+def test_no_result_replaces_another(action: Mapping[str, Any], tmp_path: Path) -> None:
+    runner = Runner(action, tmp_path, models="*/*.onnx", arguments="--cost roofline --search greedy")
+    for name in ("a/m.onnx", "b/m.onnx", "b/n.onnx"):
+        (runner.work / name).parent.mkdir(exist_ok=True)
+        onnx.save(clumsy(), runner.work / name)
+    done = runner.run("Optimise")
+    assert (done.returncode, done.stdout) == (
+        2, "::error::results keep their names, and several models are named m.onnx\n"
+    )  # fmt: skip
+    assert not list((runner.work / "optimised").iterdir())
+    (runner.work / "a" / "m.onnx").rename(runner.work / "a" / "o|p.onnx")
+    (runner.work / "b" / "n.onnx").unlink()
+    assert runner.run("Optimise").returncode == 0
+    assert (tmp_path / "summary").read_text().splitlines()[2].startswith("| a/o\\|p.onnx | 5 | 2 |")
+
+
 def test_what_a_user_gives_is_no_command(action: Mapping[str, Any], tmp_path: Path) -> None:
     runner = Runner(
         action, tmp_path, models="$(touch pwned)`touch pwned`; touch pwned", output="$(touch pwned)"

@@ -17,6 +17,8 @@ import psutil  # type: ignore[import-untyped]
 ROOT = Path("/")
 _UNLIMITED = 1 << 60
 """Version 1 writes the greatest number of pages for memory without a limit."""
+_NONSENSE = 1 << 64
+"""The kernel's numbers are below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def one_cpu_a_core(cpus: list[int]) -> list[int]:
     chosen: list[int] = []
     for cpu in cpus:
         file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        core = file.read_text().strip() if file.exists() else str(cpu)
+        core = _text(file).strip() or str(cpu)
         if core not in seen:
             seen.add(core)
             chosen.append(cpu)
@@ -105,7 +107,7 @@ def _groups(root: Path) -> Iterator[_Group]:
             # Without a namespace of its own, a container is told the path on its machine, and has its group mounted.
             group = Path(own[kind])
             folder = mounted / group.relative_to(top) if group.is_relative_to(top) else mounted
-            if ".." in folder.parts or not folder.is_dir():
+            if ".." in folder.parts or not os.path.isdir(folder):
                 folder = mounted
             yield _Group(1 if kind else 2, kind, folder)
             while folder != mounted:
@@ -146,7 +148,7 @@ def _quota(group: _Group) -> float | None:
     else:
         return None
     quota, period = map(_number, words) if len(words) == 2 else (None, None)
-    if quota is None or quota <= 0 or not period:  # "max" or -1: there is no quota
+    if quota is None or quota <= 0 or period is None or period <= 0:  # "max" or -1: there is no quota
         return None
     return quota / period
 
@@ -175,9 +177,10 @@ def _throttling(group: _Group) -> tuple[int, int]:
 
 def _number(text: str) -> int | None:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:  # "max", or no such file
         return None
+    return number if abs(number) < _NONSENSE else None
 
 
 def _text(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,17 @@ ReportTo = Annotated[
     Path | None,
     typer.Option("--report", help="Write a report page (HTML, one file) here; times the operators for it."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def _hush(quiet: bool) -> bool:
+    if quiet:
+        warnings.simplefilter("ignore")
+    return quiet
+
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", callback=_hush, is_eager=True)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to standard output.")]
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")

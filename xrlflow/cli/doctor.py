@@ -7,7 +7,7 @@ from contextlib import closing
 import typer
 
 from xrlflow.cli.arguments import AsJson
-from xrlflow.cli.failures import ExitCode, fail
+from xrlflow.cli.failures import ExitCode, fail, interrupted
 from xrlflow.cli.output import print_json
 from xrlflow.text import printable
 
@@ -19,16 +19,19 @@ def doctor(as_json: AsJson = False) -> None:
     """
     try:
         from xrlflow.doctor import examine, works
-    except ImportError as error:
-        fail(f"a package is broken ({error}): install xrlflow again", ExitCode.NO)
+    except Exception as error:  # a package of another version may raise anything while it is imported
+        fail(f"a package is broken ({type(error).__name__}: {error}): install xrlflow again", ExitCode.NO)
     found = []
-    with closing(examine()) as findings:
-        for finding in findings:
-            found.append(finding)
-            if not as_json:
-                typer.echo(f"{finding.status.value:4}  {finding.name}: {printable(finding.found)}")
-                if finding.advice:
-                    typer.echo(f"      -> {finding.advice}")
+    try:
+        with closing(examine()) as findings:
+            for finding in findings:
+                found.append(finding)
+                if not as_json:
+                    typer.echo(f"{finding.status.value:4}  {finding.name}: {printable(finding.found)}")
+                    if finding.advice:
+                        typer.echo(f"      -> {finding.advice}")
+    except KeyboardInterrupt:
+        interrupted()
     good = works(found)
     if as_json:
         print_json({"works": good, "findings": [f.to_json() for f in found]})

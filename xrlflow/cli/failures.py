@@ -51,7 +51,7 @@ def clear_errors() -> Iterator[None]:
     try:
         from xrlflow.api import UserError, VerificationFailed  # takes a second
     except KeyboardInterrupt:
-        _interrupted()
+        interrupted()
     try:
         yield
     except VerificationFailed as error:
@@ -61,8 +61,9 @@ def clear_errors() -> Iterator[None]:
     except MemoryError:
         fail("out of memory: the model, or one of its values, is too large for this machine")
     except KeyboardInterrupt:  # commands with a partial result handle it themselves
-        _interrupted()
+        interrupted()
 
 
-def _interrupted() -> NoReturn:
+def interrupted() -> NoReturn:
+    """End the program after Ctrl-C."""
     fail("interrupted before there was a result", ExitCode.INTERRUPTED)

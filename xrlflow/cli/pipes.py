@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -14,6 +15,9 @@ from xrlflow.cli.failures import fail, output_failed
 from xrlflow.files import StandardInput
 
 PIPE = Path("-")
+MOST = 1 << 31
+"""Bytes of the longest standard input: protobuf has no longer files, and what never ends would take all memory."""
+_PART = 1 << 20
 
 
 def source(path: Path, *others: Path | None) -> Path | StandardInput:
@@ -24,9 +28,14 @@ def source(path: Path, *others: Path | None) -> Path | StandardInput:
         fail("standard input can be read only once: name a file for the other model")
     check_streams(path)
     try:
-        return StandardInput(sys.stdin.buffer.read())
+        read = io.BytesIO()
+        while part := sys.stdin.buffer.read(_PART):
+            read.write(part)
+            if read.tell() > MOST:
+                fail("-: standard input is too long for an ONNX file, or does not end: name a file")
     except OSError as error:
         fail(f"-: standard input cannot be read ({error.strerror}): pipe a file into it, or name one")
+    return StandardInput(read.getvalue())
 
 
 def check_streams(read: Path | None = None, written: Path | None = None) -> None:

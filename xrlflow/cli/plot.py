@@ -9,7 +9,7 @@ import typer
 
 from xrlflow.cli.arguments import AsJson, Quiet
 from xrlflow.cli.completion import completing
-from xrlflow.cli.failures import fail
+from xrlflow.cli.failures import fail, interrupted
 from xrlflow.cli.output import print_json
 from xrlflow.cli.pipes import check_files
 
@@ -60,6 +60,8 @@ def plot(
         fail(str(error))
     except OSError as error:
         fail(f"{output}: cannot be written ({error.strerror}): choose another file")
+    except KeyboardInterrupt:
+        interrupted()
     if as_json:
         print_json({"x": over, "y": scalar, "curves": [curve.to_json() for curve in curves]})
     elif not quiet:

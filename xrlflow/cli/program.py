@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -14,6 +15,7 @@ import typer
 
 from xrlflow.cli import batch, doctor, learning, models, passes, plot, rules
 from xrlflow.cli.failures import output_failed
+from xrlflow.text import printable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -93,6 +95,7 @@ def main() -> None:
     """
     _open_descriptors()
     _watch_output()
+    warnings.showwarning = _show_warning
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
@@ -137,6 +140,14 @@ def _watch_output() -> None:
             watched, encoding=out.encoding, errors=out.errors, line_buffering=out.line_buffering,
             write_through=out.write_through,
         )  # fmt: skip
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
+    """Say it as errors are said: where it is in the code is nothing to a user."""
+    typer.echo(f"xrlflow: warning: {printable(message)}", err=True)
 
 
 class _Terminated(SystemExit):

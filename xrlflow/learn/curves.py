@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ def runs_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_scalars(folder: str | os.PathLike[str], name: str) -> list[Scalars]:
-    """The scalar `name` of each run in a folder. Raises CurveError if there are no runs, or one has no such scalar.
+    """The scalar `name` of each run in a folder.
+
+    Raises CurveError if there are no runs, or one has no such scalar, or no finite value of it.
 
     Where a run was resumed, what it had written after the checkpoint is left out.
     """
@@ -48,6 +51,8 @@ def read_scalars(folder: str | os.PathLike[str], name: str) -> list[Scalars]:
             known = ", ".join(sorted(tags)) or "none"
             raise CurveError(f"{run}: no scalar {name!r}: choose one of {known}")
         events = reader.Scalars(name)
+        if not any(math.isfinite(e.value) for e in events):
+            raise CurveError(f"{run}: {name!r} has no finite value: the run diverged, leave it out")
         begin = reader.FirstEventTimestamp()
         found.append(
             Scalars(

@@ -11,7 +11,6 @@ from xrlflow.cost import AdditiveCost, CostModel, Roofline
 from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
-from xrlflow.pipeline.trace import read_trace
 from xrlflow.search import (
     SEARCH_UNTIL,
     Limits,
@@ -21,7 +20,7 @@ from xrlflow.search import (
     greedy,
     lookahead,
     random_walk,
-    replay,
+    retrace,
     taso,
 )
 
@@ -63,14 +62,14 @@ def explore(context: Context, start: Start, until: float | None = None) -> Explo
     `until`: when searching is over, if that is not when the time limit says (time.monotonic).
     """
     model = start.model
-    clock, trace = context.clock, context.options.replay
+    clock = context.clock
     in_time = time.monotonic() < clock.budget.select_until
     progress: list[tuple[int, float]] = []
     with clock.phase("search"):
-        if trace is None:
+        if context.options.replay is None:
             result = search(context, start.base, model, progress, until)
         else:
-            result = _replayed(context, start, trace)
+            result = _replayed(start)
     if result.interrupted:
         context.notes.append("interrupted: the best so far is kept")
         clock.hurry()
@@ -249,15 +248,11 @@ def _dreamt(
     return agent.arrays(), interrupted
 
 
-def _replayed(context: Context, start: Start, trace: str | os.PathLike[str]) -> SearchResult:
-    steps = read_trace(trace)
-    steps = steps[len(start.early) :]  # those before the search were made again
-    base = start.base
+def _replayed(start: Start) -> SearchResult:
+    base, steps = start.base, start.to_replay
     state, path, cost = base.state, None, base.cost
-    for step, successor in zip(steps, replay(base.state, steps)):
-        match = state.find(step.key)
-        assert match is not None
-        cost += state.priced(match)[1]
+    for before, match, successor in retrace(state, steps, len(start.early) + 1):
+        cost += before.priced(match)[1]
         path = extend(path, match, cost)
         state = successor
     found = SearchNode(state, path, cost)

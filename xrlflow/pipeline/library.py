@@ -34,7 +34,7 @@ def library_for(options: Options) -> Library:
         rules += own_rules(options.rules, proven=not options.trust_rules, seed=options.seed)
     placing = placement_rules()
     kept = _kept((*rules, *placing), options)
-    steps = () if options.replay is None else read_trace(options.replay)
+    steps = () if options.replay is None else read_trace(options.replay).steps
     placed = any(step.family == PLACEMENT for step in steps)
     return Library(
         [rule for rule in kept if placed or rule not in placing], backend=options.runtime, contrib=options.backend_ops,

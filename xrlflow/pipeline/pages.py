@@ -23,7 +23,7 @@ from xrlflow.options import OptionError, Options
 from xrlflow.pipeline.context import Context, runnable
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
-from xrlflow.pipeline.prepare import Early, Start, opened, with_feeds
+from xrlflow.pipeline.prepare import Early, Start, makers, opened, with_feeds
 from xrlflow.report.page.advice import advice
 from xrlflow.report.page.changes import Changes, Substitution, differences
 from xrlflow.report.page.document import VERSION, Curve, Page, RuleText, Run, measurements
@@ -137,7 +137,7 @@ def _changes(evidence: Evidence) -> Changes:
     changes = Changes()
     library = evidence.kept.state.library
     for part in evidence.before:
-        used = library.canonicalising() if part.cost is None else library
+        used = makers(library, part.steps)
         scope = f"{part.body}/" if part.body else ""
         _follow(changes, scope, RewriteState.start(part.graph, used), part.steps, part.cost)
     state = RewriteState.start(evidence.base.state.graph, library)

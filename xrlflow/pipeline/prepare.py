@@ -36,10 +36,20 @@ from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.library import library_for
+from xrlflow.pipeline.trace import Trace, read_trace
 from xrlflow.report import Listener
-from xrlflow.rewrite import RewriteState
+from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.placement import without_placement
-from xrlflow.search import Limits, SearchNode, TraceStep, greedy, simplify, with_bodies
+from xrlflow.search import (
+    Limits,
+    SearchNode,
+    TraceError,
+    TraceStep,
+    greedy,
+    retrace,
+    simplify,
+    with_bodies,
+)
 from xrlflow.stores import server_of
 from xrlflow.tuning.store import Store
 from xrlflow.verify import feeds_for_measurement
@@ -71,11 +81,15 @@ class Early:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The node that the search begins with, its cost model, and the substitutions that were made before the search."""
+    """The node that the search begins with, its cost model, and the substitutions that were made before the search.
+
+    `to_replay`: what a trace has after those.
+    """
 
     base: SearchNode
     model: CostModel
     before: tuple[Early, ...] = ()
+    to_replay: tuple[TraceStep, ...] = ()
 
     @property
     def early(self) -> tuple[TraceStep, ...]:
@@ -267,8 +281,13 @@ def _learned(context: Context, prices: Profiled) -> Learned:
 
 
 def start(context: Context, model: CostModel) -> Start:
-    """The first node of the search: rules that need no price are applied, and control-flow bodies are optimised."""
+    """The first node of the search: rules that need no price are applied, and control-flow bodies are optimised.
+
+    With a trace, what was done then is done again. Raises TraceError if it does not fit.
+    """
     options, library = context.options, context.library
+    if options.replay is not None:
+        return _started_again(context, model, read_trace(options.replay))
     before: list[Early] = []
 
     def tidy(graph: Graph, body: str = "") -> Graph:
@@ -294,3 +313,47 @@ def start(context: Context, model: CostModel) -> Start:
         graph = tidy(graph)
     base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
     return Start(base, model, tuple(before))
+
+
+def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
+    """The first node of a replay: bodies become what they became then, whatever `model` says of them."""
+    library, done = context.library, 0
+    counts = iter(trace.before)
+    before: list[Early] = []
+
+    def follow(graph: Graph, body: str = "") -> Graph:
+        nonlocal done
+        steps = trace.steps[done : done + next(counts, 0)]
+        rules = makers(library, steps)
+        priced = rules is library and context.options.cost_name != "measured"
+        start = cost = model.cost(graph) if priced else None
+        state = RewriteState.start(graph, rules, model.delta if priced else None)
+        made: list[TraceStep] = []
+        for step, (at, match, after) in zip(steps, retrace(state, steps, done + 1)):
+            state = after
+            if cost is not None:
+                cost += at.priced(match)[1]
+            made.append(step if cost is None else replace(step, cost=cost))
+        before.append(Early(body, graph, tuple(made), start))
+        done += len(steps)
+        return state.graph
+
+    graph = without_placement(context.imported.graph)
+    if trace.before:
+        graph = follow(graph)
+    if len(trace.before) > 1:
+        graph = with_bodies(graph, follow, follow)
+    if next(counts, None) is not None:
+        raise TraceError("the trace has substitutions in control-flow bodies that this graph lacks")
+    if context.options.compiling:  # a trace of another backend may leave operators that TVM lacks
+        simple, steps = simplify(graph, library, model.cost)
+        before.append(Early("", graph, tuple(steps), None))
+        graph = simple
+    base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+    return Start(base, model, tuple(before), trace.searched)
+
+
+def makers(library: Library, steps: Sequence[TraceStep]) -> Library:
+    """The rules that can have made these substitutions: those that need no price (`simplify`) if that is enough."""
+    few = library.canonicalising()
+    return few if all(step.rule in few.rules for step in steps) else library

@@ -23,12 +23,16 @@ def searched(context: Context) -> Searched:
         models = cost_models(context)
         begin = start(context, models[0])
     found = [(begin, explore(context, begin, _share(context, len(models))))]
-    for number, model in enumerate(models[1:], start=1):
-        if context.clock.hurried:
-            break
-        with context.clock.phase("calibrate"):
-            begin = start(context, model)
-        found.append((begin, explore(context, begin, _share(context, len(models) - number))))
+    try:
+        for number, model in enumerate(models[1:], start=1):
+            if context.clock.hurried:
+                break
+            with context.clock.phase("calibrate"):
+                begin = start(context, model)
+            found.append((begin, explore(context, begin, _share(context, len(models) - number))))
+    except KeyboardInterrupt:  # outside of what a search keeps: control-flow bodies, an agent that is loaded
+        context.notes.append("interrupted: the best so far is kept")
+        context.clock.hurry()
     prices = models[0].prices if isinstance(models[0], Learned) else models[0]
     if isinstance(prices, Profiled):
         context.notes.append(f"operators: {prices.tally}")

@@ -99,7 +99,8 @@ class Result:
         was asked for before. Raises ModelError if the file cannot be written."""
         known = self.__dict__.get("page")
         page = known if known is not None else result_page([self], profiled=False).to_json()
-        write_trace(path, self.report.model, self.trace, page)
+        before = [len(part.steps) for part in self.evidence.before] if self.trace else []
+        write_trace(path, self.report.model, self.trace, before, page)
 
     @cached_property
     def page(self) -> dict[str, Any]:
@@ -184,4 +185,4 @@ def _notes(context: Context, finished: Finished) -> tuple[str, ...]:
         notes.append("other programs used the processor while the result was measured")
     if finished.verification is not None and finished.verification.verified:
         notes.extend(remarks(finished.verification))
-    return tuple(notes)
+    return tuple(dict.fromkeys(notes))  # two searches may say the same

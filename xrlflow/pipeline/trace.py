@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,30 @@ from xrlflow.options import OptionError
 from xrlflow.search import TraceStep
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The substitutions of an optimisation, in order. The first ones were made before the search: `before` has their
+    numbers in the model, and then in each control-flow body, as `prepare.start` visits these."""
+
+    steps: tuple[TraceStep, ...]
+    before: tuple[int, ...] = ()
+
+    @property
+    def searched(self) -> tuple[TraceStep, ...]:
+        """The substitutions that the search made."""
+        return self.steps[sum(self.before) :]
+
+
 def write_trace(
-    path: str | os.PathLike[str], model: str, steps: Iterable[TraceStep], page: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    model: str,
+    steps: Iterable[TraceStep],
+    before: Sequence[int],
+    page: Mapping[str, Any],
 ) -> None:
-    """Write a trace as JSON, with the data of its page. Raises ModelError if the file cannot be written."""
+    """Write a trace as JSON (see `Trace`), with the data of its page. Raises ModelError if it cannot be written."""
     rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
-    told = json.dumps({"model": model, "steps": rows}, indent=1).removesuffix("\n}")
+    told = json.dumps({"model": model, "steps": rows, "before": list(before)}, indent=1).removesuffix("\n}")
     content = f'{told},\n "page": {json.dumps(page, allow_nan=False, separators=(",", ":"))}\n}}\n'
     try:
         files.write(path, content.encode())
@@ -29,13 +48,17 @@ def write_trace(
         ) from error
 
 
-def read_trace(path: str | os.PathLike[str]) -> tuple[TraceStep, ...]:
+def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace. Raises OptionError if the file is not one."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return tuple(
+        steps = tuple(
             TraceStep(s["rule"], s["family"], (s["rule"], tuple(s["at"])), s["cost"]) for s in data["steps"]
         )
+        before = tuple(int(count) for count in data.get("before", ()))
+        if min(before, default=0) < 0 or sum(before) > len(steps):
+            raise ValueError("it has fewer substitutions than it says")
+        return Trace(steps, before)
     except FileNotFoundError as error:
         raise OptionError(f"{path}: there is no such trace: check the path") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

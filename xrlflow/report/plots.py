@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow import files
+from xrlflow.text import printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +43,8 @@ _STYLE = {
     "grid.color": _LIGHT,
     "axes.axisbelow": True,
 }
+_LONGEST = 80
+"""Characters of a title or a name in the legend."""
 _NO_DATES = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
 _NO_DATES[".pdf"] = {"CreationDate": None, "Creator": None, "Producer": None}
 
@@ -50,13 +53,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What several runs (seeds) of one kind reached: for each run its x and y, x ascending."""
+    """What several runs (seeds) of one kind reached: for each run its x and y, None where y is not finite."""
 
     label: str
-    runs: Sequence[tuple[Sequence[float], Sequence[float]]]
+    runs: Sequence[tuple[Sequence[float], Sequence[float | None]]]
 
     def to_json(self) -> dict[str, Any]:
-        return {"label": self.label, "runs": [{"x": list(x), "y": list(y)} for x, y in self.runs]}
+        return {
+            "label": self.label,
+            "runs": [{"x": list(x), "y": [_or_none(v) for v in y]} for x, y in self.runs],
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Curve:
@@ -102,7 +108,8 @@ def learning_curves(curves: Sequence[Curve], texts: Texts) -> Figure:
         for curve, colour in zip(curves, _colours(len(curves))):
             x, median, low, high = curve.band()
             count = len(curve.runs)
-            label = curve.label if count == 1 else f"{curve.label}: median of {count}, least to greatest"
+            name = _label(curve.label)
+            label = name if count == 1 else f"{name}: median of {count}, least to greatest"
             axes.plot(x, median, color=colour, linewidth=1.8, label=label)
             if count > 1:
                 axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -122,7 +129,7 @@ def cost_against_time(results: Sequence[Reached], texts: Texts) -> Figure:
             mine = [r for r in results if r.method == method]
             cost = _mean([float(np.median(r.costs)) for r in mine])
             if not all(r.seconds for r in mine):
-                axes.axhline(cost, color=colour, linestyle="--", linewidth=1.2, label=method)
+                axes.axhline(cost, color=colour, linestyle="--", linewidth=1.2, label=_label(method))
                 continue
             x = [float(np.median(r.seconds)) for r in mine]
             axes.scatter(
@@ -134,7 +141,7 @@ def cost_against_time(results: Sequence[Reached], texts: Texts) -> Figure:
             axes.errorbar(
                 at, cost, xerr=[[max(0, at - fast)], [max(0, slow - at)]],
                 yerr=[[max(0, cost - low)], [max(0, high - cost)]],
-                color=colour, marker="o", markersize=8, capsize=3, linestyle="none", label=method,
+                color=colour, marker="o", markersize=8, capsize=3, linestyle="none", label=_label(method),
             )  # fmt: skip
         _finish(axes)
         return figure
@@ -168,9 +175,9 @@ def _figure(texts: Texts) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(texts.title, loc="left", fontsize=12)
-    axes.set_xlabel(texts.x)
-    axes.set_ylabel(texts.y)
+    axes.set_title(_text(texts.title), loc="left", fontsize=12)
+    axes.set_xlabel(_text(texts.x))
+    axes.set_ylabel(_text(texts.y))
     return figure, axes
 
 
@@ -188,10 +195,27 @@ def _colours(count: int) -> list[str]:
     return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
 
 
-def _finite(x: Sequence[float], y: Sequence[float]) -> tuple[Floats, Floats]:
+def _or_none(value: float | None) -> float | None:
+    """JSON has only finite numbers."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _text(text: str) -> str:
+    """A name from outside, as text that SVG can hold and that leaves room for the plot."""
+    return shortened(printable(text), _LONGEST)
+
+
+def _label(text: str) -> str:
+    """The text of a legend, where matplotlib leaves out what begins with an underscore."""
+    said = _text(text)
+    return f"\u200b{said}" if said.startswith("_") else said
+
+
+def _finite(x: Sequence[float], y: Sequence[float | None]) -> tuple[Floats, Floats]:
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     kept = np.isfinite(xs) & np.isfinite(ys)
-    return xs[kept], ys[kept]
+    order = np.argsort(xs[kept], kind="stable")
+    return xs[kept][order], ys[kept][order]
 
 
 def _mean(values: Sequence[float]) -> float:

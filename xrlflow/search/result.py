@@ -118,16 +118,16 @@ class TraceError(ValueError):
 
 
 def retrace(
-    state: RewriteState, trace: Sequence[TraceStep]
+    state: RewriteState, trace: Sequence[TraceStep], first: int = 1
 ) -> Iterator[tuple[RewriteState, Match, RewriteState]]:
     """For each step of a trace: the state before, the match, and the state after.
 
-    Raises TraceError if a step is not among the candidates.
+    `first`: the number of the first step. Raises TraceError if a step is not among the candidates.
     """
-    for index, step in enumerate(trace):
+    for number, step in enumerate(trace, first):
         match = state.find((step.key[0], step.key[1]))
         if match is None:
-            raise TraceError(f"step {index + 1} of the trace ({step.rule}) does not apply to this graph")
+            raise TraceError(f"step {number} of the trace ({step.rule}) does not apply to this graph")
         successor = state.apply(match)
         yield state, match, successor
         state = successor
