@@ -307,6 +307,7 @@ def test_a_wrong_option_is_the_users() -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("python_handles_interrupts")
 def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*PROGRAM, "optimize", "-", "-o", "o.onnx"], stdin=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -124,7 +124,7 @@ class Command:
 
 
 @pytest.fixture
-def command(folder: Path) -> Iterator[Command]:
+def command(folder: Path, python_handles_interrupts: None) -> Iterator[Command]:
     running = Command(folder)
     yield running
     running.process.kill()
