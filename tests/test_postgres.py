@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import psutil
 import psycopg
 import pytest
 from typer.testing import CliRunner
@@ -263,6 +264,51 @@ def test_a_server_that_goes_away_loses_nothing(
         database.put(SUBJECT, SAMPLE)
     with pytest.warns(RuntimeWarning, match=": 1 measurements are lost, as they could never be written"):
         database.close()
+
+
+def test_a_server_that_hangs_is_like_one_that_is_gone(
+    server: postgres.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine acknowledges what is sent, and it keeps no limit of its own."""
+    monkeypatch.setattr("xrlflow.cost.database._PATIENCE", 0.1)
+    monkeypatch.setattr("xrlflow.postgres._GRACE", -4.0)
+    assert server.process is not None
+    with Database(server.url() + "?connect_timeout=2") as database:
+        database.put(SUBJECT, SAMPLE)
+        whole = [
+            psutil.Process(server.process.pid),
+            *psutil.Process(server.process.pid).children(recursive=True),
+        ]
+        for process in whole:
+            process.suspend()
+        try:
+            with pytest.warns(RuntimeWarning, match="kept in memory until they can be written"):
+                database.put(replace(SUBJECT, operands="later"), SAMPLE)
+        finally:
+            for process in whole:
+                process.resume()
+    with Database(server.url()) as other:
+        assert other.get(replace(SUBJECT, operands="later")) == SAMPLE
+
+
+def test_tables_that_somebody_removes_are_made_again(server: postgres.Server) -> None:
+    with Database(server.url()) as database:
+        database.put(SUBJECT, SAMPLE)
+        execute(server, "DROP SCHEMA xrlflow CASCADE")
+        with pytest.warns(RuntimeWarning, match="kept in memory until they can be written"):
+            database.put(SUBJECT, SAMPLE)
+    with Database(server.url()) as other:
+        assert other.get(SUBJECT) == SAMPLE
+
+
+def test_looking_for_what_the_server_cannot_hold_is_no_failure(server: postgres.Server) -> None:
+    with Database(server.url()) as database, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert database.get(replace(SUBJECT, operands="a\0b")) is None
+        assert database.get(replace(SUBJECT, operands="a\ud800b")) is None
+        database.put(SUBJECT, SAMPLE)
+        with Database(server.url()) as other:
+            assert other.get(SUBJECT) == SAMPLE
 
 
 def test_what_the_server_cannot_hold_does_not_keep_the_rest(server: postgres.Server) -> None:

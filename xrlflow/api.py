@@ -207,7 +207,7 @@ def optimize_all(
     name. A model that cannot be optimised is a row with an error, and the others go on.
 
     The same call goes on where the last one ended: a model is not done again unless its content, its external data, an
-    option, or the version of xrlflow or ONNX Runtime has changed. Ctrl-C ends the batch; what is done is kept.
+    option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; what is done is kept.
 
     `workers` processes of this machine do the jobs, or the nodes of a Ray cluster (`ray`: "local", or its HOST:PORT),
     or an `executor` of your own. Jobs that measure take turns on a machine, whoever runs them. `listener` is called

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,38 +30,75 @@ def locked(path: Path, waiting: Callable[[str], None] | None = None, *, mode: in
     `waiting` is told once, in a few words, who holds it, before this waits for the lock. Without it, this does not
     wait and raises LockedError. Locks of one process exclude each other, too. Raises OSError if there can be no file.
     """
-    descriptor = _opened(path, mode)
+    descriptor = _held(path, waiting, mode)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-            said = f"process {holder} has it" if holder.isdigit() else "another process has it"
-            if waiting is None:
-                raise LockedError(said) from None
-            waiting(said)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        _sign(descriptor)
         yield
     finally:
+        # A process that was forked in the meantime has the descriptor, too: closing ours would leave it the lock.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
-def measuring(waiting: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
+def _held(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
+    """A descriptor with the lock of the file that is there now: who waits may wait for one that has been removed."""
+    told = False
+    while True:
+        descriptor = _opened(path, mode)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+                said = f"process {holder} has it" if holder.isdigit() else "another process has it"
+                if waiting is None:
+                    raise LockedError(said) from None
+                if not told:
+                    waiting(said)
+                    told = True
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+@contextmanager
+def measuring(waiting: Callable[[str], None]) -> Iterator[None]:
     """Hold this machine's lock of measurements (see `locked`)."""
     named = os.environ.get(VARIABLE)
-    return locked(Path(named) if named else _EVERYBODYS, waiting, mode=0o666)
+    path = Path(named) if named else _EVERYBODYS
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(path, waiting, mode=0o666))
+        except OSError as error:
+            said = (
+                f"it cannot be locked ({error.strerror}): set {VARIABLE} to a file that every user may write"
+            )
+            raise OSError(error.errno, said, os.fspath(path)) from error
+        yield
+
+
+def _sign(descriptor: int) -> None:
+    """Write who has the lock. Only messages say so, and a full disk does not matter."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        return  # its folder may be anybody's, and its other name that of somebody's data
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def _opened(path: Path, mode: int) -> int:
     """A descriptor of the file. A link is not followed, since the folder may be anybody's."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    with contextlib.suppress(FileNotFoundError):
-        return os.open(path, flags)
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
-    except FileExistsError:  # another process was faster
-        return os.open(path, flags)
-    os.fchmod(descriptor, mode)  # whatever the umask is: every user of the machine has to lock it
-    return descriptor
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
+            os.fchmod(descriptor, mode)  # whatever the umask is: every user of the machine has to lock it
+            return descriptor

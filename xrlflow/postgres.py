@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import threading
 import warnings
+from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -31,6 +33,29 @@ _WORDS = {
     "BLOB": "BYTEA",
     "WITHOUT ROWID": "",
 }
+
+_GRACE = 5.0
+"""Seconds beyond the server's own limit of a statement after which the server is taken for hung."""
+
+
+class _Limited(psycopg.Connection[Row]):
+    """A connection that is cut if an answer takes longer than `limit` seconds: a server that hangs keeps no limits of
+    its own, and its machine goes on to acknowledge what is sent."""
+
+    limit = 60.0
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:
+        timer = threading.Timer(self.limit, self._cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            return super().wait(*arguments, **named)
+        finally:
+            timer.cancel()
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(self.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
 
 
 class SharedServer:
@@ -83,7 +108,7 @@ class SharedServer:
             if (connection := self._connected()) is not None:
                 try:
                     rows += connection.execute(_marked(statement), values).fetchall()
-                except UnicodeError:  # the server has no such text
+                except (psycopg.DataError, UnicodeError):  # the server has no such text
                     pass
                 except psycopg.Error as error:
                     self._complain(error)
@@ -161,9 +186,10 @@ class SharedServer:
 
     def _connect(self) -> psycopg.Connection[Row]:
         """Raises psycopg.Error, also if the tables are of another version."""
-        connection = psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        connection = _Limited.connect(self._conninfo, autocommit=True, prepare_threshold=None)
         try:
             milliseconds = str(max(round(self._patience * 1000), 1))
+            connection.limit = 2 * self._patience + 5 + _GRACE
             connection.execute(
                 "SELECT set_config('search_path', %s, false), set_config('lock_timeout', %s, false),"
                 " set_config('statement_timeout', %s, false)",
@@ -209,8 +235,9 @@ class SharedServer:
 
     def _complain(self, error: psycopg.Error) -> None:
         """A statement failed."""
-        if self._connection is not None and self._connection.closed:
-            self._drop()
+        gone = isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName))
+        if self._connection is not None and (gone or self._connection.closed):
+            self._drop()  # who connects creates tables that somebody has removed
         self._waiting.failed(self._said(error), stacklevel=5)
 
     def _drop(self) -> None:

@@ -20,6 +20,7 @@ from xrlflow.batch.sources import MARK
 from xrlflow.batch.terminal import bars, duration, line
 from xrlflow.cli import app
 from xrlflow.exclusive import locked
+from xrlflow.files import UNFINISHED
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
 
@@ -143,6 +144,20 @@ def test_progress_on_a_terminal(folder: Path) -> None:
 
 
 # --- the output folder ---
+
+
+def test_what_killed_jobs_have_left_unfinished_is_removed(folder: Path) -> None:
+    batch(folder)
+    old, new = (folder / "out" / "a" / f"{UNFINISHED}{name}" for name in ("old", "new"))
+    library = folder / "out" / f"{UNFINISHED}library"
+    library.mkdir()
+    (library / "x.so").touch()
+    for path in (old, new):
+        path.write_bytes(b"half a model")
+    for path in (old, library):
+        os.utime(path, (0, 0))
+    assert batch(folder)[1] == []
+    assert [path.exists() for path in (old, library, new)] == [False, False, True]
 
 
 def test_the_output_is_a_folder_of_batches_only(folder: Path) -> None:

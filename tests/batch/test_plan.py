@@ -106,14 +106,14 @@ def test_data_outside_the_folder_of_a_model_is_not_read(tmp_path: Path) -> None:
 
 def test_versions_count(put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = put("x.onnx")
-    keys = {key(path)}
-    for package in ("xrlflow", "onnxruntime"):
+    keys = {key(path), key(path, backend="auto")}
+    for package in ("none", "xrlflow", "onnxruntime", "apache-tvm"):
         changed = {package: "0.0"}
         monkeypatch.setattr(
             "xrlflow.batch.plan.version_of", lambda name, known=changed: known.get(name, "1.0")
         )
-        keys.add(key(path))
-    assert len(keys) == 3
+        keys |= {key(path), key(path, backend="auto")}
+    assert len(keys) == 4 + 5  # that of TVM counts only where it may be used
 
 
 @pytest.mark.parametrize("content", [b"", b"no model", b"\x3a\xff\xff\xff\xff\x0f"])

@@ -22,7 +22,7 @@ from xrlflow.options import OptionError
 
 # Rules of a user's own are run in the process of the job: what this one does depends on files beside it.
 RULES = """
-import os, pathlib, signal, time
+import os, pathlib, signal, tempfile, time
 RULES = []
 here = pathlib.Path(__file__).parent
 (here / "process").write_text(str(os.getpid()))
@@ -30,6 +30,7 @@ if (here / "crash").exists():
     (here / "crash").unlink()
     os.kill(os.getpid(), signal.SIGSEGV)
 if (here / "hang").exists() and (here / "once").exists():
+    tempfile.mkdtemp(prefix="left-")
     time.sleep(600)
 (here / "once").write_text("")
 """
@@ -44,6 +45,7 @@ def folder(put: Callable[..., Path], tmp_path: Path) -> Path:
     put("in/a.onnx", 1.0)
     put("in/b.onnx", 2.0)
     (tmp_path / "rules.py").write_text(RULES)
+    (tmp_path / "tmp").mkdir()
     return tmp_path
 
 
@@ -58,6 +60,24 @@ def test_a_crash_ends_one_job(folder: Path) -> None:
     assert second.error is None
     with pytest.raises(OptionError, match="workers 0 is not positive"):
         Processes(0)
+
+
+def test_a_hung_job_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.batch.processes._SILENCE", 12.0)
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    (folder / "hang").touch()
+    first, second = xrlflow.optimize_all(
+        folder / "in",
+        folder / "out",
+        rules=folder / "rules.py",
+        trust_rules=True,
+        **{**FAST, "time_limit": 1.0},
+    ).rows
+    assert first.error is None
+    assert str(second.error).startswith("it has not gone on for 12 s, and was ended")
+    assert not psutil.pid_exists(int((folder / "process").read_text()))
+    assert not list((folder / "tmp").iterdir())
 
 
 def test_where_no_process_can_be_started_jobs_fail(
@@ -81,7 +101,7 @@ class Command:
         command = [sys.executable, "-m", "xrlflow.cli", "optimize-all", "in", "-o", "out", *QUICK, "rules.py"]
         self.process = subprocess.Popen(
             command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment(),
+            env=environment(TMPDIR=str(folder / "tmp")),
         )  # fmt: skip
 
     def wait_until_it_hangs(self) -> psutil.Process:
@@ -117,6 +137,7 @@ def test_what_is_ended_goes_on(command: Command, number: int) -> None:
     command.process.send_signal(number)
     _, said = command.process.communicate(timeout=120)
     worker.wait(timeout=60)
+    assert not list((command.folder / "tmp").iterdir())
     assert command.process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
         assert said.endswith("interrupted: 1 of 2 models are done and kept: run the same command to go on\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from xrlflow.batch.sources import Found
 from xrlflow.exclusive import LockedError, locked, measuring
 from xrlflow.onnxio import ModelError
 from xrlflow.options import Options
+from xrlflow.pipeline import optimize
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 
@@ -63,6 +66,11 @@ def test_what_is_done_counts_only_if_all_of_it_is_there(put: Callable[..., Path]
     for damaged in (b"", b"{", record[:-9], b"[]", b"null", record.replace(b'"version": 1', b'"version": 0'),
                     record.replace(b'"error": null', b'"error": "no"'), b"[" * 99_999):  # fmt: skip
         job.record.write_bytes(damaged)
+        assert earlier(job) is None
+    whole = json.loads(record)
+    for name, value in (("speedup", "fast"), ("speedup", 0), ("speedup", float("nan")), ("threads", None)):
+        job.record.write_text(json.dumps({**whole, "row": {**whole["row"], "report": {
+            **whole["row"]["report"], name: value}}}))  # fmt: skip
         assert earlier(job) is None
     job.record.write_bytes(record)
     for path in (job.output, job.page):
@@ -129,6 +137,39 @@ def test_any_error_is_a_row(
     assert row.error is not None
     assert says in row.error
     assert ("Traceback" in row.detail) == detailed
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_changes_after_the_plan_is_not_what_was_asked_for(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """The result would be another model's, under the key of the one that was planned."""
+    job = job_of(put("x.onnx"))
+    if late:
+
+        def slow(*arguments: Any) -> Any:
+            put("x.onnx", 3.0)
+            return optimize(*arguments)
+
+        monkeypatch.setattr("xrlflow.batch.running.optimize", slow)
+    else:
+        put("x.onnx", 3.0)
+    row = run(job)
+    assert "is not what it was when the batch began" in str(row.error)
+    assert not job.output.exists()
+
+
+def test_a_node_with_other_versions_or_files_does_nothing(
+    put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("# none")
+    job = job_of(put("x.onnx"), rules=rules)
+    rules.write_text("# none, but others")
+    assert "is not what it was" in str(run(job).error)
+    rules.write_text("# none")
+    monkeypatch.setattr("xrlflow.batch.plan.version_of", lambda name: "0.0")
+    assert "(here: xrlflow 0.0, onnxruntime 0.0, " in str(run(job).error)
 
 
 def test_a_record_of_an_earlier_run_does_not_vouch_for_files_of_a_later_one(
@@ -222,14 +263,14 @@ def test_a_job_that_measures_waits_for_the_one_that_does(
     runner.start()
     assert waiting.wait(60)
     assert not rows
-    assert run(replace(job, options=Options(**FAST))).error == "now"  # what measures nothing does not wait
+    assert run(job_of(put("y.onnx"))).error == "now"  # what measures nothing does not wait
     if killed:
         other.kill()
     else:
         other.communicate("")
     runner.join(60)
     other.wait()
-    assert said == [f"waiting: another job measures on this machine (process {other.pid} has it)"]
+    assert said == [f"waiting: another job measures on this machine (process {other.pid} has it)", "reading"]
     assert rows[0].error == "now"
 
 
@@ -247,6 +288,74 @@ def test_locks_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     link.symlink_to(path)
     with pytest.raises(OSError), locked(link):  # it could be anybody's
         pass
+
+
+def test_a_lock_writes_over_nobodys_data(tmp_path: Path) -> None:
+    data, planted = tmp_path / "data", tmp_path / "lock"
+    data.write_text("precious")
+    planted.hardlink_to(data)
+    with locked(planted), pytest.raises(LockedError, match="another process has it"), locked(planted):
+        pass
+    assert data.read_text() == "precious"
+    os.mkfifo(tmp_path / "fifo")
+    with locked(tmp_path / "fifo"):
+        pass
+
+
+def test_a_full_disk_does_not_keep_from_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.pwrite", full)
+    with locked(tmp_path / "lock"):
+        pass
+
+
+def test_a_fork_does_not_keep_a_lock(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    with locked(tmp_path / "lock"):
+        if (child := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)
+            os._exit(0)
+    try:
+        with locked(tmp_path / "lock"):
+            pass
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+        os.close(ours)
+
+
+def test_who_waited_for_a_file_that_was_removed_waits_for_the_one_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    waits, has, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        with locked(path, lambda holder: waits.set()):
+            has.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with locked(path):
+        thread.start()
+        assert waits.wait(60)
+        path.unlink()
+    assert has.wait(60)
+    try:
+        with pytest.raises(LockedError), locked(path):
+            pass
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_a_lock_that_cannot_be_had_says_what_to_do(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XRLFLOW_MEASURING_LOCK", str(tmp_path / "none" / "lock"))
+    error = str(run(job_of(put("x.onnx"), measure=True)).error)
+    assert "it cannot be locked (No such file or directory): set XRLFLOW_MEASURING_LOCK to a file" in error
 
 
 def test_every_user_may_take_the_lock_of_measurements(lock_of_its_own: Path) -> None:

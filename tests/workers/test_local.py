@@ -46,6 +46,14 @@ def test_an_order_that_kills_every_worker_is_given_up() -> None:
         list(crew.work(iter(["die"])))
 
 
+def test_an_order_that_is_given_up_may_have_an_answer_instead() -> None:
+    with Crew(Processes(), Squarer, 2) as crew:
+        found = dict(crew.work(iter([2, "die", 3, 4]), instead=lambda order, error: (order, str(error))))
+    assert [found[number][0] for number in (0, 2, 3)] == [4, 9, 16]
+    assert found[1][0] == "die"
+    assert "3 workers were lost over one order" in found[1][1]
+
+
 def test_an_error_of_a_hand_is_the_callers(place: Place) -> None:
     crew = Crew(place, Squarer, 1, "squarer")
     kind, said = (ValueError, "-1 is negative") if isinstance(place, InProcess) else (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -29,6 +31,8 @@ INDEX = "report.html"
 """The page of a batch, in its output folder."""
 _BETWEEN = 2.0
 """Least seconds between two writes of the page of a batch that runs."""
+_ABANDONED = 3600.0
+"""Seconds after which nobody goes on to write an unfinished file."""
 Models = str | os.PathLike[str]
 
 
@@ -220,6 +224,7 @@ def _output(folder: Path) -> Iterator[None]:
                     f"{folder}: has files that no batch wrote: give a new folder, or an empty one"
                 )
             held.enter_context(locked(folder / MARK))
+            _sweep(folder)
         except LockedError as error:
             raise OptionError(
                 f"{folder}: another batch writes to it ({error}): wait, or give another folder"
@@ -229,3 +234,15 @@ def _output(folder: Path) -> Iterator[None]:
                 f"{folder}: cannot be written ({error.strerror}): choose another output"
             ) from error
         yield
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed jobs have left unfinished. One that still ends itself, here or on a node, is let alone."""
+    for path in folder.rglob(f"{files.UNFINISHED}*"):
+        with contextlib.suppress(OSError):  # it stays, and does no harm
+            if time.time() - path.lstat().st_mtime < _ABANDONED:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from xrlflow.batch.jobs import Job, Row, Told, earlier
+from xrlflow.batch.jobs import Job, Row, Told, earlier, failed
 from xrlflow.batch.processes import Processes
 from xrlflow.batch.running import measures
-from xrlflow.workers import Crew, Kind, Place
+from xrlflow.workers import Crew, Kind, Place, WorkerError
+
+_VISIBLE = 20.0
+"""Seconds after which a shared folder shows on one machine what another one has written."""
 
 
 class JobHand:
@@ -41,5 +45,25 @@ class Elsewhere:
         kind = Kind.MEASURE if measuring else Kind.COMPUTE
         count = self.place.measuring if measuring else self.place.cores
         with Crew(self.place, JobHand, min(count, len(jobs)), "optimizer", kind) as crew:
-            for _, row in crew.work(iter(jobs)):
-                yield row
+            for number, row in crew.work(iter(jobs), instead=_given_up):
+                yield row if not row.done else _seen(jobs[number], row)
+
+
+def _given_up(job: Job, error: WorkerError) -> Row:
+    """A model that ends its workers, by all the memory that it takes for instance, ends no batch."""
+    return failed(job, f"{error}: if that is so each time, no node may have enough memory for this model")
+
+
+def _seen(job: Job, row: Row) -> Row:
+    """The row, if what it says was written is there for this machine, too: a node may have an OUTPUT of its own."""
+    until = time.monotonic() + _VISIBLE
+    while earlier(job) is None:
+        if time.monotonic() > until:
+            return failed(
+                job,
+                f"a node has done it, and this machine does not see its files: {job.root} has to be a folder that all "
+                "nodes share",
+                seconds=row.seconds,
+            )
+        time.sleep(0.1)
+    return row

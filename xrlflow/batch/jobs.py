@@ -13,6 +13,8 @@ from xrlflow.options import Options
 
 RECORD = ".json"
 PAGE = ".html"
+WAITING = "waiting"
+"""How what a job does begins if it only waits for others."""
 _VERSION = 1
 
 
@@ -22,7 +24,7 @@ class Job:
 
     `source`: the absolute path of its file; `root`: that of the batch's output folder; `target`: where the result goes
     in there. `key` says what the result depends on: the content of the model and its external data, the options, and
-    the versions of xrlflow and ONNX Runtime. `remarks` are kept with the row.
+    the versions of xrlflow, ONNX Runtime and TVM. `remarks` are kept with the row.
     """
 
     name: str
@@ -104,20 +106,32 @@ def earlier(job: Job) -> Row | None:
     A record that cannot be read, or whose files have gone or are of another size, counts as none.
     """
     try:
-        data = json.loads(job.record.read_bytes())
+        data = json.loads(job.record.read_bytes(), parse_constant=_no_number)
         if data["version"] != _VERSION or data["key"] != job.key:
             return None
         row = data["row"]
         files = tuple((str(name), int(size)) for name, size in row["files"])
         if not files or any(os.stat(Path(job.root, name)).st_size != size for name, size in files):
             return None
+        _check_figures(row["report"])
         found = Row(
             job.name, job.key, row["error"], row["report"], files, str(row["machine"]), float(row["seconds"]),
             tuple(row["notes"]), str(row["detail"]), earlier=True,
         )  # fmt: skip
-        return found if found.done and found.report is not None and "speedup" in found.report else None
+        return found if found.done else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _check_figures(report: Mapping[str, Any]) -> None:
+    """Raises ValueError, TypeError or KeyError if a report lacks what the figures of a batch are computed from."""
+    speedup = report["speedup"]
+    if int(report["threads"]) < 1 or not (speedup is None or float(speedup) > 0):
+        raise ValueError("no figures")
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
 
 
 # told(name of a job, what it does).

@@ -21,6 +21,8 @@ _ONNX = ".onnx"
 _CONTENTS = ("agent", "rules", "inputs")
 """Options that name a file whose content counts."""
 _PACKAGES = ("xrlflow", "onnxruntime")
+_COMPILER = "apache-tvm"
+"""This counts unless ONNX Runtime alone runs the result."""
 _PLACES = ("store",)
 """Options that say where something is kept. What is done does not depend on them."""
 
@@ -42,6 +44,16 @@ def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
         source, key = os.path.abspath(each.path), _key(each.path, asked)
         jobs.append(Job(each.name, source, root, target, key, options, each.remarks))
     return jobs
+
+
+def key_of(source: str, options: Options) -> str:
+    """The key of a model with these options, here and now. Raises OptionError."""
+    return _key(source, _depends_on(options))
+
+
+def versions() -> str:
+    """The versions that results depend on, for messages."""
+    return ", ".join(f"{package} {version_of(package)}" for package in (*_PACKAGES, _COMPILER))
 
 
 def _target(name: str, compiled: bool) -> str:
@@ -88,7 +100,8 @@ def _depends_on(options: Options) -> str:
                 values[name] = hashlib.sha256(Path(values[name]).read_bytes()).hexdigest()
             except OSError as error:
                 raise OptionError(f"{name} {values[name]} cannot be read ({error.strerror})") from error
-    values |= {package: version_of(package) for package in _PACKAGES}
+    packages = _PACKAGES if options.backend == "onnxruntime" else (*_PACKAGES, _COMPILER)
+    values |= {package: version_of(package) for package in packages}
     return json.dumps(values, sort_keys=True, default=_plain)
 
 

@@ -12,9 +12,11 @@ from dataclasses import replace
 
 from xrlflow import files
 from xrlflow.backends.beside import library_path
-from xrlflow.batch.jobs import Job, Row, failed
+from xrlflow.batch.jobs import WAITING, Job, Row, failed
+from xrlflow.batch.plan import key_of, versions
 from xrlflow.cost.machine import cpu_name
 from xrlflow.exclusive import measuring
+from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.content import input_names
 from xrlflow.options import Options
@@ -36,11 +38,14 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", RuntimeWarning)
         try:
+            _check(job)
             with _turn(job.options, say):
                 begin = time.monotonic()
+                say("reading")  # it waits no more
                 result = optimize(job.source, _fitting(job), lambda *at: say(_phase(*at)))
                 say("writing the result")
                 page = result.page  # this times operators
+            _check(job)
             row = _written(job, result, page, round(time.monotonic() - begin, 1))
         except (*CORRECTABLE, VerificationFailed) as error:
             return failed(job, printable(error), seconds=time.monotonic() - begin)
@@ -62,6 +67,20 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
     return row
 
 
+def _check(job: Job) -> None:
+    """Raises ModelError if the result would be that of something else than the job's key says.
+
+    A model may be written while the batch runs, and another node may have other files or versions.
+    """
+    if not os.access(job.source, os.R_OK):
+        return  # whoever reads it says what is wrong
+    if key_of(job.source, job.options) != job.key:
+        raise ModelError(
+            f"{job.source}, or a file or version that its result depends on, is not what it was when the batch began "
+            f"(here: {versions()}): run the batch again, with the same files and versions on all machines"
+        )
+
+
 def measures(options: Options) -> bool:
     """Whether an optimisation times something on this machine, as opposed to a remote device."""
     if options.cost_name != "roofline":
@@ -72,7 +91,7 @@ def measures(options: Options) -> bool:
 def _turn(options: Options, say: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     if not measures(options):
         return contextlib.nullcontext()
-    return measuring(lambda holder: say(f"waiting: another job measures on this machine ({holder})"))
+    return measuring(lambda holder: say(f"{WAITING}: another job measures on this machine ({holder})"))
 
 
 def _fitting(job: Job) -> Options:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 ATTEMPTS = 3
 """An order that so many workers were lost over, one after another, is not given again."""
 
+Instead = Callable[[Any, WorkerError], Any]
+"""What is answered to an order that was given up."""
+
 
 @dataclass(slots=True)
 class _Duty:
@@ -26,6 +29,20 @@ class _Duty:
     number: int
     order: Any
     lost: int = 0
+
+
+@dataclass(slots=True)
+class _Queue:
+    """Orders that nobody works on. `again`: those whose worker was lost. `over`: what is answered `instead` of those
+    that were given up."""
+
+    source: Iterator[_Duty]
+    instead: Instead | None
+    again: deque[_Duty] = field(default_factory=deque)
+    over: deque[tuple[int, Any]] = field(default_factory=deque)
+
+    def next(self) -> _Duty | None:
+        return self.again.popleft() if self.again else next(self.source, None)
 
 
 class Crew:
@@ -44,18 +61,22 @@ class Crew:
         self._workers: list[Worker] = []
         self._made = 0
 
-    def work(self, orders: Iterator[Any], until: float = math.inf) -> Generator[tuple[int, Any], None, None]:
+    def work(
+        self, orders: Iterator[Any], until: float = math.inf, instead: Instead | None = None
+    ) -> Generator[tuple[int, Any], None, None]:
         """The answers, each with the number of its order, as they come. No order begins after `until` (time.monotonic).
 
-        If the generator is closed early, workers that are busy are ended. Raises WorkerError if a hand fails, if three
-        workers were lost over one order, or if no worker is left.
+        An order over which three workers were lost is answered by `instead(order, loss)`. If the generator is closed
+        early, workers that are busy are ended. Raises WorkerError if a hand fails, if there is no `instead`, or if no
+        worker is left.
         """
-        source = (_Duty(number, order) for number, order in enumerate(orders))
-        again: deque[_Duty] = deque()
+        queue = _Queue((_Duty(number, order) for number, order in enumerate(orders)), instead)
         busy: dict[int, tuple[Worker, _Duty]] = {}
         try:
             while True:
-                self._give(source, again, busy, until)
+                self._give(queue, busy, until)
+                while queue.over:
+                    yield queue.over.popleft()
                 if not busy:
                     return
                 for worker in self._place.answered([worker for worker, _ in busy.values()]):
@@ -63,7 +84,7 @@ class Crew:
                     try:
                         answer = worker.answer()
                     except WorkerLost as lost:
-                        self._lost(worker, duty, again, lost)
+                        self._lost(worker, duty, queue, lost)
                     except BaseException:
                         self._end(worker)
                         raise
@@ -75,29 +96,28 @@ class Crew:
 
     def _give(
         self,
-        source: Iterator[_Duty],
-        again: deque[_Duty],
+        queue: _Queue,
         busy: dict[int, tuple[Worker, _Duty]],
         until: float,
     ) -> None:
         """Give orders to all that have none, while there are any."""
         while len(busy) < self._count and time.monotonic() < until:
-            duty = again.popleft() if again else next(source, None)
+            duty = queue.next()
             if duty is None:
                 return
             idle = [worker for worker in self._workers if id(worker) not in busy]
             try:
                 worker = idle[0] if idle else self._another(bool(busy))
             except BaseException:
-                again.append(duty)
+                queue.again.append(duty)
                 raise
             if worker is None:  # no room for another one: it waits for one of the busy
-                again.appendleft(duty)
+                queue.again.appendleft(duty)
                 return
             try:
                 worker.begin(duty.order)
             except WorkerLost as lost:
-                self._lost(worker, duty, again, lost)
+                self._lost(worker, duty, queue, lost)
             else:
                 busy[id(worker)] = (worker, duty)
 
@@ -113,12 +133,16 @@ class Crew:
         self._workers.append(worker)
         return worker
 
-    def _lost(self, worker: Worker, duty: _Duty, again: deque[_Duty], lost: WorkerLost) -> None:
+    def _lost(self, worker: Worker, duty: _Duty, queue: _Queue, lost: WorkerLost) -> None:
         self._end(worker)
         duty.lost += 1
-        if duty.lost >= ATTEMPTS:
-            raise WorkerError(f"{lost} ({ATTEMPTS} workers were lost over one order)") from lost
-        again.append(duty)
+        if duty.lost < ATTEMPTS:
+            queue.again.append(duty)
+            return
+        given_up = WorkerError(f"{lost} ({ATTEMPTS} workers were lost over one order)")
+        if queue.instead is None:
+            raise given_up from lost
+        queue.over.append((duty.number, queue.instead(duty.order, given_up)))
 
     def _end(self, worker: Worker) -> None:
         self._workers.remove(worker)
