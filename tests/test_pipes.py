@@ -323,6 +323,32 @@ def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sigterm_does_not_wait_for_a_kernel_that_is_compiled(path: Path, tmp_path: Path) -> None:
+    compiling = (
+        "import time, xrlflow.api\n"
+        "from xrlflow.backends.tvm import kernel_library\n"
+        "from xrlflow.cli.program import main\n"
+        "def compile(*arguments):\n"
+        "    print('begun', flush=True)\n"
+        "    time.sleep(60)\n"
+        "kernel_library._object_file = compile\n"
+        "xrlflow.api.run_once = lambda *a, **o: kernel_library._object_code({'a': None}, None)\n"
+        "main()\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", compiling, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**environment(), "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.terminate()
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (143, b"xrlflow: error: terminated\n")
+    assert not [each for each in temporary.iterdir() if each.name.startswith("xrlflow-")]
+
+
 @pytest.mark.parametrize(
     ("broken", "arguments"),
     [

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+COMPILING = "xrlflow-compiling"
+"""How the names of threads begin that nothing can stop: TVM has no way to do so."""
+
 
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[None]:

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -101,12 +102,27 @@ def main() -> None:
             signal.signal(number, _end)
     try:
         app()
-    except _Terminated:
+    except _Terminated as end:
         typer.echo("xrlflow: error: terminated", err=True)
+        _leave_threads(end)
+        raise
+    except SystemExit as end:
+        _leave_threads(end)
         raise
     finally:
         if sys.stdout is not None:
             sys.stdout.flush()  # not at exit, where nobody would handle an error
+
+
+def _leave_threads(end: SystemExit) -> None:
+    """End at once if there are threads that Python would wait for: a kernel that is compiled cannot be stopped."""
+    from xrlflow.backends.interrupts import COMPILING
+
+    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 def _open_descriptors() -> None:

@@ -19,7 +19,7 @@ import onnx
 from onnx import ModelProto, TypeProto
 
 from xrlflow import files
-from xrlflow.backends.interrupts import heeding_interrupts
+from xrlflow.backends.interrupts import COMPILING, heeding_interrupts
 from xrlflow.backends.limits import available_cpus
 from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm import lower
@@ -192,20 +192,26 @@ def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes,
     count = min(_OBJECTS, len(names))
     # Functions that take long are alike and follow each other, so dealing them out is fair.
     shares = [{name: functions[name] for name in names[number::count]} for number in range(count)]
-    with heeding_interrupts(), ThreadPoolExecutor(available_cpus()) as pool:
-        return tuple(pool.map(lambda share: _object_file(share, machine), shares))
+    # The folder is not the threads': they are not waited for when the program is to end, and leave nothing behind.
+    with heeding_interrupts(), tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+        paths = [Path(folder) / f"kernels{number}.o" for number in range(count)]
+        pool = ThreadPoolExecutor(available_cpus(), COMPILING)
+        try:
+            made = tuple(pool.map(lambda share, path: _object_file(share, machine, path), shares, paths))
+        except (Exception, KeyboardInterrupt):
+            pool.shutdown(cancel_futures=True)  # what is measured next is not to be disturbed
+            raise
+        except BaseException:  # the end of the program: one function may take a minute
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
+        return made
 
 
-def _object_file(functions: Mapping[str, Any], machine: Machine) -> bytes:
+def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> bytes:
     package = tvm()
-    with (
-        lower.answering("compile"),
-        machine.target(),
-        package.transform.PassContext(opt_level=3),
-        tempfile.TemporaryDirectory(prefix="xrlflow-") as folder,
-    ):
+    with lower.answering("compile"), machine.target(), package.transform.PassContext(opt_level=3):
         built = package.tirx.build(package.IRModule(dict(functions)), machine.target())
-        path = Path(folder) / "kernels.o"
         built.write_to_file(str(path), "o")
         return path.read_bytes()
 
