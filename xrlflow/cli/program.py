@@ -116,9 +116,9 @@ def main() -> None:
 
 def _leave_threads(end: SystemExit) -> None:
     """End at once if there are threads that Python would wait for: a kernel that is compiled cannot be stopped."""
-    from xrlflow.backends.interrupts import COMPILING
-
-    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+    # Who never imported the module, which takes a while or is broken, has no such threads.
+    known = sys.modules.get("xrlflow.backends.interrupts")
+    if known is not None and any(t.name.startswith(known.COMPILING) for t in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
