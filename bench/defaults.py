@@ -25,7 +25,7 @@ from bench import pages
 from bench.latency import cell, circumstances, names, ratios, said, source
 from xrlflow.onnxio import load
 
-TODAY = "xrlflow/profiled"  # the default until 2026-11-25
+TODAY = "xrlflow/profiled"
 RIVALS = ("xrlflow/auto", "xrlflow/learned", "mcts/profiled", "mcts/learned", "rlflow/learned")
 
 

@@ -96,7 +96,7 @@ def optimize(
     model: Source,
     *,
     search: str = "xrlflow",
-    cost: str | CostModel = "auto",
+    cost: str | CostModel = "profiled",
     backend: str = "auto",
     portable: bool = False,
     cpu: str | None = None,

@@ -166,7 +166,7 @@ class Options(Common):
         values=SEARCHES,
     )
     cost: str | CostModel = option(
-        "auto",
+        "profiled",
         "What guides the search: auto (profiled and learned), roofline, profiled, learned or measured.",
         str,
         values=COSTS,

@@ -20,7 +20,7 @@ from xrlflow.pipeline.results import _notes
 from xrlflow.search import Ratio, SearchNode
 
 FASTER, SLOWER, UNCLEAR = Ratio(1.5, 1.4, 1.6), Ratio(0.7, 0.6, 0.8), Ratio(1.002, 0.99, 1.01)
-OPTIONS = Options(search="greedy", backend="onnxruntime", threads=1, time_limit=20.0)
+OPTIONS = Options(search="greedy", cost="auto", backend="onnxruntime", threads=1, time_limit=20.0)
 
 
 class Nothing(AdditiveCost):
@@ -144,9 +144,11 @@ def test_what_both_searches_say_is_said_once() -> None:
      ({"search": "rlflow"}, False), ({"search": "mcts"}, True), ({"train_steps": 8}, False)],
 )  # fmt: skip
 def test_what_races(changed: dict[str, object], races: bool) -> None:
-    assert Options(**changed).races == races  # type: ignore[arg-type]
+    assert Options(**({"cost": "auto"} | changed)).races == races  # type: ignore[arg-type]
 
 
 def test_the_report_names_the_leader() -> None:
-    result = xrlflow.optimize(models.small("squeezenet"), search="greedy", measure=False, threads=1)
+    result = xrlflow.optimize(
+        models.small("squeezenet"), search="greedy", cost="auto", measure=False, threads=1
+    )
     assert result.report.cost_model == "profiled"
