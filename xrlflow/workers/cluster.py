@@ -70,6 +70,7 @@ class Cluster:
             _check_listens(address)
             _join(address, _READY)
         self._head = str(ray.get_runtime_context().gcs_address)
+        self._identity = _identity(self._head)
         if not self._own and address not in (LOCAL, self._head):
             raise ClusterError(f"this process is connected to another cluster than {address}: {self._head}")
 
@@ -171,7 +172,9 @@ class Cluster:
         return float(_rays.cluster_resources().get(resource, 0.0))
 
     def _there(self) -> bool:
-        return ray.is_initialized() and _listens(self._head)
+        """Whether the head of the cluster that was joined is there. Another one may listen in its place: Ray ends the
+        process that takes it for the old one."""
+        return ray.is_initialized() and _listens(self._head) and _identity(self._head) == self._identity
 
     def _look(self, workers: Sequence[RayWorker]) -> None:
         """While nothing arrives: is the head there, and have all workers begun?"""
@@ -189,6 +192,7 @@ class Cluster:
         self._leave()
         _join(self.address, self._patience)
         self._head = str(ray.get_runtime_context().gcs_address)
+        self._identity = _identity(self._head)
 
 
 class RayWorker:
@@ -294,6 +298,14 @@ def _join(address: str, patience: float) -> None:
             if address == LOCAL or time.monotonic() >= end:
                 raise
             time.sleep(_LOOK)
+
+
+def _identity(head: str) -> str | None:
+    """What tells the cluster of this head from an earlier one at its address; None if it does not answer."""
+    try:
+        return str(_rays._raylet.GcsClient(address=head).cluster_id)
+    except RayError:
+        return None
 
 
 def _connect(address: str) -> None:
