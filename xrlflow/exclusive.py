@@ -10,13 +10,14 @@ import contextlib
 import fcntl
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 VARIABLE = "XRLFLOW_MEASURING_LOCK"
 """The environment variable that names another file. Containers on one machine need one that they share."""
-_EVERYBODYS = Path("/tmp/xrlflow.measuring")
+_NAME = "xrlflow.measuring"
 
 
 class LockedError(OSError):
@@ -66,11 +67,17 @@ def _held(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
         os.close(descriptor)
 
 
+def measuring_lock() -> Path:
+    """The file of this machine's lock: the one that `VARIABLE` names, or one in the folder of temporary files. A child
+    that gets a TMPDIR of its own has to be told it."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else Path(tempfile.gettempdir()) / _NAME
+
+
 @contextmanager
 def measuring(waiting: Callable[[str], None]) -> Iterator[None]:
     """Hold this machine's lock of measurements (see `locked`)."""
-    named = os.environ.get(VARIABLE)
-    path = Path(named) if named else _EVERYBODYS
+    path = measuring_lock()
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(path, waiting, mode=0o666))

@@ -22,7 +22,7 @@ from xrlflow.cli import app
 from xrlflow.exclusive import locked
 from xrlflow.files import UNFINISHED
 from xrlflow.onnxio import ModelError
-from xrlflow.options import OptionError
+from xrlflow.options import OptionError, Options
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 QUICK = [
@@ -212,7 +212,7 @@ def test_hostile_names_are_text_and_links_are_quoted(tmp_path: Path) -> None:
 
 
 def test_figures(tmp_path: Path) -> None:
-    job = Job("c", "/c", "/out", "c.onnx", "key", xrlflow.api.Options(**FAST))
+    job = Job("c", "/c", "/out", "c.onnx", "key", Options(**FAST))
     original = row("b")
     assert original.report is not None
     kept = {**original.report, "speedup": None, "returned_original": True}

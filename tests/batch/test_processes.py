@@ -17,6 +17,7 @@ import xrlflow
 from tests.batch.conftest import FAST
 from xrlflow.backends.children import environment
 from xrlflow.batch import Processes
+from xrlflow.exclusive import VARIABLE
 from xrlflow.files import UNFINISHED
 from xrlflow.options import OptionError
 
@@ -146,3 +147,21 @@ def test_what_is_ended_goes_on(command: Command, number: int) -> None:
         data = command.go_on()
         assert (data["done"], data["earlier"], data["failed"]) == (2, 1, 0)
     assert not [p for p in (command.folder / "out").rglob("*") if p.name.startswith(UNFINISHED)]
+
+
+def test_jobs_have_the_lock_of_the_driver(
+    put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their folder of temporary files is their own, and a lock in it would keep nobody out."""
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen: list[dict[str, str]] = []
+
+    def none(*arguments: object, log: object, **variables: str) -> None:
+        seen.append(variables)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("xrlflow.batch.processes.serve_in_child", none)
+    xrlflow.optimize_all(put("in/a.onnx").parent, tmp_path / "out", executor=Processes(1), **FAST)
+    assert {found[VARIABLE] for found in seen} == {str(tmp_path / "xrlflow.measuring")}
+    assert all(found["TMPDIR"] != str(tmp_path) for found in seen)

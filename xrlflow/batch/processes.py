@@ -22,6 +22,7 @@ from typing import IO
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.protocol import one_line
 from xrlflow.batch.jobs import WAITING, Job, Row, Told, failed
+from xrlflow.exclusive import VARIABLE, measuring_lock
 from xrlflow.options import OptionError
 
 _USES = 16
@@ -109,8 +110,9 @@ class _Worker:
         try:
             ours, theirs = socket.socketpair()
             log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+            variables = {"TMPDIR": folder, VARIABLE: str(measuring_lock())}
             with theirs:
-                process = serve_in_child(serve, theirs.fileno(), folder, log=log, TMPDIR=folder)
+                process = serve_in_child(serve, theirs.fileno(), folder, log=log, **variables)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
