@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from xrlflow.passes.environment import Masking, PassEnv, Problem
 from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
 from xrlflow.passes.play import guided, play, refine, sample
 from xrlflow.passes.ppo import TrainConfig, state_path, train
-from xrlflow.passes.searches import Budget, greedy, random
+from xrlflow.passes.searches import Budget, Order, greedy, random
 
 # In each, the way to the best word leads through a longer one.
 WORDS = ("dbbd", "bbaad", "dbbdbbd")
@@ -233,6 +233,46 @@ def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
         train(Words(), problems(), few, output)
 
 
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    """And is not trained on, nor written again."""
+    output = tmp_path / "agent"
+    once = replace(config(0), iterations=1, evaluate_every=1)
+    train(Words(), problems(), once, output)
+    state = state_path(output)
+    held = load_checkpoint(state, "training of a passes agent")
+    nan, seven = float("nan"), np.zeros(7, np.float32)
+    configs = [{"run": run} for run in ([1], "run", None)]
+    configs += [{"iteration": number} for number in (-1, "x", True, 10**400)]
+    configs += [{"steps": -1}, {"seconds": -1}, {"score": "x"}, {"score": [1]}, {"about": [1]}]
+    damaged = [replace(held, config={**held.config, **changes}) for changes in configs]
+    for name, value in (
+        *((f"{who}.value.bias", np.array([nan], np.float32)) for who in ("agent", "best")),
+        *((f"optimizer.value.bias.{key}", seven) for key in ("exp_avg", "exp_avg_sq", "step")),
+        ("optimizer.value.bias.exp_avg_sq", np.array([-1], np.float32)),
+        ("optimizer.value.bias.step", np.float32(-1)),
+    ):
+        damaged.append(replace(held, tensors={**held.tensors, name: np.asarray(value)}))
+    for each in damaged:
+        save_checkpoint(each, state)
+        before = state.read_bytes()
+        with pytest.raises(CheckpointError, match=r"do not fit|is damaged"):
+            train(Words(), problems(), replace(once, iterations=2), output)
+        assert state.read_bytes() == before
+    save_checkpoint(held, state)
+    output.write_bytes(b"damaged")
+    train(Words(), problems(), once, output)
+    assert Agent.load(output).about == held.config["about"]
+
+
+def test_the_best_agent_outlives_the_end_of_a_run(tmp_path: Path) -> None:
+    """What is evaluated last, after all iterations, is the best for the run that goes on, too."""
+    output = tmp_path / "agent"
+    first = train(Words(), problems(), replace(config(3), iterations=1, evaluate_every=2), output)
+    held = load_checkpoint(state_path(output), "training of a passes agent")
+    assert held.config["score"] == first.score
+    assert held.config["about"] == Agent.load(output).about
+
+
 @pytest.mark.parametrize("network", Network)
 def test_a_file_keeps_the_agent(network: Network, tmp_path: Path) -> None:
     agent = random_agent(Words(), replace(SMALL, network=network), seed=3)
@@ -259,7 +299,12 @@ def test_a_file_that_is_no_agent(tmp_path: Path) -> None:
     save_checkpoint(replace(good, kind="something"), path)
     with pytest.raises(CheckpointError, match="something"):
         Agent.load(path)
-    for changes in ({"config": {"width": 64}}, {"passes": ["merge"]}, {"config": {"network": "none"}}):
+    sizes = [{"horizon": h} for h in (0, -1, 10**15, "10", 1.5, None, True)]
+    sizes += [{"width": 10**9}, {"width": 0}, {"network": "graph", "rounds": 10**7}, {"network": "none"}]
+    for changes in (
+        *({"config": {**good.config["config"], **size}} for size in sizes),
+        *({"passes": passes} for passes in (["merge"], list(range(7)), "m" * 7, ["m"] * 10**5)),
+    ):
         save_checkpoint(replace(good, config={**good.config, **changes}), path)
         with pytest.raises(CheckpointError, match="do not fit"):
             Agent.load(path)
@@ -267,6 +312,21 @@ def test_a_file_that_is_no_agent(tmp_path: Path) -> None:
     save_checkpoint(replace(good, tensors=broken), path)
     with pytest.raises(CheckpointError, match="not finite"):
         Agent.load(path)
+    narrow = {name: t.astype(np.float16) for name, t in good.tensors.items()}
+    save_checkpoint(replace(good, tensors=narrow), path)
+    with pytest.raises(CheckpointError, match="float16"):
+        Agent.load(path)
+
+
+@pytest.mark.parametrize("look", [play, sample, guided, refine])
+def test_finite_weights_whose_scores_are_not(look: Callable[..., Order]) -> None:
+    agent = random_agent(Words(), SMALL)
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.fill_(3e38)
+    arguments = () if look is play else (Budget(40, 10),)
+    with pytest.raises(CheckpointError, match="scores that are not finite"):
+        look(agent, Words(), Words().load("dbbd"), *arguments)
 
 
 def test_an_agent_is_for_its_passes() -> None:

@@ -201,6 +201,10 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
         (["train", "{}/bad.hlo", "-o", "{}/agent"], "bad.hlo: column 3"),
         (["train", "{}/word.hlo", "-o", "{}/word.hlo"], "one file"),
         (["train", "{}/word.hlo", "-o", "{}/agent", "--log", "{}/bad.hlo"], "is a file: name a folder"),
+        (
+            ["train", "{}/word.hlo", "-o", "{}/agent", "--horizon", "1000000000"],
+            "horizon is an integer of 1 to",
+        ),
         (["bench", "{}/bad.hlo"], "bad.hlo: column 3"),
         (["bench", "{}/word.hlo", "--searches", "beam,dfs"], "--searches dfs"),
     ],

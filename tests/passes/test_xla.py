@@ -599,3 +599,15 @@ def test_a_pass_that_is_skipped_would_do_nothing(name: str, monkeypatch: pytest.
     with XlaCompiler(XlaOptions(workers=1)) as xla:
         assert xla.apply_each(module, xla.passes) == skipped
         assert xla.steps == len(PASSES)
+
+
+@pytest.mark.parametrize("reads", ["a", "b"])
+def test_an_instruction_that_depends_on_itself_is_refused(reads: str) -> None:
+    """A damaged file must not run in circles, which takes all memory."""
+    module = hlo_modules._module_class(False)()
+    computation = module.computations.add(id=1, root_id=2)
+    numbers = {"a": 1, "b": 2}
+    computation.instructions.add(name="a", opcode="negate", id=1, operand_ids=[numbers[reads]])
+    computation.instructions.add(name="b", opcode="negate", id=2, operand_ids=[1])
+    with pytest.raises(CompilerError, match="the instruction [ab] depends on itself"):
+        hlo_modules.check_interface(hlo_modules.parse(module.SerializeToString()))

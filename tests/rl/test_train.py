@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 import models
 from rewrite_rules import LIBRARY
 from tests.rl.training import CONFIG, RULES, WORDS, Valleys, valley
-from xrlflow.checkpoint import CheckpointError
+from xrlflow.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.learn.log import Logs
@@ -29,7 +30,7 @@ from xrlflow.learn.tensors import to_tensors
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Reward
-from xrlflow.rl.train import Files, TrainConfig, Trained, fine_tune, state_path, train
+from xrlflow.rl.train import KIND, Files, TrainConfig, Trained, fine_tune, state_path, train
 from xrlflow.search import Limits, greedy
 
 torch.set_num_threads(1)
@@ -156,6 +157,31 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     os.truncate(state_path(path), 1000)
     with pytest.raises(CheckpointError, match="damaged"):
         run(path)
+
+
+def test_a_state_whose_parts_are_damaged_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "agent.safetensors"
+    run(path, iterations=1)
+    held = load_checkpoint(state_path(path), KIND)
+    outcome = held.config["score"][0]
+    configs: list[dict[str, object]] = [
+        *({"run": run} for run in ([1], "run", None)),
+        *({"iteration": number} for number in (-1, "x", True, 10**400)),
+        *({"score": [{**outcome, **changes}]} for changes in ({"initial": "x"}, {"steps": -1})),
+        {"seconds": -1},
+    ]
+    damaged = [replace(held, config={**held.config, **changes}) for changes in configs]
+    for name, value in (
+        ("agent.value.0.bias", np.float32("nan")),
+        ("optimizer.value.0.bias.exp_avg", np.float32("nan")),
+        ("optimizer.value.0.bias.exp_avg_sq", np.float32(-1)),
+    ):
+        broken = np.full_like(held.tensors[name], value)
+        damaged.append(replace(held, tensors={**held.tensors, name: broken}))
+    for each in damaged:
+        save_checkpoint(each, state_path(path))
+        with pytest.raises(CheckpointError, match=r"do not fit|is damaged"):
+            run(path, iterations=2)
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path) -> None:

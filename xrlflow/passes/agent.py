@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.ppo import orthogonal
 from xrlflow.learn.segments import SegmentCategorical
+from xrlflow.learn.states import check_weights
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.passes.compiler import Compiler
 from xrlflow.passes.environment import COMPUTATIONS, FIGURES, HISTORY, Configuration, Masking, Observation
@@ -29,6 +30,8 @@ KIND = "passes agent"
 _FIGURES = (0.1, 0.04, 0.04, 1.0, 1.0, 0.2)
 _COUNTS = 0.125
 _RECENT = 8  # numbers of an embedded pass of the history
+# The greatest sizes that an agent may have.
+_MOST = {"width": 4096, "graph_width": 1024, "rounds": 64, "horizon": 1_000_000}
 _NODES, _KINDS = 6, 8  # features of an instruction; kinds of edges (see `ModuleGraph`)
 
 
@@ -52,6 +55,13 @@ class AgentConfig:
     rounds: int = 3
     masking: Masking = Masking.KNOWN
     horizon: int = 25
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no size: a file may say anything."""
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"an agent's {name} is an integer of 1 to {most}, not {value!r}")
 
     def episode(self, **changes: Any) -> Configuration:
         """The configuration of environments for this agent."""
@@ -148,15 +158,14 @@ class Agent(nn.Module):
         try:
             given = dict(held["config"])
             given["network"], given["masking"] = Network(given["network"]), Masking(given["masking"])
-            agent = Agent(held["passes"], held["opcodes"], AgentConfig(**given))
+            agent = _empty(_names(held, "passes"), _names(held, "opcodes"), AgentConfig(**given))
             agent.about = dict(held["about"])
             tensors = to_tensors(checkpoint.tensors)
-            agent.load_state_dict(tensors)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            check_weights(agent, tensors)
+        except (KeyError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{os.fspath(path)}: the agent's parts do not fit: {reason}") from error
-        if not all(bool(t.isfinite().all()) for t in tensors.values()):
-            raise CheckpointError(f"{os.fspath(path)}: the agent has weights that are not finite")
+        agent.load_state_dict(tensors, assign=True)
         return agent
 
     def copy(self) -> Agent:
@@ -164,6 +173,19 @@ class Agent(nn.Module):
         made.load_state_dict(self.state_dict())
         made.about = dict(self.about)
         return made
+
+
+def _empty(passes: Sequence[str], opcodes: Sequence[str], config: AgentConfig) -> Agent:
+    """An agent without memory for its weights, whose sizes cost nothing: they may be those of a damaged file."""
+    with torch.device("meta"):
+        return Agent(passes, opcodes, config)
+
+
+def _names(held: Mapping[str, Any], what: str) -> list[str]:
+    names = held[what]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"its {what} are no list of names")
+    return names
 
 
 def random_agent(compiler: Compiler, config: AgentConfig = AgentConfig(), seed: int = 0) -> Agent:

@@ -246,8 +246,12 @@ def _has_effect(instruction: Any) -> bool:
 
 
 def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
-    """Instructions that the roots depend on, each after its operands, in an order that names do not influence."""
+    """Instructions that the roots depend on, each after its operands, in an order that names do not influence.
+
+    Raises CompilerError for an instruction that depends on itself.
+    """
     by_id = {i.id: i for i in computation.instructions}
+    begun: set[int] = set()
     done: set[int] = set()
     for root in roots:
         stack = [(root, False)]
@@ -260,6 +264,11 @@ def _ordered(computation: Any, roots: Iterable[int]) -> Iterator[Any]:
                 done.add(number)
                 yield instruction
                 continue
+            if number in begun:  # what it waits for has come back to it
+                raise CompilerError(
+                    f"the HLO module is damaged: the instruction {instruction.name} depends on itself"
+                )
+            begun.add(number)
             stack.append((number, True))
             before = (*instruction.operand_ids, *instruction.control_predecessor_ids)
             stack.extend((b, False) for b in reversed(before) if b not in done)

@@ -372,10 +372,13 @@ def train(
         raise OrderError(f"{state} would be overwritten by the state of the training: name another output")
     deadline = None if time_limit is None else time.monotonic() + time_limit
     network = Network.GRAPH if graph else Network.COUNTS
-    config = ppo.TrainConfig(
-        iterations, steps, seed=seed, evaluate_every=min(10, iterations), teaching=Teaching(metric=metric),
-        agent=AgentConfig(network, horizon=horizon),
-    )  # fmt: skip
+    try:
+        config = ppo.TrainConfig(
+            iterations, steps, seed=seed, evaluate_every=min(10, iterations), teaching=Teaching(metric=metric),
+            agent=AgentConfig(network, horizon=horizon),
+        )  # fmt: skip
+    except ValueError as error:
+        raise OrderError(str(error)) from error
     with _given(compiler, workers) as used:
         problems = [Problem(os.fspath(path), read(used, path)) for path in sources]
         try:

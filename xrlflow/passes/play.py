@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from xrlflow.checkpoint import CheckpointError
+from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.learn.threads import one_thread
 from xrlflow.passes.agent import Agent
 from xrlflow.passes.compiler import Compiler, Metric, Module
@@ -57,9 +59,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
 
     def draw(observation: Observation) -> int:
-        with torch.no_grad():
-            distribution, _ = agent.evaluate([observation])
-            return int(distribution.sample(generator)[0])
+        return int(_decided(agent, observation).sample(generator)[0])
 
     def play_on() -> None:
         _episode(agent, explorer, _likeliest(agent))
@@ -128,9 +128,8 @@ def _policy(agent: Agent, meter: Meter, module: Module) -> Callable[[Node], Mapp
         for name in node.passes[: agent.config.horizon - 1]:
             observation = env.step(agent.passes.index(name))[0]
         observation = narrowed(observation, meter, node.module, agent.config.masking)
-        with torch.no_grad():
-            distribution, _ = agent.evaluate([observation])
-        return dict(zip(agent.passes, distribution.probs.double().numpy() + 1e-3))
+        probabilities = _decided(agent, observation).probs.double().numpy()
+        return dict(zip(agent.passes, probabilities + 1e-3))
 
     return priors
 
@@ -153,9 +152,24 @@ def _likeliest(agent: Agent) -> _Choose:
     def choose(observation: Observation) -> int:
         with torch.no_grad():
             scores, _ = agent.scores([observation])
+        _check_finite(scores[0][torch.from_numpy(observation["action_mask"]).bool()])
         return int(np.argmax(scores[0].numpy()))
 
     return choose
+
+
+def _decided(agent: Agent, observation: Observation) -> SegmentCategorical:
+    """The distribution over passes and stop."""
+    with torch.no_grad():
+        distribution, _ = agent.evaluate([observation])
+    _check_finite(distribution.probs)
+    return distribution
+
+
+def _check_finite(numbers: torch.Tensor) -> None:
+    """Raises CheckpointError if an agent's numbers are none: weights that are finite, but damaged, may give such."""
+    if not bool(numbers.isfinite().all()):
+        raise CheckpointError("the agent gives scores that are not finite: its weights are damaged")
 
 
 def _episode(agent: Agent, explorer: Explorer, choose: _Choose) -> None:

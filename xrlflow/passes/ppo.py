@@ -22,6 +22,7 @@ from torch import Tensor
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, Stats, collect, update
+from xrlflow.learn.states import adam_state, check_weights, number, under
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
 from xrlflow.passes.agent import Agent, AgentConfig, random_agent
@@ -108,6 +109,7 @@ def train(
                 logs.scalars(run.iterate(), run.iteration)
             if run.iteration % config.evaluate_every:
                 logs.scalars(run.evaluate(), run.iteration)
+                run.save()
     except KeyboardInterrupt:
         interrupted = True
     return run.trained(interrupted)
@@ -143,6 +145,7 @@ class _Run:
         """Seconds of the run before it was stopped."""
         self.best, self.score = self.agent.copy(), math.inf
         self.history: list[Mapping[str, float]] = []
+        self._unsaved = False
 
     def iterate(self) -> dict[str, float]:
         """Collect episodes, learn from them, and now and then see what the agent can do."""
@@ -162,9 +165,18 @@ class _Run:
         if self.iteration % config.evaluate_every == 0:
             found |= self.evaluate()
         self.history.append(found)
-        if self.output is not None:
-            save_checkpoint(self.to_checkpoint(), state_path(self.output))
+        self.save()
         return found
+
+    def save(self) -> None:
+        """Write the state, and then the best agent if it is a new one. If the program is killed between the two, the
+        run that goes on writes the agent."""
+        if self.output is None:
+            return
+        save_checkpoint(self.to_checkpoint(), state_path(self.output))
+        if self._unsaved:
+            self.best.save(self.output)
+            self._unsaved = False
 
     def evaluate(self) -> dict[str, float]:
         """Play all modules, and keep the agent if it is the best so far."""
@@ -172,8 +184,7 @@ class _Run:
         if found < self.score:
             self.best, self.score = self.agent.copy(), found
             self.best.about = self._about()
-            if self.output is not None:
-                self.best.save(self.output)
+            self._unsaved = True
         return {"evaluation/reduction": 1.0 - math.exp(found)}
 
     def trained(self, interrupted: bool) -> Trained:
@@ -226,7 +237,9 @@ class _Run:
         path = state_path(self.output)
         found = load_checkpoint(path, KIND)
         mine = json.loads(json.dumps(self._identity()))
-        theirs = dict(found.config.get("run", {}))
+        theirs = found.config.get("run")
+        if not isinstance(theirs, dict):
+            raise CheckpointError(f"{path}: its configuration is damaged: it does not say which run it is of")
         differing = sorted(k for k, v in mine.items() if theirs.get(k) != v)
         if differing:
             other = ", ".join(differing)
@@ -236,26 +249,20 @@ class _Run:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{path}: the parts of the state do not fit: {reason}") from error
-        if not math.isinf(self.score) and not Path(self.output).exists():
+        if not math.isinf(self.score):  # its file may be missing, older or damaged
             self.best.save(self.output)
 
     def _restore(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        def under(prefix: str) -> dict[str, Tensor]:
-            return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
-
-        self.agent.load_state_dict(under("agent."))
-        self.best.load_state_dict(under("best."))
-        state = {
-            index: own
-            for index, (name, _) in enumerate(self.agent.named_parameters())
-            if (own := under(f"optimizer.{name}."))
-        }
+        for agent, prefix in ((self.agent, "agent."), (self.best, "best.")):
+            check_weights(agent, under(tensors, prefix))
+            agent.load_state_dict(under(tensors, prefix))
+        state = adam_state(self.agent, under(tensors, "optimizer."))
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.generator.set_state(tensors["generator"])
-        self.iteration, self.steps = int(config["iteration"]), int(config["steps"])
-        self.earlier, self.best.about = float(config["seconds"]), dict(config["about"])
-        self.score = math.inf if config["score"] is None else float(config["score"])
+        self.iteration, self.steps = (int(number(config, name)) for name in ("iteration", "steps"))
+        self.earlier, self.best.about = number(config, "seconds"), dict(config["about"])
+        self.score = math.inf if config["score"] is None else number(config, "score", -math.inf)
 
     def _about(self) -> dict[str, Any]:
         return {

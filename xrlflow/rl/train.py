@@ -25,6 +25,7 @@ from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, sav
 from xrlflow.cost import AdditiveCost
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
+from xrlflow.learn.states import adam_state, check_weights, number, under
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import permitted_threads
 from xrlflow.onnxio import load
@@ -229,7 +230,9 @@ class Trainer:
         Raises CheckpointError if the checkpoint is of another run or its parts do not fit.
         """
         config = checkpoint.config
-        mine, theirs = self.config.to_json(), dict(config.get("run", {}))
+        mine, theirs = self.config.to_json(), config.get("run")
+        if not isinstance(theirs, dict):
+            raise CheckpointError("the checkpoint is damaged: it does not say which run it is of")
         differing = sorted(
             k for k in mine if k not in ("iterations", "evaluate_every") and mine[k] != theirs.get(k)
         )
@@ -241,26 +244,25 @@ class Trainer:
         try:
             tensors = to_tensors(checkpoint.tensors)
             best = Agent(self.agent.vocabulary, self.config.agent)
-            self.agent.load_state_dict(_under(tensors, "agent."))
-            best.load_state_dict(_under(tensors, "best."))
-            state = {}
-            for index, (name, _) in enumerate(self.agent.named_parameters()):
-                own = _under(tensors, f"optimizer.{name}.")
-                if own:
-                    state[index] = own
+            for agent, prefix in ((self.agent, "agent."), (best, "best.")):
+                check_weights(agent, under(tensors, prefix))
+                agent.load_state_dict(under(tensors, prefix))
+            state = adam_state(self.agent, under(tensors, "optimizer."))
             groups = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": state, "param_groups": groups})
             self.generator.set_state(tensors["generator"])
-            score = Score(tuple(Outcome(**o) for o in config["score"]))
-            self.iteration, self.steps = int(config["iteration"]), int(config["steps"])
-            self.seconds = float(config["seconds"])
+            score = Score(tuple(_outcome(o) for o in config["score"]))
+            self.iteration, self.steps = (int(number(config, name)) for name in ("iteration", "steps"))
+            self.seconds = number(config, "seconds")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"the checkpoint's parts do not fit: {error}") from error
         return best, score
 
 
-def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+def _outcome(held: Mapping[str, Any]) -> Outcome:
+    """An outcome of a state. Raises KeyError, TypeError or ValueError if it is none."""
+    initial, best, final, steps = (number(held, name) for name in ("initial", "best", "final", "steps"))
+    return Outcome(str(held["problem"]), initial, best, final, int(steps))
 
 
 def _scalars(

@@ -1,0 +1,66 @@
+"""States of training runs from files, which may be damaged: what a run that goes on takes from one is checked first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def check_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless weights have the names, shapes and types of the module's own, and are finite."""
+    mine = module.state_dict()
+    if odd := mine.keys() ^ tensors.keys():
+        raise ValueError(f"{min(odd)} is missing, or is none of its weights")
+    for name, own in mine.items():
+        given = tensors[name]
+        if (given.shape, given.dtype) != (own.shape, own.dtype):
+            raise ValueError(
+                f"{name} is {given.dtype}{list(given.shape)} instead of {own.dtype}{list(own.shape)}"
+            )
+        if not bool(given.isfinite().all()):
+            raise ValueError(f"{name} has numbers that are not finite")
+
+
+def adam_state(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """What Adam knows of each parameter, by its place, from the tensors `<name>.step`, `<name>.exp_avg` and
+    `<name>.exp_avg_sq`. A parameter may have none. Raises ValueError if it cannot be that, KeyError if a part is missing.
+    """
+    return {
+        index: _moments(name, parameter, own)
+        for index, (name, parameter) in enumerate(module.named_parameters())
+        if (own := under(tensors, f"{name}."))
+    }
+
+
+def _moments(name: str, parameter: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    wanted = {
+        "step": (torch.Size(()), 1.0),
+        "exp_avg": (parameter.shape, -math.inf),
+        "exp_avg_sq": (parameter.shape, 0.0),
+    }
+    for key, (shape, least) in wanted.items():
+        part = own[key]
+        if part.shape != shape or not bool(part.isfinite().all() and (part >= least).all()):
+            raise ValueError(f"the optimizer's {key} of {name} is damaged")
+    return dict(own)
+
+
+def number(config: Mapping[str, Any], name: str, least: float = 0.0) -> float:
+    """A finite number of a configuration that is JSON. Raises ValueError if it is something else, or less than `least`."""
+    value = config[name]
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        if known and math.isfinite(value) and value >= least:
+            return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        pass
+    raise ValueError(f"{name} is {str(value)[:40]}")
