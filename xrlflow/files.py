@@ -19,6 +19,9 @@ from typing import BinaryIO
 
 # The prefix of the names of unfinished files.
 UNFINISHED = ".xrlflow-"
+# Bytes of the longest program that is read: protobuf has no longer files, and what never ends would take all memory.
+MOST = 1 << 31
+_PART = 1 << 20
 
 Path = str | os.PathLike[str]
 
@@ -27,6 +30,17 @@ class StandardInput(bytes):
     """What was read from standard input: a file without a folder. Messages call it by its `name`."""
 
     name = "standard input"
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a file, which may be a pipe. Raises OSError if it cannot be read, or has more than `MOST` bytes."""
+    found = bytearray()
+    with open(path, "rb") as file:
+        while part := file.read(_PART):
+            found += part
+            if len(found) > MOST:
+                raise OSError(errno.EFBIG, f"it has more than {MOST} bytes, or does not end", os.fspath(path))
+    return bytes(found)
 
 
 def destination(path: Path) -> str:

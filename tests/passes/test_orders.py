@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.passes.toy import VALLEY, Words
+from xrlflow import files
 from xrlflow.cli import PASS_METRICS, PASS_SEARCHES, app
 from xrlflow.passes import Comparison, CompilerError, Metric, Module, orders
 from xrlflow.passes.agent import AgentConfig, random_agent
@@ -205,11 +206,15 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
             ["train", "{}/word.hlo", "-o", "{}/agent", "--horizon", "1000000000"],
             "horizon is an integer of 1 to",
         ),
+        (["optimize", "/dev/zero", "-o", "{}/out"], "/dev/zero cannot be read: it has more than 1000 bytes"),
         (["bench", "{}/bad.hlo"], "bad.hlo: column 3"),
         (["bench", "{}/word.hlo", "--searches", "beam,dfs"], "--searches dfs"),
     ],
 )
-def test_an_error_is_one_line(words: Words, file: Path, arguments: list[str], message: str) -> None:
+def test_an_error_is_one_line(
+    words: Words, file: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST", 1000)
     (file.parent / "bad.hlo").write_text("abx")
     result = invoke(*(a.format(file.parent) for a in arguments))
     assert result.exit_code == 2

@@ -609,5 +609,5 @@ def test_an_instruction_that_depends_on_itself_is_refused(reads: str) -> None:
     numbers = {"a": 1, "b": 2}
     computation.instructions.add(name="a", opcode="negate", id=1, operand_ids=[numbers[reads]])
     computation.instructions.add(name="b", opcode="negate", id=2, operand_ids=[1])
-    with pytest.raises(CompilerError, match="the instruction [ab] depends on itself"):
+    with pytest.raises(CompilerError, match=r"the instruction [ab] depends on itself"):
         hlo_modules.check_interface(hlo_modules.parse(module.SerializeToString()))

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from xrlflow.cli.failures import fail, output_failed
-from xrlflow.files import StandardInput
+from xrlflow.files import MOST, StandardInput
 
 PIPE = Path("-")
-MOST = 1 << 31
-"""Bytes of the longest standard input: protobuf has no longer files, and what never ends would take all memory."""
 _PART = 1 << 20
 
 

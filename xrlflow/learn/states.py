@@ -32,7 +32,8 @@ def check_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def adam_state(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """What Adam knows of each parameter, by its place, from the tensors `<name>.step`, `<name>.exp_avg` and
-    `<name>.exp_avg_sq`. A parameter may have none. Raises ValueError if it cannot be that, KeyError if a part is missing.
+    `<name>.exp_avg_sq`. A parameter may have none. Raises ValueError if it cannot be that, KeyError if a part is
+    missing.
     """
     return {
         index: _moments(name, parameter, own)

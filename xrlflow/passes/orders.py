@@ -144,7 +144,7 @@ def read(compiler: Compiler, source: Source | files.StandardInput) -> Module:
     """The module in a file. Raises CompilerError, with the file's name, if it cannot be read or is no module."""
     name = _name(source)
     try:
-        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        data = source if isinstance(source, bytes) else files.read(source)
     except OSError as error:
         raise CompilerError(f"{name} cannot be read: {error.strerror or error}") from error
     try:

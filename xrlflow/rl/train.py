@@ -167,8 +167,8 @@ class Trainer:
 
     def _collect(self) -> Episodes:
         parameters, count = parameters_of(self.agent), len(self.workers)
-        for number, worker in enumerate(self.workers):
-            key = (self.config.seed, self.iteration, number)
+        for place, worker in enumerate(self.workers):
+            key = (self.config.seed, self.iteration, place)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
             worker.begin(Collect(parameters, seed, math.ceil(self.config.steps / count)))
         played = [worker.episodes() for worker in self.workers]
@@ -202,8 +202,8 @@ class Trainer:
     def evaluate(self) -> Score:
         """Play the held-out problems, or those of training if none are held out. The workers share them."""
         parameters = parameters_of(self.agent)
-        for number, worker in enumerate(self.workers):
-            worker.begin(Evaluate(parameters, number, len(self.workers)))
+        for place, worker in enumerate(self.workers):
+            worker.begin(Evaluate(parameters, place, len(self.workers)))
         return Score(tuple(outcome for worker in self.workers for outcome in worker.outcomes()))
 
     def to_checkpoint(self, best: Agent, score: Score) -> Checkpoint:
