@@ -61,6 +61,20 @@ def test_counts(xla: XlaCompiler) -> None:
     assert module.summary.bytes_accessed == 4 * elements
 
 
+def test_a_call_of_a_library_costs_what_it_reads_and_writes(xla: XlaCompiler) -> None:
+    """XLA says -1 for each, so that a pass that makes calls would seem to save bytes and flops."""
+    call = 'f32[4,4] custom-call({}), custom_call_target="nothing"'
+    function = f"f {{ p = f32[4,4] parameter(0)\n ROOT c = {call.format('p')} }}"
+    for entry, calls, adds in (
+        (f"a = {call.format('x')}\n b = {call.format('a')}\n ROOT r = f32[4,4] add(b, x)", 2, 1),
+        ("a = f32[4,4] call(x), to_apply=f\n ROOT r = f32[4,4] call(a), to_apply=f", 2, 0),
+        (f"ROOT r = {call.format('x')}", 1, 0),
+    ):
+        module = xla.load(f"HloModule m\n{function}\nENTRY e {{ x = f32[4,4] parameter(0)\n {entry} }}")
+        assert module.summary.flops == 16 * adds
+        assert module.summary.bytes_accessed == calls * 2 * 64 + adds * 3 * 64
+
+
 def test_a_module_is_read_again_as_it_was_written(xla: XlaCompiler) -> None:
     module = xla.load(TWO)
     assert xla.load(xla.write(module)) == module

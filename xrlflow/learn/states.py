@@ -56,7 +56,7 @@ def _moments(name: str, parameter: Tensor, own: Mapping[str, Tensor]) -> dict[st
 
 
 def number(config: Mapping[str, Any], name: str, least: float = 0.0) -> float:
-    """A finite number of a configuration that is JSON. Raises ValueError if it is something else, or less than `least`."""
+    """A finite number of a configuration that is JSON. Raises ValueError if it is something else, or too small."""
     value = config[name]
     known = isinstance(value, int | float) and not isinstance(value, bool)
     try:

@@ -241,6 +241,28 @@ def live(module: Any) -> Iterator[tuple[Any, list[Any]]]:
         yield computation, instructions
 
 
+def bytes_of_calls(module: Any) -> int:
+    """The bytes that calls to other libraries read and write, as often as their functions are called. A loop counts
+    once, as in XLA's cost analysis."""
+    own: dict[int, int] = {}
+    calls: dict[int, Counter[int]] = {}
+    for computation, instructions in live(module):
+        by_id = {i.id: i for i in instructions}
+        own[computation.id] = sum(
+            extent(i.shape)[1] + sum(extent(by_id[o].shape)[1] for o in i.operand_ids)
+            for i in instructions
+            if i.opcode == "custom-call"
+        )
+        calls[computation.id] = Counter(c for i in instructions for c in i.called_computation_ids)
+    entry = next(iter(own))
+
+    @cache
+    def of(number: int) -> int:
+        return own[number] + sum(of(called) * count for called, count in calls[number].items())
+
+    return of(entry)
+
+
 def _has_effect(instruction: Any) -> bool:
     return instruction.opcode in _EFFECTS or bool(instruction.custom_call_has_side_effect)
 

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 Outputs: TypeAlias = tuple[tuple[Array, ...], ...]
 _Draws: TypeAlias = tuple[Inputs, ...]
 
-# A new number when the same pass gives another module: results of older versions in the cache are then passed over.
-_SEMANTICS = 2
+# A new number when the same pass gives another module, or other figures: results of older versions in the cache are
+# then passed over.
+_SEMANTICS = 3
 # The inputs of a comparison. They cost little beside compiling the modules.
 _IDLE = 50_000  # modules whose passes without effect are remembered
 _DRAWS = (Floats.NORMAL, Floats.NORMAL, Floats.POSITIVE, *(3 * (Floats.SPARSE,)))
