@@ -356,6 +356,40 @@ def test_a_cache_keeps_the_figures_of_each_compiler_and_no_damaged_module(tmp_pa
     assert cache.module("b", "after") is not None
 
 
+def test_no_row_that_a_disk_has_damaged_is_believed(tmp_path: Path) -> None:
+    """One changed letter in a row makes it a missing one, and never another figure or module."""
+    path = tmp_path / "passes.sqlite"
+    summary = Summary(1195, 123456.0, 789.0, (("add", 17),), (1195,))
+    for column, table in (
+        ("after", "result"),
+        ("error", "result"),
+        ("summary", "module"),
+        ("digest", "module"),
+    ):
+        cache = Cache(path)
+        for number in "12":
+            after = Module(number * 32, b"data", summary)
+            cache.put("c", "before", f"pass {number}", Outcome(after.digest), after)
+        cache.put("c", "before", "fails", Outcome("before", "why 1195"), None)
+        cache.close()
+        connection = sqlite3.connect(path)
+        swapped = f"replace(replace(replace({column}, '1', '?'), '2', '1'), '?', '2')"
+        connection.execute(f"UPDATE OR REPLACE {table} SET {column} = {swapped} || ''")
+        connection.commit()
+        connection.close()
+        cache = Cache(path)
+        for number in "12":
+            found = cache.outcome("c", "before", f"pass {number}")
+            assert found in (None, Outcome(number * 32))
+            assert cache.module("c", number * 32) in (None, Module(number * 32, b"data", summary))
+            kept = cache.module("c", number * 32)
+            assert kept is None or kept.summary == summary
+            assert (found is None) == (table == "result") or (kept is None) == (table == "module")
+        assert cache.outcome("c", "before", "fails") in (None, Outcome("before", "why 1195"))
+        cache.close()
+        path.unlink()
+
+
 def test_the_cache_is_bounded(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "passes.sqlite", limit=5000)
     rng = np.random.default_rng(0)

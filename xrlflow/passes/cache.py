@@ -1,6 +1,7 @@
 """What passes made of modules, on disk: a pass on a module that any earlier run has seen takes no compiler.
 
-A bounded SQLite file that processes share (see `SharedFile`). Modules are kept compressed, once each.
+A bounded SQLite file that processes share (see `SharedFile`). Modules are kept compressed, once each. Rows have a
+checksum, as SQLite has none: one that a disk has damaged counts as missing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 import zlib
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 from xrlflow.passes.compiler import Module, Summary
 from xrlflow.sqlite import Layout, SharedFile, cache_directory
@@ -58,17 +60,22 @@ class Cache:
             "SELECT after, error FROM result WHERE compiler = ? AND before = ? AND pass = ?",
             (compiler, before, name),
         )
-        return Outcome(*rows[-1]) if rows else None
+        for after, sealed in reversed(rows):
+            error = _opened(sealed, compiler, before, name, after)
+            if error is not None:
+                return Outcome(after, error or None)
+        return None
 
     def module(self, compiler: str, digest: str) -> Module | None:
         """A module by its digest; None if it is not kept. Its figures are those that this compiler gave it."""
-        rows = self._file.read(
-            "SELECT summary, data FROM module WHERE digest = ?", (_place(compiler, digest),)
-        )
+        place = _place(compiler, digest)
+        rows = self._file.read("SELECT summary, data FROM module WHERE digest = ?", (place,))
         if not rows:
             return None
-        summary, data = rows[-1]
+        sealed, data = rows[-1]
         try:
+            if (summary := _opened(sealed, place, zlib.crc32(data))) is None:
+                return None
             return Module(digest, zlib.decompress(data), _summary(summary))
         except (zlib.error, ValueError, TypeError):  # damaged: the pass runs again, and the row is replaced
             return None
@@ -76,23 +83,17 @@ class Cache:
     def put(self, compiler: str, before: str, name: str, outcome: Outcome, module: Module | None) -> None:
         """Keep an outcome, and the new module if there is one."""
         if module is not None:
-            data = zlib.compress(module.data, 3)
+            data, place = zlib.compress(module.data, 3), _place(compiler, module.digest)
+            summary = _sealed(json.dumps(astuple(module.summary)), place, zlib.crc32(data))
             self._file.write(
                 "INSERT OR REPLACE INTO module VALUES (?, ?, ?, ?, ?)",
-                (
-                    _place(compiler, module.digest),
-                    json.dumps(astuple(module.summary)),
-                    data,
-                    len(data),
-                    time.time(),
-                ),
+                (place, summary, data, len(data), time.time()),
             )
             self._new += 1
             if self._new % _LOOK == 0:
                 self.prune()
-        self._file.write(
-            f"{_PUT} VALUES (?, ?, ?, ?, ?)", (compiler, before, name, outcome.after, outcome.error)
-        )
+        key = compiler, before, name, outcome.after
+        self._file.write(f"{_PUT} VALUES (?, ?, ?, ?, ?)", (*key, _sealed(outcome.error or "", *key)))
 
     def prune(self) -> None:
         """Drop the oldest modules beyond the limit, and outcomes that lead to none."""
@@ -125,6 +126,22 @@ class Cache:
 def _place(compiler: str, digest: str) -> str:
     """The key of a module: another compiler may count otherwise."""
     return f"{compiler} {digest}"
+
+
+_SEAL = 8  # letters
+
+
+def _sealed(text: str, *parts: str | int) -> str:
+    """A text after the checksum of it and of the other parts of its row."""
+    return f"{zlib.crc32(json.dumps([text, *parts]).encode()):08x}{text}"
+
+
+def _opened(sealed: object, *parts: Any) -> str | None:
+    """The text in what `_sealed` made; None if the row is damaged."""
+    if not isinstance(sealed, str) or not all(isinstance(part, str | int) for part in parts):
+        return None
+    text = sealed[_SEAL:]
+    return text if sealed == _sealed(text, *parts) else None
 
 
 def _summary(text: str) -> Summary:
