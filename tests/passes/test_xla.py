@@ -25,6 +25,7 @@ from xrlflow.passes.cache import Cache, Outcome
 from xrlflow.passes.hlo_passes import PASSES
 from xrlflow.passes.inputs import Draw, Floats, arrays
 from xrlflow.passes.pool import Died, Pool
+from xrlflow.passes.worker import Refusal
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
 TWO = """HloModule two
@@ -300,6 +301,38 @@ def test_results_come_from_the_cache(tmp_path: Path) -> None:
         assert again[0].module.data == first[0].module.data
         assert again[0].module.summary == first[0].module.summary
         assert [a.changed for a in again] == [True, False]
+
+
+@pytest.mark.parametrize("way", ["refused", "aborted"])
+def test_a_lack_of_memory_is_not_kept(way: str, xla: XlaCompiler, tmp_path: Path) -> None:
+    """It hangs on what else runs now, and must not be the answer for ever."""
+    module = xla.load(TWO)
+    serve = refuses if way == "refused" else aborts
+    with XlaCompiler(XlaOptions(workers=1), cache := Cache(tmp_path / "passes.sqlite"), serve=serve) as short:
+        failed = short.apply(module, "cse")
+        assert not failed.changed
+        assert failed.error is not None
+        assert ("memory" if way == "refused" else "bad_alloc") in failed.error
+        assert len(cache) == 0
+    with XlaCompiler(XlaOptions(workers=1), Cache(tmp_path / "passes.sqlite")) as again:
+        assert again.apply(module, "cse").error is None
+
+
+def refuses(descriptor: int) -> None:
+    end_with_parent(descriptor)
+    pipe = Connection(descriptor)
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(Refusal("it needs more memory than there is", lasting=False))
+    pipe.recv()
+
+
+def aborts(descriptor: int) -> None:
+    pipe = Connection(descriptor)
+    pipe.send("ready")
+    pipe.recv()
+    print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr, flush=True)
+    os.abort()
 
 
 def never(descriptor: int) -> None:

@@ -64,8 +64,10 @@ class _Worker:
         self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, self.log.tell() - (1 << 16)))
         lines = self.log.read().decode(errors="replace").splitlines()
-        # glog: "F1125 10:31:03.766393   11234 file.cc:744] message". Python: the last line of the traceback.
+        # glog: "F1125 10:31:03.766393   11234 file.cc:744] message". C++: "terminate called after ...". Python:
+        # the last line of the traceback.
         fatal = [line.partition("] ")[2] for line in lines if line.startswith("F") and "] " in line]
+        fatal = fatal or [line for line in lines if line.startswith("terminate called")]
         if not fatal:
             fatal = [line for line in lines if line and not line[0].isspace() and "Error" in line]
         status = self.process.returncode

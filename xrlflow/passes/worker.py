@@ -98,9 +98,10 @@ class Executed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """XLA, or we, said no. `error`: one line."""
+    """XLA, or we, said no. `error`: one line. `lasting`: it will say so again."""
 
     error: str
+    lasting: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +415,7 @@ def serve(descriptor: int) -> None:
         except CompilerError as error:
             answer = Refusal(str(error))
         except MemoryError as error:
-            answer = Refusal(f"it needs more memory than there is: {_first_line(error)}")
+            answer = Refusal(f"it needs more memory than there is: {_first_line(error)}", lasting=False)
         pipe.send(answer)
 
 

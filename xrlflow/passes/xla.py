@@ -304,7 +304,7 @@ class XlaCompiler:
         """The answer to a request that must not fail. Raises CompilerError."""
         answer = self._pool.ask(request)
         match answer:
-            case Refusal(error):
+            case Refusal(error, _):
                 raise CompilerError(error)
             case Died(reason):
                 raise CompilerError(reason)
@@ -335,12 +335,15 @@ class XlaCompiler:
                 found = Applied(_module(answer), True)
             case None:
                 found = Applied(module, False)
-            case Refusal(error):
+            case Refusal(error, lasting):
                 found = Applied(module, False, error)
+                if not lasting:
+                    return found
             case Died(reason):
                 found = Applied(module, False, reason)
-                if "SIGABRT" not in reason and "SIGSEGV" not in reason:
-                    return found  # it may go better next time
+                ended = "SIGABRT" in reason or "SIGSEGV" in reason
+                if not ended or "bad_alloc" in reason:
+                    return found  # it may go better next time, with more time or memory
             case _:
                 raise CompilerError(f"a worker gave an unexpected answer: {answer!r}")
         if self._cache is not None:
