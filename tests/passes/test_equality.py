@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.passes.snippets import SNIPPETS
 from xrlflow.passes import CompilerError
-from xrlflow.passes.equality import compared, in_reals, in_types
-from xrlflow.passes.inputs import Draw, Floats, arrays, given
+from xrlflow.passes.equality import compared, in_reals, in_types, movement
+from xrlflow.passes.inputs import Draw, Floats, arrays, given, nudged
 from xrlflow.passes.wide import widened
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
@@ -193,6 +194,13 @@ def test_a_large_number_hides_little_in_float64() -> None:
     assert not in_reals(expected, wrong, lambda: [expected]).equal
 
 
+def test_narrow_floats_that_are_no_numbers_are_the_same() -> None:
+    numbers = np.array([1.0, np.nan], ml_dtypes.float8_e5m2)
+    assert compared([[numbers]], [[numbers]]).equal
+    assert movement([[numbers]], [[[numbers]]])[0][0].max() == 0.0
+    assert not compared([[numbers]], [[numbers[::-1]]]).equal
+
+
 def test_infinity_is_compared() -> None:
     inf = float("inf")
     assert compared(one([inf, 1.0]), one([inf, 1.0])).equal
@@ -365,6 +373,15 @@ def test_given_inputs_are_compared_too(xla: XlaCompiler) -> None:
         xla.compare(one, other, inputs=[[np.zeros(4), np.zeros(4)]])
     with pytest.raises(CompilerError, match=r"input 0 is float64\[4\], and the parameter float32\[4\]"):
         xla.compare(one, other, inputs=[[np.zeros(4)]])
+
+
+def test_complex_inputs_of_any_form_move_by_one_unit() -> None:
+    rows = np.ones((2, 3), np.complex64)
+    for still in (np.array(1 + 2j, np.complex64), rows, rows.T, rows[:, ::2], np.zeros((0, 3), np.complex64)):
+        moved = nudged(still, np.random.default_rng(0))
+        assert (moved.shape, moved.dtype) == (still.shape, still.dtype)
+        assert (moved != still).all()
+        np.testing.assert_allclose(moved, still, rtol=3e-7)
 
 
 def test_inputs_move_by_one_unit(xla: XlaCompiler) -> None:

@@ -109,7 +109,7 @@ def _error(expected: Array, actual: Array, slack: Array, wide: bool) -> tuple[fl
         return 0.0, 0
     looked = np.isfinite(slack)
     if _is_exact(expected):
-        wrong = (expected != actual) & looked
+        wrong = _other(expected, actual) & looked
         return (np.inf, int(np.argmax(wrong))) if wrong.any() else (0.0, 0)
     a, b = _real(expected), _real(actual)
     finite = np.isfinite(a)
@@ -148,7 +148,7 @@ def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
 
     def of(first: Array, others: Sequence[Array]) -> Array:
         if _is_exact(first):
-            changed = np.any([first != o for o in others], axis=0)
+            changed = np.any([_other(first, o) for o in others], axis=0)
             return np.asarray(np.where(changed, np.inf, 0.0))
         a = _real(first)
         with np.errstate(invalid="ignore"):
@@ -159,6 +159,12 @@ def movement(still: Draws, moved: Sequence[Draws]) -> list[list[Array]]:
         [of(first, [run[draw][number] for run in moved]) for number, first in enumerate(outputs)]
         for draw, outputs in enumerate(still)
     ]
+
+
+def _other(a: Array, b: Array) -> Array:
+    """Where exact numbers are not the same. Floats of 8 bits are among them: two that are no numbers are the same."""
+    other: Array = (a != b) & ~((a != a) & (b != b))
+    return other
 
 
 def _same(a: Array, b: Array) -> Array:

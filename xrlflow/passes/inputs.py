@@ -41,6 +41,23 @@ DTYPES: dict[int, Any] = {
     18: np.complex128,
     16: ml_dtypes.bfloat16,
 }
+# Names of types of which no parameters are drawn, for messages.
+_NARROW = {
+    17: "token",
+    19: "f8e5m2",
+    20: "f8e4m3fn",
+    21: "s4",
+    22: "u4",
+    23: "f8e4m3b11fnuz",
+    24: "f8e5m2fnuz",
+    25: "f8e4m3fnuz",
+    26: "s2",
+    27: "u2",
+    28: "f8e4m3",
+    29: "f8e3m4",
+    32: "f4e2m1fn",
+    33: "f8e8m0fnu",
+}
 # Integers are below this, whatever they are used for.
 _MOST = 64
 
@@ -122,8 +139,8 @@ def _fitting(how: Given, parameters: Sequence[hlo.Parameter]) -> list[Array]:
 def nudged(array: Array, generator: np.random.Generator) -> Array:
     """Floats moved by one unit in the last place of their own type, up or down; 0 stays 0."""
     if array.dtype.kind == "c":
-        parts = array.view(array.real.dtype)
-        return nudged(parts, generator).view(array.dtype)
+        parts = np.ascontiguousarray(array).reshape(-1).view(array.real.dtype)
+        return nudged(parts, generator).view(array.dtype).reshape(array.shape)
     if not _is_float(array.dtype):
         return array
     unit = float(ml_dtypes.finfo(array.dtype).eps)  # type: ignore[no-untyped-call]
@@ -155,7 +172,8 @@ class Use:
 def _random(parameter: hlo.Parameter, use: Use, form: Floats, generator: np.random.Generator) -> Array:
     dtype = DTYPES.get(parameter.element_type)
     if dtype is None:
-        raise CompilerError(f"inputs of element type {parameter.element_type} cannot be drawn")
+        number = parameter.element_type
+        raise CompilerError(f"parameters of type {_NARROW.get(number, number)} cannot be drawn")
     kind, shape = np.dtype(dtype), parameter.dimensions
     if kind == np.bool_:
         return generator.integers(0, 2, shape).astype(kind)
