@@ -27,9 +27,10 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -102,6 +103,15 @@ class Tools:
     agent: Agent | None = None
     fixed: tuple[str, ...] = ()
     reducing: tuple[str, ...] = ()
+
+    def of(self, method: str) -> tuple[object, ...]:
+        """What a method takes of these, as values that are equal if they are the same."""
+        weights = None
+        if self.agent is not None and method in WITH_AGENT:
+            arrays = (t.numpy().tobytes() for t in self.agent.state_dict().values())
+            weights = blake2b(b"".join(arrays)).hexdigest(), self.agent.config
+        fixed = self.fixed if method in ("fixed", "fixed+evolution", "refined") else ()
+        return weights, fixed, self.reducing if method == "reducing" else ()
 
 
 Method = Callable[[Compiler, Module, Budget, int, Tools], Order]
@@ -231,10 +241,11 @@ def searches(
         for method in methods:
             for seed in range(1 if method in _CERTAIN else seeds):
                 key = f"{name} {method} {seed} {steps}"
-                if key not in kept.rows:
+                made_by = compiler.name, HORIZON, tools.of(method)
+                if kept.of(key, *made_by) is None:
                     ref = ref or reference(compiler, name)
                     found = measured(compiler, name, ref, method, seed, Budget(steps, HORIZON), tools)
-                    kept.put(key, found)
+                    kept.put(key, found, *made_by)
                     say(
                         f"{key}: {ref.default} -> {found['operations']} in {found['seconds']:.0f} s"
                         + ("" if found["equal"] else f" DIFFERS: {found['difference']}")
@@ -245,11 +256,12 @@ def searches(
 
 class Kept:
     """Rows by key, each a line of a file, so that a stopped run goes on and several processes share the file. Without
-    a file they are in memory."""
+    a file they are in memory. `of` in a row is a digest of what made it: another agent makes another."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.rows: dict[str, Row] = {}
+        self._said = False
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             try:
                 key, row = json.loads(line)
@@ -258,7 +270,23 @@ class Kept:
             else:
                 self.rows[key] = row
 
-    def put(self, key: str, row: Row) -> None:
+    def of(self, key: str, *made_by: object) -> Row | None:
+        """The row of a key, if it was made by these; None if it is to be made. One that does not say what made it is
+        taken, and that is said."""
+        row = self.rows.get(key)
+        if row is None or row.get("of") == digest(made_by):
+            return row
+        if "of" in row:
+            say(f"{key}: the row that is kept was made by something else, so it is made again")
+            return None
+        if not self._said:
+            say(f"{self.path}: rows of an earlier version do not say what made them, as {key}: they are taken")
+            self._said = True
+        return row
+
+    def put(self, key: str, row: Row, *made_by: object) -> None:
+        if made_by:
+            row = {**row, "of": digest(made_by)}
         self.rows[key] = row
         if self.path is not None:
             with self.path.open("ab+") as file:
@@ -267,12 +295,18 @@ class Kept:
                 file.write(b"\n" * cut + json.dumps([key, row]).encode() + b"\n")
 
 
+def digest(of: object) -> str:
+    return blake2b(repr(of).encode(), digest_size=8).hexdigest()
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def less(row: Row, column: str = "operations") -> float:
-    """The relative reduction against the default order."""
+    """The relative reduction against the default order; 0 for a result that computes something else."""
+    if not row["equal"]:
+        return 0.0
     return 1.0 - float(row[column]) / float(row["default"])
 
 
@@ -302,10 +336,15 @@ def spread(rows: Sequence[Row], method: str, names: Sequence[str]) -> str:
 
 
 def over_reducing(rows: Sequence[Row], method: str, names: Sequence[str]) -> float | None:
-    """The mean reduction against the reducing passes in XLA's own order; None if there are no rows of it."""
-    control = {r["module"]: r["operations"] for r in rows if r["method"] == "reducing"}
+    """The mean reduction against the reducing passes in XLA's own order; None if there are no rows of it. What computes
+    something else counts as XLA's own order."""
+
+    def left(row: Row) -> float:
+        return float(row["operations"] if row["equal"] else row["default"])
+
+    control = {r["module"]: left(r) for r in rows if r["method"] == "reducing"}
     by_module = [
-        fmean(1.0 - r["operations"] / control[name] for r in mine)
+        fmean(1.0 - left(r) / control[name] for r in mine)
         for name in names
         if name in control and (mine := [r for r in rows if r["module"] == name and r["method"] == method])
     ]
@@ -321,11 +360,15 @@ def searches_table(rows: Sequence[Row]) -> str:
     methods = [m for m in METHODS if any(r["method"] == m for r in rows)]
     there = {r["module"] for r in rows}
     groups = {g: names for g, names in GROUPS.items() if there.intersection(names)}
+
+    def head(group: str, names: Collection[str]) -> str:
+        count = len(there.intersection(names))
+        return group if count == len(names) else f"{group} ({count} of {len(names)})"
+
+    everywhere = head("all", hlo.BENCHMARKS)
     heads = [
-        "method",
-        *(g if there.issuperset(names) else f"{g} ({len(there.intersection(names))} of {len(names)})"
-        for g, names in groups.items()),
-        "all, over `reducing`", "all, calls inlined", "steps", "seconds", "equal",
+        "method", *(head(g, names) for g, names in groups.items()),
+        f"{everywhere}, over `reducing`", f"{everywhere}, calls inlined", "steps", "seconds", "equal",
     ]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     everything = tuple(dict.fromkeys(r["module"] for r in rows))
@@ -344,7 +387,10 @@ def searches_table(rows: Sequence[Row]) -> str:
 
 
 def at(row: Row, steps: int) -> float:
-    """The relative reduction against the default order after some of the steps."""
+    """The relative reduction against the default order after some of the steps; 0 for a result that computes something
+    else."""
+    if not row["equal"]:
+        return 0.0
     values = [value for step, value in row["curve"] if step <= steps]
     return 1.0 - min(values, default=row["before"]) / row["default"]
 
@@ -450,13 +496,22 @@ def learned(
         if isinstance(config, DQNConfig)
         else train(compiler, problems, config)
     )
-    left = {n: play(trained.agent, compiler, m, compared=False).value for n, m in modules.items()}
+    orders = {n: play(trained.agent, compiler, m) for n, m in modules.items()}
     return {
         "variant": variant,
         "seed": seed,
-        "left": left,
+        **leaves(compiler, modules, orders),
         "steps": trained.steps,
         "seconds": trained.seconds,
+    }
+
+
+def leaves(compiler: Compiler, modules: Mapping[str, Module], orders: Mapping[str, Order]) -> Row:
+    """Operations that orders leave, all of them if the result computes something else; which are `equal`."""
+    same = {n: equal(compiler, n, modules[n], order.module, 0)[0] for n, order in orders.items()}
+    return {
+        "left": {n: order.value if same[n] else order.initial for n, order in orders.items()},
+        "equal": same,
     }
 
 
@@ -473,8 +528,9 @@ def learning(
     rows = []
     for variant, seed in chosen:
         key = f"{variant} {seed} {iterations * steps} {' '.join(names)}"
-        if key not in kept.rows:
-            kept.put(key, learned(compiler, variant, seed, names, unseen, iterations, steps))
+        made_by = compiler.name, iterations, steps, tuple(unseen), variants(iterations, steps)[variant]
+        if kept.of(key, *made_by) is None:
+            kept.put(key, learned(compiler, variant, seed, names, unseen, iterations, steps), *made_by)
             say(f"{key}: {kept.rows[key]}")
         rows.append(kept.rows[key])
     return rows
@@ -485,16 +541,16 @@ def controls(compiler: Compiler, names: Sequence[str], tools: Tools, kept: Kept)
     rows = []
     for method in ("reducing", "fixed"):
         key = f"{method} {' '.join(getattr(tools, method))} on {' '.join(names)}"
-        if key not in kept.rows:
+        if kept.of(key, compiler.name) is None:
             begin = time.monotonic()
-            left = {
-                name: METHODS[method](
-                    compiler, compiler.load(hlo.text(name)), Budget(HORIZON, HORIZON), 0, tools
-                ).value
-                for name in names
+            modules = {name: compiler.load(hlo.text(name)) for name in names}
+            orders = {
+                name: METHODS[method](compiler, module, Budget(HORIZON, HORIZON), 0, tools)
+                for name, module in modules.items()
             }
-            row = {"variant": f"{method} (control)", "seed": 0, "left": left, "steps": 0}
-            kept.put(key, row | {"seconds": time.monotonic() - begin})
+            row = {"variant": f"{method} (control)", "seed": 0, "steps": 0}
+            row |= leaves(compiler, modules, orders)
+            kept.put(key, row | {"seconds": time.monotonic() - begin}, compiler.name)
         rows.append(kept.rows[key])
     return rows
 
@@ -502,9 +558,9 @@ def controls(compiler: Compiler, names: Sequence[str], tools: Tools, kept: Kept)
 def defaults(compiler: Compiler, names: Iterable[str], kept: Kept) -> dict[str, int]:
     """Operations after XLA's own order."""
     for name in names:
-        if (key := f"default {name}") not in kept.rows:
+        if kept.of(key := f"default {name}", compiler.name) is None:
             module = compiler.default(compiler.load(hlo.text(name)))
-            kept.put(key, {"operations": module.summary.operations})
+            kept.put(key, {"operations": module.summary.operations}, compiler.name)
     return {name: kept.rows[f"default {name}"]["operations"] for name in names}
 
 
@@ -512,8 +568,9 @@ def learning_table(
     rows: Sequence[Row], default: dict[str, int], names: Sequence[str], unseen: Sequence[str]
 ) -> str:
     lines = [
-        "| agent | modules of training: mean [least, greatest of the seeds] | other architectures | steps | seconds |",
-        "|---|---|---|---|---|",
+        "| agent | seeds | modules of training: mean [least, greatest of the seeds] | other architectures | steps "
+        "| seconds | equal |",
+        "|---|---|---|---|---|---|---|",
     ]
 
     def cell(of: Sequence[str], mine: Sequence[Row]) -> str:
@@ -524,9 +581,12 @@ def learning_table(
 
     for variant in dict.fromkeys(r["variant"] for r in rows):
         mine = [r for r in rows if r["variant"] == variant]
+        same = [r["equal"][name] for r in mine for name in (*names, *unseen) if "equal" in r]
+        total = len(mine) * len((*names, *unseen))
+        equals = f"{sum(same)} of {total}" if len(same) == total else "not compared"
         lines.append(
-            f"| {variant} | {cell(names, mine)} | {cell(unseen, mine)} "
-            f"| {median(r['steps'] for r in mine):.0f} | {median(r['seconds'] for r in mine):.0f} |"
+            f"| {variant} | {len(mine)} | {cell(names, mine)} | {cell(unseen, mine)} "
+            f"| {median(r['steps'] for r in mine):.0f} | {median(r['seconds'] for r in mine):.0f} | {equals} |"
         )
     return "\n".join(lines)
 
@@ -618,9 +678,10 @@ def fixed_sequence(
 ) -> tuple[str, ...]:
     """The fixed best sequence over training modules, which is made once."""
     key = f"fixed sequence {steps} {seed} {' '.join(names)}"
-    if key not in kept.rows:
+    if kept.of(key, compiler.name, HORIZON) is None:
         modules = [compiler.load(hlo.text(name)) for name in names]
-        kept.put(key, asdict(fixed(compiler, modules, Budget(steps, HORIZON), seed, Metric.OPERATIONS)))
+        found = fixed(compiler, modules, Budget(steps, HORIZON), seed, Metric.OPERATIONS)
+        kept.put(key, asdict(found), compiler.name, HORIZON)
         say(f"{key}: {kept.rows[key]}")
     return tuple(kept.rows[key]["passes"])
 
@@ -628,11 +689,11 @@ def fixed_sequence(
 def reducing_passes(compiler: Compiler, names: Sequence[str], kept: Kept) -> tuple[str, ...]:
     """The passes that reduce operations on training modules in XLA's own order, which are found once."""
     key = f"reducing passes {' '.join(names)}"
-    if key not in kept.rows:
+    if kept.of(key, compiler.name) is None:
         begin = time.monotonic()
         modules = [compiler.load(hlo.text(name)) for name in names]
         passes = reducing(compiler, modules, Metric.OPERATIONS, say)
-        kept.put(key, {"passes": passes, "seconds": time.monotonic() - begin})
+        kept.put(key, {"passes": passes, "seconds": time.monotonic() - begin}, compiler.name)
         say(f"{key}: {kept.rows[key]}")
     return tuple(kept.rows[key]["passes"])
 
@@ -726,8 +787,16 @@ def arguments() -> argparse.Namespace:
     unknown = set(options.names) - set(hlo.BENCHMARKS)
     if unknown:
         parser.error(f"no such module: {', '.join(sorted(unknown))}")
-    options.names = tuple(options.names)
-    options.methods = [m.strip() for m in options.methods.split(",")]
+    # Once each, so that no row counts twice.
+    options.names = tuple(dict.fromkeys(options.names))
+    options.methods = list(dict.fromkeys(m.strip() for m in options.methods.split(",")))
+    for name, value in (
+        ("seeds", options.seeds),
+        ("iterations", options.iterations),
+        ("pairs", options.pairs),
+    ):
+        if value < 1:
+            parser.error(f"--{name} must be at least 1")
     for method in options.methods:
         if method not in METHODS:
             parser.error(f"no such method: {method}")

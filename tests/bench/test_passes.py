@@ -13,7 +13,7 @@ from bench import passes
 from models import hlo
 from tests.passes.toy import Words
 from xrlflow.passes import Comparison, CompilerError
-from xrlflow.passes.agent import AgentConfig
+from xrlflow.passes.agent import AgentConfig, random_agent
 from xrlflow.passes.dqn import DQNConfig
 from xrlflow.passes.ppo import TrainConfig
 
@@ -145,8 +145,62 @@ def test_what_agents_learn_stands_beside_the_controls(
     default = passes.defaults(compiler, NAMES, kept)
     assert default == {NAMES[0]: 4, NAMES[1]: 4}
     table = passes.learning_table([*beside, *rows], default, NAMES[:1], NAMES[1:])
-    assert "| reducing (control) | 25.0% | 50.0% |" in table
-    assert "| DQN, all | " in table
+    assert "| reducing (control) | 1 | 25.0% | 50.0% | 0 | 0 | 2 of 2 |" in table
+    assert "| DQN, all | 2 | " in table
+    # An iteration of half as many steps twice is another run, though it has as many steps in all.
+    assert passes.learning(compiler, chosen[:1], NAMES[:1], NAMES[1:], 4, 8, kept) != rows[:1]
+    old = [{k: v for k, v in row.items() if k != "equal"} for row in rows]
+    assert "| not compared |" in passes.learning_table(old, default, NAMES[:1], NAMES[1:])
+
+
+def test_an_agents_wrong_result_counts_for_nothing(compiler: Named, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "compare", lambda *given: Comparison(False, 0.0, 1.0, "output 0"))
+    tools = passes.Tools(fixed=("open", "merge", "drop", "merge"), reducing=("merge", "open", "drop"))
+    for row in passes.controls(compiler, NAMES, tools, passes.Kept()):
+        assert row["equal"] == dict.fromkeys(NAMES, False)
+        assert row["left"] == {NAMES[0]: 4, NAMES[1]: 5}
+    rows = passes.searches(compiler, NAMES, ["reducing"], 1, 40, tools, passes.Kept())
+    assert passes.mean_less(rows, "reducing", NAMES) == 0.0
+    assert passes.over_reducing(rows, "reducing", NAMES) == 0.0
+    assert "| reducing | 0.0% |" in passes.searches_table(rows)
+    assert "| reducing | 0.0% |" in passes.steps_table(rows)
+
+
+def test_rows_of_another_agent_or_sequence_are_not_taken(compiler: Named, tmp_path: Path) -> None:
+    def row(tools: passes.Tools, method: str) -> passes.Row:
+        kept = passes.Kept(tmp_path / "rows")
+        return passes.searches(compiler, NAMES[:1], [method], 1, 40, tools, kept)[0]
+
+    sequences = [("merge",), ("open", "merge", "drop", "merge")]
+    for passed in (*sequences, *sequences):
+        assert (
+            row(passes.Tools(fixed=passed), "fixed")["of"] == row(passes.Tools(fixed=passed), "fixed")["of"]
+        )
+        assert row(passes.Tools(fixed=passed), "fixed")["operations"] == (4 if passed == ("merge",) else 3)
+    first, second = (random_agent(compiler, AgentConfig(width=8), seed) for seed in range(2))
+    assert row(passes.Tools(first), "zero-shot")["of"] != row(passes.Tools(second), "zero-shot")["of"]
+    # A row of an earlier version does not say what made it.
+    kept = passes.Kept(tmp_path / "rows")
+    kept.put("old", {"n": 1})
+    assert kept.of("old", "anything") == {"n": 1}
+
+
+def test_no_row_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["bench/passes.py", "searches", NAMES[0], NAMES[0], "--methods", "greedy,random,greedy"]
+    monkeypatch.setattr("sys.argv", given)
+    options = passes.arguments()
+    assert options.names == NAMES[:1]
+    assert options.methods == ["greedy", "random"]
+    monkeypatch.setattr("sys.argv", [*given, "--seeds", "0"])
+    with pytest.raises(SystemExit):
+        passes.arguments()
+
+
+def test_a_table_says_how_many_modules_it_has(compiler: Named) -> None:
+    rows = passes.searches(compiler, NAMES, ["greedy"], 1, 40, passes.Tools(), passes.Kept())
+    head = passes.searches_table(rows).splitlines()[0]
+    assert "gpt2 training (1 of 4)" in head
+    assert "all (2 of 30), calls inlined" in head
 
 
 def test_tables(compiler: Named) -> None:
