@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import onnx
 import pytest
 from gymnasium.utils.env_checker import check_env
 
@@ -261,6 +262,34 @@ def test_rule_families_are_passes() -> None:
         compiler.apply(module, "cse")
     with pytest.raises(CompilerError):
         compiler.load(b"nonsense")
+
+
+def twice_relu(type: str, names: str = "xy") -> bytes:
+    """Relu of Relu of x, and of y, as an ONNX file. `names`: the order of the inputs."""
+    inputs = ", ".join(f"{type}[3] {name}" for name in names)
+    text = f"""<ir_version: 8, opset_import: ["": 17]> g ({inputs}) => ({type}[3] a, {type}[3] b)
+        {{ c = Relu(x) a = Relu(c) d = Relu(y) e = Relu(d) b = Relu(e) }}"""
+    made: bytes = onnx.parser.parse_model(text).SerializeToString()
+    return made
+
+
+def test_graphs_of_other_types_or_inputs_are_other_modules() -> None:
+    """A pass must not give one module the inputs of another that was read after it."""
+    sources = [twice_relu("float"), twice_relu("double"), twice_relu("float", "yx")]
+    compiler = RuleCompiler(Library([r for r in LIBRARY if r.family == "identity"]))
+    modules = [compiler.load(source) for source in sources]
+    assert len(set(modules)) == len(modules)
+    for module in modules:
+        graph = onnx.ModelProto.FromString(compiler.apply(module, "identity").module.data).graph
+        assert graph.input == onnx.ModelProto.FromString(module.data).graph.input
+        assert compiler.load(compiler.write(module)) == module
+
+
+def test_texts_are_compared() -> None:
+    text = """<ir_version: 8, opset_import: ["": 17]> g (string[3] x) => (string[3] y)
+        { a = Identity(x) b = Identity(a) y = Identity(b) }"""
+    module = rules().load(onnx.parser.parse_model(text).SerializeToString())
+    assert rules().compare(module, rules().apply(module, "identity").module).equal
 
 
 def test_the_rules_work_in_the_environment() -> None:

@@ -134,7 +134,9 @@ def largest(array: Array) -> float:
 
 
 def _real(array: Array) -> Array:
-    """An array in float64 or complex128."""
+    """An array in float64 or complex128. A text counts as 1: it is compared, and is never no number."""
+    if array.dtype.kind in "OSU":
+        return np.ones(array.shape)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 

@@ -153,7 +153,7 @@ class RuleCompiler:
         return dict(plan.case({}, seed, 0).feeds)
 
     def _module(self, imported: ImportedModel, graph: Graph) -> Module:
-        digest = blake2b(str(graph.fingerprint).encode(), digest_size=16).hexdigest()
+        digest = blake2b(str(graph.fingerprint).encode() + _interface(imported), digest_size=16).hexdigest()
         self._graphs[digest] = imported, graph
         self._graphs.move_to_end(digest)
         while len(self._graphs) > _GRAPHS:
@@ -163,9 +163,20 @@ class RuleCompiler:
     def _graph(self, module: Module) -> tuple[ImportedModel, Graph]:
         found = self._graphs.get(module.digest)
         if found is None:
-            imported = load(module.data)
+            try:
+                imported = load(module.data)
+            except ModelError as error:
+                raise CompilerError(str(error)) from error
             found = self._graphs[module.digest] = imported, imported.graph
         return found
+
+
+def _interface(imported: ImportedModel) -> bytes:
+    """The names and types of a model's inputs and outputs, in their order, and its functions: what fingerprints are
+    without."""
+    frame = imported.frame
+    parts = (*frame.graph.input, *frame.graph.output, *frame.functions)
+    return repr([part.SerializeToString(deterministic=True) for part in parts]).encode()
 
 
 def _named(feeds: Mapping[str, object], arrays: Arrays) -> dict[str, object]:
