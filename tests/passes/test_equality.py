@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -382,6 +383,36 @@ def test_complex_inputs_of_any_form_move_by_one_unit() -> None:
         assert (moved.shape, moved.dtype) == (still.shape, still.dtype)
         assert (moved != still).all()
         np.testing.assert_allclose(moved, still, rtol=3e-7)
+
+
+def test_outputs_that_do_not_fit_into_memory_are_refused(
+    xla: XlaCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept of other comparisons goes first."""
+    module = xla.load("HloModule m\nENTRY e { x = f32[1000] parameter(0)\n ROOT r = f32[1000] negate(x) }")
+    # Six draws of 1000 numbers in and out, in float64, at three places.
+    needed = 6 * 2 * 8000 * 3
+    free = [needed - 1, needed]
+    monkeypatch.setattr("xrlflow.passes.xla.available_memory", lambda: free[min(len(calls), 1)])
+    calls: list[int] = []
+    monkeypatch.setattr(xla, "_references", _Clearing(calls))
+    assert xla.compare(module, module).equal
+    assert calls == [1]
+    free[1] = 1000
+    with pytest.raises(CompilerError, match=r"takes 0.0 GB of memory, and 0.0 GB are free"):
+        xla.compare(module, module, seed=1)
+
+
+class _Clearing(OrderedDict[object, object]):
+    """It tells when it is cleared."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def clear(self) -> None:
+        super().clear()
+        self.calls.append(1)
 
 
 def test_inputs_move_by_one_unit(xla: XlaCompiler) -> None:

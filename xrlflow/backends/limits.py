@@ -63,6 +63,13 @@ def default_threads(root: Path = ROOT) -> int:
     return _paid(min(physical, len(one_cpu_a_core(allowed_cpus()))), root)
 
 
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that this process and others may still take: of the machine, and of its control groups."""
+    free = int(psutil.virtual_memory().available)
+    found = limits(root)
+    return free if found.memory is None else max(0, min(free, found.memory - (found.used or 0)))
+
+
 def allowed_cpus() -> list[int]:
     """The numbers of the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -412,6 +412,13 @@ def parameters(module: Any) -> list[Parameter]:
     return [found[number] for number in sorted(found)]
 
 
+def interface_bytes(module: Any) -> int:
+    """The bytes of all parameters and results."""
+    entry, _ = next(live(module))
+    shapes = [i.shape for i in entry.instructions if i.opcode == "parameter" or i.id == entry.root_id]
+    return sum(extent(shape)[1] for shape in shapes)
+
+
 def has_batched_indices(module: Any) -> bool:
     """Whether a gather or scatter has batch dimensions."""
     return any(

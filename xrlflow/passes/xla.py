@@ -20,7 +20,7 @@ from hashlib import blake2b
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.limits import default_threads
+from xrlflow.backends.limits import available_memory, default_threads
 from xrlflow.cost.machine import cpu_name
 from xrlflow.passes import hlo, hlo_passes
 from xrlflow.passes.cache import Cache, Outcome
@@ -262,6 +262,7 @@ class XlaCompiler:
         return found
 
     def _outputs(self, like: Module, module: Module, draws: _Draws, wide: Wide | None = None) -> Outputs:
+        self._check_room(like, len(draws) * (1 if wide is None else 2))
         request = Execute(like.data, (module.data,), draws, quick=True, wide=wide)
         if wide is None:
             executed: Executed = self._answer(request)
@@ -270,6 +271,18 @@ class XlaCompiler:
         if not isinstance(answer, Executed):
             raise _NotWide(answer.reason if isinstance(answer, Died) else answer.error)
         return answer.outputs[0]
+
+    def _check_room(self, module: Module, times: int) -> None:
+        """Raises CompilerError if inputs and outputs need more memory than is free. A system that has promised it ends
+        the program when it is used."""
+        # In a worker, on their way, and here.
+        needed = 3 * times * hlo.interface_bytes(hlo.parse(module.data))
+        if needed > available_memory():
+            self._references.clear()
+            if needed > (free := available_memory()):
+                raise CompilerError(
+                    f"to compare outputs takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+                )
 
     def seconds(
         self, modules: Sequence[Module], repetitions: int = 20, seed: int = 0
