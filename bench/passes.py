@@ -280,7 +280,9 @@ class Kept:
             say(f"{key}: the row that is kept was made by something else, so it is made again")
             return None
         if not self._said:
-            say(f"{self.path}: rows of an earlier version do not say what made them, as {key}: they are taken")
+            say(
+                f"{self.path}: rows of an earlier version do not say what made them, as {key}: they are taken"
+            )
             self._said = True
         return row
 
@@ -420,8 +422,9 @@ def modules_table(rows: Sequence[Row]) -> str:
         if not mine:
             continue
         best = min(mine, key=lambda r: (r["operations"], r["steps"]))
+        wrong = "" if best["default_equal"] else " (computes something else)"
         lines.append(
-            f"| {name} | {best['before']} | {best['once']} | {best['default']} | {best['operations']} "
+            f"| {name} | {best['before']} | {best['once']} | {best['default']}{wrong} | {best['operations']} "
             f"| {100 * less(best):.1f}% | {100 * less(best, 'inlined'):.1f}% | {best['method']} "
             f"| {', '.join(best['passes'])} |"
         )

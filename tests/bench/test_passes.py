@@ -66,6 +66,9 @@ def test_a_difference_is_told(compiler: Named, monkeypatch: pytest.MonkeyPatch) 
     found = passes.quick(compiler, None, NAMES, steps=100, seeds=1)
     assert found["all_equal"] is False
     assert found["default_equal"] is False
+    rows = passes.searches(compiler, NAMES[1:], ["greedy"], 1, 40, passes.Tools(), passes.Kept())
+    wrong = [{**row, "equal": True} for row in rows]
+    assert "| 4 (computes something else) |" in passes.modules_table(wrong)
 
 
 def test_an_order_that_cannot_be_compared_is_not_equal(

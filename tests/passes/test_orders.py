@@ -209,6 +209,7 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
         (["optimize", "/dev/zero", "-o", "{}/out"], "/dev/zero cannot be read: it has more than 1000 bytes"),
         (["bench", "{}/bad.hlo"], "bad.hlo: column 3"),
         (["bench", "{}/word.hlo", "--searches", "beam,dfs"], "--searches dfs"),
+        (["bench", "{}/word.hlo", "--searches", ","], "no search is named"),
     ],
 )
 def test_an_error_is_one_line(
@@ -344,6 +345,15 @@ def test_bench(words: Words, file: Path) -> None:
     assert table["control"] == pytest.approx([1.0] * 3)
     said = invoke("bench", file, "--searches", "greedy,beam", "--horizon", 8).stdout
     assert "time after XLA's order / after the best: 1.333" in said
+
+
+def test_bench_compares_the_compilers_own_order(
+    words: Words, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "DIFFER" not in invoke("bench", file, "--searches", "greedy").stdout
+    monkeypatch.setattr(words, "default", lambda module: words.load("e"))
+    said = invoke("bench", file, "--searches", "greedy").stdout.splitlines()[0]
+    assert said == "operations: 4 before, 1 after XLA's order; its outputs DIFFER"
 
 
 def test_a_wrong_result_is_not_the_best_of_a_table(words: Words, file: Path) -> None:

@@ -222,7 +222,10 @@ def bench_passes(
         if as_json:
             print_json(asdict(table))
             return
-        typer.echo(f"operations: {table.before} before, {table.default} after XLA's order")
+        typer.echo(
+            f"operations: {table.before} before, {table.default} after XLA's order"
+            + ("" if table.default_equal else "; its outputs DIFFER")
+        )
         for row in table.rows:
             typer.echo(
                 f"{row.search:10} {row.operations:6} operations, {100 * row.reduction:5.1f}% less; outputs "

@@ -429,11 +429,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What searches bring for a module. `time`: (median seconds after the default order / after the best order), as a
-    ratio with its 95% interval; `control`: the module of the default order against itself."""
+    """What searches bring for a module. `default_equal`: whether the compiler's own order computes the same. `time`:
+    (median seconds after the default order / after the best order), as a ratio with its 95% interval; `control`: the
+    module of the default order against itself."""
 
     before: int
     default: int
+    default_equal: bool
     rows: tuple[Row, ...]
     time: tuple[float, float, float]
     control: tuple[float, float, float]
@@ -450,13 +452,17 @@ def bench(
     workers: int | None = None,
     compiler: Compiler | None = None,
 ) -> Table:
-    """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises."""
+    """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises, and
+    OrderError without a search."""
+    if not searches:
+        raise OrderError("no search is named to compare")
     with _given(compiler, workers) as used:
         module = _comparable(used, source)
         known = None
         for search in searches:  # of those that need an agent, all have the same one
             known = chosen(search, agent, used)[1] or known
         default = used.default(module)
+        default_equal = used.compare(module, default, seed).equal
         rows, best = [], module
         for search in searches:
             order = searched(search, used, module, Budget(steps, horizon), seed, agent=known)
@@ -470,7 +476,8 @@ def bench(
             )
             rows.append(row)
         time_ratio, control = timed(used, default, best)
-    return Table(module.summary.operations, default.summary.operations, tuple(rows), time_ratio, control)
+    operations = module.summary.operations, default.summary.operations
+    return Table(*operations, default_equal, tuple(rows), time_ratio, control)
 
 
 Ratio = tuple[float, float, float]
