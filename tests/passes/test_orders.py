@@ -209,6 +209,14 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
         (["optimize", "/dev/zero", "-o", "{}/out"], "/dev/zero cannot be read: it has more than 1000 bytes"),
         (["bench", "{}/bad.hlo"], "bad.hlo: column 3"),
         (["bench", "{}/word.hlo", "--searches", "beam,dfs"], "--searches dfs"),
+        *(
+            ([command, "{}/word.hlo", *output, "--seed", "1" + 20 * "0"], "a seed is an integer of 0 to")
+            for command, output in (
+                ("optimize", ["-o", "{}/out"]),
+                ("train", ["-o", "{}/agent"]),
+                ("bench", ["--searches", "greedy"]),
+            )
+        ),
         (["bench", "{}/word.hlo", "--searches", ","], "no search is named"),
     ],
 )

@@ -250,6 +250,7 @@ def optimize(
     Raises CompilerError for a module that cannot be read or run, OrderError for options, CheckpointError for an agent's
     file, and OutputsDiffer if the result does not compute the same.
     """
+    _check_seed(seed)
     begin = time.monotonic()
     with _given(compiler, workers) as used:
         module = _comparable(used, source)
@@ -312,6 +313,12 @@ def _given(compiler: Compiler | None, workers: int | None) -> Iterator[Compiler]
             yield made
 
 
+def _check_seed(seed: int) -> None:
+    """Raises OrderError for what is no seed of all generators."""
+    if not 0 <= seed < 1 << 64:
+        raise OrderError(f"a seed is an integer of 0 to {(1 << 64) - 1}, not {seed}")
+
+
 def load_agent(path: Source) -> Agent:
     """Read an agent. Raises OrderError if the extra for agents is missing, CheckpointError for the file."""
     _need_training()
@@ -359,6 +366,7 @@ def train(
     TensorBoard. Unless `quiet`, standard error shows the progress.
     Raises CompilerError, CheckpointError, and OrderError if a loss is not finite.
     """
+    _check_seed(seed)
     _need_training()
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.passes import ppo
@@ -454,6 +462,7 @@ def bench(
 ) -> Table:
     """Compare searches at equal steps, and measure what the best order is worth. Raises what `optimize` raises, and
     OrderError without a search."""
+    _check_seed(seed)
     if not searches:
         raise OrderError("no search is named to compare")
     with _given(compiler, workers) as used:
@@ -476,8 +485,8 @@ def bench(
             )
             rows.append(row)
         time_ratio, control = timed(used, default, best)
-    operations = module.summary.operations, default.summary.operations
-    return Table(*operations, default_equal, tuple(rows), time_ratio, control)
+    before, after = module.summary.operations, default.summary.operations
+    return Table(before, after, default_equal, tuple(rows), time_ratio, control)
 
 
 Ratio = tuple[float, float, float]
