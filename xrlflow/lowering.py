@@ -21,11 +21,11 @@ from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen, Timings
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
+from xrlflow.backends.tvm.layers_fusion import chosen_in
 from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
 from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
-from xrlflow.backends.tvm.winograd_fusion import chosen_in
 from xrlflow.cost.machine import cpu_name
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
@@ -499,13 +499,18 @@ def tune_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fused:
-    """A file as a fused module, with its convolutions, the algorithms that they have, and blocks of convolutions."""
+    """A file as a fused module, with its layers, the algorithms that they have, and blocks of convolutions."""
 
     path: str
     module: Any
     layers: tuple[Layer, ...]
     chosen: tuple[Chosen, ...]
     blocks: tuple[Block, ...]
+
+    @property
+    def choices(self) -> list[tuple[Layer, Chosen]]:
+        """Each layer with the algorithm that it has."""
+        return list(zip(self.layers, self.chosen, strict=True))
 
     @property
     def measurable(self) -> tuple[Layer | Block, ...]:
@@ -533,7 +538,7 @@ def _tuned(
         again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
     layers = [
         (
-            *layer_times.results(tuned.layers, graph.chosen, tuned.chosen, how.layer_times),
+            *layer_times.results(graph.choices, tuned.choices, how.layer_times),
             *layer_times.block_results(tuned.blocks, how.layer_times),
         )
         for graph, tuned in zip(graphs, again)

@@ -65,7 +65,7 @@ class Tuned:
             ],
             "layers": [
                 {
-                    "name": layer.name, "calls": layer.calls, "direct_us": _us(layer.direct_seconds),
+                    "name": layer.name, "calls": layer.calls, "plain_us": _us(layer.plain_seconds),
                     "heuristic": layer.heuristic, "heuristic_us": _us(layer.heuristic_seconds),
                     "algorithm": layer.chosen, "best_us": _us(layer.chosen_seconds),
                 }

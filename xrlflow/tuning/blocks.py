@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cache
@@ -37,8 +37,10 @@ from xrlflow.backends.tvm.joined import joined
 from xrlflow.backends.tvm.lower import fuse, schedule_all
 from xrlflow.backends.tvm.steps import Step, extras_of
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.tuning.alone import alone, run, with_steps
-from xrlflow.tuning.measurable import Floats, is_typed, key_of
+from xrlflow.backends.tvm.tiles import with_steps
+from xrlflow.backends.tvm.ways import is_typed
+from xrlflow.tuning.alone import alone, run
+from xrlflow.tuning.measurable import Floats, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -122,8 +124,7 @@ class Block:
         project = 0 if form.project is None else math.prod(form.out) * wide
         return self.weight * (expand + math.prod(form.middle) * math.prod(form.window) + project)
 
-    @property
-    def needed(self) -> tuple[Kernels, ...]:
+    def needed(self, machine: Machine) -> tuple[Kernels, ...]:
         return Kernels.APART, Kernels.BANDS
 
     def at(self, far: bool) -> Block:
@@ -252,15 +253,20 @@ def _module(form: Form) -> IRModule:
     builder, drawn = relax.BlockBuilder(), _drawn(form)
     at = relax.Var("image", relax.TensorType(form.image, FLOAT))
     given = {i: relax.Var(f"extra{i}", relax.TensorType(form.out, FLOAT)) for i in drawn.large}
+
+    def followed(expression: Any, by: _Convolution, large: Mapping[int, Any]) -> Any:
+        extras = [large.get(i, relax.const(x.reshape(1, 1, 1, -1))) for i, x in enumerate(by.extras)]
+        return with_steps(builder, builder.emit(expression), by.steps, extras)
+
     with builder.function("main", [at, *given.values()]):
         with builder.dataflow():
             if (first := drawn.expand) is not None:
-                at = with_steps(builder, builder.emit(_convolved(at, first)), first.steps, first.extras, {})
+                at = followed(_convolved(at, first), first, {})
             middle = drawn.depthwise
             convolved = _convolved(at, middle, form.strides, _padding(form), form.middle[3])
-            at = with_steps(builder, builder.emit(convolved), middle.steps, middle.extras, {})
+            at = followed(convolved, middle, {})
             if (last := drawn.project) is not None:
-                at = with_steps(builder, builder.emit(_convolved(at, last)), last.steps, last.extras, given)
+                at = followed(_convolved(at, last), last, given)
             result = builder.emit_output(at)
         builder.emit_func_output(result)
     return builder.get()

@@ -1,6 +1,6 @@
 """Measures the kernels of layers (convolutions, and blocks of them), and remembers their times.
 
-Each kernel is compared with the direct one before it is timed, with weights as cold as in the model. The fastest ones
+Each kernel is compared with untuned tiles before it is timed, with weights as cold as in the model. The fastest ones
 of each algorithm are measured again, beside the one of an untuned compilation: the least of many noisy times is a lucky
 one. All outcomes are stored at once.
 """
@@ -11,9 +11,10 @@ import contextlib
 import math
 import statistics
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,13 +23,16 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import bands
 from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.winograd import Form
+from xrlflow.backends.tvm.ways import Form, Way
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
-from xrlflow.tuning.layers import Layer, Way
+from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Floats, Measurable, W, key_of
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement
+
+if TYPE_CHECKING:
+    from tvm.ir import IRModule
 
 # The leading kernels of an algorithm: at most this many, no slower than the first by this factor.
 _LEADERS, _NEAR = 3, 1.05
@@ -36,7 +40,7 @@ _LEADERS, _NEAR = 3, 1.05
 _PASSES = 3
 # A measured blocking must take less than this part of the untuned one's time (see `kernels._WORTH`).
 _WORTH = 0.97
-# The largest deviation from the direct kernel's results, relative to the largest of them.
+# The largest deviation from the expected results, relative to the largest of them.
 _DEVIATION = 2e-5
 
 
@@ -108,7 +112,8 @@ class StoredTimes:
         """The layer at the distance whose times are used, and its best kernels: nothing if too little is known."""
         for at in (layer, layer.at(not layer.far)):
             found = self._known(at)
-            if found.get(layer.needed[0]) is not None and found.keys() >= set(layer.needed):
+            needed = layer.needed(self.machine)
+            if found.get(needed[0]) is not None and found.keys() >= set(needed):
                 return at, found
         return layer, {}
 
@@ -185,7 +190,7 @@ class LayerResult:
     """What tuning found for a layer, which the model calls `calls` times.
 
     `heuristic`, `chosen`: the kernels of an untuned and of a tuned compilation, with their seconds (None: not
-    measured), and the seconds of the `direct` kernel (of a block: of one kernel for each convolution). Both stay within
+    measured), and the seconds of the plain algorithm (of a block: of one kernel for each convolution). Both stay within
     the same budget of rounding errors, so that `chosen` need not be the fastest.
     """
 
@@ -195,28 +200,32 @@ class LayerResult:
     heuristic_seconds: float | None
     chosen: str
     chosen_seconds: float | None
-    direct_seconds: float | None
+    plain_seconds: float | None
 
 
 def results(
-    layers: Sequence[Layer], before: Sequence[Chosen], after: Sequence[Chosen], times: StoredTimes
+    before: Iterable[tuple[Layer, Chosen]], after: Iterable[tuple[Layer, Chosen]], times: StoredTimes
 ) -> list[LayerResult]:
-    """What became of layers: of each in its order in the model, what was chosen untuned and tuned. Equal ones are
-    together."""
+    """What became of the layers of a tuned model, by what was chosen for those of the untuned one and for them. Equal
+    ones are together. Those that were part of a block before count as untuned with a plain algorithm."""
     found: dict[tuple[str, str, str], LayerResult] = {}
-    for layer, untuned, tuned in zip(layers, before, after, strict=True):
+    untuned: dict[str, deque[Algorithm]] = defaultdict(deque)
+    for layer, chosen in before:
+        untuned[layer.key].append(Algorithm(chosen.algorithm))
+    for layer, chosen in after:
         known = times.of(layer.form, layer.far)
-        first = layer.usual(Algorithm(untuned.algorithm), times.machine)
-        algorithm = Algorithm(tuned.algorithm)
+        earlier_ones = untuned[layer.key] or deque(layer.needed(times.machine))
+        first = layer.usual(earlier_ones.popleft(), times.machine)
+        algorithm = Algorithm(chosen.algorithm)
         best = known.get(algorithm)
         last = layer.usual(algorithm, times.machine) if best is None else Way(algorithm, best.plan)
-        direct = known.get(Algorithm.DIRECT)
+        plain = known.get(layer.needed(times.machine)[0])
         key = (layer.key, str(first), str(last))
         earlier = found.get(key)
         found[key] = LayerResult(
             layer.name, 1 if earlier is None else earlier.calls + 1,
             str(first), times.seconds(layer, first), str(last), None if best is None else best.seconds,
-            None if direct is None else direct.seconds,
+            None if plain is None else plain.seconds,
         )  # fmt: skip
     return list(found.values())
 
@@ -272,7 +281,7 @@ def measure_layers(
                 tell(done, len(layers), layer.name)
             try:
                 session.measure(layer)
-            except BackendError as error:  # the direct kernel does not compile or run alone
+            except BackendError as error:  # the plain kernel does not compile or run alone
                 remarks.append(f"{layer.name} could not be measured: {error}")
     return remarks
 
@@ -292,7 +301,11 @@ class _Session:
         """Measure what is not known of a layer."""
         promising = layer.ways(self.machine, self.limits.blockings)
         known = {(k.way, k.key) for k in self._kept(layer)}
-        new = [way for way in promising if (way, key_of(layer, way, self.machine)) not in known]
+        new = [
+            way
+            for way in self._kernels(layer, promising)[0]
+            if (way, key_of(layer, way, self.machine)) not in known
+        ]
         self._time(layer, new, 1)
         for _ in range(_PASSES):
             again = self._unsettled(layer)
@@ -324,10 +337,10 @@ class _Session:
         """Build kernels, check them, and time them in turns."""
         if not some or self._over():
             return
-        modules = [layer.kernels(way, self.machine) for way in some]
+        ways, modules = self._kernels(layer, some)
         with self._built(modules) as built:
             running: list[tuple[W, list[Kernel]]] = []
-            for way, found in zip(some, built):
+            for way, found in zip(ways, built):
                 error = next((part.error for part in found if isinstance(part, Measurement)), None)
                 parts = [part for part in found if isinstance(part, Kernel)]
                 if error is None and len(parts) == len(found) and not self._over():
@@ -344,6 +357,19 @@ class _Session:
                     self._put(layer, way, outcome)
                     if outcome.error is not None:
                         running.remove((way, parts))
+
+    def _kernels(self, layer: Measurable[W], some: Sequence[W]) -> tuple[list[W], list[Sequence[IRModule]]]:
+        """Those ways that have kernels, and these."""
+        ways, modules = [], []
+        for way in some:
+            try:
+                modules.append(layer.kernels(way, self.machine))
+            except BackendError:
+                if way in layer.untuned(self.machine)[:1]:
+                    raise
+                continue
+            ways.append(way)
+        return ways, modules
 
     @contextlib.contextmanager
     def _built(

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.ways import Floats
 from xrlflow.tuning.tasks import module_key
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
-
-Floats = npt.NDArray[np.float32]
 
 
 class Way(Hashable, Protocol):
@@ -49,8 +44,7 @@ class Measurable(Protocol[W]):
     @property
     def work(self) -> int: ...
 
-    @property
-    def needed(self) -> Sequence[Hashable]:
+    def needed(self, machine: Machine) -> Sequence[Hashable]:
         """The groups without which times are not used. A kernel of the first one must have run."""
         ...
 
@@ -90,13 +84,3 @@ class Measurable(Protocol[W]):
 def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
     """A key of the kernels' code."""
     return "+".join(module_key(module) for module in subject.kernels(way, machine))
-
-
-def is_typed(blocking: Any) -> bool:
-    """Whether the fields of a blocking that was stored are of their declared types. 2.0 and true equal the numbers of a
-    blocking, but are no sizes of loops."""
-    values = [(field.type, getattr(blocking, field.name)) for field in fields(blocking)]
-    return all(
-        type(value).__name__ == kind and (not is_dataclass(value) or is_typed(value))
-        for kind, value in values
-    )

@@ -364,7 +364,7 @@ def compiled(
     Raises BackendError for models that cannot be lowered (see `lower.import_model`).
     """
     from xrlflow.backends.tvm import lower
-    from xrlflow.backends.tvm.winograd_fusion import chosen_in
+    from xrlflow.backends.tvm.layers_fusion import chosen_in
 
     module = lower.import_model(model, shapes)
     interface = interface_of(module, model, machine)

@@ -1,5 +1,5 @@
-"""Finds convolutions with few channels in each group in a Relax function, and makes one kernel of each and what follows
-it."""
+"""Finds depthwise convolutions and the normalisation of their channels in a Relax function, and makes one kernel of
+each pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from xrlflow.backends.tvm import direct_norm
 from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.direct import Form, Plan, gains, kernel, packed, plan
+from xrlflow.backends.tvm.direct import Form, Plan, packed
 from xrlflow.backends.tvm.following import Followed, Function
 from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes
 from xrlflow.backends.tvm.replacing import Replacement, with_kernels
@@ -26,14 +26,14 @@ _LAYOUTS = {
 def use_direct_norm(module: Any, machine: Machine) -> Any:
     """The module with a kernel for each depthwise convolution in "main" and the normalisation of its channels, where
     that is faster than one for each."""
-    return with_kernels(module, _normalised(Function(module["main"]), machine), "direct_norm")
+    return with_kernels(module, _normalised(Function(module["main"]), machine))
 
 
 def _normalised(function: Function, machine: Machine) -> dict[Any, Replacement]:
     """Normalisations that alone read a depthwise convolution, with or without steps after it."""
     found: dict[Any, Replacement] = {}
     for variable, call in function.values.items():
-        form = _form(call) if operator(call) == "relax.nn.conv2d" else None
+        form = convolution_of(call) if operator(call) == "relax.nn.conv2d" else None
         if form is None or not direct_norm.is_depthwise(form):
             continue
         followed = function.followed(variable)
@@ -62,43 +62,15 @@ def _with_norm(form: Form, how: Plan, call: Any, followed: Followed, norm: Any) 
         return [image, constant(packed(weights.value.numpy(), form, how)), *followed.extras, scale, bias]
 
     make = partial(direct_norm.kernel, form, how, epsilon)
-    return Replacement((form, epsilon), make, read, form.out)
+    return Replacement("direct_norm", (form, epsilon), make, read, form.out)
 
 
-def use_direct(module: Any, machine: Machine) -> Any:
-    """The module with a kernel for each convolution in "main" that gains by it."""
-    return with_kernels(module, _found(Function(module["main"]), machine), "direct")
-
-
-def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
-    """Convolutions by the last variable of what follows them. No two share a step."""
-    found: dict[Any, Replacement] = {}
-    taken: set[Any] = set()
-    for variable, call in function.values.items():
-        form = _form(call) if operator(call) in _LAYOUTS else None
-        if form is None or not gains(form, machine):
-            continue
-        followed = function.followed(variable, taken)
-        taken |= followed.inside
-        form = replace(form, steps=followed.steps)
-        found[followed.last] = _replacement(form, call, followed.extras, machine)
-    return found
-
-
-def _replacement(form: Form, call: Any, extras: Sequence[Any], machine: Machine) -> Replacement:
-    how = plan(form, machine)
-    image, weights = call.args
-
-    def read() -> Sequence[Any]:
-        return [image, constant(packed(weights.value.numpy(), form, how)), *extras]
-
-    return Replacement(form, partial(kernel, form, how), read, form.out)
-
-
-def _form(call: Any) -> Form | None:
+def convolution_of(call: Any) -> Form | None:
     """The form of a convolution with channels last, known sizes and constant weights; None for another one."""
     from tvm.ir import GenericConst
 
+    if operator(call) not in _LAYOUTS:
+        return None
     attrs = call.attrs
     data, kernel_layout = _LAYOUTS[operator(call)]
     layouts = (str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout or data))

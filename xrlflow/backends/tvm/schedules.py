@@ -122,13 +122,13 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
 
 
 def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
-    """The `most` best choices for "main", ordered so that neighbours differ little; [] if there is no choice."""
+    """The `most` best choices for "main", the best first; [] if there is no choice."""
     form = _form(mod)
     if form is None:
         return []
     rated = sorted(rated_tiles(form.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
-    tiles = sorted((tile for _, tile in rated), key=lambda t: (t.lanes, t.rows, t.columns))
-    return [Choice(tile, columns_first) for columns_first in (False, True) for tile in tiles]
+    first = form.heuristic(machine).columns_first
+    return [Choice(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
 
 
 def heuristic(mod: Any, machine: Machine) -> Choice | None:
