@@ -12,7 +12,7 @@ from xrlflow.backends.tvm.compiled import Interface, TvmModel, Value
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import compile_module
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.tuning.measurable import Floats
+from xrlflow.backends.tvm.ways import Floats
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -38,9 +38,9 @@ from xrlflow.backends.tvm.lower import fuse, schedule_all
 from xrlflow.backends.tvm.steps import Step, extras_of
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.tiles import with_steps
-from xrlflow.backends.tvm.ways import is_typed
+from xrlflow.backends.tvm.ways import Floats, is_typed
 from xrlflow.tuning.alone import alone, run
-from xrlflow.tuning.measurable import Floats, key_of
+from xrlflow.tuning.measurable import key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

@@ -23,10 +23,10 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import bands
 from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Form, Way
+from xrlflow.backends.tvm.ways import Floats, Form, Way
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
 from xrlflow.tuning.layers import Layer
-from xrlflow.tuning.measurable import Floats, Measurable, W, key_of
+from xrlflow.tuning.measurable import Measurable, W, key_of
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement

@@ -20,9 +20,9 @@ from xrlflow.backends.tvm.layers_fusion import plain
 from xrlflow.backends.tvm.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import GENERATORS, Form, Way, algorithms_of, title
+from xrlflow.backends.tvm.ways import GENERATORS, Floats, Form, Way, algorithms_of, title
 from xrlflow.tuning.alone import alone, run
-from xrlflow.tuning.measurable import Floats, key_of
+from xrlflow.tuning.measurable import key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
