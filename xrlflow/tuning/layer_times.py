@@ -286,6 +286,23 @@ def measure_layers(
     return remarks
 
 
+def deviation(
+    pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, expected: Floats
+) -> str | None:
+    """What is wrong with the results of a kernel for these arguments; None if they are as expected, or if there are no
+    arguments."""
+    if arguments is None:
+        return None
+    try:
+        (found,) = pool.called(kernel, arguments)
+    except BackendError as error:
+        return str(error)
+    off, largest = float(np.abs(found - expected).max()), float(np.abs(expected).max())
+    if off <= _DEVIATION * largest:
+        return None
+    return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
+
+
 @dataclass(slots=True)
 class _Session:
     machine: Machine
@@ -386,19 +403,9 @@ class _Session:
     def _deviation(self, layer: Measurable[W], way: W, kernel: Kernel) -> str | None:
         """What is wrong with the results of a kernel; None if they are as expected, or not compared."""
         assert self._pool is not None
-        if (arguments := layer.arguments(way, self.machine)) is None:
-            return None
         if layer.key not in self._expected:
             self._expected[layer.key] = layer.expected(self.machine)
-        wanted = self._expected[layer.key]
-        try:
-            (found,) = self._pool.called(kernel, arguments)
-        except BackendError as error:
-            return str(error)
-        off, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
-        if off <= _DEVIATION * largest:
-            return None
-        return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
+        return deviation(self._pool, kernel, layer.arguments(way, self.machine), self._expected[layer.key])
 
     def _timed(self, layer: Measurable[Any], parts: Sequence[Kernel]) -> Measurement:
         """The time of all kernels of a way."""
