@@ -286,9 +286,7 @@ def measure_layers(
     return remarks
 
 
-def deviation(
-    pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, expected: Floats
-) -> str | None:
+def deviation(pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, expected: Floats) -> str | None:
     """What is wrong with the results of a kernel for these arguments; None if they are as expected, or if there are no
     arguments."""
     if arguments is None:

@@ -14,15 +14,19 @@ import numpy as np
 from xrlflow.backends.tvm import direct, products
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Chosen, shared_out, with_times
 from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.direct_fusion import convolution_of
 from xrlflow.backends.tvm.following import Function
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.reading import constant, operator, sizes, weights_from_memory
+from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes, weights_from_memory
 from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import GENERATORS, Form, Way, algorithms_of, tiles_cost, title
 from xrlflow.backends.tvm.winograd_errors import relative_errors
 
+_LAYOUTS = {
+    "relax.nn.conv1d": ("NWC", "WIO"),
+    "relax.nn.conv2d": ("NHWC", "HWIO"),
+    "relax.nn.conv3d": ("NDHWC", "DHWIO"),
+}
 # One row is read as fast as memory allows by any kernel. Of more rows than the most, tiles read weights often enough
 # from the second-level cache.
 _ROWS = range(2, 257)
@@ -178,3 +182,29 @@ def _product(call: Any) -> products.Form | None:
     if len(weights) != 2 or len(x) < 2 or 0 in (*x, *out):
         return None
     return products.Form(x, out)
+
+
+def convolution_of(call: Any) -> direct.Form | None:
+    """The form of a convolution with channels last, known sizes and constant weights; None for another one."""
+    from tvm.ir import GenericConst
+
+    if operator(call) not in _LAYOUTS:
+        return None
+    attrs = call.attrs
+    data, kernel_layout = _LAYOUTS[operator(call)]
+    layouts = (str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout or data))
+    if layouts != (data, kernel_layout, data) or not isinstance(call.args[1], GenericConst):
+        return None
+    image, weights, out = (sizes(x, FLOAT) for x in (*call.args, call))
+    if image is None or weights is None or out is None or 0 in (*image, *weights, *out):
+        return None
+    space = len(image) - 2
+
+    def of_three(values: Any, missing: int) -> tuple[int, int, int]:
+        first, second, third = [missing] * (3 - space) + list(values)
+        return first, second, third
+
+    return direct.Form(
+        image, out, of_three(weights[:space], 1), of_three(numbers(attrs.strides), 1),
+        of_three(numbers(attrs.dilation), 1), of_three(numbers(attrs.padding)[:space], 0), int(attrs.groups),
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
-from xrlflow.backends.tvm.direct_fusion import use_direct_norm
+from xrlflow.backends.tvm.direct_norm_fusion import use_direct_norm
 from xrlflow.backends.tvm.folding import fold_moves
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.layers_fusion import choose_kernels

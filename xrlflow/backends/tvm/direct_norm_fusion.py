@@ -12,15 +12,10 @@ from xrlflow.backends.tvm import direct_norm
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.direct import Form, Plan, packed
 from xrlflow.backends.tvm.following import Followed, Function
+from xrlflow.backends.tvm.layers_fusion import convolution_of
 from xrlflow.backends.tvm.reading import constant, numbers, operator, sizes
 from xrlflow.backends.tvm.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.target import Machine
-
-_LAYOUTS = {
-    "relax.nn.conv1d": ("NWC", "WIO"),
-    "relax.nn.conv2d": ("NHWC", "HWIO"),
-    "relax.nn.conv3d": ("NDHWC", "DHWIO"),
-}
 
 
 def use_direct_norm(module: Any, machine: Machine) -> Any:
@@ -63,29 +58,3 @@ def _with_norm(form: Form, how: Plan, call: Any, followed: Followed, norm: Any) 
 
     make = partial(direct_norm.kernel, form, how, epsilon)
     return Replacement("direct_norm", (form, epsilon), make, read, form.out)
-
-
-def convolution_of(call: Any) -> Form | None:
-    """The form of a convolution with channels last, known sizes and constant weights; None for another one."""
-    from tvm.ir import GenericConst
-
-    if operator(call) not in _LAYOUTS:
-        return None
-    attrs = call.attrs
-    data, kernel_layout = _LAYOUTS[operator(call)]
-    layouts = (str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout or data))
-    if layouts != (data, kernel_layout, data) or not isinstance(call.args[1], GenericConst):
-        return None
-    image, weights, out = (sizes(x, FLOAT) for x in (*call.args, call))
-    if image is None or weights is None or out is None or 0 in (*image, *weights, *out):
-        return None
-    space = len(image) - 2
-
-    def of_three(values: Any, missing: int) -> tuple[int, int, int]:
-        first, second, third = [missing] * (3 - space) + list(values)
-        return first, second, third
-
-    return Form(
-        image, out, of_three(weights[:space], 1), of_three(numbers(attrs.strides), 1),
-        of_three(numbers(attrs.dilation), 1), of_three(numbers(attrs.padding)[:space], 0), int(attrs.groups),
-    )  # fmt: skip
