@@ -20,7 +20,7 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.bands import (
     Form,
     Plan,
@@ -144,6 +144,37 @@ class Block:
         )
         found = [*self.untuned(machine), *map(BlockWay, likely)]
         return list(dict.fromkeys(found))[: most + 1]
+
+    def everything(self, machine: Machine) -> list[BlockWay]:
+        return [BlockWay(), *map(BlockWay, dict.fromkeys(plans(self.form, machine)))]
+
+    def numbers(self, way: BlockWay) -> dict[str, int]:
+        algorithm = {"algorithm": len(Algorithm) + list(Kernels).index(way.group)}
+        if (how := way.plan) is None:
+            return algorithm
+        return algorithm | {
+            "rows": how.expand.rows, "vectors": how.expand.columns // how.lanes, "lanes": how.lanes,
+            "blocks": how.bands(self.form), "parts": how.parts, "order": how.blocks(self.form),
+            "other rows": how.project.rows,
+        }  # fmt: skip
+
+    def estimate(self, way: BlockWay, machine: Machine) -> float:
+        """One kernel for each convolution has no estimate: it counts as the usual blocking."""
+        return cost(self.form, way.plan or plan(self.form, machine), machine)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """As of `Layer`, with the expanded channels in the end."""
+        form = self.form
+        convolutions = (form.expand, form.depthwise, form.project)
+        steps = [step for some in convolutions if some is not None for step in some]
+        large = sum(not extra.by_channel for extra in extras_of(steps))
+        window = math.prod(form.window)
+        return (
+            math.prod(form.image[:3]), math.prod(form.middle[:3]), form.out[2], form.image[3], form.out[3],
+            form.image[3], window, form.middle[3], max(form.strides), len(steps), large, int(self.far),
+            form.middle[3],
+        )  # fmt: skip
 
     def stored(self, text: str) -> BlockWay | None:
         return BlockWay.stored(text)

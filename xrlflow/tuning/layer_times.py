@@ -1,24 +1,21 @@
-"""Measures the kernels of layers (convolutions, and blocks of them), and remembers their times.
+"""What a store knows of the kernels of layers (convolutions, products, blocks of convolutions), and what tuning made of
+them.
 
-Each kernel is compared with untuned tiles before it is timed, with weights as cold as in the model. The fastest ones
-of each algorithm are measured again, beside the one of an untuned compilation: the least of many noisy times is a lucky
-one. All outcomes are stored at once.
+The least of many noisy times is a lucky one: what was measured often enough counts, and another kernel must beat that
+of an untuned compilation by a margin.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import bands
 from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
@@ -26,13 +23,13 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats, Form, Way
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
 from xrlflow.tuning.layers import Layer
-from xrlflow.tuning.measurable import Measurable, W, key_of
-from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
-from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
+from xrlflow.tuning.measurable import Measurable, W
+from xrlflow.tuning.pool import Kernel, Pool
+from xrlflow.tuning.store import CONFIRMED, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
-    from tvm.ir import IRModule
+    pass
 
 # The leading kernels of an algorithm: at most this many, no slower than the first by this factor.
 _LEADERS, _NEAR = 3, 1.05
@@ -245,47 +242,6 @@ def block_results(blocks: Iterable[Block], times: StoredTimes) -> list[LayerResu
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`blockings` of each algorithm are measured, until `until` (`time.monotonic`)."""
-
-    blockings: int = 8
-    until: float = math.inf
-
-
-Tell = Callable[[int, int, str], None]
-"""Called with the number of layers that are done, the number of all, and a note."""
-
-
-def measure_layers(
-    layers: Sequence[Measurable[Any]],
-    machine: Machine,
-    store: Store,
-    pool: Pool | PoolOptions,
-    limits: Limits,
-    tell: Tell | None = None,
-) -> list[str]:
-    """Measure the algorithms and blockings of layers, those that take longest first. What the store knows already is
-    not measured again. Returns remarks on layers that could not be measured. `pool`: from options one starts when there
-    is something to measure.
-
-    Raises PoolError if nothing can be measured.
-    """
-    remarks = []
-    options, given = (pool.options, pool) if isinstance(pool, Pool) else (pool, None)
-    setting = Setting.on(options.device, machine.target(), options.threads, flushed=True)
-    with contextlib.ExitStack() as at_end:
-        session = _Session(machine, store, options, setting, limits, at_end, given)
-        for done, layer in enumerate(sorted(layers, key=lambda each: -each.work)):
-            if tell is not None:
-                tell(done, len(layers), layer.name)
-            try:
-                session.measure(layer)
-            except BackendError as error:  # the plain kernel does not compile or run alone
-                remarks.append(f"{layer.name} could not be measured: {error}")
-    return remarks
-
-
 def deviation(pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, expected: Floats) -> str | None:
     """What is wrong with the results of a kernel for these arguments; None if they are as expected, or if there are no
     arguments."""
@@ -299,127 +255,3 @@ def deviation(pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, ex
     if off <= _DEVIATION * largest:
         return None
     return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
-
-
-@dataclass(slots=True)
-class _Session:
-    machine: Machine
-    store: Store
-    options: PoolOptions
-    setting: Setting
-    limits: Limits
-    at_end: contextlib.ExitStack
-    _pool: Pool | None = None
-    _expected: dict[str, Floats] = field(default_factory=dict)
-
-    def measure(self, layer: Measurable[W]) -> None:
-        """Measure what is not known of a layer."""
-        promising = layer.ways(self.machine, self.limits.blockings)
-        known = {(k.way, k.key) for k in self._kept(layer)}
-        new = [
-            way
-            for way in self._kernels(layer, promising)[0]
-            if (way, key_of(layer, way, self.machine)) not in known
-        ]
-        self._time(layer, new, 1)
-        for _ in range(_PASSES):
-            again = self._unsettled(layer)
-            if not again or self._over():
-                break
-            self._time(layer, again, CONFIRMED - 1)
-        self._expected.clear()
-
-    def _over(self) -> bool:
-        return time.monotonic() >= self.limits.until
-
-    def _kept(self, layer: Measurable[W]) -> list[_Known[W]]:
-        return _kept(self.store, layer, self.setting)
-
-    def _unsettled(self, layer: Measurable[W]) -> list[W]:
-        """The leading kernels of each group, with the untuned ones, where one of them was measured too seldom."""
-        kept = [k for k in self._kept(layer) if not k.failed]
-        kept = [k for k in kept if layer.is_current(k.way, k.key, self.machine)]
-        found: list[W] = []
-        for untuned in layer.untuned(self.machine):
-            some = sorted((k for k in kept if k.way.group == untuned.group), key=lambda k: k.seconds)
-            near = [k for k in some if k.seconds <= _NEAR * some[0].seconds][:_LEADERS]
-            leading = [k for k in some if k in near or k.way == untuned]
-            if any(k.count < CONFIRMED for k in leading):
-                found += [k.way for k in leading]
-        return found
-
-    def _time(self, layer: Measurable[W], some: Sequence[W], rounds: int) -> None:
-        """Build kernels, check them, and time them in turns."""
-        if not some or self._over():
-            return
-        ways, modules = self._kernels(layer, some)
-        with self._built(modules) as built:
-            running: list[tuple[W, list[Kernel]]] = []
-            for way, found in zip(ways, built):
-                error = next((part.error for part in found if isinstance(part, Measurement)), None)
-                parts = [part for part in found if isinstance(part, Kernel)]
-                if error is None and len(parts) == len(found) and not self._over():
-                    error = self._deviation(layer, way, parts[0])
-                if error is not None:
-                    self._put(layer, way, Measurement(error=error))
-                elif len(parts) == len(found):
-                    running.append((way, parts))
-            for _ in range(rounds):
-                for way, parts in list(running):
-                    if self._over():
-                        return
-                    outcome = self._timed(layer, parts)
-                    self._put(layer, way, outcome)
-                    if outcome.error is not None:
-                        running.remove((way, parts))
-
-    def _kernels(self, layer: Measurable[W], some: Sequence[W]) -> tuple[list[W], list[Sequence[IRModule]]]:
-        """Those ways that have kernels, and these."""
-        ways, modules = [], []
-        for way in some:
-            try:
-                modules.append(layer.kernels(way, self.machine))
-            except BackendError:
-                if way in layer.untuned(self.machine)[:1]:
-                    raise
-                continue
-            ways.append(way)
-        return ways, modules
-
-    @contextlib.contextmanager
-    def _built(
-        self, modules: Sequence[Sequence[object]]
-    ) -> Iterator[list[list[Kernel | Measurement | None]]]:
-        """The kernels of several ways, which consist of several each."""
-        if self._pool is None:
-            self._pool = self.at_end.enter_context(Pool(self.options))
-        flat = [module for several in modules for module in several]
-        with self._pool.built(self.machine.target(), flat, self.limits.until) as found:
-            left = iter(found)
-            yield [[next(left) for _ in several] for several in modules]
-
-    def _deviation(self, layer: Measurable[W], way: W, kernel: Kernel) -> str | None:
-        """What is wrong with the results of a kernel; None if they are as expected, or not compared."""
-        assert self._pool is not None
-        if layer.key not in self._expected:
-            self._expected[layer.key] = layer.expected(self.machine)
-        return deviation(self._pool, kernel, layer.arguments(way, self.machine), self._expected[layer.key])
-
-    def _timed(self, layer: Measurable[Any], parts: Sequence[Kernel]) -> Measurement:
-        """The time of all kernels of a way."""
-        assert self._pool is not None
-        timing = replace(self.options.timing, others=last_level() if layer.far else 0)
-        outcomes = [self._pool.timed(part, timing) for part in parts]
-        if len(outcomes) == 1:
-            return outcomes[0]
-        error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
-        if error is not None:
-            return Measurement(error=error)
-        return Measurement((sum(outcome.median for outcome in outcomes),))
-
-    def _put(self, layer: Measurable[W], way: W, outcome: Measurement) -> None:
-        key = key_of(layer, way, self.machine)
-        record = Record(
-            layer.key, self.setting, key, way.text, "[]", outcome.seconds, outcome.error, time.time()
-        )
-        self.store.put(record)

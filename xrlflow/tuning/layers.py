@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import tiles
+from xrlflow.backends.tvm import direct, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm
 from xrlflow.backends.tvm.layers_fusion import plain
 from xrlflow.backends.tvm.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import GENERATORS, Floats, Form, Way, algorithms_of, title
+from xrlflow.backends.tvm.ways import GENERATORS, Floats, Form, Way, algorithms_of, tiles_cost, title
 from xrlflow.tuning.alone import alone, run
 from xrlflow.tuning.measurable import key_of
 
@@ -80,6 +80,45 @@ class Layer:
         return [Way(algorithm, how) for how in tiles.tile_choices(self.form, machine)[:most]] or [
             Way(algorithm)
         ]
+
+    def everything(self, machine: Machine) -> list[Way]:
+        found = [Way(Algorithm.TILES, how) for how in tiles.tile_choices(self.form, machine) or (None,)]
+        for algorithm in algorithms_of(self.form):
+            if algorithm is not Algorithm.TILES:
+                plans = dict.fromkeys(GENERATORS[algorithm].plans(self.form, machine))
+                found += [Way(algorithm, how) for how in plans]
+        return found
+
+    def numbers(self, way: Way) -> dict[str, int]:
+        algorithm = {"algorithm": list(Algorithm).index(way.algorithm)}
+        if isinstance(way.plan, Choice):
+            tile = way.plan.tile
+            blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
+            return algorithm | blocked | {"order": int(way.plan.columns_first)}
+        if way.algorithm is Algorithm.TILES:
+            return algorithm
+        return algorithm | GENERATORS[way.algorithm].numbers(self.form, way.plan)
+
+    def estimate(self, way: Way, machine: Machine) -> float:
+        if way.algorithm is Algorithm.TILES:
+            return tiles_cost(self.form, machine)
+        return GENERATORS[way.algorithm].cost(self.form, way.plan, machine)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows and columns of the image and of the result, channels, groups, terms, extras of the steps, and whether
+        weights come from memory."""
+        form = self.form
+        read, written = math.prod(form.image[:-1]), math.prod(form.out[:-1])
+        window, groups, stride = 1, 1, 1
+        if isinstance(form, direct.Form):
+            window, groups, stride = math.prod(form.window), form.groups, max(form.strides)
+        width = form.out[-2] if len(form.out) > 1 else 1
+        large = sum(not extra.by_channel for extra in form.extras)
+        return (
+            read, written, width, form.image[-1], form.out[-1], form.terms, window, groups, stride,
+            len(form.steps), large, int(self.far), 0,
+        )  # fmt: skip
 
     def stored(self, text: str) -> Way | None:
         return Way.stored(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from xrlflow.backends.tvm.target import Machine
@@ -44,6 +44,16 @@ class Measurable(Protocol[W]):
     @property
     def work(self) -> int: ...
 
+    @property
+    def weight(self) -> int:
+        """How often the model calls it."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What its times depend on besides the way, as many numbers for all layers."""
+        ...
+
     def needed(self, machine: Machine) -> Sequence[Hashable]:
         """The groups without which times are not used. A kernel of the first one must have run."""
         ...
@@ -58,6 +68,18 @@ class Measurable(Protocol[W]):
 
     def ways(self, machine: Machine, most: int) -> Sequence[W]:
         """What is worth measuring, at most so many blockings of each group: the untuned kernels first."""
+        ...
+
+    def everything(self, machine: Machine) -> Sequence[W]:
+        """All ways, each once."""
+        ...
+
+    def numbers(self, way: W) -> Mapping[str, int]:
+        """A way as numbers, of `space.KNOBS`."""
+        ...
+
+    def estimate(self, way: W, machine: Machine) -> float:
+        """The estimated time, in a unit of this layer."""
         ...
 
     def stored(self, text: str) -> W | None:

@@ -21,14 +21,15 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One kernel to tune: a module with one function, `main`, and its target.
+    """One kernel to tune: a module with one function, `main`, and its target. `mod`: None if its kernels are no
+    schedules of a module, but written as a whole.
 
     `weight`: how often the model calls it. `key`: equal, in every process, for equal structure and target, whatever the
     names are. Measurements of a task are stored under it.
     """
 
     name: str
-    mod: IRModule
+    mod: IRModule | None
     target: Target
     weight: int
     key: str

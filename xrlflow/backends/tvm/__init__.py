@@ -1,4 +1,4 @@
-"""TVM as a backend. Graphs are lowered through Relax; kernels are register-blocked, or scheduled as they were tuned.
+"""TVM as a backend. Graphs are lowered through Relax; kernels are register-blocked, or as they were tuned.
 
 Importing this does not import TVM.
 """
@@ -33,7 +33,6 @@ class Tvm:
 
     machine: Machine = field(default_factory=detect)
     shapes: Mapping[str, Sequence[int]] | None = None
-    tuned: Callable[[Any], Any | None] | None = None
     algorithms: Algorithms = DEFAULT
 
     @property
@@ -68,6 +67,5 @@ class Tvm:
             self.machine,
             threads=threads,
             shapes=self.shapes,
-            tuned=self.tuned,
             algorithms=self.algorithms,
         )

@@ -355,11 +355,9 @@ def compiled(
     *,
     threads: int | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
-    tuned: Callable[[Any], Any | None] | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> TvmModel:
-    """Compile an ONNX ModelProto for `machine`. `tuned` returns tuned schedules of functions (see `lower`).
-    `algorithms`: those that convolutions may use.
+    """Compile an ONNX ModelProto for `machine`. `algorithms`: those that layers may use.
 
     Raises BackendError for models that cannot be lowered (see `lower.import_model`).
     """
@@ -370,5 +368,5 @@ def compiled(
     interface = interface_of(module, model, machine)
     fused = lower.fuse(module, machine, algorithms=algorithms)
     chosen = chosen_in(fused)
-    executable = lower.compile_module(lower.schedule_all(fused, machine, tuned), machine)
+    executable = lower.compile_module(lower.schedule_all(fused, machine), machine)
     return TvmModel(executable, interface, threads or machine.cores, chosen)

@@ -72,7 +72,6 @@ def compile_region(
     region: Region,
     types: Mapping[str, TypeProto],
     machine: Machine,
-    tuned: lower.Tuned | None = None,
     *,
     weights_as_inputs: bool = False,
     channels_last: bool | None = None,
@@ -88,7 +87,7 @@ def compile_region(
     part = extracted(model, region, types)
     module = lower.import_model(part)
     fused = lower.fuse(module, machine, channels_last, algorithms)
-    scheduled = lower.schedule_all(fused, machine, tuned)
+    scheduled = lower.schedule_all(fused, machine)
     with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)

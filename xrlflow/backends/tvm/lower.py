@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -408,15 +408,8 @@ def _gains_from_channels_last(module: Any) -> bool:
     return gains
 
 
-Tuned = Callable[[Any], Any | None]
-"""Returns a module with one primitive function "main", scheduled as tuned; None if there is no tuned schedule."""
-
-
-def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
-    """Schedule every primitive function: as tuned if that is known, otherwise by `schedules`.
-
-    Raises BackendError if TVM refuses the module.
-    """
+def schedule_all(module: Any, machine: Machine) -> Any:
+    """Schedule every primitive function. Raises BackendError if TVM refuses the module."""
     package = tvm()
     from tvm import tirx
 
@@ -425,10 +418,8 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
         if not isinstance(function, tirx.PrimFunc) or SCHEDULED in (function.attrs or {}):
             continue
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
-        with heeding_interrupts():
-            better = tuned(one) if tuned is not None else None
         with answering("compile", module), heeding_interrupts():
-            done = (better if better is not None else schedule(one, machine).mod)["main"]
+            done = schedule(one, machine).mod["main"]
         updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
     for name, function in updates.items():
         module.update_func(name, function)

@@ -113,6 +113,13 @@ def _convolution(form: Form) -> direct.Form:
     return form
 
 
+def _numbers(how: products.Plan | winograd.Plan) -> dict[str, int]:
+    vectors = how.columns // how.lanes
+    return {
+        "rows": how.rows, "vectors": vectors, "lanes": how.lanes, "parts": how.parts, "ahead": int(how.ahead)
+    }  # fmt: skip
+
+
 def _blocked(how: products.Plan | winograd.Plan) -> str:
     ahead = ", fetched ahead" if how.ahead else ""
     parts = f" in {how.parts} parts" if how.parts > 1 else ""
@@ -164,6 +171,11 @@ class Generator(ABC):
         """The blocking of a record. Raises TypeError if the record's is another one."""
 
     @abstractmethod
+    def numbers(self, form: Form, plan: Any) -> dict[str, int]:
+        """A blocking as numbers: rows and vectors of a tile, the lanes of a vector, in how many blocks a core takes its
+        rows, among how many parts columns are divided, whether weights are fetched `ahead`, and an `order`."""
+
+    @abstractmethod
     def told(self, plan: Any) -> str:
         """A blocking in words."""
 
@@ -198,6 +210,13 @@ class _Direct(Generator):
 
     def read(self, blocking: dict[str, Any]) -> direct.Plan:
         return direct.Plan(**blocking)
+
+    def numbers(self, form: Form, plan: direct.Plan) -> dict[str, int]:
+        form = _convolution(form)
+        return {
+            "rows": plan.pixels, "vectors": plan.vectors, "lanes": plan.lanes, "blocks": plan.bands(form),
+            "parts": plan.spans(form), "order": int(plan.shared),
+        }  # fmt: skip
 
     def told(self, plan: direct.Plan) -> str:
         tile = f"{plan.pixels}x{plan.vectors * plan.lanes}"
@@ -234,6 +253,9 @@ class _Product(Generator):
 
     def read(self, blocking: dict[str, Any]) -> products.Plan:
         return products.Plan(**blocking)
+
+    def numbers(self, form: Form, plan: products.Plan) -> dict[str, int]:
+        return _numbers(plan) | {"blocks": -(-product_of(form).rows // plan.block)}
 
     def told(self, plan: products.Plan) -> str:
         return _blocked(plan)
@@ -273,6 +295,9 @@ class _Winograd(Generator):
 
     def read(self, blocking: dict[str, Any]) -> winograd.Plan:
         return winograd.Plan(**blocking)
+
+    def numbers(self, form: Form, plan: winograd.Plan) -> dict[str, int]:
+        return _numbers(plan) | {"blocks": plan.block // plan.rows}
 
     def told(self, plan: winograd.Plan) -> str:
         return _blocked(plan)

@@ -53,6 +53,7 @@ class Method(Enum):
 
     CHAMELEON = "chameleon"
     EVOLUTIONARY = "evolutionary"
+    GENETIC = "genetic"
     RANDOM = "random"
     ANNEALING = "annealing"
     BEAM = "beam"
