@@ -449,8 +449,9 @@ def tune_model(
 ) -> TunedModel:
     """Tune the layers of one or two ONNX files within one budget, and compile them.
 
-    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a remote device), the untuned and the tuned models are compared, in
-    less time if the tuning was interrupted or `hurried`. Without `feeds` the result is the original's graph, tuned.
+    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a
+    remote device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or
+    `hurried`. Without `feeds` the result is the original's graph, tuned.
 
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import pytest
 
 from tests.backends.tvm.test_kernels import network, numbers
 from tests.backends.tvm.test_winograd import conv
-from tests.tuning.measured import MACHINE, QUICK, put, setting, times
+from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect, direct, products, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Timed, with_times
 from xrlflow.backends.tvm.compiled import compiled
@@ -28,12 +27,11 @@ from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.ways import GENERATORS, Form, Way, algorithms_of
 from xrlflow.backends.tvm.winograd import Plan
-from xrlflow.tuning import layer_times
-from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, measure_layers, results, together
+from xrlflow.tuning.layer_times import Seen, StoredTimes, results, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Kernel, Pool
-from xrlflow.tuning.store import Record, Store
+from xrlflow.tuning.store import CONFIRMED, Record, Store
 
 TILES, DIRECT, F23, F43 = Algorithm.TILES, Algorithm.DIRECT, Algorithm.F23, Algorithm.F43
 ALL = (TILES, DIRECT, F23, F43)
@@ -142,86 +140,35 @@ def test_what_is_worth_measuring_begins_with_the_untuned_kernels() -> None:
             assert way.plan in set(GENERATORS[way.algorithm].plans(LAYER.form, MACHINE))
 
 
-def test_layers_are_measured_once(
-    store: Store, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Way] = []
-    deviation = layer_times._Session._deviation
+    arguments = Layer.arguments
 
-    def watched(session: Any, layer: Layer, way: Way, kernel: Any) -> str | None:
-        checked.extend([way] * (layer.arguments(way, MACHINE) is not None))
-        return deviation(session, layer, way, kernel)
+    def watched(layer: Layer, way: Way, machine: Any) -> Any:
+        checked.append(way)
+        return arguments(layer, way, machine)
 
-    monkeypatch.setattr(layer_times._Session, "_deviation", watched)
-    told: list[tuple[int, int, str]] = []
-    assert measure_layers([LAYER], MACHINE, store, pool, Limits(2), lambda *t: told.append(t)) == []
-    assert told == [(0, 1, LAYER.name)]
-    promising = LAYER.ways(MACHINE, 2)
-    assert set(checked) == set(promising) - {LAYER.usual(TILES, MACHINE)}, (
-        "each kernel is compared before it is timed"
-    )
+    monkeypatch.setattr(Layer, "arguments", watched)
+    untuned = LAYER.untuned(MACHINE)
+    assert tune_one(store, LAYER, 6).measured == 6
+    assert len(checked) == len({*checked}) == 6
+    assert {*checked} > {*untuned}, "each kernel is compared before it is timed"
     records = store.known(LAYER.key, setting())
-    assert {record.candidate for record in records} == {key_of(LAYER, way, MACHINE) for way in promising}
+    assert {record.candidate for record in records} == {key_of(LAYER, way, MACHINE) for way in checked}
     assert all(record.error is None for record in records)
     known = times(store).of(LAYER.form, far=False)
     assert set(known) == {*ALL}
     assert times(store).of(LAYER.form, far=True) == known, "measured at another distance, for want of better"
-    monkeypatch.setattr(layer_times._Session, "_built", None)
-    measure_layers([LAYER], MACHINE, store, pool, Limits(2))
-    assert len(store) == len(records), "nothing is measured again"
+    assert tune_one(store, LAYER, 6).measured == 0
     assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
 
 
-def test_kernels_that_compute_something_else_are_no_choice(
-    store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = Layer.expected
-    monkeypatch.setattr(Layer, "expected", lambda layer, machine: expected(layer, machine) + 0.01)
-    measure_layers([LAYER], MACHINE, store, pool, Limits(1))
-    assert sum("off by" in (record.error or "") for record in store.known(LAYER.key)) == len(ALL) - 1
-    known = times(store).of(LAYER.form, far=False)
-    assert known[DIRECT] is known[F23] is known[F43] is None
-    assert known[TILES] is not None
-    estimates = [[Choice(TILES, 4.0), Choice(F23, 2.0), Choice(F43, 1.0)]]
-    assert [c.algorithm for c in with_times(estimates, [known])[0]] == [TILES]
-
-
-def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
-    store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> Any:
-        raise BackendError("not this one")
-
-    monkeypatch.setattr(Layer, "expected", failing)
-    (remark,) = measure_layers([LAYER], MACHINE, store, pool, Limits(1))
-    assert remark == f"{LAYER.name} could not be measured: not this one"
-    assert times(store).of(LAYER.form, far=False) == {}
-
-
-def test_an_interrupted_session_goes_on(store: Store, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = store.put
-
-    def interrupting(record: Record) -> None:
-        stored(record)
-        if len(store) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(store, "put", interrupting)
-    with pytest.raises(KeyboardInterrupt):
-        measure_layers([LAYER], MACHINE, store, pool, Limits(1))
-    known = times(store).of(LAYER.form, far=False)
-    assert set(known) == {TILES, DIRECT}
-    estimates = [[Choice(TILES, 4.0), Choice(DIRECT, math.inf), Choice(F43, 1.0, 3.0)]]
-    ((plain, _, unknown),) = with_times(estimates, [known])
-    assert unknown == Choice(F43, plain.cost / 4.0, 3.0), "an estimate, in seconds"
-    monkeypatch.undo()
-    measure_layers([LAYER], MACHINE, store, pool, Limits(1))
-    assert set(times(store).of(LAYER.form, far=False)) == {*ALL}
-
-
-def test_after_the_time_limit_nothing_is_measured(store: Store) -> None:
-    measure_layers([LAYER], MACHINE, store, QUICK, Limits(1, until=time.monotonic() - 1))
-    assert len(store) == 0
+def test_the_leading_kernels_are_measured_again(store: Store) -> None:
+    tune_one(store, LAYER, 6, confirm=True)
+    (best,) = store.best(LAYER.key, 1, setting(), least=CONFIRMED)
+    known = Counter(record.candidate for record in store.known(LAYER.key, setting()))
+    usual = key_of(LAYER, PLAIN, MACHINE)
+    assert best.candidate == usual or min(known[best.candidate], known[usual]) >= CONFIRMED
 
 
 def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: Store) -> None:
@@ -385,7 +332,7 @@ def test_tune_reports_algorithms(tmp_path: Path) -> None:
 
 def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
     def listener(phase: str, done: int, total: int, note: str) -> None:
-        if phase == "layers":
+        if phase == "tune":
             raise KeyboardInterrupt
 
     found = api.tune(

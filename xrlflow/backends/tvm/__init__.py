@@ -6,9 +6,8 @@ Importing this does not import TVM.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from xrlflow.backends.protocol import BackendError, ModelSource
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
