@@ -530,7 +530,14 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"
     found = api.tune(
-        network(CHAIN), trials=1, method="random", threads=2, store=path, measure=False, rewrite=False
+        network(CHAIN),
+        trials=24,
+        batch=3,
+        method="random",
+        threads=2,
+        store=path,
+        measure=False,
+        rewrite=False,
     )
     assert found.verification is not None
     assert found.verification.verified

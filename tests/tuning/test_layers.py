@@ -312,7 +312,7 @@ def test_tune_reports_algorithms(tmp_path: Path) -> None:
     path = tmp_path / "store.sqlite"
     text = conv("1,16,6,6", "16,16,3,3", "1,16,6,6")
     model = network(text)
-    found = api.tune(model, trials=1, method="random", threads=2, store=path, measure=False)
+    found = api.tune(model, trials=4, method="random", threads=2, store=path, measure=False)
     assert found.verification is not None
     assert found.verification.verified
     rows = found.to_json()["layers"]
@@ -339,7 +339,7 @@ def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
         network(MODEL), trials=4, threads=2, store=tmp_path / "s.sqlite", measure=False, listener=listener
     )
     assert found.found.tuning.interrupted
-    assert found.found.tuning.measured == 0
+    assert found.found.tuning.measured == 1
     assert found.verification is not None
     assert found.verification.verified
     assert all(row["best_us"] is None for row in found.to_json()["layers"])

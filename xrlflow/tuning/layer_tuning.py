@@ -42,7 +42,10 @@ class LayerTasks:
     @cached_property
     def tasks(self) -> list[Task]:
         target = self.machine.target()
-        return [Task(layer.name, None, target, layer.weight, layer.key) for layer in self.layers]
+        return [
+            Task(layer.name, None, target, layer.weight, layer.key, 2.0 * layer.work / layer.weight)
+            for layer in self.layers
+        ]
 
     def maker(self, method: Method) -> MakeTuner:
         """Makes tuners that first propose the untuned kernels of each algorithm: the tuned kernel is never slower, and

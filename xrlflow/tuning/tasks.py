@@ -33,6 +33,8 @@ class Task:
     target: Target
     weight: int
     key: str
+    work: float = 0.0
+    """Floating-point operations of one call, if there is no module."""
 
     @staticmethod
     def of(name: str, kernel: IRModule | PrimFunc, target: Target, weight: int = 1) -> Task:
@@ -50,6 +52,8 @@ class Task:
     @property
     def flops(self) -> float:
         """Floating-point operations of one call, by TVM's estimate; 0 if there are none (data movement)."""
+        if self.mod is None:
+            return self.work
         return float(tvm().s_tir.analysis.estimate_tir_flops(self.mod))
 
 
