@@ -39,7 +39,7 @@ from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
-from xrlflow.tuning.tuners.protocol import Measurement, Method
+from xrlflow.tuning.tuners.protocol import LAYERS, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 
 
@@ -128,7 +128,7 @@ def test_the_untuned_kernels_are_the_first_proposals(tasks: LayerTasks) -> None:
     assert len({candidate.key for candidate in others} - {*untuned}) == len(others) >= 23
 
 
-@pytest.mark.parametrize("method", [m for m in Method if m is not Method.EVOLUTIONARY])
+@pytest.mark.parametrize("method", LAYERS)
 def test_asked_for_one_at_a_time_a_tuner_comes_to_all_ways(
     method: Method, tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_tuner_learns_how_long_the_untuned_kernels_take(
     assert told == [candidate.key for candidate in proposed]
 
 
-@pytest.mark.parametrize("method", [m for m in Method if m is not Method.EVOLUTIONARY])
+@pytest.mark.parametrize("method", LAYERS)
 def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, tmp_path: Path) -> None:
     with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
         found = tune(
@@ -483,7 +483,7 @@ def test_the_name_of_a_library_is_checked_first(command: list[str], file: Path, 
 
 
 def test_bad_options(file: Path) -> None:
-    with pytest.raises(api.OptionError, match="choose of chameleon, evolutionary"):
+    with pytest.raises(api.OptionError, match="choose of chameleon, genetic"):
         api.tune(file, method="luck")
     with pytest.raises(api.OptionError, match="above zero"):
         api.tune(file, time_limit=0)

@@ -57,3 +57,7 @@ class Method(Enum):
     RANDOM = "random"
     ANNEALING = "annealing"
     BEAM = "beam"
+
+
+LAYERS = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
+"""Those for the ways of layers. EVOLUTIONARY is MetaSchedule's search, of TVM's own schedules."""
