@@ -85,7 +85,7 @@ def work_of(algorithms: Algorithms, operators: Sequence[Operator], channels_last
     found: list[Taken | None] = []
     for serialized, _ in operators:
         proto = onnx.load_from_string(serialized)
-        region = compiled(proto, MACHINE, None, channels_last, algorithms)
+        region = compiled(proto, MACHINE, channels_last, algorithms)
         assert region is not None
         less = LESS.get(region.chosen[0].algorithm, 1.0) if region.chosen else 1.0
         sizes = [math.prod(t.dims) for t in proto.graph.initializer if len(t.dims) == 4]
