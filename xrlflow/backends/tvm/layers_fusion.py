@@ -4,6 +4,7 @@ what follows."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,14 +86,6 @@ def plain(form: Form, machine: Machine) -> Algorithm:
     return Algorithm.PRODUCT if wide and form.rows in _ROWS else Algorithm.TILES
 
 
-def estimated(form: Form, algorithm: Algorithm, machine: Machine) -> float:
-    """The estimated time of an algorithm with its usual blocking (see `Generator.cost`)."""
-    if algorithm is Algorithm.TILES:
-        return tiles_cost(form, machine)
-    generator = GENERATORS[algorithm]
-    return generator.cost(form, generator.usual(form, machine), machine)
-
-
 def _layers(function: Any) -> int:
     """How many operators of a function have constant weights."""
     from tvm.ir import GenericConst
@@ -105,17 +98,18 @@ def _choices(match: Match, machine: Machine) -> list[Choice]:
     """The algorithms for a layer, the plain one first. Of those that no estimate chooses the cost is infinite; those
     whose error is not known are left out."""
     form, first = match.form, plain(match.form, machine)
-    found = [Choice(first, estimated(form, first, machine))]
-    weights = match.call.args[1].value.numpy()
+    found = [Choice(first, tiles_cost(form, machine))]
     for algorithm in algorithms_of(form):
         if algorithm is first:
             continue
         if algorithm.m is None:
-            found.append(Choice(algorithm, np.inf))
+            found.append(Choice(algorithm, math.inf))
             continue
-        errors = [*relative_errors(weights, algorithm.m).values()]
+        errors = [*relative_errors(match.call.args[1].value.numpy(), algorithm.m).values()]
         if np.isfinite(errors).all():
-            found.append(Choice(algorithm, estimated(form, algorithm, machine), max(errors)))
+            generator = GENERATORS[algorithm]
+            cost = generator.cost(form, generator.usual(form, machine), machine)
+            found.append(Choice(algorithm, cost, max(errors)))
     return found
 
 
