@@ -17,6 +17,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import direct, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm
 from xrlflow.backends.tvm.layers_fusion import plain
+from xrlflow.backends.tvm.loops import Loop, loops_of
 from xrlflow.backends.tvm.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice
 from xrlflow.backends.tvm.target import Machine
@@ -98,6 +99,9 @@ class Layer:
         if way.algorithm is Algorithm.TILES:
             return algorithm
         return algorithm | GENERATORS[way.algorithm].numbers(self.form, way.plan)
+
+    def loops(self, way: Way) -> list[Loop]:
+        return loops_of(self.form, way)
 
     def estimate(self, way: Way, machine: Machine) -> float:
         if way.algorithm is Algorithm.TILES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from xrlflow.backends.tvm.loops import Loop
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats
 from xrlflow.tuning.tasks import module_key
@@ -76,6 +77,10 @@ class Measurable(Protocol[W]):
 
     def numbers(self, way: W) -> Mapping[str, int]:
         """A way as numbers, of `space.KNOBS`."""
+        ...
+
+    def loops(self, way: W) -> Sequence[Loop]:
+        """The loops of a way's kernel (see `loops`); none where they are not known."""
         ...
 
     def estimate(self, way: W, machine: Machine) -> float:
