@@ -70,7 +70,8 @@ class Network(nn.Module):
         return to_arrays({name: parameter.detach() for name, parameter in named.items()})
 
     def _of(self, name: str) -> Tensor:
-        return self.arrays[name.replace(".", "_")]
+        found: Tensor = self.arrays[name.replace(".", "_")]
+        return found
 
     def forward(self, loops: Tensor, knobs: Tensor, task: Tensor) -> Tensor:
         """Scores [N] of ways: loops [N, LOOPS, .], knobs [N, .], and the layer of each, [N, .]."""
