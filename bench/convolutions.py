@@ -38,7 +38,7 @@ from xrlflow.ops.evaluate import evaluate_graph
 
 _CHAIN = 4
 VARIANTS = {
-    "direct": Algorithms(only=Algorithm.DIRECT, blocks=False),  # a kernel for each convolution
+    "direct": Algorithms(exact=True, blocks=False),  # a kernel for each convolution
     "f23": Algorithms(only=Algorithm.F23),
     "f43": Algorithms(only=Algorithm.F43),
     "best": Algorithms(),

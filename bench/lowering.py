@@ -42,14 +42,10 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Tvm, TvmModel, bounds, detect
-from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.cost import Roofline
-from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.lowering import ExecutionTarget, Lowering, TuningPlan, tune_model
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
-from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
-from xrlflow.tuning.pool import PoolOptions
-from xrlflow.tuning.session import tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
 
@@ -127,17 +123,14 @@ class Tuned:
 
 
 def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) -> Tuned:
-    machine = detect(cores=threads)
-    tasks = kernel_tasks(fuse(import_model(proto), machine), machine)
-    begin = time.monotonic()
+    plan = TuningPlan(method, trials=1_000_000, batch=16, time_limit=seconds, seed=0)
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
-        found = tune(
-            tasks, blocked(method, machine), trials=1_000_000, batch=16, time_limit=seconds, store=store,
-            pool=PoolOptions(threads=threads, timing=COLD_PRIVATE_CACHES), usual=untuned_kernel(machine),
-        )  # fmt: skip
-        took = time.monotonic() - begin
-        backend = Tvm(machine, None, tuned_by(store, machine, threads, flushed=COLD_PRIVATE_CACHES.flush))
-        return Tuned(backend.compile(proto.SerializeToString(), threads=threads), found.measured, took)
+        path = str(Path(folder) / "model.onnx")
+        onnx.save(proto, path)
+        how = Lowering(ExecutionTarget(detect(cores=threads)), {}, folder, store)
+        begin = time.monotonic()
+        found = tune_model(how, path, [path], None, plan)
+        return Tuned(found.model, found.tuning.measured, time.monotonic() - begin)
 
 
 def timed(

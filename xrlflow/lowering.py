@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,29 +18,27 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
-from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen, Timings
+from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithm, Algorithms, Chosen, Timings
 from xrlflow.backends.tvm.device import Device
 from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
-from xrlflow.backends.tvm.lower import Tuned, check_sizes, fuse, import_model
+from xrlflow.backends.tvm.layers_fusion import chosen_in
+from xrlflow.backends.tvm.lower import check_sizes, fuse, import_model
 from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
-from xrlflow.backends.tvm.winograd_fusion import chosen_in
 from xrlflow.cost.machine import cpu_name
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import SearchNode
-from xrlflow.tuning import layer_times
 from xrlflow.tuning.blocks import Block
-from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
-from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, Tell
+from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, block_results, results, together
+from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import PoolOptions
-from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
+from xrlflow.tuning.session import Progress, TuningResult, tune
 from xrlflow.tuning.store import Store
-from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.tuning.worker import Timing
 from xrlflow.workers import Place
@@ -121,8 +119,6 @@ COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
 _AT_MOST = 3
 # Seconds for the comparison of tuned models.
 _COMPARING, _COMPARING_HURRIED = 20.0, 5.0
-# Blockings of each algorithm that are measured, and the part of the time limit that all of this may take.
-_BLOCKINGS, _FOR_LAYERS = 8, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +206,9 @@ class Lowering:
         return self.target.machine.cores
 
     def backend(self, tuned: bool = True) -> Tvm:
-        """The TVM backend. `tuned`: use tuned kernels, and measured times of algorithms, where the store has them."""
-        machine, shapes = self.target.machine, self.shapes or None
-        if not tuned:
-            return Tvm(machine, shapes, None, self.algorithms)
-        return Tvm(machine, shapes, self._tuned(), self.tuned_algorithms)
+        """The TVM backend. `tuned`: use the times of kernels that the store has."""
+        algorithms = self.tuned_algorithms if tuned else self.algorithms
+        return Tvm(self.target.machine, self.shapes or None, algorithms)
 
     @property
     def tuned_algorithms(self) -> Algorithms:
@@ -230,12 +224,12 @@ class Lowering:
         """The model of a file, with kernels of our own. Raises BackendError (see `hybrid`)."""
         import onnx
 
-        return hybrid(onnx.load(path), sizes, self.target.machine, self._tuned(), self.tuned_algorithms)
+        return hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
 
     def operator_times(self, operators: Sequence[Operator], channels_last: bool) -> Sequence[Times | None]:
         """How long kernels of single operators take on this machine. Raises BackendError (see `operator_times`)."""
         return operator_times(
-            operators, self.target.machine, self.threads, self._tuned(),
+            operators, self.target.machine, self.threads,
             channels_last=channels_last, algorithms=self.tuned_algorithms,
         )  # fmt: skip
 
@@ -245,12 +239,6 @@ class Lowering:
         exact = " exact" if self.algorithms.exact else ""
         state = self.store.state(self.target.device or cpu_name())
         return f"tuned {self.store.path} {state}{exact}" if state is not None else f"untuned{exact}"
-
-    def _tuned(self) -> Tuned:
-        target = self.target
-        return tuned_by(
-            self.store, target.machine, self.threads, target.device, flushed=COLD_PRIVATE_CACHES.flush
-        )
 
 
 def lower_best(
@@ -458,14 +446,12 @@ def tune_model(
     plan: TuningPlan,
     listener: Callable[[Progress], None] | None = None,
     hurried: bool = False,
-    tell: Tell | None = None,
 ) -> TunedModel:
-    """Measure the algorithms of convolutions of one or two ONNX files, tune their kernels within one budget, and
-    compile them.
+    """Tune the layers of one or two ONNX files within one budget, and compile them.
 
-    `graphs`: the original's graph, and that of a search. `tell` hears of convolutions, `listener` of kernels. With
-    `feeds`, the original in ONNX Runtime (not on a remote device), the untuned and the tuned models are compared, in
-    less time if the tuning was interrupted or `hurried`. Without `feeds` the result is the original's graph, tuned.
+    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a
+    remote device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or
+    `hurried`. Without `feeds` the result is the original's graph, tuned.
 
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
@@ -473,7 +459,7 @@ def tune_model(
     # First of all, because a graph that cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
     fused, remarks = _fused(how, graphs)
-    found, layers = _tuned(how, fused, plan, listener, tell, remarks)
+    found, layers = _tuned(how, fused, plan, listener)
     models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
     for path, model in made:
@@ -499,7 +485,7 @@ def tune_model(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fused:
-    """A file as a fused module, with its convolutions, the algorithms that they have, and blocks of convolutions."""
+    """A file as a fused module, with its layers, the algorithms that they have, and blocks of convolutions."""
 
     path: str
     module: Any
@@ -508,84 +494,68 @@ class _Fused:
     blocks: tuple[Block, ...]
 
     @property
-    def measurable(self) -> tuple[Layer | Block, ...]:
-        return (*self.layers, *self.blocks)
+    def choices(self) -> list[tuple[Layer, Chosen]]:
+        """Each layer with the algorithm that it has."""
+        return list(zip(self.layers, self.chosen, strict=True))
 
 
 def _tuned(
-    how: Lowering,
-    graphs: Sequence[_Fused],
-    plan: TuningPlan,
-    listener: Callable[[Progress], None] | None,
-    tell: Tell | None,
-    remarks: list[str],
+    how: Lowering, graphs: Sequence[_Fused], plan: TuningPlan, listener: Callable[[Progress], None] | None
 ) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
-    """Measure convolutions and blocks, then tune the kernels of the graphs that have what was chosen so: the result,
-    and what became of each graph's convolutions and blocks."""
-    begin, machine = time.monotonic(), how.target.machine
-    options = plan.pool(how.threads, how.target.remote)
-    measuring = _Measuring(how, plan, options, begin + _FOR_LAYERS * plan.time_limit, tell, remarks)
-    interrupted = measuring.measure(graphs)
-    again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
-    # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
-    while not interrupted and measuring.has_new(again):
-        interrupted = measuring.measure(again)
-        again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
+    """Tune the layers and blocks of graphs: the result, and what became of those of each graph."""
+    untuned = _Untuned(how.target.machine, [choice for graph in graphs for choice in graph.choices])
+    end, again = time.monotonic() + plan.time_limit, list(graphs)
+    found: TuningResult | None = None
+    with contextlib.ExitStack() as at_end:
+        tasks = LayerTasks(_together(again, ()), how.target.machine, untuned.way)
+        measurer = LayerMeasurer(tasks, plan.pool(how.threads, how.target.remote), at_end)
+        tried: set[str] = set()
+        # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
+        while found is None or (tasks.layers and not found.interrupted):
+            spent = 0 if found is None else sum(task.trials for task in found.tasks)
+            result = tune(
+                tasks.tasks, tasks.maker(plan.method), trials=max(0, plan.trials - spent), batch=plan.batch,
+                time_limit=max(1e-3, end - time.monotonic()), seed=plan.seed, store=how.store, pool=measurer,
+                listener=listener, usual=tasks.usual, recorded=tasks.recorded,
+            )  # fmt: skip
+            found = result if found is None else found.joined(result)
+            tried.update(layer.key for layer in tasks.layers)
+            again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
+            tasks = LayerTasks(_together(again, tried), how.target.machine, untuned.way)
+            measurer.layers = tasks
     layers = [
         (
-            *layer_times.results(tuned.layers, graph.chosen, tuned.chosen, how.layer_times),
-            *layer_times.block_results(tuned.blocks, how.layer_times),
+            *results(graph.choices, tuned.choices, how.layer_times),
+            *block_results(tuned.blocks, how.layer_times),
         )
         for graph, tuned in zip(graphs, again)
     ]
-    left = max(1e-3, plan.time_limit - (time.monotonic() - begin))
-    found = tune(
-        _together(kernel_tasks(graph.module, machine) for graph in again), blocked(plan.method, machine),
-        trials=0 if interrupted else plan.trials, batch=plan.batch, time_limit=left, seed=plan.seed, store=how.store,
-        pool=options, listener=listener, usual=untuned_kernel(machine),
-    )  # fmt: skip
-    return replace(found, stop=Stop.INTERRUPTED) if interrupted else found, layers
+    return found, layers
 
 
-@dataclass(slots=True)
-class _Measuring:
-    """Measures the convolutions and blocks of graphs, each once, until `until` (`time.monotonic`)."""
+def _together(graphs: Iterable[_Fused], tried: Collection[str]) -> list[Layer | Block]:
+    """The layers and blocks of graphs, each once, that were not tried before."""
+    graphs = list(graphs)
+    found: list[Layer | Block] = [
+        *together(layer for graph in graphs for layer in graph.layers),
+        *together(block for graph in graphs for block in graph.blocks),
+    ]
+    return [layer for layer in found if layer.key not in tried]
 
-    how: Lowering
-    plan: TuningPlan
-    options: PoolOptions
-    until: float
-    tell: Tell | None
-    remarks: list[str]
-    _tried: set[str] = field(default_factory=set)
 
-    def has_new(self, graphs: Iterable[_Fused]) -> bool:
-        """Whether graphs have what was not yet to be measured."""
-        return any(layer.key not in self._tried for graph in graphs for layer in graph.measurable)
+class _Untuned:
+    """The ways of layers and blocks in untuned compilations. `choices`: the algorithms of the layers there; those that
+    were part of a block have a plain one."""
 
-    def measure(self, graphs: Sequence[_Fused]) -> bool:
-        """Measure what is new. True if that was interrupted: what was measured is in the store."""
-        together: list[Layer | Block] = [
-            *layer_times.together(layer for graph in graphs for layer in graph.layers),
-            *layer_times.together(block for graph in graphs for block in graph.blocks),
-        ]
-        layers = [layer for layer in together if layer.key not in self._tried]
-        self._tried.update(layer.key for layer in layers)
-        if not layers or self.plan.trials == 0:
-            return False
-        if self.how.target.remote is not None:
-            self.remarks.append(
-                "algorithms of convolutions are chosen by estimates: they are not measured on a remote device"
-            )
-            return False
-        limits = layer_times.Limits(blockings=min(_BLOCKINGS, self.plan.trials), until=self.until)
-        try:
-            self.remarks += layer_times.measure_layers(
-                layers, self.how.target.machine, self.how.store, self.options, limits, self.tell
-            )
-        except KeyboardInterrupt:
-            return True
-        return False
+    def __init__(self, machine: Machine, choices: Iterable[tuple[Layer, Chosen]]) -> None:
+        self._machine = machine
+        self._chosen = {layer.key: Algorithm(chosen.algorithm) for layer, chosen in choices}
+
+    def way(self, layer: Any) -> Any:
+        if isinstance(layer, Block):
+            return layer.usual(self._machine)
+        algorithm = self._chosen.get(layer.key, layer.needed(self._machine)[0])
+        return layer.usual(algorithm, self._machine)
 
 
 def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
@@ -658,13 +628,3 @@ def _fuse(how: Lowering, path: str, known: Timings | None = None) -> _Fused:
 
 def _left_out(error: BackendError) -> str:
     return f"the rewritten graph is left out: {error}"
-
-
-def _together(groups: Iterable[Sequence[Task]]) -> list[Task]:
-    """The tasks of several graphs of one model. Of shared tasks, the one that is called most often is kept."""
-    found: dict[str, Task] = {}
-    for task in (task for group in groups for task in group):
-        known = found.get(task.key)
-        if known is None or known.weight < task.weight:
-            found[task.key] = task
-    return list(found.values())

@@ -43,8 +43,8 @@ BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
-METHODS = ("chameleon", "evolutionary", "random", "annealing", "beam")
-"""The names of `xrlflow.tuning.tuners.protocol.Method`, which the help must not import."""
+METHODS = ("chameleon", "genetic", "annealing", "beam", "random")
+"""The names of `xrlflow.tuning.tuners.protocol.LAYERS`, which the help must not import."""
 PROCESSORS = (
     *("x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell"),
     *("skylake", "skylake-avx512", "cascadelake", "icelake-server", "sapphirerapids", "emeraldrapids", "alderlake"),
@@ -343,9 +343,7 @@ class Options(Common):
 class TuneOptions(Common):
     """The options of `tune`; `xrlflow.tune` explains them. Raises OptionError."""
 
-    method: str = option(
-        "chameleon", "chameleon, evolutionary, random, annealing or beam.", str, values=METHODS
-    )
+    method: str = option("chameleon", "chameleon, genetic, annealing, beam or random.", str, values=METHODS)
     trials: int = option(512, "Kernels that are built and measured.", int, least=0)
     batch: int = option(16, "Of one kernel at a time.", int, least=1)
     time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)

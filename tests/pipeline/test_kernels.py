@@ -21,7 +21,7 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.tvm import winograd_fusion
+from xrlflow.backends.tvm import layers_fusion, winograd
 from xrlflow.backends.tvm.operator_times import Times
 from xrlflow.cost import Database
 from xrlflow.onnxio.model import LEFT
@@ -558,16 +558,16 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
         " c = Conv<pads=[1,1,1,1]>(b, w1) d = Relu(c) y = Conv<pads=[1,1,1,1]>(d, w2) }",
         w=weights[0], w1=weights[1], w2=weights[2],
     )  # fmt: skip
-    right = winograd_fusion.packed
-    monkeypatch.setattr(winograd_fusion, "relative_errors", lambda *_: {"normal": 0.9})
-    monkeypatch.setattr(winograd_fusion, "direct_cost", lambda *_: float("inf"))
-    monkeypatch.setattr(winograd_fusion, "packed", lambda *given: 1.01 * right(*given))
+    right = winograd.packed
+    monkeypatch.setattr(layers_fusion, "relative_errors", lambda *_: {"normal": 0.9})
+    monkeypatch.setattr(layers_fusion, "tiles_cost", lambda *_: float("inf"))
+    monkeypatch.setattr(winograd, "packed", lambda *given: 1.01 * right(*given))
     result = asked(proto, backend=backend)
     assert result.verification is not None
     assert result.verification.status is Status.VERIFIED
     notes = " ".join(result.report.notes)
-    assert "compiled again, with direct kernels" in notes
-    assert {chosen.algorithm for chosen in result.report.algorithms} == {"direct"}
+    assert "compiled again, with plain kernels" in notes
+    assert {chosen.algorithm for chosen in result.report.algorithms} == {"tiles"}
 
 
 def test_tuning_heeds_the_options_that_it_shares() -> None:

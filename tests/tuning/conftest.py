@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
     from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
     from xrlflow.tuning.pool import Pool
     from xrlflow.tuning.store import Store
-    from xrlflow.tuning.surrogate import Surrogate
 
 # By space: what vectors decode to, and the features of schedules by their kernels' keys.
 _DECODED: WeakKeyDictionary[KnobSpace, dict[Vector, Candidate | None]] = WeakKeyDictionary()
@@ -45,9 +45,8 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     `KnobSpace.decode.__wrapped__` decodes again.
     """
     from xrlflow.tuning.knobs import KnobSpace
-    from xrlflow.tuning.surrogate import Surrogate
 
-    decode, extract = KnobSpace.decode, Surrogate._extract
+    decode, describe = KnobSpace.decode, KnobSpace.described
 
     @functools.wraps(decode)
     def decoded(space: KnobSpace, vector: Vector) -> Candidate | None:
@@ -56,11 +55,12 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
             known[vector] = decode(space, vector)
         return known[vector]
 
-    def extracted(surrogate: Surrogate, candidates: Sequence[Candidate]) -> None:
-        known = _FEATURES.setdefault(surrogate.space, {})
-        extract(surrogate, [c for c in candidates if c.key not in known])
-        known.update(surrogate._schedules)
-        surrogate._schedules.update({c.key: known[c.key] for c in candidates})
+    def described(space: KnobSpace, candidates: Sequence[Candidate]) -> Any:
+        known = _FEATURES.setdefault(space, {})
+        fresh = [c for c in candidates if c.key not in known]
+        if fresh:
+            known.update(zip((c.key for c in fresh), describe(space, fresh)))
+        return np.stack([known[c.key] for c in candidates])
 
     monkeypatch.setattr(KnobSpace, "decode", decoded)
-    monkeypatch.setattr(Surrogate, "_extract", extracted)
+    monkeypatch.setattr(KnobSpace, "described", described)

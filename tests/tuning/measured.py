@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
 from xrlflow.backends.tvm import detect
 from xrlflow.tuning.layer_times import StoredTimes
+from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.measurable import Measurable, key_of
 from xrlflow.tuning.pool import PoolOptions
+from xrlflow.tuning.session import TuningResult, tune
 from xrlflow.tuning.store import Record, Setting, Store
-from xrlflow.tuning.tuners.protocol import Measurement
+from xrlflow.tuning.tuners.protocol import Measurement, Method
 from xrlflow.tuning.worker import Timing
 
 MACHINE = detect(cores=2)
@@ -37,6 +40,17 @@ def put(
         store.put(
             Record(layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, now)
         )
+
+
+def tune_one(store: Store, layer: Measurable[Any], trials: int, *, confirm: bool = False) -> TuningResult:
+    """Measure the untuned kernels of a layer, and random ones. `confirm`: the leading ones again."""
+    tasks = LayerTasks([layer], MACHINE, lambda known: known.untuned(MACHINE)[0])
+    again: dict[str, Any] = {"usual": tasks.usual, "recorded": tasks.recorded} if confirm else {}
+    with contextlib.ExitStack() as at_end:
+        return tune(
+            tasks.tasks, tasks.maker(Method.RANDOM), trials=trials, batch=trials, store=store,
+            pool=LayerMeasurer(tasks, QUICK, at_end), **again,
+        )  # fmt: skip
 
 
 def times(store: Store) -> StoredTimes:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.backends.tvm.test_bands import block
 from tests.backends.tvm.test_kernels import network, numbers
-from tests.tuning.measured import MACHINE, put, setting, times
+from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
@@ -28,13 +28,16 @@ from xrlflow.backends.tvm.joined import joined
 from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
 from xrlflow.backends.tvm.plan import plan_of, sequence
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.ways import Way
 from xrlflow.lowering import ExecutionTarget, Lowering
-from xrlflow.tuning import blocks, layer_times
+from xrlflow.tuning import blocks
 from xrlflow.tuning.blocks import Block, BlockWay
-from xrlflow.tuning.layer_times import Limits, Seen, StoredTimes, block_results, measure_layers, together
-from xrlflow.tuning.layers import Layer, Way
+from xrlflow.tuning.layer_times import Seen, StoredTimes, block_results, together
+from xrlflow.tuning.layer_tuning import LayerMeasurer
+from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Pool
+from xrlflow.tuning.session import Stop, TuningResult
 from xrlflow.tuning.store import Record, Store
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -198,32 +201,26 @@ def test_keys_are_those_of_blocks() -> None:
     assert BLOCK.name == "3x3 block of 16 to 48 to 16 channels at 9x9"
 
 
-def test_blocks_are_measured_once(
-    store: Store, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[BlockWay] = []
-    deviation = layer_times._Session._deviation
+    arguments = Block.arguments
 
-    def watched(session: Any, known: Block, way: BlockWay, kernel: Any) -> str | None:
+    def watched(known: Block, way: BlockWay, machine: Any) -> Any:
         checked.append(way)
-        return deviation(session, known, way, kernel)
+        return arguments(known, way, machine)
 
-    monkeypatch.setattr(layer_times._Session, "_deviation", watched)
-    assert measure_layers([BLOCK], MACHINE, store, pool, Limits(2)) == []
-    promising = BLOCK.ways(MACHINE, 2)
-    assert set(checked) == set(promising), "each way is compared before it is timed"
+    monkeypatch.setattr(Block, "arguments", watched)
+    assert tune_one(store, BLOCK, 3).measured == 3
+    assert {*checked} > {*BLOCK.untuned(MACHINE)}, "each way is compared before it is timed"
     records = store.known(BLOCK.key, setting())
-    assert {record.candidate for record in records} == {key_of(BLOCK, way, MACHINE) for way in promising}
+    assert {record.candidate for record in records} == {key_of(BLOCK, way, MACHINE) for way in checked}
     assert all(record.error is None for record in records)
     found = times(store).of_block(BLOCK.form, far=False)
     assert found is not None
     assert found.seconds > 0
-    assert BlockWay(found.plan) in promising
+    assert BlockWay(found.plan) in checked
     assert times(store).of_block(BLOCK.form, far=True) == found, "at another distance, for want of better"
-    monkeypatch.setattr(layer_times._Session, "_built", None)
-    measure_layers([BLOCK], MACHINE, store, pool, Limits(2))
-    assert len(store) == len(records), "nothing is measured again"
-    assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
+    assert tune_one(store, BLOCK, 3).measured == 0
 
 
 def test_kernels_that_compute_something_else_are_no_choice(
@@ -235,7 +232,7 @@ def test_kernels_that_compute_something_else_are_no_choice(
         return fused(replace(form, depthwise=form.depthwise[:1]), how)
 
     monkeypatch.setattr(blocks, "_in_bands", wrong)
-    measure_layers([BLOCK], MACHINE, store, pool, Limits(2))
+    tune_one(store, BLOCK, 3)
     assert sum("off by" in (record.error or "") for record in store.known(BLOCK.key)) == 2
     found = times(store).of_block(BLOCK.form, far=False)
     assert found is not None
@@ -259,8 +256,9 @@ def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
 
     monkeypatch.setattr(blocks, "_scheduled", failing)
     blocks._apart.cache_clear()
-    (remark,) = measure_layers([BLOCK], MACHINE, store, pool, Limits(1))
-    assert remark == f"{BLOCK.name} could not be measured: not this one"
+    tune_one(store, BLOCK, 1)
+    errors = {record.error for record in store.known(BLOCK.key, setting())}
+    assert errors == {"the layer cannot run alone: not this one"}
     put(store, BLOCK, APART, 1e-9, key="code")
     put(store, BLOCK, untuned(BLOCK), 1e-3)
     assert times(store).of_block(BLOCK.form, far=False) is None
@@ -472,14 +470,14 @@ def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> No
     fuse(import_model(network(text)), MACHINE, algorithms=Algorithms(timings=seen))
     (convolution,) = seen.layers
     assert isinstance(convolution, Layer)
-    put(store, convolution, Way(Algorithm.DIRECT), *[1e-3] * 4)
+    put(store, convolution, convolution.usual(Algorithm.TILES, MACHINE), *[1e-3] * 4)
     store.close()
     with Store(store.path) as again:
         known = times(again)
-        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.DIRECT}
+        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.TILES}
         assert bands_in(text, Algorithms(timings=known)) == bands_in(text, Algorithms()) == 1
         tuned_store(again, text, "apart")
-        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.DIRECT}
+        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.TILES}
         assert bands_in(text, Algorithms(timings=known)) == 0
 
 
@@ -507,10 +505,10 @@ def test_results_say_what_was_chosen(store: Store) -> None:
     assert (row.name, row.calls) == (BLOCK.name, 2)
     assert (row.heuristic, row.chosen) == (str(untuned(BLOCK)), "one by one")
     assert row.heuristic_seconds == pytest.approx(2e-3, rel=1e-3)
-    assert row.chosen_seconds == row.direct_seconds == pytest.approx(1e-3, rel=1e-3)
+    assert row.chosen_seconds == row.plain_seconds == pytest.approx(1e-3, rel=1e-3)
     (row,) = block_results([Block(FORMS["projection alone"], False)], times(store))
     assert row.chosen == row.heuristic
-    assert row.chosen_seconds is row.heuristic_seconds is row.direct_seconds is None
+    assert row.chosen_seconds is row.heuristic_seconds is row.plain_seconds is None
 
 
 def test_a_row_has_times_of_one_distance(store: Store) -> None:
@@ -520,43 +518,50 @@ def test_a_row_has_times_of_one_distance(store: Store) -> None:
     far = replace(BLOCK, far=True)
     put(store, far, untuned(far), 0.5e-3)
     (row,) = block_results([far], times(store))
-    assert (row.heuristic_seconds, row.chosen_seconds, row.direct_seconds) == pytest.approx(
+    assert (row.heuristic_seconds, row.chosen_seconds, row.plain_seconds) == pytest.approx(
         (2e-3, 1e-3, 1e-3), rel=1e-3
     )
     put(store, far, APART, 0.7e-3)
     (row,) = block_results([far], times(store))
-    assert (row.heuristic_seconds, row.chosen_seconds, row.direct_seconds) == (0.5e-3, 0.5e-3, 0.7e-3)
+    assert (row.heuristic_seconds, row.chosen_seconds, row.plain_seconds) == (0.5e-3, 0.5e-3, 0.7e-3)
 
 
 def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"
     found = api.tune(
-        network(CHAIN), trials=1, method="random", threads=2, store=path, measure=False, rewrite=False
+        network(CHAIN),
+        trials=24,
+        batch=3,
+        method="random",
+        threads=2,
+        store=path,
+        measure=False,
+        rewrite=False,
     )
     assert found.verification is not None
     assert found.verification.verified
-    rows = found.to_json()["layers"]
+    rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
     with Store(path) as store:
         used = blocks_of(CHAIN, times(store))
         assert {known.key for known in used} <= set(store.tasks()), "also those that others made possible"
         assert [row["name"] for row in rows] == [known.name for known in used]
         fused = bands_in(CHAIN, Algorithms(timings=times(store)))
-    assert all(min(row["direct_us"], row["heuristic_us"], row["best_us"]) > 0 for row in rows)
+    assert all(min(row["plain_us"], row["heuristic_us"], row["best_us"]) > 0 for row in rows)
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
 
 
 def one_by_one(asked: list[list[str]]) -> Any:
-    """`measure_layers` that finds every block faster one by one. `asked`: the names of the blocks of each call."""
+    """`tune` that finds every block faster one by one. `asked`: the names of the blocks of each call."""
 
-    def faked(
-        layers: Sequence[Block], machine: Any, store: Store, pool: Any, limits: Limits, tell: Any
-    ) -> list[str]:
-        asked.append([known.name for known in layers])
-        for known in layers:
+    def faked(tasks: Any, maker: Any, *, store: Store, pool: LayerMeasurer, **_: Any) -> TuningResult:
+        blocks = [known for known in pool.layers.layers if isinstance(known, Block)]
+        if blocks:
+            asked.append([known.name for known in blocks])
+        for known in blocks:
             put(store, known, APART, *[1e-3] * 4)
             put(store, known, untuned(known), *[2e-3] * 4)
-        return []
+        return TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0)
 
     return faked
 
@@ -566,7 +571,7 @@ def test_blocks_that_others_made_possible_are_measured(
 ) -> None:
     """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(layer_times, "measure_layers", one_by_one(asked))
+    monkeypatch.setattr("xrlflow.lowering.tune", one_by_one(asked))
     found = api.tune(
         network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
@@ -579,7 +584,7 @@ def test_blocks_that_others_made_possible_are_measured(
     ]
     assert found.verification is not None
     assert found.verification.verified
-    rows = found.to_json()["layers"]
+    rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
     assert [row["name"] for row in rows] == [asked[0][0], asked[1][0]]
     assert [row["algorithm"] for row in rows] == ["one by one"] * 2
 
@@ -595,11 +600,11 @@ def test_blocks_are_measured_until_no_more_come_apart(
         " f = Conv(e, b1) g = Conv<group=56, pads=[1,1,1,1]>(f, w2) y = Conv(g, b2) }"
     )
     asked: list[list[str]] = []
-    monkeypatch.setattr(layer_times, "measure_layers", one_by_one(asked))
+    monkeypatch.setattr("xrlflow.lowering.tune", one_by_one(asked))
     found = api.tune(
         network(text), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
     assert [len(names) for names in asked] == [3, 1, 1]
-    rows = found.to_json()["layers"]
+    rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
     assert [row["name"] for row in rows] == [asked[0][0], asked[1][0], asked[2][0]]
     assert all(row["best_us"] is not None for row in rows)

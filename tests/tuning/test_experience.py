@@ -12,8 +12,8 @@ from tests.tuning.problems import convolution, matmul, softmax
 from tests.tuning.tuners.test_tuners import WALKS, space_of
 from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.tensors import to_arrays
-from xrlflow.tuning.knobs import Candidate, Floats, KnobSpace
-from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
+from xrlflow.tuning.knobs import SCHEDULE_FEATURES, Candidate, Floats, KnobSpace
+from xrlflow.tuning.surrogate import Experience, Surrogate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -172,7 +172,7 @@ def test_an_agent_begins_with_what_it_has_measured_before(column: int, tmp_path:
     "measured",
     [
         {},
-        {"experience.schedules": np.zeros((3, SCHEDULE_FEATURES - 1)), "experience.scores": np.zeros(3)},
+        {"experience.schedules": np.zeros(3), "experience.scores": np.zeros(3)},
         {"experience.schedules": np.zeros((3, SCHEDULE_FEATURES)), "experience.scores": np.zeros(2)},
     ],
 )

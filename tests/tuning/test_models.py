@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,29 +18,29 @@ import onnx.parser
 import pytest
 from typer.testing import CliRunner
 
+from tests.tuning.measured import MACHINE, QUICK, put
 from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Tvm, TvmModel, detect, load_compiled, schedules
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, layers_fusion, load_compiled, schedules
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.schedules import apply, choices, design_space, heuristic
+from xrlflow.backends.tvm.tiles import tile_choices
+from xrlflow.backends.tvm.ways import Way
 from xrlflow.cli import app
-from xrlflow.lowering import _together
-from xrlflow.tuning.kernels import blocked, kernel_tasks, tuned_by, untuned_kernel
-from xrlflow.tuning.knobs import Candidate, KnobSpace
-from xrlflow.tuning.pool import PoolOptions
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.layer_times import Seen, StoredTimes, together
+from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.session import tune
-from xrlflow.tuning.store import Record, Setting, Store
-from xrlflow.tuning.tasks import Task, module_key
+from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.store import Store
+from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
-from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig
-from xrlflow.tuning.tuners.protocol import Measurement, Method
+from xrlflow.tuning.tuners.protocol import LAYERS, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
-from xrlflow.tuning.worker import Timing
-
-QUICK = PoolOptions(builders=2, threads=2, timing=Timing(samples=2, sample_ms=0.2))
 
 
 def network() -> onnx.ModelProto:
@@ -59,9 +60,20 @@ def network() -> onnx.ModelProto:
 
 
 @pytest.fixture(scope="module")
-def tasks() -> list[Task]:
-    machine = detect(cores=2)
-    return kernel_tasks(fuse(import_model(network()), machine), machine)
+def tasks() -> LayerTasks:
+    seen = Seen()
+    fuse(import_model(network()), MACHINE, algorithms=Algorithms(timings=seen))
+    return tasks_of(together(seen.layers))
+
+
+def tasks_of(layers: Sequence[Layer]) -> LayerTasks:
+    return LayerTasks(layers, MACHINE, lambda layer: layer.untuned(MACHINE)[0])
+
+
+@contextlib.contextmanager
+def measuring(tasks: LayerTasks) -> Iterator[LayerMeasurer]:
+    with contextlib.ExitStack() as at_end:
+        yield LayerMeasurer(tasks, QUICK, at_end)
 
 
 @pytest.fixture
@@ -71,42 +83,24 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_kernels_with_a_choice_are_tasks(tasks: list[Task]) -> None:
-    assert sorted(task.weight for task in tasks) == [1, 2]  # the softmax leaves no choice
-    for task in tasks:
-        assert heuristic(task.mod, detect(cores=2)) in choices(task.mod, detect(cores=2))
+def test_layers_are_tasks(tasks: LayerTasks) -> None:
+    assert sorted(task.weight for task in tasks.tasks) == [1, 2]  # the softmax is none
+    assert [task.key for task in tasks.tasks] == [layer.key for layer in tasks.layers]
 
 
-def test_every_choice_computes_the_same(tasks: list[Task]) -> None:
-    from tvm.s_tir import Schedule
+def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
+    """Layers have so many ways of each algorithm."""
+    everything = Layer.everything
 
-    package, machine = tvm(), detect(cores=2)
-    task = next(task for task in tasks if task.weight == 2)
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((16, 32)).astype(np.float32)
-    w = rng.standard_normal((32, 32)).astype(np.float32)
-    expected = np.maximum(x @ w, 0)
-    offered = choices(task.mod, machine)
-    assert len(set(offered)) == len(offered) > 8
-    for choice in offered[:: max(1, len(offered) // 8)]:
-        scheduled = apply(Schedule(task.mod), machine, choice).mod
-        library = package.compile(scheduled, target=machine.target())
-        result = package.runtime.tensor(np.zeros((16, 32), np.float32))
-        library["main"](package.runtime.tensor(x), package.runtime.tensor(w), result)
-        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-5)
+    def first(layer: Layer, machine: Machine) -> list[Way]:
+        found = everything(layer, machine)
+        some = [[way for way in found if way.algorithm is a][:count] for a in Algorithm]
+        return list(dict.fromkeys([*layer.untuned(machine), *(way for each in some for way in each)]))
+
+    monkeypatch.setattr(Layer, "everything", first)
 
 
-def test_the_design_space_has_a_sketch_for_each_choice(tasks: list[Task]) -> None:
-    machine = detect(cores=2)
-    for task in tasks:
-        space = KnobSpace.of(task, 0, design_space(machine))
-        assert space.size == len(choices(task.mod, machine))
-        candidate = space.decode(space.random(np.random.default_rng(0)))
-        assert candidate is not None
-        assert space.encode(candidate.trace) == candidate.vector
-
-
-def test_a_tile_that_does_not_fit_is_no_sketch(tasks: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_does_not_fit_is_no_kernel(tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch) -> None:
     from tvm.s_tir import ScheduleError
 
     def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
@@ -114,55 +108,46 @@ def test_a_tile_that_does_not_fit_is_no_sketch(tasks: list[Task], monkeypatch: p
             raise ScheduleError("not with this tile")
         schedule_contraction(sch, block, found, machine, choice)
 
-    machine = detect(cores=2)
-    offered, untuned = choices(tasks[0].mod, machine), heuristic(tasks[0].mod, machine)
-    bad = offered[0] if offered[0] != untuned else offered[-1]
+    form = replace(tasks.layers[0].form, out=(16, 48))  # kernels of other tests are remembered
+    layer = Layer(form, False)
+    untuned, bad = tile_choices(form, MACHINE)[:2]
     schedule_contraction = schedules._schedule_contraction
     monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)
-    assert KnobSpace.of(tasks[0], 0, design_space(machine)).size == len(offered) - 1
-    (first,) = blocked(Method.RANDOM, machine)(tasks[0], 0).propose(1)
-    assert first.key == untuned_kernel(machine)(tasks[0]).key
-    assert first.vector is not None
+    space = WaySpace.of(layer, MACHINE)
+    assert space.candidate(Way(Algorithm.TILES, bad)) is None
+    assert space.candidate(Way(Algorithm.TILES, untuned)) is not None
 
 
-def test_the_untuned_schedule_is_the_first_proposal(tasks: list[Task]) -> None:
-    from tvm.s_tir import Schedule
-
-    machine = detect(cores=2)
-    task = tasks[0]
-    tuner = blocked(Method.RANDOM, machine)(task, 3)
-    first, *others = tuner.propose(4)
-    untuned = apply(Schedule(task.mod, debug_mask="none"), machine)
-    assert first.key == module_key(untuned.mod)
-    assert len({first.key, *(other.key for other in others)}) == 1 + len(others) > 2
-    assert first.key not in {candidate.key for candidate in tuner.propose(100)}
+def test_the_untuned_kernels_are_the_first_proposals(tasks: LayerTasks) -> None:
+    layer = tasks.layers[0]
+    tuner = tasks.maker(Method.RANDOM)(tasks.tasks[0], 3)
+    untuned = [key_of(layer, way, MACHINE) for way in layer.untuned(MACHINE)]
+    proposed = tuner.propose(len(untuned) + 3)
+    assert [candidate.key for candidate in proposed][: len(untuned)] == untuned
+    others = [*proposed[len(untuned) :], *tuner.propose(20)]
+    assert len({candidate.key for candidate in others} - {*untuned}) == len(others) >= 23
 
 
-@pytest.mark.parametrize("method", [m for m in Method if m is not Method.EVOLUTIONARY])
-def test_asked_for_one_at_a_time_a_tuner_comes_to_all_choices(
-    method: Method, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", LAYERS)
+def test_asked_for_one_at_a_time_a_tuner_comes_to_all_ways(
+    method: Method, tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tvm.s_tir import Schedule
-
     few = ChameleonConfig(walks=8, steps=4, rounds=1)  # the default plans for seconds
     monkeypatch.setattr("xrlflow.tuning.tuners.chameleon.ChameleonTuner", partial(ChameleonTuner, config=few))
-    machine = detect(cores=2)
-    task = min(tasks, key=lambda task: len(choices(task.mod, machine)))
-    tuner = blocked(method, machine)(task, 3)
+    few_ways(monkeypatch)
+    layer, task = tasks.layers[0], tasks.tasks[0]
+    tuner = tasks.maker(method)(task, 3)
     keys: list[str] = []
     while proposed := tuner.propose(1):
         keys += [candidate.key for candidate in proposed]
         tuner.update([(candidate, Measurement((1e-3 / len(keys),))) for candidate in proposed])
     assert len(keys) == len(set(keys))
-    offered = choices(task.mod, machine)
-    assert set(keys) == {
-        module_key(apply(Schedule(task.mod, debug_mask="none"), machine, choice).mod) for choice in offered
-    }
+    assert set(keys) == {key_of(layer, way, MACHINE) for way in layer.everything(MACHINE)}
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_tuner_learns_how_long_the_untuned_schedule_takes(
-    count: int, tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+def test_a_tuner_learns_how_long_the_untuned_kernels_take(
+    count: int, tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Listening(RandomTuner):
         def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
@@ -171,27 +156,20 @@ def test_a_tuner_learns_how_long_the_untuned_schedule_takes(
 
     told: list[str] = []
     monkeypatch.setattr(
-        "xrlflow.tuning.kernels.make_tuner", lambda _, task, seed, space: Listening(space, seed)
+        "xrlflow.tuning.layer_tuning.make_tuner", lambda _, task, seed, space: Listening(space, seed)
     )
-    tuner = blocked(Method.RANDOM, detect(cores=2))(tasks[0], 3)
+    tuner = tasks.maker(Method.RANDOM)(tasks.tasks[0], 3)
     proposed = tuner.propose(count)
     tuner.update([(candidate, Measurement((1e-3,))) for candidate in proposed])
     assert told == [candidate.key for candidate in proposed]
 
 
-@pytest.mark.parametrize("method", Method)
-def test_every_method_tunes_a_models_kernels(
-    method: Method, tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = partial(
-        EvolutionaryConfig, population=16, generations=1, warmup=8
-    )  # the default takes many seconds
-    monkeypatch.setattr("xrlflow.tuning.tuners.evolutionary.EvolutionaryConfig", few)
-    machine = detect(cores=2)
-    with Store(tmp_path / "store.sqlite") as store:
+@pytest.mark.parametrize("method", LAYERS)
+def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, tmp_path: Path) -> None:
+    with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
         found = tune(
-            tasks, blocked(method, machine), trials=12, batch=3, store=store, pool=QUICK,
-            usual=untuned_kernel(machine),
+            tasks.tasks, tasks.maker(method), trials=12, batch=3, store=store, pool=measurer, usual=tasks.usual,
+            recorded=tasks.recorded,
         )  # fmt: skip
         assert sum(result.trials for result in found.tasks) == 12
         for result in found.tasks:
@@ -199,59 +177,62 @@ def test_every_method_tunes_a_models_kernels(
             assert result.failed == 0
             assert result.best is not None
             records = store.known(result.task.key)
-            assert untuned_kernel(machine)(result.task).key in {record.candidate for record in records}
+            assert tasks.usual(result.task).key in {record.candidate for record in records}
             assert len({record.candidate for record in records}) == result.trials
+        assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
 
 
-def test_a_second_run_measures_nothing(tasks: list[Task], tmp_path: Path) -> None:
-    machine = detect(cores=2)
-    with Store(tmp_path / "store.sqlite") as store:
-        assert tuned_by(store, machine, 2, flushed=False)(tasks[0].mod) is None
-        found = tune(tasks, blocked(Method.RANDOM, machine), trials=6, batch=3, store=store, pool=QUICK)
-        assert found.measured == 6
-        assert all(result.best is not None for result in found.tasks)
-        again = tune(tasks, blocked(Method.RANDOM, machine), trials=6, batch=3, store=store, pool=QUICK)
-        assert again.measured == 0
+def test_metaschedule_has_other_schedules(tasks: LayerTasks) -> None:
+    with pytest.raises(ValueError, match="evolutionary searches TVM's own schedules"):
+        tasks.maker(Method.EVOLUTIONARY)(tasks.tasks[0], 0)
 
 
-def test_only_what_is_clearly_faster_replaces_the_untuned_schedule(tasks: list[Task], tmp_path: Path) -> None:
-    machine = detect(cores=2)
-    task = tasks[0]
-    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
-    setting = Setting.here(machine.target(), 2)
-    with Store(tmp_path / "store.sqlite") as store:
-        tuned = tuned_by(store, machine, 2, flushed=False)
-        store.put(Record.of(task, setting, first, Measurement((1e-3,))))
-        store.put(Record.of(task, setting, other, Measurement((0.99e-3,))))
-        assert tuned(task.mod) is None
-        store.put(Record.of(task, setting, other, Measurement((0.5e-3,))))
-        found = tuned(task.mod)
-        assert found is not None
-        assert module_key(found) == other.key
-        assert tuned_by(store, machine, 2, flushed=True)(task.mod) is None, "timed in another way"
+def test_a_second_run_measures_nothing(tasks: LayerTasks, tmp_path: Path) -> None:
+    with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
+        for wanted in (6, 0):
+            found = tune(
+                tasks.tasks, tasks.maker(Method.RANDOM), trials=6, batch=3, store=store, pool=measurer
+            )
+            assert found.measured == wanted
+            assert all(result.best is not None for result in found.tasks)
 
 
-@pytest.mark.parametrize("usual", [Measurement((1e-3,)), Measurement(error="it took longer than 1 s")])
-def test_what_the_untuned_schedule_once_took_counts(
-    usual: Measurement, tasks: list[Task], tmp_path: Path
+def test_kernels_that_compute_something_else_fail(
+    tasks: LayerTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it was measured too seldom to be the best, or failed the last time."""
-    machine = detect(cores=2)
-    task = tasks[0]
-    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
-    setting = Setting.here(machine.target(), 2)
-    with Store(tmp_path / "store.sqlite") as store:
-        store.put(Record.of(task, setting, first, Measurement((1e-3 + 1e-9,))))
-        store.put(Record.of(task, setting, first, usual))
-        for number in range(4):
-            store.put(Record.of(task, setting, other, Measurement((2e-3 + 1e-9 * number,))))
-        assert tuned_by(store, machine, 2, flushed=False)(task.mod) is None
+    """All but the untuned tiles, which the others are compared with."""
+    expected = Layer.expected
+    monkeypatch.setattr(Layer, "expected", lambda layer, machine: expected(layer, machine) + 0.01)
+    one = tasks_of(tasks.layers[:1])
+    with Store(tmp_path / "store.sqlite") as store, measuring(one) as measurer:
+        tune(one.tasks, one.maker(Method.RANDOM), trials=5, batch=5, store=store, pool=measurer)
+        records = store.known(one.layers[0].key)
+        wrong = [record for record in records if "off by" in (record.error or "")]
+        assert len(wrong) == len(records) - 1 == 4
+        known = StoredTimes.on(store, MACHINE, 2).of(one.layers[0].form, False)
+        assert known == {} or set(known.values()) == {None, known[Algorithm.TILES]}
 
 
-def test_kernels_that_cannot_be_scheduled_are_not_tuned(
+def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
+    tasks: LayerTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise BackendError("not this one")
+
+    monkeypatch.setattr(Layer, "expected", failing)
+    one = tasks_of(tasks.layers[:1])
+    with Store(tmp_path / "store.sqlite") as store, measuring(one) as measurer:
+        found = tune(one.tasks, one.maker(Method.RANDOM), trials=3, batch=3, store=store, pool=measurer)
+        assert found.tasks[0].best is None
+        errors = {record.error for record in store.known(one.layers[0].key)}
+        assert errors == {"the layer cannot run alone: not this one"}
+        assert StoredTimes.on(store, MACHINE, 2).of(one.layers[0].form, False) == {}
+
+
+def test_kernels_that_cannot_be_scheduled_run_as_they_are(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run as they are, with a warning, in `tune` as in `optimize`."""
+    """With a warning, in `tune` as in `optimize`; a layer has other algorithms."""
     from tvm.s_tir import ScheduleError
 
     def failing(*_: Any) -> Any:
@@ -260,109 +241,55 @@ def test_kernels_that_cannot_be_scheduled_are_not_tuned(
     monkeypatch.setattr("xrlflow.backends.tvm.schedules._prepare", failing)
     with pytest.warns(UserWarning, match="a kernel was left unscheduled: .*not this one"):
         result = api.tune(file, trials=4, threads=2, store=tmp_path / "store.sqlite", measure=False)
-    assert result.found.tuning.tasks == ()
     assert result.verification is not None
     assert result.verification.verified
 
 
-def test_a_kernel_whose_choices_fail_is_said_not_to_be_tuned(
+def test_a_models_layers_are_measured_again_beside_the_untuned_ones(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tvm.s_tir import ScheduleError
+    kept: list[tuple[Sequence[Task], Any, LayerMeasurer]] = []
 
-    def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
-        if choice is not None:
-            raise ScheduleError("not with this tile")
-        schedule_contraction(sch, block, found, machine, choice)
-
-    schedule_contraction = schedules._schedule_contraction
-    monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)
-    result = api.tune(file, trials=4, threads=2, store=tmp_path / "store.sqlite", measure=False)
-    errors = [kernel["error"] for kernel in result.to_json()["kernels"]]
-    assert len(errors) == 2
-    assert all(error.endswith("the schedule rules give no sketch") for error in errors)
-    assert result.verification is not None
-    assert result.verification.verified
-
-
-def test_what_was_lucky_once_does_not_replace_what_was_measured_often(
-    tasks: list[Task], tmp_path: Path
-) -> None:
-    machine = detect(cores=2)
-    task = tasks[0]
-    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
-    setting = Setting.here(machine.target(), 2)
-    with Store(tmp_path / "store.sqlite") as store:
-        tuned = tuned_by(store, machine, 2, flushed=False)
-        store.put(Record.of(task, setting, other, Measurement((0.5e-3,))))
-        assert tuned(task.mod) is not None
-        for number in range(4):
-            store.put(Record.of(task, setting, first, Measurement((1e-3 + 1e-6 * number,))))
-        assert tuned(task.mod) is None
-
-
-def test_a_models_kernels_are_measured_again_beside_the_untuned_ones(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[tuple[Sequence[Task], Any, PoolOptions]] = []
-
-    def watched(tasks: Sequence[Task], *given: Any, usual: Any, pool: PoolOptions, **named: Any) -> Any:
+    def watched(tasks: Sequence[Task], *given: Any, usual: Any, pool: LayerMeasurer, **named: Any) -> Any:
         kept.append((tasks, usual, pool))
         return tune(tasks, *given, usual=usual, pool=pool, **named)
 
     monkeypatch.setattr("xrlflow.lowering.tune", watched)
     api.tune(file, method="random", trials=2, threads=2, store=tmp_path / "s.sqlite", measure=False)
     ((tasks, usual, pool),) = kept
-    assert pool.timing.flush, "as between other kernels"
+    assert pool.flushed, "as between other kernels"
     for task in tasks:
-        space = KnobSpace.of(task, 0, design_space(detect(cores=2)))
-        options = choices(task.mod, detect(cores=2))
-        untuned = space.decode((options.index(heuristic(task.mod, detect(cores=2))),))
-        assert untuned is not None
-        assert usual(task).key == untuned.key
-
-
-def remember_another_kernel(task: Task, path: Path) -> str:
-    """A store that has another schedule than the untuned one as the faster of the two; its key."""
-    machine = detect(cores=2)
-    first, other = blocked(Method.RANDOM, machine)(task, 0).propose(2)
-    setting = Setting.here(machine.target(), 2, flushed=True)
-    with Store(path) as store:
-        for candidate, seconds in ((first, 1e-3), (other, 1e-4)):
-            record = Record.of(task, setting, candidate, Measurement((seconds,)))
-            for times in range(4):
-                store.put(replace(record, taken=float(times), seconds=(seconds + 1e-9 * times,)))
-    return other.key
+        layer = pool.layers.by_key.get(task.key)
+        if layer is not None:
+            assert usual(task).key == key_of(layer, layer.untuned(MACHINE)[0], MACHINE)
 
 
 @pytest.mark.parametrize("function", [api.optimize, api.tune])
 def test_kernels_run_as_the_store_has_them(
-    function: Any, file: Path, tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    function: Any, file: Path, tasks: LayerTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "store.sqlite"
-    wanted = {task.key: remember_another_kernel(task, path) for task in tasks}
-    used: dict[str, str] = {}
-    scheduled = Store.scheduled
+    wanted: dict[Any, Way] = {}
+    with Store(path) as store:
+        for layer in tasks.layers:
+            first, other = layer.untuned(MACHINE)[0], layer.likely(Algorithm.PRODUCT, MACHINE, 3)[2]
+            put(store, layer, first, *[1e-3] * 4)
+            put(store, layer, other, *[1e-4] * 4)
+            wanted[layer.form] = other
+    used: dict[Any, Way] = {}
+    replacement = layers_fusion._replacement
 
-    def watched(store: Store, task: Task, record: Record) -> Any:
-        used[task.key] = record.candidate
-        assert store.path == path
-        return scheduled(store, task, record)
+    def watched(match: Any, choice: Any, machine: Machine) -> Any:
+        used[match.form] = Way(choice.algorithm, choice.plan)
+        return replacement(match, choice, machine)
 
-    monkeypatch.setattr(Store, "scheduled", watched)
+    monkeypatch.setattr(layers_fusion, "_replacement", watched)
     if function is api.optimize:
         options: dict[str, Any] = {"backend": "tvm", "search": "greedy", "cost": "roofline"}
     else:
         options = {"trials": 0}
     function(file, store=path, threads=2, measure=False, **options)
     assert used == wanted
-
-
-def test_two_graphs_share_tasks_as_often_as_the_one_that_calls_them_more(tasks: list[Task]) -> None:
-    once, twice = sorted(tasks, key=lambda task: task.weight)
-    for groups in ([[once, twice], [replace(twice, weight=1)]], [[replace(twice, weight=1)], [once, twice]]):
-        found = _together(groups)
-        assert sorted((task.key, task.weight) for task in found) == sorted([(once.key, 1), (twice.key, 2)])
 
 
 def test_a_file_that_is_something_else_is_no_store(
@@ -556,7 +483,7 @@ def test_the_name_of_a_library_is_checked_first(command: list[str], file: Path, 
 
 
 def test_bad_options(file: Path) -> None:
-    with pytest.raises(api.OptionError, match="choose of chameleon, evolutionary"):
+    with pytest.raises(api.OptionError, match="choose of chameleon, genetic"):
         api.tune(file, method="luck")
     with pytest.raises(api.OptionError, match="above zero"):
         api.tune(file, time_limit=0)

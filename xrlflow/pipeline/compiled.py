@@ -31,7 +31,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     except VerificationFailed as error:
         if not multiplies_less(choice.lowered.model.chosen):
             raise
-        context.notes.append(f"compiled again, with direct kernels: {error}")
+        context.notes.append(f"compiled again, with plain kernels: {error}")
         context = replace(context, options=replace(options, exact_kernels=True))
         choice = _compiled(context, start, explored)
         verification = _verified(context, choice.lowered)

@@ -122,7 +122,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         different = finished.verification is not None and not finished.verification.verified
         if not different or not multiplies_less(made.hybrid.chosen):
             break
-        context.notes.append("compiled again, with direct kernels")
+        context.notes.append("compiled again, with plain kernels")
         context = replace(context, options=replace(context.options, exact_kernels=True))
         made = _best(context, start, explored, proposal, made)
     return judged(context, start, explored, proposal)

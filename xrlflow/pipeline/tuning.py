@@ -65,7 +65,7 @@ class Tuned:
             ],
             "layers": [
                 {
-                    "name": layer.name, "calls": layer.calls, "direct_us": _us(layer.direct_seconds),
+                    "name": layer.name, "calls": layer.calls, "plain_us": _us(layer.plain_seconds),
                     "heuristic": layer.heuristic, "heuristic_us": _us(layer.heuristic_seconds),
                     "algorithm": layer.chosen, "best_us": _us(layer.chosen_seconds),
                 }
@@ -138,9 +138,6 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
         note = f"{progress.task.name} {progress.best * 1e6:.1f} us"
         context.say("tune", progress.spent, progress.budget, note)
 
-    def tell_layers(done: int, total: int, layer: str) -> None:
-        context.say("layers", done, total, layer)
-
     try:
         with place_of(options.ray) as place:
             plan = TuningPlan(
@@ -148,7 +145,7 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
                 None if options.ray is None else place,
             )  # fmt: skip
             return lowering.tune_model(
-                context.lowering, context.original, graphs, context.feeds, plan, tell, hurried, tell_layers
+                context.lowering, context.original, graphs, context.feeds, plan, tell, hurried
             )
     except PoolError as error:
         raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error

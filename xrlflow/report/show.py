@@ -69,7 +69,7 @@ def optimization(report: Report, output: str) -> None:
             table.add_row(rule, str(count))
         _console.print(table)
     if multiplies_less(report.algorithms):
-        _console.print(_algorithms(report.algorithms))
+        _console.print(_algorithms([each for each in report.algorithms if not each.plain]))
     summary = _grid("", "", title="\nResult")
     summary.show_header = False
     summary.add_row("search", f"{report.search}, {report.expanded} graphs, guided by {report.cost_model}")
@@ -105,7 +105,7 @@ def page(path: Path | None) -> None:
 
 
 def _algorithms(chosen: Sequence[Chosen]) -> Table:
-    """The algorithms of convolutions, by kind of layer."""
+    """Layers with an algorithm that is not plain, by kind."""
     table = _grid(
         "layer", "times", "algorithm", "error", "share of all errors", title="\nAlgorithms of convolutions"
     )
@@ -113,7 +113,7 @@ def _algorithms(chosen: Sequence[Chosen]) -> Table:
         alike = [c for c in chosen if (c.layer, c.algorithm) == (layer, algorithm)]
         error = max(c.error for c in alike)
         share = sum(c.share for c in alike)
-        table.add_row(layer, str(len(alike)), algorithm, f"{error:.1f}x direct", f"{share:.0%}")
+        table.add_row(layer, str(len(alike)), algorithm, f"{error:.1f}x plain", f"{share:.0%}")
     return table
 
 
@@ -311,14 +311,14 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The algorithms of convolutions and of blocks of them: the direct kernels, the heuristic's choice, and the tuned
+    """The algorithms of convolutions and of blocks of them: the plain kernels, the heuristic's choice, and the tuned
     one."""
     table = _grid(
-        "layer", "calls", "direct us", "heuristic", "us", "chosen", "us", title="\nAlgorithms of convolutions"
+        "layer", "calls", "plain us", "heuristic", "us", "chosen", "us", title="\nAlgorithms of convolutions"
     )
     for row in rows:
         times = [
-            "" if row[key] is None else f"{row[key]:.1f}" for key in ("direct_us", "heuristic_us", "best_us")
+            "" if row[key] is None else f"{row[key]:.1f}" for key in ("plain_us", "heuristic_us", "best_us")
         ]
         table.add_row(
             row["name"], str(row["calls"]), times[0], row["heuristic"], times[1], row["algorithm"], times[2]

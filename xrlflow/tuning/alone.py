@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +11,8 @@ from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.compiled import Interface, TvmModel, Value
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import compile_module
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.tuning.measurable import Floats
+from xrlflow.backends.tvm.ways import Floats
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -33,43 +32,3 @@ def run(module: IRModule, given: Mapping[str, Floats], machine: Machine) -> Floa
     with TvmModel(executable, interface, threads=1) as model:
         (found,) = model.run(given)
     return np.asarray(found)
-
-
-def with_steps(
-    builder: Any, first: Any, steps: Sequence[Step], extras: Sequence[Floats], large: Mapping[int, Any]
-) -> Any:
-    """The last variable of a Relax function that is being built, after `steps` that follow the variable `first`.
-
-    `extras`: the values of the steps' extras. `large`: the variables of those that are as large as the result.
-    """
-    found, left = [first], iter(range(len(extras)))
-    for step in steps:
-        args = [_operand(o, found, left, extras, large) for o in step.operands]
-        found.append(builder.emit(_operator(step)(*args)))
-    return found[-1]
-
-
-def _operand(
-    given: float | Extra | Earlier,
-    found: Sequence[Any],
-    left: Iterator[int],
-    extras: Sequence[Floats],
-    large: Mapping[int, Any],
-) -> Any:
-    from tvm import relax
-
-    if isinstance(given, Earlier):
-        return found[given.step]
-    if isinstance(given, Extra):
-        number = next(left)
-        return relax.const(extras[number].reshape(1, 1, 1, -1)) if given.by_channel else large[number]
-    return relax.const(given, FLOAT)
-
-
-def _operator(step: Step) -> Any:
-    from tvm import relax
-
-    found: Any = relax.op
-    for name in step.operator.split(".")[1:]:
-        found = getattr(found, name)
-    return found

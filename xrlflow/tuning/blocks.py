@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cache
@@ -20,7 +20,7 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.bands import (
     Form,
     Plan,
@@ -34,11 +34,14 @@ from xrlflow.backends.tvm.bands_plan import cost, plan, plans, usual
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.joined import joined
+from xrlflow.backends.tvm.loops import Loop, loops_of_bands
 from xrlflow.backends.tvm.lower import fuse, schedule_all
 from xrlflow.backends.tvm.steps import Step, extras_of
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.tuning.alone import alone, run, with_steps
-from xrlflow.tuning.measurable import Floats, is_typed, key_of
+from xrlflow.backends.tvm.tiles import with_steps
+from xrlflow.backends.tvm.ways import Floats, is_typed
+from xrlflow.tuning.alone import alone, run
+from xrlflow.tuning.measurable import key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -122,8 +125,7 @@ class Block:
         project = 0 if form.project is None else math.prod(form.out) * wide
         return self.weight * (expand + math.prod(form.middle) * math.prod(form.window) + project)
 
-    @property
-    def needed(self) -> tuple[Kernels, ...]:
+    def needed(self, machine: Machine) -> tuple[Kernels, ...]:
         return Kernels.APART, Kernels.BANDS
 
     def at(self, far: bool) -> Block:
@@ -143,6 +145,40 @@ class Block:
         )
         found = [*self.untuned(machine), *map(BlockWay, likely)]
         return list(dict.fromkeys(found))[: most + 1]
+
+    def everything(self, machine: Machine) -> list[BlockWay]:
+        return [BlockWay(), *map(BlockWay, dict.fromkeys(plans(self.form, machine)))]
+
+    def numbers(self, way: BlockWay) -> dict[str, int]:
+        algorithm = {"algorithm": len(Algorithm) + list(Kernels).index(way.group)}
+        if (how := way.plan) is None:
+            return algorithm
+        return algorithm | {
+            "rows": how.expand.rows, "vectors": how.expand.columns // how.lanes, "lanes": how.lanes,
+            "blocks": how.bands(self.form), "parts": how.parts, "order": how.blocks(self.form),
+            "other rows": how.project.rows,
+        }  # fmt: skip
+
+    def loops(self, way: BlockWay) -> list[Loop]:
+        return [] if way.plan is None else loops_of_bands(self.form, way.plan)
+
+    def estimate(self, way: BlockWay, machine: Machine) -> float:
+        """One kernel for each convolution has no estimate: it counts as the usual blocking."""
+        return cost(self.form, way.plan or plan(self.form, machine), machine)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """As of `Layer`, with the expanded channels in the end."""
+        form = self.form
+        convolutions = (form.expand, form.depthwise, form.project)
+        steps = [step for some in convolutions if some is not None for step in some]
+        large = sum(not extra.by_channel for extra in extras_of(steps))
+        window = math.prod(form.window)
+        return (
+            math.prod(form.image[:3]), math.prod(form.middle[:3]), form.out[2], form.image[3], form.out[3],
+            form.image[3], window, form.middle[3], max(form.strides), len(steps), large, int(self.far),
+            form.middle[3],
+        )  # fmt: skip
 
     def stored(self, text: str) -> BlockWay | None:
         return BlockWay.stored(text)
@@ -252,15 +288,20 @@ def _module(form: Form) -> IRModule:
     builder, drawn = relax.BlockBuilder(), _drawn(form)
     at = relax.Var("image", relax.TensorType(form.image, FLOAT))
     given = {i: relax.Var(f"extra{i}", relax.TensorType(form.out, FLOAT)) for i in drawn.large}
+
+    def followed(expression: Any, by: _Convolution, large: Mapping[int, Any]) -> Any:
+        extras = [large.get(i, relax.const(x.reshape(1, 1, 1, -1))) for i, x in enumerate(by.extras)]
+        return with_steps(builder, builder.emit(expression), by.steps, extras)
+
     with builder.function("main", [at, *given.values()]):
         with builder.dataflow():
             if (first := drawn.expand) is not None:
-                at = with_steps(builder, builder.emit(_convolved(at, first)), first.steps, first.extras, {})
+                at = followed(_convolved(at, first), first, {})
             middle = drawn.depthwise
             convolved = _convolved(at, middle, form.strides, _padding(form), form.middle[3])
-            at = with_steps(builder, builder.emit(convolved), middle.steps, middle.extras, {})
+            at = followed(convolved, middle, {})
             if (last := drawn.project) is not None:
-                at = with_steps(builder, builder.emit(_convolved(at, last)), last.steps, last.extras, given)
+                at = followed(_convolved(at, last), last, given)
             result = builder.emit_output(at)
         builder.emit_func_output(result)
     return builder.get()

@@ -44,6 +44,10 @@ _FIRST_LOCATION = -2
 _BEYOND = 1 << 20
 # How often a sketch is tried to learn how many compute locations there are, since that depends on other decisions.
 _PROBES = 6
+# The number of TVM's features of a store, and of those at their beginning that count floating-point operations.
+_STORE, _ARITHMETIC = 164, 7
+SCHEDULE_FEATURES = 2 * _STORE
+"""The number of features of a schedule."""
 # The value of a knob's feature if the sketch does not use the knob.
 _UNUSED = -1.0
 
@@ -127,6 +131,10 @@ class Candidate:
     mod: IRModule
     key: str
 
+    @staticmethod
+    def of(vector: Vector | None, steps: Trace | list[Any], mod: IRModule) -> Candidate:
+        return Candidate(vector, steps, mod, module_key(mod))
+
     @cached_property
     def trace(self) -> list[Any]:
         """TVM's trace, with postprocessing, as JSON. This takes milliseconds, but few candidates are recorded."""
@@ -189,6 +197,32 @@ class KnobSpace:
     def size(self) -> int:
         """The number of normal vectors. Not all of them are valid, and several may decode to one kernel."""
         return sum(math.prod(len(self.knobs[k]) for k in sketch.knobs if k > 0) for sketch in self.sketches)
+
+    @property
+    def kinds(self) -> int:
+        return len(self.sketches)
+
+    @property
+    def flops(self) -> float:
+        return self.task.flops
+
+    @property
+    def width(self) -> int:
+        return SCHEDULE_FEATURES
+
+    def described(self, candidates: Sequence[Candidate]) -> Floats:
+        """TVM's features of stores, which are logarithms: their sum, and those of the store that computes most. [N,
+        width], for any task."""
+        package = tvm()
+        meta = package.s_tir.meta_schedule
+        extractor = meta.feature_extractor.PerStoreFeature()
+        wanted = self.spread(lambda c: meta.MeasureCandidate(package.s_tir.Schedule(c.mod), []), candidates)
+        found = []
+        for stores in extractor.extract_from(self.context, wanted):
+            array: Floats = stores.numpy().astype(np.float32)
+            main = array[array[:, :_ARITHMETIC].sum(axis=1).argmax()]
+            found.append(np.concatenate([array.sum(axis=0), main]))
+        return np.stack(found)
 
     def active(self, vector: Sequence[int]) -> frozenset[int]:
         """The positions that the vector's sketch uses."""

@@ -1,34 +1,35 @@
-"""Measures the kernels of layers (convolutions, and blocks of them), and remembers their times.
+"""What a store knows of the kernels of layers (convolutions, products, blocks of convolutions), and what tuning made of
+them.
 
-Each kernel is compared with the direct one before it is timed, with weights as cold as in the model. The fastest ones
-of each algorithm are measured again, beside the one of an untuned compilation: the least of many noisy times is a lucky
-one. All outcomes are stored at once.
+The least of many noisy times is a lucky one: what was measured often enough counts, and another kernel must beat that
+of an untuned compilation by a margin.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import bands
 from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.winograd import Form
+from xrlflow.backends.tvm.ways import Floats, Form, Way
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
-from xrlflow.tuning.layers import Layer, Way
-from xrlflow.tuning.measurable import Floats, Measurable, W, key_of
-from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
-from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
+from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.measurable import Measurable, W
+from xrlflow.tuning.pool import Kernel, Pool
+from xrlflow.tuning.store import CONFIRMED, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement
+
+if TYPE_CHECKING:
+    pass
 
 # The leading kernels of an algorithm: at most this many, no slower than the first by this factor.
 _LEADERS, _NEAR = 3, 1.05
@@ -36,7 +37,7 @@ _LEADERS, _NEAR = 3, 1.05
 _PASSES = 3
 # A measured blocking must take less than this part of the untuned one's time (see `kernels._WORTH`).
 _WORTH = 0.97
-# The largest deviation from the direct kernel's results, relative to the largest of them.
+# The largest deviation from the expected results, relative to the largest of them.
 _DEVIATION = 2e-5
 
 
@@ -108,7 +109,8 @@ class StoredTimes:
         """The layer at the distance whose times are used, and its best kernels: nothing if too little is known."""
         for at in (layer, layer.at(not layer.far)):
             found = self._known(at)
-            if found.get(layer.needed[0]) is not None and found.keys() >= set(layer.needed):
+            needed = layer.needed(self.machine)
+            if found.get(needed[0]) is not None and found.keys() >= set(needed):
                 return at, found
         return layer, {}
 
@@ -185,7 +187,7 @@ class LayerResult:
     """What tuning found for a layer, which the model calls `calls` times.
 
     `heuristic`, `chosen`: the kernels of an untuned and of a tuned compilation, with their seconds (None: not
-    measured), and the seconds of the `direct` kernel (of a block: of one kernel for each convolution). Both stay within
+    measured), and the seconds of the plain algorithm (of a block: of one kernel for each convolution). Both stay within
     the same budget of rounding errors, so that `chosen` need not be the fastest.
     """
 
@@ -195,28 +197,32 @@ class LayerResult:
     heuristic_seconds: float | None
     chosen: str
     chosen_seconds: float | None
-    direct_seconds: float | None
+    plain_seconds: float | None
 
 
 def results(
-    layers: Sequence[Layer], before: Sequence[Chosen], after: Sequence[Chosen], times: StoredTimes
+    before: Iterable[tuple[Layer, Chosen]], after: Iterable[tuple[Layer, Chosen]], times: StoredTimes
 ) -> list[LayerResult]:
-    """What became of layers: of each in its order in the model, what was chosen untuned and tuned. Equal ones are
-    together."""
+    """What became of the layers of a tuned model, by what was chosen for those of the untuned one and for them. Equal
+    ones are together. Those that were part of a block before count as untuned with a plain algorithm."""
     found: dict[tuple[str, str, str], LayerResult] = {}
-    for layer, untuned, tuned in zip(layers, before, after, strict=True):
+    untuned: dict[str, deque[Algorithm]] = defaultdict(deque)
+    for layer, chosen in before:
+        untuned[layer.key].append(Algorithm(chosen.algorithm))
+    for layer, chosen in after:
         known = times.of(layer.form, layer.far)
-        first = layer.usual(Algorithm(untuned.algorithm), times.machine)
-        algorithm = Algorithm(tuned.algorithm)
+        earlier_ones = untuned[layer.key] or deque(layer.needed(times.machine))
+        first = layer.usual(earlier_ones.popleft(), times.machine)
+        algorithm = Algorithm(chosen.algorithm)
         best = known.get(algorithm)
         last = layer.usual(algorithm, times.machine) if best is None else Way(algorithm, best.plan)
-        direct = known.get(Algorithm.DIRECT)
+        plain = known.get(layer.needed(times.machine)[0])
         key = (layer.key, str(first), str(last))
         earlier = found.get(key)
         found[key] = LayerResult(
             layer.name, 1 if earlier is None else earlier.calls + 1,
             str(first), times.seconds(layer, first), str(last), None if best is None else best.seconds,
-            None if direct is None else direct.seconds,
+            None if plain is None else plain.seconds,
         )  # fmt: skip
     return list(found.values())
 
@@ -236,159 +242,16 @@ def block_results(blocks: Iterable[Block], times: StoredTimes) -> list[LayerResu
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`blockings` of each algorithm are measured, until `until` (`time.monotonic`)."""
-
-    blockings: int = 8
-    until: float = math.inf
-
-
-Tell = Callable[[int, int, str], None]
-"""Called with the number of layers that are done, the number of all, and a note."""
-
-
-def measure_layers(
-    layers: Sequence[Measurable[Any]],
-    machine: Machine,
-    store: Store,
-    pool: Pool | PoolOptions,
-    limits: Limits,
-    tell: Tell | None = None,
-) -> list[str]:
-    """Measure the algorithms and blockings of layers, those that take longest first. What the store knows already is
-    not measured again. Returns remarks on layers that could not be measured. `pool`: from options one starts when there
-    is something to measure.
-
-    Raises PoolError if nothing can be measured.
-    """
-    remarks = []
-    options, given = (pool.options, pool) if isinstance(pool, Pool) else (pool, None)
-    setting = Setting.on(options.device, machine.target(), options.threads, flushed=True)
-    with contextlib.ExitStack() as at_end:
-        session = _Session(machine, store, options, setting, limits, at_end, given)
-        for done, layer in enumerate(sorted(layers, key=lambda each: -each.work)):
-            if tell is not None:
-                tell(done, len(layers), layer.name)
-            try:
-                session.measure(layer)
-            except BackendError as error:  # the direct kernel does not compile or run alone
-                remarks.append(f"{layer.name} could not be measured: {error}")
-    return remarks
-
-
-@dataclass(slots=True)
-class _Session:
-    machine: Machine
-    store: Store
-    options: PoolOptions
-    setting: Setting
-    limits: Limits
-    at_end: contextlib.ExitStack
-    _pool: Pool | None = None
-    _expected: dict[str, Floats] = field(default_factory=dict)
-
-    def measure(self, layer: Measurable[W]) -> None:
-        """Measure what is not known of a layer."""
-        promising = layer.ways(self.machine, self.limits.blockings)
-        known = {(k.way, k.key) for k in self._kept(layer)}
-        new = [way for way in promising if (way, key_of(layer, way, self.machine)) not in known]
-        self._time(layer, new, 1)
-        for _ in range(_PASSES):
-            again = self._unsettled(layer)
-            if not again or self._over():
-                break
-            self._time(layer, again, CONFIRMED - 1)
-        self._expected.clear()
-
-    def _over(self) -> bool:
-        return time.monotonic() >= self.limits.until
-
-    def _kept(self, layer: Measurable[W]) -> list[_Known[W]]:
-        return _kept(self.store, layer, self.setting)
-
-    def _unsettled(self, layer: Measurable[W]) -> list[W]:
-        """The leading kernels of each group, with the untuned ones, where one of them was measured too seldom."""
-        kept = [k for k in self._kept(layer) if not k.failed]
-        kept = [k for k in kept if layer.is_current(k.way, k.key, self.machine)]
-        found: list[W] = []
-        for untuned in layer.untuned(self.machine):
-            some = sorted((k for k in kept if k.way.group == untuned.group), key=lambda k: k.seconds)
-            near = [k for k in some if k.seconds <= _NEAR * some[0].seconds][:_LEADERS]
-            leading = [k for k in some if k in near or k.way == untuned]
-            if any(k.count < CONFIRMED for k in leading):
-                found += [k.way for k in leading]
-        return found
-
-    def _time(self, layer: Measurable[W], some: Sequence[W], rounds: int) -> None:
-        """Build kernels, check them, and time them in turns."""
-        if not some or self._over():
-            return
-        modules = [layer.kernels(way, self.machine) for way in some]
-        with self._built(modules) as built:
-            running: list[tuple[W, list[Kernel]]] = []
-            for way, found in zip(some, built):
-                error = next((part.error for part in found if isinstance(part, Measurement)), None)
-                parts = [part for part in found if isinstance(part, Kernel)]
-                if error is None and len(parts) == len(found) and not self._over():
-                    error = self._deviation(layer, way, parts[0])
-                if error is not None:
-                    self._put(layer, way, Measurement(error=error))
-                elif len(parts) == len(found):
-                    running.append((way, parts))
-            for _ in range(rounds):
-                for way, parts in list(running):
-                    if self._over():
-                        return
-                    outcome = self._timed(layer, parts)
-                    self._put(layer, way, outcome)
-                    if outcome.error is not None:
-                        running.remove((way, parts))
-
-    @contextlib.contextmanager
-    def _built(
-        self, modules: Sequence[Sequence[object]]
-    ) -> Iterator[list[list[Kernel | Measurement | None]]]:
-        """The kernels of several ways, which consist of several each."""
-        if self._pool is None:
-            self._pool = self.at_end.enter_context(Pool(self.options))
-        flat = [module for several in modules for module in several]
-        with self._pool.built(self.machine.target(), flat, self.limits.until) as found:
-            left = iter(found)
-            yield [[next(left) for _ in several] for several in modules]
-
-    def _deviation(self, layer: Measurable[W], way: W, kernel: Kernel) -> str | None:
-        """What is wrong with the results of a kernel; None if they are as expected, or not compared."""
-        assert self._pool is not None
-        if (arguments := layer.arguments(way, self.machine)) is None:
-            return None
-        if layer.key not in self._expected:
-            self._expected[layer.key] = layer.expected(self.machine)
-        wanted = self._expected[layer.key]
-        try:
-            (found,) = self._pool.called(kernel, arguments)
-        except BackendError as error:
-            return str(error)
-        off, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
-        if off <= _DEVIATION * largest:
-            return None
-        return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"
-
-    def _timed(self, layer: Measurable[Any], parts: Sequence[Kernel]) -> Measurement:
-        """The time of all kernels of a way."""
-        assert self._pool is not None
-        timing = replace(self.options.timing, others=last_level() if layer.far else 0)
-        outcomes = [self._pool.timed(part, timing) for part in parts]
-        if len(outcomes) == 1:
-            return outcomes[0]
-        error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
-        if error is not None:
-            return Measurement(error=error)
-        return Measurement((sum(outcome.median for outcome in outcomes),))
-
-    def _put(self, layer: Measurable[W], way: W, outcome: Measurement) -> None:
-        key = key_of(layer, way, self.machine)
-        record = Record(
-            layer.key, self.setting, key, way.text, "[]", outcome.seconds, outcome.error, time.time()
-        )
-        self.store.put(record)
+def deviation(pool: Pool, kernel: Kernel, arguments: Sequence[Floats] | None, expected: Floats) -> str | None:
+    """What is wrong with the results of a kernel for these arguments; None if they are as expected, or if there are no
+    arguments."""
+    if arguments is None:
+        return None
+    try:
+        (found,) = pool.called(kernel, arguments)
+    except BackendError as error:
+        return str(error)
+    off, largest = float(np.abs(found - expected).max()), float(np.abs(expected).max())
+    if off <= _DEVIATION * largest:
+        return None
+    return f"its results are off by {off:.1e}, where the largest is {largest:.1e}"

@@ -1,4 +1,4 @@
-"""3x3 convolutions as layers to measure: the kernels of each algorithm, alone, and what they compute.
+"""Convolutions and products as layers to measure: the kernels of each way, alone, and what they compute.
 
 A layer is known by its form. Its weights and images are drawn, since times do not depend on them.
 """
@@ -6,73 +6,32 @@ A layer is known by its form. Its weights and images are drawn, since times do n
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.lower import fuse, schedule_all
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm import direct, tiles
+from xrlflow.backends.tvm.algorithms import Algorithm
+from xrlflow.backends.tvm.layers_fusion import plain
+from xrlflow.backends.tvm.loops import Loop, loops_of
+from xrlflow.backends.tvm.lower import schedule_all
+from xrlflow.backends.tvm.schedules import Choice
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.winograd import Form, Plan, cost, kernel, packed, plan, plans
-from xrlflow.backends.tvm.winograd_fusion import title
-from xrlflow.tuning.alone import alone, run, with_steps
-from xrlflow.tuning.measurable import Floats, is_typed, key_of
+from xrlflow.backends.tvm.ways import GENERATORS, Floats, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.tuning.alone import alone, run
+from xrlflow.tuning.measurable import key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
 
-FAST = (Algorithm.F23, Algorithm.F43)
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """An algorithm, and the blocking of its kernel (None: the direct kernel is blocked by its schedule)."""
-
-    algorithm: Algorithm
-    plan: Plan | None = None
-
-    def form(self, layer: Layer) -> Form:
-        return replace(layer.form, m=self.algorithm.m or layer.form.m)
-
-    @property
-    def group(self) -> Algorithm:
-        return self.algorithm
-
-    @property
-    def text(self) -> str:
-        """As it is stored: JSON."""
-        return json.dumps([self.algorithm.value, None if self.plan is None else asdict(self.plan)])
-
-    @staticmethod
-    def stored(text: str) -> Way | None:
-        """The way of a record; None if another version of the program wrote something else."""
-        try:
-            name, blocking = json.loads(text)
-            how = None if blocking is None else Plan(**blocking)
-            return Way(Algorithm(name), how) if how is None or is_typed(how) else None
-        except (ValueError, TypeError, RecursionError):
-            return None
-
-    def __str__(self) -> str:
-        how = self.plan
-        if how is None:
-            return self.algorithm.value
-        ahead = ", fetched ahead" if how.ahead else ""
-        parts = f" in {how.parts} parts" if how.parts > 1 else ""
-        return f"{self.algorithm.value}, {how.rows}x{how.columns} by {how.block}{parts}{ahead}"
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A convolution, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
+    """A convolution or product, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
 
     form: Form
     far: bool
@@ -84,139 +43,152 @@ class Layer:
 
     @property
     def key(self) -> str:
-        text = json.dumps([repr(replace(self.form, m=0)), self.far])
+        text = json.dumps([repr(self.form), self.far])
         return "layer " + hashlib.sha256(text.encode()).hexdigest()[:24]
 
     @property
     def work(self) -> int:
-        return self.weight * math.prod(self.form.out) * self.form.channels
+        return self.weight * math.prod(self.form.out) * self.form.terms
 
-    @property
-    def needed(self) -> tuple[Algorithm, ...]:
-        return (Algorithm.DIRECT,)
+    def needed(self, machine: Machine) -> tuple[Algorithm, ...]:
+        return (plain(self.form, machine),)
 
     def at(self, far: bool) -> Layer:
         return replace(self, far=far)
 
     def usual(self, algorithm: Algorithm, machine: Machine) -> Way:
         """The kernel of an algorithm in an untuned compilation."""
-        way = Way(algorithm)
-        return way if algorithm.m is None else replace(way, plan=plan(way.form(self), machine))
+        if algorithm is not Algorithm.TILES:
+            return Way(algorithm, GENERATORS[algorithm].usual(self.form, machine))
+        return Way(algorithm, next(iter(tiles.tile_choices(self.form, machine)), None))
 
     def untuned(self, machine: Machine) -> list[Way]:
-        return [self.usual(algorithm, machine) for algorithm in (Algorithm.DIRECT, *FAST)]
+        first = plain(self.form, machine)
+        others = [algorithm for algorithm in algorithms_of(self.form) if algorithm is not first]
+        return [self.usual(algorithm, machine) for algorithm in (first, *others)]
 
     def ways(self, machine: Machine, most: int) -> list[Way]:
-        """The direct kernel, and of each other algorithm the `most` most promising blockings by the estimate, the best
-        of all algorithms first. The first one is tried with and without fetching ahead."""
-        ranked = []
-        for algorithm in FAST:
-            first = self.usual(algorithm, machine)
-            form, best = first.form(self), first.plan
-            assert best is not None
-            likely = heapq.nsmallest(most, plans(form, machine), key=lambda how: cost(form, how, machine))
-            found = [best, *(replace(how, ahead=best.ahead) for how in likely)]
-            if most > 1:
-                found.insert(1, replace(best, ahead=not best.ahead))
-            ranked.append([Way(algorithm, how) for how in dict.fromkeys(found)][:most])
-        turns = [way for several in zip(*ranked) for way in several]
-        left = [way for several in ranked for way in several if way not in turns]
-        return [Way(Algorithm.DIRECT), *turns, *left]
+        """Of each algorithm the `most` most promising blockings by the estimate, the best of all algorithms first."""
+        several = [self.likely(way.algorithm, machine, most) for way in self.untuned(machine)]
+        turns = [way for turn in zip(*several) for way in turn]
+        return list(dict.fromkeys([*turns, *(way for some in several for way in some)]))
+
+    def likely(self, algorithm: Algorithm, machine: Machine, most: int) -> list[Way]:
+        """Promising blockings of an algorithm, the untuned one first."""
+        if algorithm is not Algorithm.TILES:
+            found = GENERATORS[algorithm].likely(self.form, machine, most)
+            return [Way(algorithm, how) for how in found]
+        return [Way(algorithm, how) for how in tiles.tile_choices(self.form, machine)[:most]] or [
+            Way(algorithm)
+        ]
+
+    def everything(self, machine: Machine) -> list[Way]:
+        found = [Way(Algorithm.TILES, how) for how in tiles.tile_choices(self.form, machine) or (None,)]
+        for algorithm in algorithms_of(self.form):
+            if algorithm is not Algorithm.TILES:
+                plans = dict.fromkeys(GENERATORS[algorithm].plans(self.form, machine))
+                found += [Way(algorithm, how) for how in plans]
+        return found
+
+    def numbers(self, way: Way) -> dict[str, int]:
+        algorithm = {"algorithm": list(Algorithm).index(way.algorithm)}
+        if isinstance(way.plan, Choice):
+            tile = way.plan.tile
+            blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
+            return algorithm | blocked | {"order": int(way.plan.columns_first)}
+        if way.algorithm is Algorithm.TILES:
+            return algorithm
+        return algorithm | GENERATORS[way.algorithm].numbers(self.form, way.plan)
+
+    def loops(self, way: Way) -> list[Loop]:
+        return loops_of(self.form, way)
+
+    def estimate(self, way: Way, machine: Machine) -> float:
+        if way.algorithm is Algorithm.TILES:
+            return tiles_cost(self.form, machine)
+        return GENERATORS[way.algorithm].cost(self.form, way.plan, machine)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows and columns of the image and of the result, channels, groups, terms, extras of the steps, and whether
+        weights come from memory."""
+        form = self.form
+        read, written = math.prod(form.image[:-1]), math.prod(form.out[:-1])
+        window, groups, stride = 1, 1, 1
+        if isinstance(form, direct.Form):
+            window, groups, stride = math.prod(form.window), form.groups, max(form.strides)
+        width = form.out[-2] if len(form.out) > 1 else 1
+        large = sum(not extra.by_channel for extra in form.extras)
+        return (
+            read, written, width, form.image[-1], form.out[-1], form.terms, window, groups, stride,
+            len(form.steps), large, int(self.far), 0,
+        )  # fmt: skip
 
     def stored(self, text: str) -> Way | None:
         return Way.stored(text)
 
     def is_current(self, way: Way, key: str, machine: Machine) -> bool:
-        if way.plan is not None:
-            if way.algorithm.m is None:
-                return False
-            known = {replace(how, ahead=way.plan.ahead) for how in plans(way.form(self), machine)}
-            if way.plan not in known:
-                return False
-        elif way.algorithm.m is not None:
+        if way.algorithm not in algorithms_of(self.form):
             return False
-        return key_of(self, way, machine) == key
+        if way.algorithm is Algorithm.TILES:
+            known: Any = tiles.tile_choices(self.form, machine) or (None,)
+        else:
+            known = _plans(self.form, way.algorithm, machine)
+        try:
+            return way.plan in known and key_of(self, way, machine) == key
+        except BackendError:  # today the layer has no such kernel
+            return False
 
     def kernels(self, way: Way, machine: Machine) -> tuple[IRModule, ...]:
-        """The direct kernel may have others beside it, which pad."""
-        if way.plan is None:
-            return _direct_kernels(replace(self.form, m=0), machine)
-        return (_fast_kernel(way.form(self), way.plan),)
+        """Tiles may have other kernels beside them, which pad."""
+        if way.algorithm is not Algorithm.TILES:
+            return (_written(self.form, way),)
+        return _tiled(self.form, way, machine)
 
     def arguments(self, way: Way, machine: Machine) -> list[Floats] | None:
-        """Results are compared with those of the direct kernel."""
-        if way.plan is None:
+        """Results are compared with those of the untuned tiles, which are not compared themselves."""
+        form, given = self.form, tiles.drawn(self.form)
+        if way == self.usual(Algorithm.TILES, machine):
             return None
-        form = way.form(self)
-        weights, extras = operands(form)
-        return [image_of(form), packed(weights, form, way.plan), *extras]
+        if way.algorithm is Algorithm.TILES:
+            only = tiles.only_kernel(tiles.fused(form, machine))
+            return None if only is None else tiles.arguments(only, _tiled(form, way, machine)[0], form)
+        large = tiles.large_of(form)
+        packed = GENERATORS[way.algorithm].packed(given.weights, form, way.plan)
+        extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
+        return [large["image"], packed, *extras]
 
     def expected(self, machine: Machine) -> Floats:
-        """What the direct kernel computes."""
-        form = self.form
-        _, extras = operands(form)
-        large = [array for array, extra in zip(extras, form.extras) if not extra.by_channel]
-        given = {"image": image_of(form), **{f"extra{i}": array for i, array in enumerate(large)}}
-        return run(_direct(form, machine), given, machine)
+        """What untuned tiles compute."""
+        return run(_scheduled(self.form, machine), tiles.large_of(self.form), machine)
 
 
 @cache
-def _fast_kernel(form: Form, how: Plan) -> IRModule:
+def _plans(form: Form, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
+    return frozenset(GENERATORS[algorithm].plans(form, machine))
+
+
+@cache
+def _written(form: Form, way: Way) -> IRModule:
     with heeding_interrupts():
-        return alone(kernel(form, how))
+        return alone(GENERATORS[way.algorithm].kernel(form, way.plan))
 
 
 @cache
-def _direct_kernels(form: Form, machine: Machine) -> tuple[IRModule, ...]:
+def _tiled(form: Form, way: Way, machine: Machine) -> tuple[IRModule, ...]:
     from tvm import tirx
 
-    functions = _direct(form, machine).functions.values()
+    if way.plan is not None:
+        assert isinstance(way.plan, Choice)
+        only = tiles.only_kernel(tiles.fused(form, machine))
+        scheduled = None if only is None else tiles.tiled(only, way.plan, machine)
+        if scheduled is None:
+            raise BackendError(f"{title(form)} has no kernel of {way}")
+        return (alone(scheduled),)
+    functions = _scheduled(form, machine).functions.values()
     return tuple(alone(function) for function in functions if isinstance(function, tirx.PrimFunc))
 
 
-def _direct(form: Form, machine: Machine) -> IRModule:
-    """The scheduled module of a layer with a direct kernel."""
-    module = fuse(_module(form), machine, channels_last=False, algorithms=Algorithms(only=Algorithm.DIRECT))
-    return schedule_all(module, machine)
-
-
-def _module(form: Form) -> IRModule:
-    """A Relax module of the layer: "main" takes the image and the extras that are as large as the result."""
-    tvm()
-    from tvm import relax
-
-    builder = relax.BlockBuilder()
-    image = relax.Var("image", relax.TensorType(form.image, FLOAT))
-    weights, extras = operands(form)
-    given = {
-        i: relax.Var(f"extra{i}", relax.TensorType(form.out, FLOAT))
-        for i, extra in enumerate(form.extras)
-        if not extra.by_channel
-    }
-    bottom, right = (
-        out + 2 - size - pad for out, size, pad in zip(form.out[1:3], form.image[1:3], (form.top, form.left))
-    )
-    with builder.function("main", [image, *given.values()]):
-        with builder.dataflow():
-            convolved = builder.emit(
-                relax.op.nn.conv2d(
-                    image, relax.const(weights), padding=[form.top, form.left, bottom, right],
-                    groups=form.groups, data_layout="NHWC", kernel_layout="HWIO", out_layout="NHWC",
-                )
-            )  # fmt: skip
-            result = builder.emit_output(with_steps(builder, convolved, form.steps, extras, given))
-        builder.emit_func_output(result)
-    return builder.get()
-
-
-def operands(form: Form) -> tuple[Floats, list[Floats]]:
-    """Weights [3, 3, channel, output channel], and the extras of the steps."""
-    rng = np.random.default_rng(0)
-    scale = np.float32((9 * form.channels) ** -0.5)
-    weights = rng.standard_normal((3, 3, form.channels, form.out[3]), np.float32) * scale
-    shapes = [form.out[3:] if extra.by_channel else form.out for extra in form.extras]
-    return weights, [rng.standard_normal(shape, np.float32) for shape in shapes]
-
-
-def image_of(form: Form) -> Floats:
-    return np.random.default_rng(1).standard_normal(form.image, np.float32)
+def _scheduled(form: Form, machine: Machine) -> Any:
+    """The scheduled module of a layer with untuned tiles."""
+    return schedule_all(tiles.fuse_alone(form, tiles.drawn(form), machine), machine)

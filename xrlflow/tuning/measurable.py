@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from xrlflow.backends.tvm.loops import Loop
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.ways import Floats
 from xrlflow.tuning.tasks import module_key
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
-
-Floats = npt.NDArray[np.float32]
 
 
 class Way(Hashable, Protocol):
@@ -50,7 +46,16 @@ class Measurable(Protocol[W]):
     def work(self) -> int: ...
 
     @property
-    def needed(self) -> Sequence[Hashable]:
+    def weight(self) -> int:
+        """How often the model calls it."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What its times depend on besides the way, as many numbers for all layers."""
+        ...
+
+    def needed(self, machine: Machine) -> Sequence[Hashable]:
         """The groups without which times are not used. A kernel of the first one must have run."""
         ...
 
@@ -64,6 +69,22 @@ class Measurable(Protocol[W]):
 
     def ways(self, machine: Machine, most: int) -> Sequence[W]:
         """What is worth measuring, at most so many blockings of each group: the untuned kernels first."""
+        ...
+
+    def everything(self, machine: Machine) -> Sequence[W]:
+        """All ways, each once."""
+        ...
+
+    def numbers(self, way: W) -> Mapping[str, int]:
+        """A way as numbers, of `space.KNOBS`."""
+        ...
+
+    def loops(self, way: W) -> Sequence[Loop]:
+        """The loops of a way's kernel (see `loops`); none where they are not known."""
+        ...
+
+    def estimate(self, way: W, machine: Machine) -> float:
+        """The estimated time, in a unit of this layer."""
         ...
 
     def stored(self, text: str) -> W | None:
@@ -90,13 +111,3 @@ class Measurable(Protocol[W]):
 def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
     """A key of the kernels' code."""
     return "+".join(module_key(module) for module in subject.kernels(way, machine))
-
-
-def is_typed(blocking: Any) -> bool:
-    """Whether the fields of a blocking that was stored are of their declared types. 2.0 and true equal the numbers of a
-    blocking, but are no sizes of loops."""
-    values = [(field.type, getattr(blocking, field.name)) for field in fields(blocking)]
-    return all(
-        type(value).__name__ == kind and (not is_dataclass(value) or is_typed(value))
-        for kind, value in values
-    )

@@ -123,6 +123,13 @@ class TuningResult:
         """The number of candidates that were measured in this session."""
         return sum(result.measured for result in self.tasks)
 
+    def joined(self, later: TuningResult) -> TuningResult:
+        """This one and a session with other tasks after it."""
+        return TuningResult(
+            (*self.tasks, *later.tasks), later.stop, self.seconds + later.seconds,
+            self.proposing + later.proposing, self.measuring + later.measuring,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -153,6 +160,7 @@ def tune(
     pool: Measurer | PoolOptions | None = None,
     listener: Listener | None = None,
     usual: Callable[[Task], Candidate] | None = None,
+    recorded: Callable[[Task, Record], Candidate | None] | None = None,
 ) -> TuningResult:
     """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see Allocation).
 
@@ -164,7 +172,8 @@ def tune(
     `usual`: returns the untuned schedule of a task. With it, the leading kernels are measured again at the end,
     together with the untuned one. This is in addition to the trials, but within the time limit: the least of many noisy
     times belongs to the luckiest kernel, not to the fastest. What was measured often enough is not measured again.
-    Without trials, nothing is measured.
+    Without trials, nothing is measured. `recorded`: returns the kernel of a record (None: of another version), if
+    records have no schedules of the task's module.
 
     `time_limit`, in seconds, may be exceeded by one candidate or one proposal. Raises ValueError for invalid limits,
     PoolError if nothing can be measured, and BackendError if a recorded schedule cannot be applied.
@@ -177,7 +186,7 @@ def tune(
     with contextlib.ExitStack() as stack:
         kept = store if store is not None else stack.enter_context(Store())
         measurer = stack.enter_context(_Measuring(pool))
-        limits, ways = _Limits(trials, batch, time_limit), _Ways(maker, seed, usual, listener)
+        limits, ways = _Limits(trials, batch, time_limit), _Ways(maker, seed, usual, recorded, listener)
         return _Session(tasks, limits, ways, kept, measurer).run()
 
 
@@ -258,6 +267,7 @@ class _Ways:
     maker: MakeTuner
     seed: int
     usual: Callable[[Task], Candidate] | None
+    recorded: Callable[[Task, Record], Candidate | None] | None
     listener: Listener | None
 
 
@@ -337,9 +347,11 @@ class _Session:
         if not others or often or done >= _ROUNDS:
             return []
         state.rounds += 1
-        return [state.usual, *(self._recorded(state.task, record) for record in others)]
+        return [state.usual, *filter(None, (self._recorded(state.task, record) for record in others))]
 
-    def _recorded(self, task: Task, record: Record) -> Candidate:
+    def _recorded(self, task: Task, record: Record) -> Candidate | None:
+        if self._ways.recorded is not None:
+            return self._ways.recorded(task, record)
         return Candidate(
             None, json.loads(record.trace), self._store.scheduled(task, record), record.candidate
         )
@@ -408,7 +420,7 @@ class _Session:
         found: dict[str, Measurement] = {}
         if not candidates:
             return found
-        if not state.measured:
+        if not state.measured and state.task.mod is not None:
             self._store.put_task(state.task)
         start = time.monotonic()
         outcomes = self._measurer.outcomes(state.task, candidates, until=self._until)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobSpace, Vector
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
+from xrlflow.tuning.space import Space
 from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
@@ -42,27 +42,25 @@ _PARAMETERS = {
 
 # Experience with other tasks weighs at most as much as this many measurements, however large it is.
 _EXPERIENCE = 128.0
-# The number of TVM's features of a store, and of those at their beginning that count floating-point operations.
-_STORE, _ARITHMETIC = 164, 7
-SCHEDULE_FEATURES = 2 * _STORE
-"""The number of features of a schedule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """Measurements of tasks: schedules as a surrogate describes them, [N, SCHEDULE_FEATURES], and their scores, [N]."""
+    """Measurements of tasks: kernels as a space describes them, [N, width], and their scores, [N]."""
 
     schedules: Floats
     scores: Floats
 
     @staticmethod
     def none() -> Experience:
-        return Experience(np.zeros((0, SCHEDULE_FEATURES), np.float32), np.zeros(0, np.float32))
+        return Experience(np.zeros((0, 0), np.float32), np.zeros(0, np.float32))
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def __add__(self, other: Experience) -> Experience:
+        if not len(self) or not len(other):
+            return self if len(self) else other
         return Experience(
             np.concatenate([self.schedules, other.schedules]), np.concatenate([self.scores, other.scores])
         )
@@ -74,9 +72,11 @@ class Surrogate:
     `experience`: with other tasks, if there is any.
     """
 
-    def __init__(self, space: KnobSpace, seed: int, experience: Experience | None = None) -> None:
+    def __init__(self, space: Space, seed: int, experience: Experience | None = None) -> None:
         self.space, self._seed = space, seed % 2**31
         self._others = experience if experience is not None else Experience.none()
+        if len(self._others) and self._others.schedules.shape[1] != space.width:
+            raise ValueError("the experience is with another kind of space")
         self._candidates: dict[str, Candidate] = {}
         self._seconds: dict[str, float] = {}
         # Decoded, but not measured.
@@ -186,24 +186,11 @@ class Surrogate:
         return np.concatenate([knobs, self._schedules_of(candidates)], axis=1)
 
     def _schedules_of(self, candidates: Sequence[Candidate]) -> Floats:
-        """TVM's features of stores, which are logarithms: their sum, and those of the store that computes most. [N,
-        SCHEDULE_FEATURES], for any task."""
-        self._extract([c for c in candidates if c.key not in self._schedules])
+        """What the space says of kernels, [N, width], remembered."""
+        fresh = [c for c in candidates if c.key not in self._schedules]
+        if fresh:
+            self._schedules |= zip((c.key for c in fresh), self.space.described(fresh))
         return np.stack([self._schedules[c.key] for c in candidates])
-
-    def _extract(self, candidates: Sequence[Candidate]) -> None:
-        if not candidates:
-            return
-        package = tvm()
-        meta = package.s_tir.meta_schedule
-        extractor = meta.feature_extractor.PerStoreFeature()
-        wanted = self.space.spread(
-            lambda c: meta.MeasureCandidate(package.s_tir.Schedule(c.mod), []), candidates
-        )
-        for candidate, stores in zip(candidates, extractor.extract_from(self.space.context, wanted)):
-            array: Floats = stores.numpy().astype(np.float32)
-            main = array[array[:, :_ARITHMETIC].sum(axis=1).argmax()]
-            self._schedules[candidate.key] = np.concatenate([array.sum(axis=0), main])
 
     def _train(self, features: Floats, scores: Floats, weights: Floats | None = None) -> xgboost.Booster:
         import xgboost

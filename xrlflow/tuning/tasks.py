@@ -21,17 +21,20 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One kernel to tune: a module with one function, `main`, and its target.
+    """One kernel to tune: a module with one function, `main`, and its target. `mod`: None if its kernels are no
+    schedules of a module, but written as a whole.
 
     `weight`: how often the model calls it. `key`: equal, in every process, for equal structure and target, whatever the
     names are. Measurements of a task are stored under it.
     """
 
     name: str
-    mod: IRModule
+    mod: IRModule | None
     target: Target
     weight: int
     key: str
+    work: float = 0.0
+    """Floating-point operations of one call, if there is no module."""
 
     @staticmethod
     def of(name: str, kernel: IRModule | PrimFunc, target: Target, weight: int = 1) -> Task:
@@ -49,6 +52,8 @@ class Task:
     @property
     def flops(self) -> float:
         """Floating-point operations of one call, by TVM's estimate; 0 if there are none (data movement)."""
+        if self.mod is None:
+            return self.work
         return float(tvm().s_tir.analysis.estimate_tir_flops(self.mod))
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.backends.tvm.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.algorithms import Algorithms
 from xrlflow.backends.tvm.attention import Array, Form, kernel, plan
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
-from xrlflow.tuning.kernels import kernel_tasks
+from xrlflow.tuning.layer_times import Seen
 
 TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)
  b = Transpose<perm=[0,2,3,1]>(k)
@@ -252,7 +253,9 @@ def test_layers_that_are_alike_share_a_kernel_that_nobody_tunes() -> None:
     )
     (kernel,) = kernels(text)
     assert "attention" in kernel
-    assert kernel_tasks(fuse(import_model(network(text)), detect()), detect()) == []
+    seen = Seen()
+    fuse(import_model(network(text)), detect(), algorithms=Algorithms(timings=seen))
+    assert seen.layers == []
 
 
 @given(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.backends.tvm.test_kernels import network
 from tests.backends.tvm.test_winograd import assert_close, kernels, results
-from xrlflow.backends.tvm import Machine, detect, direct_fusion
+from xrlflow.backends.tvm import Machine, detect, direct
 from xrlflow.backends.tvm.algorithms import Algorithm
 from xrlflow.backends.tvm.direct import Form, Plan, cost, plan, plans
 
@@ -101,7 +101,7 @@ def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pyt
         chosen.append(random.Random(f"{name}{seed}").choice(sorted(plans(form, machine), key=repr)))
         return chosen[-1]
 
-    monkeypatch.setattr(direct_fusion, "plan", drawn)
+    monkeypatch.setattr(direct, "plan", drawn)
     assert_close(*results(network(GRAPHS[name]), Algorithm.F23, detect(cores=3)))
     assert chosen
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect, lower
 from xrlflow.backends.tvm.compiled import compiled
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.lower import fuse, import_model
@@ -434,7 +434,9 @@ def test_contractions_leave_a_choice(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "columns"), [("product, odd columns, epilogue", 101), ("Conv, odd channels", 37)]
 )
-def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> None:
+def test_odd_columns_are_computed_in_whole_vectors(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights have more columns in the kernel, and what leaves is cropped, with any tile."""
     (found,) = (mod for n, mod in kernels(name).items() if "crop" in n)
     untuned = heuristic(found, detect())
@@ -448,11 +450,12 @@ def test_odd_columns_are_computed_in_whole_vectors(name: str, columns: int) -> N
     few = choices(found, detect())[:: max(1, len(choices(found, detect())) // 6)]
     for choice in few:
 
-        def chosen(mod: Any, choice: Choice = choice) -> Any | None:
-            sch = tvm().s_tir.Schedule(mod, debug_mask="none")
-            return apply(sch, detect(), choice).mod if choice in choices(mod, detect()) else None
+        def chosen(mod: Any, machine: Machine, choice: Choice = choice) -> Any:
+            fits = choice in choices(mod, machine)
+            return apply(tvm().s_tir.Schedule(mod, debug_mask="none"), machine, choice if fits else None)
 
-        with compiled(model, detect(), tuned=chosen) as lowered:
+        monkeypatch.setattr(lower, "schedule", chosen)
+        with compiled(model, detect()) as lowered:
             np.testing.assert_allclose(lowered.run(feeds)[0], expected, rtol=2e-5, atol=2e-6)
 
 

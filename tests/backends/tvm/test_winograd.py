@@ -17,10 +17,10 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, shared_out
 from xrlflow.backends.tvm.compiled import compiled
+from xrlflow.backends.tvm.layers_fusion import chosen_in
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.winograd import Form, cost, plan, plans, transforms
 from xrlflow.backends.tvm.winograd_errors import relative_errors
-from xrlflow.backends.tvm.winograd_fusion import chosen_in
 
 FAST = (Algorithm.F23, Algorithm.F43)
 Array = npt.NDArray[Any]
@@ -181,7 +181,7 @@ def test_errors_are_those_of_the_kernels(algorithm: Algorithm) -> None:
     exact = convolved(given["x"], weights)
     direct, fast = (
         float(np.sqrt(np.mean((results(model, a, detect(), given)[1] - exact) ** 2)))
-        for a in (Algorithm.DIRECT, algorithm)
+        for a in (Algorithm.TILES, algorithm)
     )
     assert algorithm.m is not None
     estimated = relative_errors(weights.transpose(2, 3, 1, 0), algorithm.m)["normal"]
@@ -209,7 +209,7 @@ def test_choices_stay_within_the_budget(
 ) -> None:
     options = [
         [
-            Choice(Algorithm.DIRECT, 1.0),
+            Choice(Algorithm.TILES, 1.0),
             Choice(Algorithm.F23, cheap, error),
             Choice(Algorithm.F43, cheaper, worse),
         ]
@@ -229,7 +229,7 @@ def test_choices_stay_within_the_budget(
     spent = sum(c.cost for c in chosen)
     assert best <= spent + 1e-9 <= best + max((1.2 for _ in layers), default=0.0) + 1e-9
     exact = Algorithms(exact=True, budget=budget).choose(options, others)
-    assert all(c.algorithm is Algorithm.DIRECT for c in exact)
+    assert all(c.algorithm is Algorithm.TILES for c in exact)
 
 
 def test_no_estimate_holds_for_every_image() -> None:
@@ -243,11 +243,11 @@ def test_no_estimate_holds_for_every_image() -> None:
     }
     direct, fast = (
         np.sqrt(np.mean((results(model, a, detect(), given)[1] - convolved(given["x"], weights)) ** 2))
-        for a in (Algorithm.DIRECT, Algorithm.F23)
+        for a in (Algorithm.TILES, Algorithm.F23)
     )
     assert fast > 1.2 * direct
     exact = fuse(import_model(model), detect(), algorithms=Algorithms(exact=True))
-    assert [c.algorithm for c in chosen_in(exact)] == [Algorithm.DIRECT.value]
+    assert [c.algorithm for c in chosen_in(exact)] == [Algorithm.TILES.value]
 
 
 @pytest.mark.parametrize("weight", [np.nan, 3e38])
@@ -262,7 +262,7 @@ def test_what_cannot_be_estimated_is_no_choice(weight: float) -> None:
     assert [c.stored() for c in chosen_in(module)] == [
         {
             "layer": "3x3 convolution of 32 to 32 channels at 12x12",
-            "algorithm": "direct",
+            "algorithm": "tiles",
             "error": 1.0,
             "share": 1.0,
         }
@@ -280,7 +280,7 @@ def test_every_group_is_estimated() -> None:
 
 
 def test_shares_add_up() -> None:
-    chosen = [Choice(Algorithm.F43, 1.0, 3.0), Choice(Algorithm.DIRECT, 1.0)]
+    chosen = [Choice(Algorithm.F43, 1.0, 3.0), Choice(Algorithm.TILES, 1.0)]
     found = shared_out(["a", "b"], chosen, others=2)
     assert [c.share for c in found] == pytest.approx([9 / 12, 1 / 12])
 

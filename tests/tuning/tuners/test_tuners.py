@@ -20,6 +20,7 @@ from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
 from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.tuners.genetic import GeneticConfig, GeneticTuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.tuners.random import RandomTuner
 
@@ -29,15 +30,17 @@ pytestmark = pytest.mark.usefixtures("remembered")
 EVOLUTION = EvolutionaryConfig(population=16, generations=1, warmup=8)
 ANNEALING = AnnealingConfig(chains=32, steps=60)
 BEAM = BeamConfig(beam=8, completions=4, passes=2)
+GENES = GeneticConfig(population=32, generations=3, best=8)
 WALKS = ChameleonConfig(walks=24, steps=12, rounds=2)
 MAKERS: dict[Method, Callable[[KnobSpace, int], Tuner]] = {
     Method.RANDOM: RandomTuner,
     Method.EVOLUTIONARY: lambda space, seed: EvolutionaryTuner(space, seed, EVOLUTION),
     Method.ANNEALING: lambda space, seed: AnnealingTuner(space, seed, ANNEALING),
+    Method.GENETIC: lambda space, seed: GeneticTuner(space, seed, GENES),
     Method.BEAM: lambda space, seed: BeamTuner(space, seed, BEAM),
     Method.CHAMELEON: lambda space, seed: ChameleonTuner(space, seed, WALKS),
 }
-GUIDED = [Method.ANNEALING, Method.BEAM, Method.CHAMELEON]
+GUIDED = [Method.ANNEALING, Method.GENETIC, Method.BEAM, Method.CHAMELEON]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""TVM as a backend. Graphs are lowered through Relax; kernels are register-blocked, or scheduled as they were tuned.
+"""TVM as a backend. Graphs are lowered through Relax; kernels are register-blocked, or as they were tuned.
 
 Importing this does not import TVM.
 """
@@ -6,9 +6,8 @@ Importing this does not import TVM.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from xrlflow.backends.protocol import BackendError, ModelSource
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
@@ -33,7 +32,6 @@ class Tvm:
 
     machine: Machine = field(default_factory=detect)
     shapes: Mapping[str, Sequence[int]] | None = None
-    tuned: Callable[[Any], Any | None] | None = None
     algorithms: Algorithms = DEFAULT
 
     @property
@@ -68,6 +66,5 @@ class Tvm:
             self.machine,
             threads=threads,
             shapes=self.shapes,
-            tuned=self.tuned,
             algorithms=self.algorithms,
         )

@@ -1,8 +1,9 @@
-"""Which algorithm each convolution gets: the fastest ones whose errors together stay within a budget.
+"""Which algorithm each convolution or product gets: the fastest ones whose errors together stay within a budget.
 
-Errors of layers add up as variances. A layer that rounds r times as much as its direct kernel takes r^2 shares of
-the variance; the direct kernel, and each other layer with weights, takes one. The shares of a graph of n layers may
-add up to n times the budget squared: then the whole graph rounds about as many times as much as with direct kernels.
+A plain algorithm multiplies as often as the layer says. Errors of layers add up as variances. A layer that rounds r
+times as much as with a plain algorithm takes r^2 shares of the variance; with a plain one it takes one, like each other
+layer with weights. The shares of a graph of n layers may add up to n times the budget squared: then the whole graph
+rounds about as many times as much as with plain algorithms.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from xrlflow.backends.tvm import bands
-    from xrlflow.backends.tvm.winograd import Form, Plan
+    from xrlflow.backends.tvm.ways import Form, Plan
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
 
 
 class Algorithm(Enum):
-    """How a convolution is computed. F(m, 3): tiles of m x m results (see `winograd`)."""
+    """How a convolution or product is computed: by TVM's loops in tiles (see `tiles`), or as one kernel of ours (see
+    `direct`, `products`). F(m, 3): tiles of m x m results (see `winograd`)."""
 
+    TILES = "tiles"
     DIRECT = "direct"
+    PRODUCT = "product"
     F23 = "F(2,3)"
     F43 = "F(4,3)"
 
@@ -36,8 +40,9 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm for a layer. `cost`: time, estimated or measured, in the unit of all layers. `error`: relative to
-    the direct kernel's. `plan`: the blocking; None: the one with the least estimated time."""
+    """An algorithm for a layer. `cost`: time, estimated or measured, in the unit of all layers; infinite if there is no
+    estimate. `error`: relative to that of plain algorithms. `plan`: the blocking; None: the one with the least
+    estimated time."""
 
     algorithm: Algorithm
     cost: float
@@ -51,8 +56,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The fastest kernel of an algorithm that was measured: its seconds, and its blocking (None: the direct kernel, or
-    the blocking with the least estimated time)."""
+    """The fastest kernel of an algorithm that was measured: its seconds, and its blocking (None: the one with the least
+    estimated time)."""
 
     seconds: float
     plan: Plan | None = None
@@ -93,25 +98,31 @@ class Chosen:
     error: float
     share: float
 
+    @property
+    def plain(self) -> bool:
+        return Algorithm(self.algorithm).m is None
+
     def stored(self) -> dict[str, object]:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.layer}: {self.algorithm}, {self.error:.1f} times the direct error, {self.share:.0%} of all"
+        return (
+            f"{self.layer}: {self.algorithm}, {self.error:.1f} times the plain error, {self.share:.0%} of all"
+        )
 
 
 def multiplies_less(chosen: Iterable[Chosen]) -> bool:
-    """Whether a layer has another algorithm than the direct one."""
-    return any(each.algorithm != Algorithm.DIRECT.value for each in chosen)
+    """Whether a layer has an algorithm that is not plain."""
+    return not all(each.plain for each in chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithms:
-    """What convolutions may use. `exact`: the direct kernel, which alone rounds no more than itself for every image:
-    estimated errors are those of usual ones. (F(2,3) has 0.7 to 1.1 times the direct error, but about twice where most
-    pixels are zero.) `only`: this algorithm wherever it can be used, whatever it costs (for measurements). `timings`:
-    times that take the place of estimates where they are known. `blocks`: whether a depthwise convolution and its
-    neighbours may be one kernel."""
+    """What convolutions and products may use. `exact`: plain algorithms, which alone round no more than that for every
+    image: estimated errors are those of usual ones. (F(2,3) has 0.7 to 1.1 times the plain error, but about twice where
+    most pixels are zero.) `only`: this algorithm wherever it can be used, whatever it costs (for measurements).
+    `timings`: times that take the place of estimates where they are known. `blocks`: whether a depthwise convolution
+    and its neighbours may be one kernel."""
 
     exact: bool = False
     budget: float = BUDGET
@@ -120,25 +131,25 @@ class Algorithms:
     blocks: bool = True
 
     def choose(self, layers: Sequence[Sequence[Choice]], others: int) -> list[Choice]:
-        """A choice for each layer. The first choice of a layer is the direct kernel. `others`: how many more layers
-        with weights the graph has."""
+        """A choice for each layer, whose first choice is plain. `others`: how many more layers with weights the graph
+        has."""
         if self.only is not None:
             return [next((c for c in layer if c.algorithm is self.only), layer[0]) for layer in layers]
         if self.exact:
-            return [layer[0] for layer in layers]
+            layers = [[c for c in layer if c.algorithm.m is None] for layer in layers]
         spare = (len(layers) + others) * self.budget**2 - others
         return _cheapest(layers, spare)
 
 
 def with_times(layers: Sequence[Sequence[Choice]], times: Sequence[Times]) -> list[list[Choice]]:
-    """The choices of layers, their estimated costs replaced by measured seconds. The first choice is the direct kernel.
+    """The choices of layers, their estimated costs replaced by measured seconds.
 
-    A layer was measured if its direct kernel was. There, what was not measured of it costs its estimate times the
-    ratio of the direct kernel's seconds to its estimate, and an algorithm whose kernels all failed is no choice. In
+    A layer was measured if its first choice was. There, what was not measured of it costs its estimate times the
+    ratio of the first one's seconds to its estimate, and an algorithm whose kernels all failed is no choice. In
     other layers the median ratio makes seconds of estimates. Without measured layers all remain as they are.
     """
     ratios = [
-        known.seconds / layer[0].cost if (known := found.get(Algorithm.DIRECT)) is not None else None
+        known.seconds / layer[0].cost if (known := found.get(layer[0].algorithm)) is not None else None
         for layer, found in zip(layers, times)
     ]
     if not (measured := [ratio for ratio in ratios if ratio is not None]):

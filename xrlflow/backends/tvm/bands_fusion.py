@@ -116,12 +116,13 @@ def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) 
         match.last.followed.last: _replacement(match, how)
         for match, how in _matches(Function(main), machine, choose)
     }
-    return with_kernels(module, found, "bands")
+    return with_kernels(module, found)
 
 
 def _replacement(match: _Match, how: Plan) -> Replacement:
     form = match.form()
-    return Replacement((form, how), partial(kernel, form, how), partial(match.operands, form, how), form.out)
+    make, read = partial(kernel, form, how), partial(match.operands, form, how)
+    return Replacement("bands", (form, how), make, read, form.out)
 
 
 def _matches(

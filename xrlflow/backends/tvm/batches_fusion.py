@@ -25,7 +25,7 @@ _PRODUCTS, _ROWS = 4, 4
 
 def fuse_batches(module: Any, machine: Machine) -> Any:
     """The module with a kernel for each batch of small products in "main"."""
-    return with_kernels(module, _found(Function(module["main"]), machine), "batches")
+    return with_kernels(module, _found(Function(module["main"]), machine))
 
 
 def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
@@ -43,7 +43,7 @@ def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
         form = replace(form, steps=followed.steps)
         read = [*call.args, *followed.extras]
         make = partial(kernel, form, plan(form, machine))
-        found[followed.last] = Replacement(form, make, partial(list, read), form.out)
+        found[followed.last] = Replacement("batches", form, make, partial(list, read), form.out)
     return found
 
 

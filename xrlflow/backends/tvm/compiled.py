@@ -355,20 +355,18 @@ def compiled(
     *,
     threads: int | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
-    tuned: Callable[[Any], Any | None] | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> TvmModel:
-    """Compile an ONNX ModelProto for `machine`. `tuned` returns tuned schedules of functions (see `lower`).
-    `algorithms`: those that convolutions may use.
+    """Compile an ONNX ModelProto for `machine`. `algorithms`: those that layers may use.
 
     Raises BackendError for models that cannot be lowered (see `lower.import_model`).
     """
     from xrlflow.backends.tvm import lower
-    from xrlflow.backends.tvm.winograd_fusion import chosen_in
+    from xrlflow.backends.tvm.layers_fusion import chosen_in
 
     module = lower.import_model(model, shapes)
     interface = interface_of(module, model, machine)
     fused = lower.fuse(module, machine, algorithms=algorithms)
     chosen = chosen_in(fused)
-    executable = lower.compile_module(lower.schedule_all(fused, machine, tuned), machine)
+    executable = lower.compile_module(lower.schedule_all(fused, machine), machine)
     return TvmModel(executable, interface, threads or machine.cores, chosen)

@@ -33,7 +33,7 @@ from xrlflow.backends.tvm.building import (
     where,
 )
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.steps import Step, extras_of, stepped
+from xrlflow.backends.tvm.steps import Extra, Step, extras_of, stepped
 from xrlflow.backends.tvm.target import Machine
 
 # Longer sums are summed up in parts, one for each row of the window: rounding errors grow with the number of terms.
@@ -93,6 +93,10 @@ class Form:
     def terms(self) -> int:
         """The terms of a result."""
         return math.prod(self.window) * self.channels
+
+    @property
+    def extras(self) -> list[Extra]:
+        return extras_of(self.steps)
 
     def index(self, batch: Any, place: Sequence[Any], channel: Any) -> list[Any]:
         """Of (depth, row, column), those that the image has, between its number and its channel."""
@@ -281,7 +285,7 @@ def kernel(form: Form, how: Plan) -> Any:
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
             image = T.arg("image", T.buffer(form.image, FLOAT))
             panels = T.arg("weights", T.buffer(weights, FLOAT))
-            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in extras_of(form.steps)]
+            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
             out = T.arg("out", T.buffer(form.out, FLOAT))
             tasks = T.parallel(0, form.out[0] * each)

@@ -107,7 +107,6 @@ def hybrid(
     model: ModelProto,
     sizes: Mapping[str, Sequence[int]] | Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
-    tuned: lower.Tuned | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> Hybrid:
     """Compile a model, as a whole or in regions. Inputs with open dimensions get kernels for these `sizes` (several:
@@ -122,7 +121,7 @@ def hybrid(
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
-        done = _compiled(model, whole, machine, tuned, algorithms, weights_as_inputs=large)
+        done = _compiled(model, whole, machine, algorithms, weights_as_inputs=large)
         library = kernel_library(done.compiled, machine, _digest(model))
         made = with_functions(model, done.regions, library.domain, weights_as_inputs=large)
         return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks, done.chosen)
@@ -133,14 +132,13 @@ def hybrid(
         )
     different = {tuple(tuple(each[name]) for name in opened): each for each in wanted}
     sizes = [{name: each[name] for name in opened} for each in different.values()]
-    return _guarded(model, sizes, machine, tuned, algorithms)
+    return _guarded(model, sizes, machine, algorithms)
 
 
 def _guarded(
     model: ModelProto,
     wanted: Sequence[Mapping[str, Sequence[int]]],
     machine: Machine,
-    tuned: lower.Tuned | None,
     algorithms: Algorithms,
 ) -> Hybrid:
     """Kernels for each of these sizes of the open inputs."""
@@ -150,7 +148,7 @@ def _guarded(
         fixed = _with_sizes(model, sizes)
         prefix = f"Size{number}_" if len(wanted) > 1 else ""
         whole = whole_region(fixed.graph, outputs)
-        parts.append((fixed, _compiled(fixed, whole, machine, tuned, algorithms, prefix)))
+        parts.append((fixed, _compiled(fixed, whole, machine, algorithms, prefix)))
     compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
     library = kernel_library(compiled, machine, _digest(model))
     made = model
@@ -193,7 +191,6 @@ def _compiled(
     model: ModelProto,
     whole: Region,
     machine: Machine,
-    tuned: lower.Tuned | None,
     algorithms: Algorithms,
     prefix: str = "",
     *,
@@ -218,7 +215,6 @@ def _compiled(
                 region,
                 types,
                 machine,
-                tuned,
                 weights_as_inputs=weights_as_inputs,
                 algorithms=algorithms,
             )

@@ -26,11 +26,11 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.bounds import Check
 from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.layers_fusion import chosen_in
 from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Place, Plan, Tensor, np_dtype, plan_of, sequence
 from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine, compiler, instructions, linker
 from xrlflow.backends.tvm.unaligned import marked
-from xrlflow.backends.tvm.winograd_fusion import chosen_in
 from xrlflow.onnxio.regions import Region, extracted
 
 NATIVE = Path(__file__).parent / "native"
@@ -72,7 +72,6 @@ def compile_region(
     region: Region,
     types: Mapping[str, TypeProto],
     machine: Machine,
-    tuned: lower.Tuned | None = None,
     *,
     weights_as_inputs: bool = False,
     channels_last: bool | None = None,
@@ -88,7 +87,7 @@ def compile_region(
     part = extracted(model, region, types)
     module = lower.import_model(part)
     fused = lower.fuse(module, machine, channels_last, algorithms)
-    scheduled = lower.schedule_all(fused, machine, tuned)
+    scheduled = lower.schedule_all(fused, machine)
     with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)

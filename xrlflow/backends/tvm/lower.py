@@ -6,7 +6,7 @@ import contextlib
 import functools
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,22 +18,21 @@ from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
 from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
-from xrlflow.backends.tvm.direct_fusion import use_direct, use_direct_norm
+from xrlflow.backends.tvm.direct_norm_fusion import use_direct_norm
 from xrlflow.backends.tvm.folding import fold_moves
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
+from xrlflow.backends.tvm.layers_fusion import choose_kernels
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.operators import ADDED, Imported, lowered
 from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import disputed, with_pads
-from xrlflow.backends.tvm.products_fusion import fuse_products
 from xrlflow.backends.tvm.reading import constant, operator, sizes, with_main
 from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place, separate
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
-from xrlflow.backends.tvm.winograd_fusion import use_winograd
 
 LAYOUTS = {
     "relax.nn.conv1d": ["NWC", "WIO"],
@@ -339,7 +338,7 @@ def fuse(
     """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
 
     `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
-    that convolutions may use, alone and with their neighbours; `winograd_fusion.chosen_in` says which they got.
+    that convolutions may use, alone and with their neighbours; `layers_fusion.chosen_in` says which they got.
     Raises BackendError if TVM refuses the module.
     """
     package = tvm()
@@ -364,9 +363,7 @@ def fuse(
         lambda module: fuse_attention(module, machine),
         lambda module: fuse_bands(module, machine, algorithms),
         lambda module: use_direct_norm(module, machine),
-        lambda module: use_winograd(module, machine, algorithms),
-        lambda module: use_direct(module, machine),
-        lambda module: fuse_products(module, machine),
+        lambda module: choose_kernels(module, machine, algorithms),
         lambda module: fuse_batches(module, machine),
         lambda module: pad_to_tiles(module, machine),
         separate,
@@ -411,15 +408,8 @@ def _gains_from_channels_last(module: Any) -> bool:
     return gains
 
 
-Tuned = Callable[[Any], Any | None]
-"""Returns a module with one primitive function "main", scheduled as tuned; None if there is no tuned schedule."""
-
-
-def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> Any:
-    """Schedule every primitive function: as tuned if that is known, otherwise by `schedules`.
-
-    Raises BackendError if TVM refuses the module.
-    """
+def schedule_all(module: Any, machine: Machine) -> Any:
+    """Schedule every primitive function. Raises BackendError if TVM refuses the module."""
     package = tvm()
     from tvm import tirx
 
@@ -428,10 +418,8 @@ def schedule_all(module: Any, machine: Machine, tuned: Tuned | None = None) -> A
         if not isinstance(function, tirx.PrimFunc) or SCHEDULED in (function.attrs or {}):
             continue
         one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
-        with heeding_interrupts():
-            better = tuned(one) if tuned is not None else None
         with answering("compile", module), heeding_interrupts():
-            done = (better if better is not None else schedule(one, machine).mod)["main"]
+            done = schedule(one, machine).mod["main"]
         updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
     for name, function in updates.items():
         module.update_func(name, function)

@@ -27,7 +27,6 @@ from onnx import ModelProto, NodeProto, ValueInfoProto, helper
 from xrlflow.backends.onnxruntime import Options, open_model, with_library
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.system_load import waited
-from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.hybrid import takes, types_of
 from xrlflow.backends.tvm.import_tvm import tvm
@@ -66,14 +65,13 @@ def operator_times(
     operators: Sequence[Operator],
     machine: Machine,
     threads: int,
-    tuned: lower.Tuned | None = None,
     *,
     channels_last: bool = False,
     algorithms: Algorithms = DEFAULT,
 ) -> list[Times | None]:
     """The times of these operators; None for those that cannot be kernels.
 
-    `tuned`, `algorithms`: as in `hybrid`. `channels_last`: how images are kept in the network.
+    `algorithms`: as in `hybrid`. `channels_last`: how images are kept in the network.
     Raises BackendError if there is no C compiler, or if a kernel fails.
     """
     models = [onnx.load_from_string(model) for model, _ in operators]
@@ -81,7 +79,7 @@ def operator_times(
     if channels_last:
         for proto, given in zip(models, feeds):
             _turn_images(proto, given)
-    compiled = [_compiled(model, machine, tuned, channels_last, algorithms) for model in models]
+    compiled = [_compiled(model, machine, channels_last, algorithms) for model in models]
     regions = {f"Operator_{i}": region for i, region in enumerate(compiled) if region is not None}
     if not regions:
         return [None] * len(operators)
@@ -148,7 +146,6 @@ def code_version() -> str:
 def _compiled(
     model: ModelProto,
     machine: Machine,
-    tuned: lower.Tuned | None,
     channels_last: bool,
     algorithms: Algorithms,
 ) -> CompiledRegion | None:
@@ -158,7 +155,7 @@ def _compiled(
     try:
         whole = whole_region(model.graph)
         return compile_region(
-            model, whole, types, machine, tuned, channels_last=channels_last, algorithms=algorithms
+            model, whole, types, machine, channels_last=channels_last, algorithms=algorithms
         )
     except BackendError:  # it stays with ONNX Runtime, as in a network
         return None

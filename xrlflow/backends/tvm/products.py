@@ -36,6 +36,8 @@ from xrlflow.backends.tvm.target import Machine
 # Terms that one accumulator sums up.
 CHUNK = 128
 _MOST_ROWS = 14
+# Tiles of one of many blocks.
+_LEAST_TILES = 4
 # Multiply-adds that take as long as: loading a number for a tile, or a vector of weights from the first-level cache;
 # reading a vector from the third-level cache, or from memory.
 _BROADCAST, _VECTOR, _FAR, _MEMORY = 0.6, 0.9, 1.0, 11.5
@@ -46,19 +48,19 @@ _LINE = 16
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """steps(x w): `x` is the shape [.., row, term], `out` [.., row, column]; weights are [term, column]."""
+    """steps(x w): `image` is the shape of x, [.., row, term], `out` [.., row, column]; weights are [term, column]."""
 
-    x: tuple[int, ...]
+    image: tuple[int, ...]
     out: tuple[int, ...]
     steps: tuple[Step, ...] = ()
 
     @property
     def rows(self) -> int:
-        return math.prod(self.x[:-1])
+        return math.prod(self.image[:-1])
 
     @property
-    def depth(self) -> int:
-        return self.x[-1]
+    def terms(self) -> int:
+        return self.image[-1]
 
     @property
     def columns(self) -> int:
@@ -100,8 +102,18 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
                 continue
             panels = -(-form.columns // (vectors * lanes))
             for parts in range(1, min(machine.cores, panels) + 1):
-                for blocks in range(1, min(2 * machine.cores, -(-form.rows // rows)) + 1):
+                for blocks in _blocks(-(-form.rows // rows), machine.cores):
                     yield Plan(rows, vectors * lanes, lanes, -(-form.rows // blocks), parts)
+
+
+def _blocks(most: int, cores: int) -> Iterator[int]:
+    """Among how many tasks the rows are divided, at most `most`: a few for each core. Of many rows, blocks that caches
+    hold are more, so many that each core gets as many."""
+    yield from range(1, min(2 * cores, most) + 1)
+    more = 4 * cores
+    while more <= most // _LEAST_TILES:
+        yield more
+        more *= 2
 
 
 def plan(form: Form, machine: Machine) -> Plan:
@@ -111,7 +123,7 @@ def plan(form: Form, machine: Machine) -> Plan:
 
 
 def _weight_bytes(form: Form) -> int:
-    return 4 * form.depth * form.columns
+    return 4 * form.terms * form.columns
 
 
 def cost(form: Form, how: Plan, machine: Machine) -> float:
@@ -127,7 +139,7 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     size = _weight_bytes(form)
     if size > machine.second_level // 2:
         panel += vectors * (_MEMORY if size > _LAST_LEVEL else _FAR)
-    if 4 * how.block * form.depth > machine.second_level // 2:
+    if 4 * how.block * form.terms > machine.second_level // 2:
         panel += _FAR * how.block / how.lanes
     tasks = -(-form.rows // how.block) * how.parts
     return -(-tasks // machine.cores) * -(-how.panels(form) // how.parts) * panel
@@ -156,8 +168,8 @@ def kernel(form: Form, how: Plan) -> Any:
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            x = T.arg("x", T.buffer(form.x, FLOAT))
-            weights = T.arg("weights", T.buffer((how.panels(form), form.depth, how.columns), FLOAT))
+            x = T.arg("x", T.buffer(form.image, FLOAT))
+            weights = T.arg("weights", T.buffer((how.panels(form), form.terms, how.columns), FLOAT))
             shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
             out = T.arg("out", T.buffer(form.out, FLOAT))
@@ -227,8 +239,8 @@ class _Task:
 
         form, how = self._form, self._how
         vectors = -(-width // how.lanes)
-        chunk = chunk_of(form.depth)
-        chunks = -(-form.depth // chunk)
+        chunk = chunk_of(form.terms)
+        chunks = -(-form.terms // chunk)
         turns = -(-height // how.rows)
 
         # Weights are in the order in which they are read: each step of a tile fetches a few of the next chunk's.
@@ -257,17 +269,17 @@ class _Task:
 
             tiles(height, how.rows, tile)
 
-        some(number(0), min(chunk, form.depth), False)
+        some(number(0), min(chunk, form.terms), False)
         if chunks > 1:
             with T.serial(1, chunks) as turn:
-                left = form.depth - turn * chunk
-                some(turn * chunk, chunk if form.depth % chunk == 0 else tirx.Min(left, number(chunk)), True)
+                left = form.terms - turn * chunk
+                some(turn * chunk, chunk if form.terms % chunk == 0 else tirx.Min(left, number(chunk)), True)
         self._leave(panel, first, height, width)
 
     def _row(self, row: Any) -> list[Any]:
         """The indices of a row, without that of the column."""
         found: list[Any] = []
-        sizes = self._form.x[:-1]
+        sizes = self._form.image[:-1]
         for at in reversed(range(len(sizes))):
             outer = math.prod(sizes[:at])
             if sizes[at] == 1:

@@ -13,16 +13,17 @@ from xrlflow.backends.tvm.reading import with_main
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A kernel that computes a variable. Kernels of one `form` are one function, which `make` makes. `read` gives the
-    expressions that it reads; `shape` is that of its result."""
+    """A kernel that computes a variable. Kernels of one `form` are one function, which `make` makes and `name` names.
+    `read` gives the expressions that it reads; `shape` is that of its result."""
 
+    name: str
     form: Hashable
     make: Callable[[], Any]
     read: Callable[[], Sequence[Any]]
     shape: Sequence[int]
 
 
-def with_kernels(module: Any, found: Mapping[Any, Replacement], name: str) -> Any:
+def with_kernels(module: Any, found: Mapping[Any, Replacement]) -> Any:
     """The module with kernels in the place of variables of "main". What nobody reads any more is left out."""
     if not found:
         return module
@@ -39,7 +40,7 @@ def with_kernels(module: Any, found: Mapping[Any, Replacement], name: str) -> An
                 super().visit_var_binding_(binding)
                 return
             if replacement.form not in functions:
-                functions[replacement.form] = self.builder_.add_func(replacement.make(), name)
+                functions[replacement.form] = self.builder_.add_func(replacement.make(), replacement.name)
             read = [self.visit_expr(x) for x in replacement.read()]
             kind = relax.TensorType(replacement.shape, FLOAT)
             call = relax.call_tir(functions[replacement.form], read, kind)

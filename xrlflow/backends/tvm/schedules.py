@@ -14,20 +14,18 @@ Every function from Relax's fusion has one anchor, the block that does the work,
 - a row reduction (softmax, normalisation, mean): rows in parallel, each with vectors of partial results.
 - none: everything is inlined into the last block, which runs in parallel and in vectors.
 
-The choices for a contraction (see `Choice`) are made by a heuristic if a model was not tuned, and are the design space
-of the tuners (see `design_space`).
+The choices for a contraction (see `Choice`) are made by a heuristic if a model was not tuned, and are among those of
+the tuners (see `ways`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.pooling import WINDOW
 from xrlflow.backends.tvm.target import Machine
 
@@ -122,13 +120,13 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
 
 
 def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
-    """The `most` best choices for "main", ordered so that neighbours differ little; [] if there is no choice."""
+    """The `most` best choices for "main", the best first; [] if there is no choice."""
     form = _form(mod)
     if form is None:
         return []
     rated = sorted(rated_tiles(form.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
-    tiles = sorted((tile for _, tile in rated), key=lambda t: (t.lanes, t.rows, t.columns))
-    return [Choice(tile, columns_first) for columns_first in (False, True) for tile in tiles]
+    first = form.heuristic(machine).columns_first
+    return [Choice(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
 
 
 def heuristic(mod: Any, machine: Machine) -> Choice | None:
@@ -148,24 +146,6 @@ def _form(mod: Any) -> _Form | None:
         return None if contraction is None else _prepare(sch, *contraction)
     except ScheduleError:
         return None  # `schedule` leaves it as it is
-
-
-def design_space(machine: Machine, most: int = 64) -> Any:
-    """MetaSchedule's space generator for these kernels: a sketch for each of `choices`, or the only schedule."""
-    package = tvm()
-
-    from tvm.s_tir import ScheduleError
-
-    def sketches(sch: Any) -> list[Any]:
-        options: list[Choice | None] = [*choices(sch.mod, machine, most)]
-        found = []
-        for choice in options or [None]:
-            with contextlib.suppress(ScheduleError):  # the tile does not fit the blocks around it
-                found.append(apply(sch.copy(), machine, choice))
-        return found
-
-    generator = package.s_tir.meta_schedule.space_generator.ScheduleFn
-    return generator(sketches, sch_rules=[], postprocs=[], mutator_probs={})
 
 
 # --- Reading a function

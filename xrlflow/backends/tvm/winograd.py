@@ -195,23 +195,18 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     loads = products * (how.rows + vectors) / accumulators
     sums = points * how.block * vectors * -(-form.channels // CHUNK)
     weights = points * form.channels * vectors
-    size = _weight_bytes(form)
-    distance = _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
     held = 4 * points * how.block * (form.channels + how.columns)
     pixels = points * how.block * form.channels / how.lanes
     again = _SPILLED * pixels if held > machine.second_level // 2 else 0.0
-    panel = 0.75 * adds + 0.25 * loads + _SUM * sums + distance * weights + again
+    panel = (
+        0.75 * adds + 0.25 * loads + _SUM * sums + distance(_weight_bytes(form), machine) * weights + again
+    )
     return -(-tasks // machine.cores) * (_PIXELS * pixels + panels * panel)
 
 
-def direct_cost(form: Form, machine: Machine) -> float:
-    """The estimated time of the direct kernel, like `cost`."""
-    vectors = -(-form.columns // machine.lanes) * form.groups
-    weights = _KERNEL * _KERNEL * form.channels * vectors
-    pixels = math.prod(form.out[:3])
-    size = 4 * weights * machine.lanes
-    distance = _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
-    return (1.2 * pixels * weights + distance * weights) / machine.cores
+def distance(size: int, machine: Machine) -> float:
+    """Multiply-adds that take as long as reading a vector of weights of so many bytes."""
+    return _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
 
 
 def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:

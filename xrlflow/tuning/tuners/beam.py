@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xrlflow.tuning.knobs import Indices, KnobSpace, Vector
+from xrlflow.tuning.knobs import Indices, Vector
+from xrlflow.tuning.space import Space
 from xrlflow.tuning.tuners.guided import Guided
 
 
@@ -38,7 +39,7 @@ class BeamTuner(Guided):
 
     name = "beam"
 
-    def __init__(self, space: KnobSpace, seed: int, config: BeamConfig = BeamConfig()) -> None:
+    def __init__(self, space: Space, seed: int, config: BeamConfig = BeamConfig()) -> None:
         super().__init__(space, seed)
         self._config = config
 

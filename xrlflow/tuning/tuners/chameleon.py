@@ -39,8 +39,9 @@ from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobKind, KnobSpace, Vector
-from xrlflow.tuning.surrogate import SCHEDULE_FEATURES, Experience, Surrogate
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobKind, Vector
+from xrlflow.tuning.space import Space
+from xrlflow.tuning.surrogate import Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -124,7 +125,7 @@ class View:
     task: Tensor  # [_TASK]
 
     @staticmethod
-    def of(space: KnobSpace) -> View:
+    def of(space: Space) -> View:
         count = len(space.knobs)
         values = np.zeros((count, int(space.sizes.max()), _VALUE), np.float32)
         knobs = np.zeros((count, _KNOB), np.float32)
@@ -134,6 +135,8 @@ class View:
             if knob.kind is KnobKind.TILE:
                 logs = np.log2(np.asarray(knob.values, np.float32))[:, -_LEVELS:]
                 values[k, :size, _VALUE - logs.shape[1] :] = logs / max(1.0, math.log2(knob.extent))
+            elif knob.kind is KnobKind.CATEGORICAL:
+                values[k, :size, -1] = knob.features()[:, 0] / 8
             knobs[k, list(KnobKind).index(knob.kind)] = 1
             knobs[k, len(KnobKind) :] = (
                 math.log2(size) / 8,
@@ -143,11 +146,11 @@ class View:
             )
         loops = [knob.extent for knob in space.knobs if knob.kind is KnobKind.TILE]
         task = (
-            math.log2(1 + space.task.flops) / 32,
+            math.log2(1 + space.flops) / 32,
             math.log2(space.size) / 32,
             math.log2(math.prod(loops)) / 32,
             count / 16,
-            len(space.sketches) / 8,
+            space.kinds / 8,
         )
         return View(torch.from_numpy(values), torch.from_numpy(knobs), torch.tensor(task))
 
@@ -229,7 +232,7 @@ class Agent(nn.Module):
             agent.load_state_dict(to_tensors(tensors))
         except RuntimeError as error:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow") from error
-        if schedules is None or scores is None or schedules.shape != (*scores.shape, SCHEDULE_FEATURES):
+        if schedules is None or scores is None or schedules.ndim != 2 or scores.shape != schedules.shape[:1]:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow")
         agent.updates, agent.experience = updates, Experience(schedules, scores)
         return agent
@@ -252,7 +255,7 @@ class ChameleonTuner:
 
     def __init__(
         self,
-        space: KnobSpace,
+        space: Space,
         seed: int,
         config: ChameleonConfig = ChameleonConfig(),
         agent: Agent | None = None,
@@ -280,8 +283,7 @@ class ChameleonTuner:
         ones. None if no walk finds anything new."""
         if count < 1:
             return []
-        still = not bool(self._space.movable(self._ends).any()) and len(self._space.sketches) == 1
-        if still or not (self._surrogate.ready or self._agent.updates):
+        if self._space.size < 2 or not (self._surrogate.ready or self._agent.updates):
             return self._frontier.random(count)
         with one_thread():
             self._imagine()
@@ -397,7 +399,7 @@ class ChameleonTuner:
 def walk(
     agent: Agent,
     view: View,
-    space: KnobSpace,
+    space: Space,
     surrogate: Surrogate,
     starts: Indices,
     config: ChameleonConfig,
@@ -496,7 +498,7 @@ def _distances(points: Floats, centres: Floats) -> Floats:
     return found
 
 
-def _strides(space: KnobSpace, step: int, steps: int) -> Indices:
+def _strides(space: Space, step: int, steps: int) -> Indices:
     """The length of a move at a step of a walk, for each knob [K]: a quarter of its values at first, halved repeatedly
     in the first half of the walk, then one."""
     halvings = np.log2(np.maximum(space.sizes / 4, 1))
@@ -506,7 +508,7 @@ def _strides(space: KnobSpace, step: int, steps: int) -> Indices:
 
 
 def _observe(
-    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: KnobSpace
+    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: Space
 ) -> list[Observation]:
     relative = (strides / space.sizes).astype(np.float32)
     return [Observation(view, *seen) for seen in zip(points, movable, relative)]

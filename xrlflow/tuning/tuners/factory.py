@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xrlflow.tuning.knobs import KnobSpace
+from xrlflow.tuning.space import Space
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method, Tuner
 
@@ -17,7 +18,7 @@ def make_tuner(
     task: Task,
     seed: int,
     *,
-    space: KnobSpace | None = None,
+    space: Space | None = None,
     agent: Agent | None = None,
     threads: int = 1,
 ) -> Tuner:
@@ -38,7 +39,14 @@ def make_tuner(
         case Method.EVOLUTIONARY:
             from xrlflow.tuning.tuners.evolutionary import EvolutionaryConfig, EvolutionaryTuner
 
+            if not isinstance(knobs, KnobSpace):
+                raise ValueError(f"{method.value} searches TVM's own schedules, and this space has others")
+
             return EvolutionaryTuner(knobs, seed, EvolutionaryConfig(threads=threads))
+        case Method.GENETIC:
+            from xrlflow.tuning.tuners.genetic import GeneticTuner
+
+            return GeneticTuner(knobs, seed)
         case Method.ANNEALING:
             from xrlflow.tuning.tuners.annealing import AnnealingTuner
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from xrlflow.tuning.knobs import Candidate, KnobSpace, Vector
+from xrlflow.tuning.knobs import Candidate, Vector
+from xrlflow.tuning.space import Space
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -24,7 +25,7 @@ class Guided(ABC):
     # The part of the proposals that is random: AutoTVM's epsilon.
     explore: ClassVar[float] = 0.05
 
-    def __init__(self, space: KnobSpace, seed: int) -> None:
+    def __init__(self, space: Space, seed: int) -> None:
         self.space = space
         self.generator = np.random.default_rng(seed)
         self.frontier = Frontier(space, self.generator)

@@ -53,6 +53,11 @@ class Method(Enum):
 
     CHAMELEON = "chameleon"
     EVOLUTIONARY = "evolutionary"
+    GENETIC = "genetic"
     RANDOM = "random"
     ANNEALING = "annealing"
     BEAM = "beam"
+
+
+LAYERS = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
+"""Those for the ways of layers. EVOLUTIONARY is MetaSchedule's search, of TVM's own schedules."""

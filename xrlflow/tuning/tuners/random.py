@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xrlflow.tuning.knobs import Candidate, KnobSpace
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.space import Space
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class RandomTuner:
-    """Proposes random vectors (see KnobSpace.random), each kernel once."""
+    """Proposes random vectors (see Space.random), each kernel once."""
 
     name = "random"
 
-    def __init__(self, space: KnobSpace, seed: int) -> None:
+    def __init__(self, space: Space, seed: int) -> None:
         self._frontier = Frontier(space, np.random.default_rng(seed))
 
     def propose(self, count: int) -> Sequence[Candidate]:

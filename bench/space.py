@@ -1,0 +1,235 @@
+"""How much the choice of algorithm and blocking is worth: `python bench/space.py --kept FILE [--threads N] [--write]`.
+
+Layers are those of `bench/convolutions.py` and the products and convolutions of `bench/operators.py`, and some that are
+drawn from networks of the zoo. Of each, the kernel of an untuned compilation and others are measured alone, as cold as
+between other kernels: the most promising of each algorithm by the estimate, and some that are drawn. All are compared
+with the expected results first. The fastest and the untuned one are then timed in turns; the best is chosen by half of
+these rounds, and its ratio is that of the other half, beside the untuned kernel against itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import models
+from bench import convolutions, pages
+from bench.operators import OPERATORS, operator
+from xrlflow.backends.placement import last_level
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm import detect, products
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.layers_fusion import chosen_in
+from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.tiles import drawn, module_of, tile_choices
+from xrlflow.backends.tvm.ways import GENERATORS, Way, algorithms_of
+from xrlflow.exclusive import measuring
+from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.tuning.blocks import Block, BlockWay
+from xrlflow.tuning.layer_times import Seen, deviation, together
+from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
+
+Row: TypeAlias = "dict[str, Any]"
+NETWORKS = (
+    "resnet18", "resnet50", "resnext50", "inceptionv3", "squeezenet", "mobilenetv2", "efficientnet-b0", "nasnet-a",
+    "unet", "yolo", "bert", "vit", "gpt2",
+)  # fmt: skip
+_DRAWN = 40
+# Blockings of each algorithm: the most promising ones, and others at random.
+_LIKELY, _OTHERS = 8, 4
+# The fastest ones are timed in so many rounds.
+_LEADERS, _ROUNDS = 6, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A layer, where it comes from, and the way of an untuned compilation."""
+
+    source: str
+    layer: Layer | Block
+    usual: Way | BlockWay
+
+
+def layers_in(model: Any, machine: Machine) -> list[Layer | Block]:
+    """The layers and blocks of a model, each once."""
+    seen = Seen()
+    fuse(import_model(model), machine, algorithms=Algorithms(timings=seen))
+    return [*together(seen.layers), *together(seen.blocks)]
+
+
+def case(source: str, layer: Layer | Block, machine: Machine) -> Case:
+    if isinstance(layer, Block):
+        return Case(source, layer, layer.usual(machine))
+    alone = fuse(module_of(layer.form, drawn(layer.form)), machine, channels_last=False)
+    (chosen,) = chosen_in(alone)
+    return Case(source, layer, layer.usual(Algorithm(chosen.algorithm), machine))
+
+
+def cases(machine: Machine, seed: int) -> Iterator[Case]:
+    """Those of the benchmarks, then those drawn from networks."""
+    for chain in convolutions.LAYERS:
+        for layer in layers_in(chain.model(1), machine):
+            yield case(str(chain), layer, machine)
+    for name, text in OPERATORS.items():
+        for layer in layers_in(operator(text), machine):
+            yield case(name, layer, machine)
+    pool: dict[str, tuple[str, Layer | Block]] = {}
+    for name in NETWORKS:
+        for layer in layers_in(models.build(name), machine):
+            pool.setdefault(layer.key, (name, layer))
+    rng = random.Random(seed)
+    for key in rng.sample(sorted(pool), _DRAWN):
+        yield case(pool[key][0], pool[key][1], machine)
+
+
+def some_ways(layer: Layer | Block, machine: Machine, seed: int) -> list[Any]:
+    """Promising ways of a layer, and random ones."""
+    rng = random.Random(f"{seed} {layer.key}")
+    found: list[Any] = [*layer.ways(machine, _LIKELY)]
+    if isinstance(layer, Layer):
+        for algorithm in algorithms_of(layer.form):
+            if algorithm is Algorithm.TILES:
+                plans: Sequence[Any] = tile_choices(layer.form, machine)
+            else:
+                plans = sorted(GENERATORS[algorithm].plans(layer.form, machine), key=repr)
+            found += [Way(algorithm, how) for how in rng.sample(plans, min(_OTHERS, len(plans)))]
+    return list(dict.fromkeys(found))
+
+
+def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
+    """The row of a layer."""
+    layer: Any = one.layer
+    timing = replace(pool.options.timing, others=last_level() if layer.far else 0)
+    ways, modules, wrong = [], [], 0
+    for way in dict.fromkeys([one.usual, *some_ways(layer, machine, seed)]):
+        try:
+            (module,) = layer.kernels(way, machine)
+        except (BackendError, ValueError):  # no kernel of this blocking, or several
+            continue
+        ways.append(way)
+        modules.append(module)
+    expected, seconds = layer.expected(machine), {}
+    with pool.built(machine.target(), modules) as built:
+        kernels = dict(zip(ways, built))
+        for way, kernel in kernels.items():
+            if not isinstance(kernel, Kernel):
+                continue
+            if (off := deviation(pool, kernel, layer.arguments(way, machine), expected)) is not None:
+                print(f"{layer.name}: {way}: {off}", file=sys.stderr)
+                wrong += 1
+                continue
+            seconds[way] = pool.timed(kernel, timing).median
+        leaders = [way for way in sorted(seconds, key=seconds.__getitem__) if way != one.usual][:_LEADERS]
+        turns: dict[str, list[float]] = {str(way): [] for way in (one.usual, *leaders)}
+        again: list[float] = []
+        for _ in range(_ROUNDS):
+            for way in (one.usual, *leaders):
+                kernel = kernels[way]
+                assert isinstance(kernel, Kernel)
+                turns[str(way)].append(pool.timed(kernel, timing).median)
+            kernel = kernels[one.usual]
+            assert isinstance(kernel, Kernel)
+            again.append(pool.timed(kernel, timing).median)
+    return {
+        "layer": layer.name, "source": one.source, "far": layer.far, "usual": str(one.usual), "turns": turns,
+        "again": again, "wrong": wrong, "ways": len(ways), "running": len(seconds),
+        "convolution": isinstance(layer, Block) or not isinstance(layer.form, products.Form),
+        "once": {str(way): value for way, value in seconds.items()}, "cpu": machine.cpu,
+    }  # fmt: skip
+
+
+def verdict(row: Row) -> tuple[str, float, float, float]:
+    """The best way by the even rounds; by the odd ones its microseconds, the untuned kernel's time over its, and that
+    of the untuned kernel against itself."""
+    turns: dict[str, list[float]] = row["turns"]
+    best = min(turns, key=lambda way: statistics.median(turns[way][::2]))
+    usual, odd = turns[row["usual"]][1::2], turns[best][1::2]
+    ratio = statistics.median(a / b for a, b in zip(usual, odd))
+    return (
+        best,
+        1e6 * statistics.median(odd),
+        ratio,
+        statistics.median(a / b for a, b in zip(usual, row["again"][1::2])),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| layer | from | untuned | best | us | untuned / best | A/A |", "|" + "---|" * 7]
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    controls = []
+    for row in rows:
+        best, us, ratio, control = verdict(row)
+        ratios[row["convolution"]].append(ratio)
+        controls.append(control)
+        far = ", weights from memory" if row["far"] else ""
+        lines.append(
+            f"| {row['layer']}{far} | {row['source']} | {row['usual']} | "
+            f"{'the same' if best == row['usual'] else best} | {us:.0f} | {ratio:.3f} | {control:.3f} |"
+        )
+    for name, kind in (("convolutions", True), ("products", False)):
+        if ratios[kind]:
+            mean = math.exp(statistics.fmean(map(math.log, ratios[kind])))
+            lines.append(f"| geometric mean, {len(ratios[kind])} {name} | | | | | {mean:.3f} | |")
+    mean = math.exp(statistics.fmean(map(math.log, controls)))
+    return "\n".join([*lines, f"| geometric mean, all | | | | | | {mean:.3f} |"])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the layers and blockings that are drawn")
+    parser.add_argument("--kept", type=Path, required=True, help="rows are kept in this file, and resumed")
+    parser.add_argument("--most", type=int, help="measure at most so many layers now")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    machine = detect(cores=options.threads)
+    rows = (
+        [json.loads(line) for line in options.kept.read_text().splitlines()] if options.kept.exists() else []
+    )
+    known = {(row["source"], row["layer"], row["far"]) for row in rows}
+    with ExitStack() as stack:
+        stack.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
+        pool = stack.enter_context(Pool(PoolOptions(threads=options.threads, timing=COLD_PRIVATE_CACHES)))
+        left = options.most if options.most is not None else math.inf
+        for one in cases(machine, options.seed):
+            if left <= 0:
+                break
+            if (one.source, one.layer.name, one.layer.far) in known:
+                continue
+            begin, left = time.monotonic(), left - 1
+            rows.append(measured(one, machine, pool, options.seed))
+            with options.kept.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            best, us, ratio, control = verdict(rows[-1])
+            print(
+                f"{one.layer.name} ({one.source}): {one.usual} -> {best}, {us:.0f} us, {ratio:.3f}, A/A {control:.3f}, "
+                f"{time.monotonic() - begin:.0f} s",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+    print(table(rows))
+    if options.write:
+        print(pages.write(f"space-{options.threads}", table(rows)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The predictor of the One-Shot Tuner, in NumPy: compilations need no torch.
+
+A transformer encoder over the tokens of a way, as in the paper (section 3.3: 3 layers, 4 heads): one token for each
+loop, each knob, and the layer. The mean of the tokens gives a score, the standardised logarithm of the throughput.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.tvm.ways import Floats
+from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.tuning.one_shot.tokens import (
+    ALGORITHMS,
+    KNOB_FEATURES,
+    LOOP_FEATURES,
+    LOOPS,
+    TASK_FEATURES,
+    Tokens,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+KNOB_TOKENS = KNOB_FEATURES - ALGORITHMS
+COUNT = LOOPS + KNOB_TOKENS + 1
+"""The tokens of a way."""
+_KIND = "one-shot predictor"
+_EPSILON = 1e-5
+# Ways that are looked at together, so that activations stay in the caches.
+_BATCH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a predictor."""
+
+    width: int = 64
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.hidden, self.layers, self.heads) < 1 or self.width % self.heads:
+            raise ValueError(f"a predictor takes positive sizes, and a width that heads divide, not {self}")
+        if max(self.width, self.hidden) > 4096 or self.layers > 64:
+            raise ValueError(f"{self} is too large")
+
+    def arrays(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the weights."""
+        d, h = self.width, self.hidden
+        found: dict[str, tuple[int, ...]] = {
+            "loop": (LOOP_FEATURES, d), "loops": (LOOPS, d), "knob": (KNOB_TOKENS, d), "knobs": (KNOB_TOKENS, d),
+            "algorithm": (ALGORITHMS, d), "task": (TASK_FEATURES, d), "task.bias": (d,), "norm.weight": (d,),
+            "norm.bias": (d,), "head": (d, h), "head.bias": (h,), "score": (h, 1), "score.bias": (1,),
+        }  # fmt: skip
+        for i in range(self.layers):
+            found |= {
+                f"{i}.norm1.weight": (d,), f"{i}.norm1.bias": (d,), f"{i}.in": (d, 3 * d), f"{i}.in.bias": (3 * d,),
+                f"{i}.out": (d, d), f"{i}.out.bias": (d,), f"{i}.norm2.weight": (d,), f"{i}.norm2.bias": (d,),
+                f"{i}.up": (d, h), f"{i}.up.bias": (h,), f"{i}.down": (h, d), f"{i}.down.bias": (d,),
+            }  # fmt: skip
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """The mean and deviation of log2 of the throughput (operations a second) of the kernels it was trained with, and
+    those of the features of tokens."""
+
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictor:
+    """Predicts the throughput of ways. `about`: what it was trained with, such as the processor."""
+
+    shape: Shape
+    weights: Mapping[str, Floats]
+    standard: Standard
+    about: Mapping[str, Any]
+
+    def scores(self, tokens: Tokens) -> Floats:
+        """Of N ways of a layer, the standardised logarithms of their throughputs: [N]."""
+        parts = [
+            self._scores(tokens.some(np.arange(i, min(i + _BATCH, len(tokens)))))
+            for i in range(0, len(tokens), _BATCH)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def seconds(self, tokens: Tokens, work: float) -> npt.NDArray[np.float64]:
+        """The predicted seconds of ways of a layer with so many operations: [N]."""
+        logs = self.standard.mean + self.standard.deviation * self.scores(tokens).astype(np.float64)
+        found: npt.NDArray[np.float64] = work / np.exp2(logs)
+        return found
+
+    def _scores(self, tokens: Tokens) -> Floats:
+        w = self.weights
+        loops = tokens.loops @ w["loop"] + w["loops"]
+        kinds = (tokens.knobs[:, :ALGORITHMS] @ w["algorithm"])[:, None, :]
+        knobs = tokens.knobs[:, ALGORITHMS:, None] * w["knob"] + w["knobs"] + kinds
+        task = np.broadcast_to(tokens.task @ w["task"] + w["task.bias"], (len(tokens), 1, self.shape.width))
+        x = np.concatenate([loops, knobs, task], axis=1)
+        for i in range(self.shape.layers):
+            x = x + self._attended(_normalised(x, w, f"{i}.norm1"), i)
+            inner = _normalised(x, w, f"{i}.norm2") @ w[f"{i}.up"] + w[f"{i}.up.bias"]
+            x = x + np.maximum(inner, 0) @ w[f"{i}.down"] + w[f"{i}.down.bias"]
+        mean = _normalised(x.mean(axis=1), w, "norm")
+        found: Floats = (np.maximum(mean @ w["head"] + w["head.bias"], 0) @ w["score"] + w["score.bias"])[
+            :, 0
+        ]
+        return found
+
+    def _attended(self, x: Floats, i: int) -> Floats:
+        """Attention of all tokens of a way to each other, [N, COUNT, width]."""
+        w, heads = self.weights, self.shape.heads
+        size, count, width = x.shape
+        each = (x @ w[f"{i}.in"] + w[f"{i}.in.bias"]).reshape(size, count, 3, heads, width // heads)
+        q, k, v = each.transpose(2, 0, 3, 1, 4)
+        logits = q @ k.transpose(0, 1, 3, 2) / np.float32(math.sqrt(width // heads))
+        chances = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        chances /= chances.sum(axis=-1, keepdims=True)
+        mixed = (chances @ v).transpose(0, 2, 1, 3).reshape(size, count, width)
+        found: Floats = mixed @ w[f"{i}.out"] + w[f"{i}.out.bias"]
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file. Raises CheckpointError if that fails."""
+        config = {"shape": asdict(self.shape), "standard": asdict(self.standard), "about": dict(self.about)}
+        save_checkpoint(Checkpoint(_KIND, config, dict(self.weights)), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a predictor. Raises CheckpointError if the file is not one, is damaged, or of another version."""
+        found = load_checkpoint(path, _KIND)
+        try:
+            shape, standard = Shape(**found.config["shape"]), Standard(**found.config["standard"])
+            about = dict(found.config["about"])
+            numbers = float(standard.mean), float(standard.deviation)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: its configuration is damaged: {error}") from error
+        weights = {name: np.asarray(array) for name, array in found.tensors.items()}
+        if {name: array.shape for name, array in weights.items()} != shape.arrays():
+            raise CheckpointError(f"{path} is a predictor of another version of xrlflow")
+        finite = all(np.isfinite(array).all() and array.dtype == np.float32 for array in weights.values())
+        if not finite or not all(map(math.isfinite, numbers)) or standard.deviation <= 0:
+            raise CheckpointError(f"{path}: its weights are damaged")
+        return cls(shape, weights, standard, about)
+
+
+def _normalised(x: Floats, weights: Mapping[str, Floats], name: str) -> Floats:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    scaled = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + np.float32(_EPSILON))
+    found: Floats = scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+    return found
