@@ -3,9 +3,9 @@ FILE -o PREDICTOR`.
 
 `gather` draws layers and measures kernels of each, beside nothing else. Layers are drawn by the prior of the networks
 of the zoo (`--layers prior`: each field of a layer conditioned on two that were drawn before it; Ryu et al., 2022,
-section 3.2) or uniformly. Their kernels are those that a search visits (`--kernels explored`: a genetic algorithm on what it
-has measured; section 3.3) or random ones. Rows (JSON lines) are kept at once; another call goes on with other layers.
-`--layers held-out` measures the layers of networks that are held out, with which `train` tests the predictor.
+section 3.2) or uniformly. Their kernels are those that a search visits (`--kernels explored`: a genetic algorithm on
+what it has measured; section 3.3) or random ones. Rows (JSON lines) are kept at once; another call goes on with other
+layers. `--layers held-out` measures the layers of networks that are held out, with which `train` tests the predictor.
 """
 
 from __future__ import annotations
