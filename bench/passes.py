@@ -162,7 +162,7 @@ METHODS: dict[str, Method] = {
 }
 WITH_AGENT = ("zero-shot", "agent", "guided", "agent+evolution", "refined")
 # Methods that draw nothing need one seed.
-_CERTAIN = ("reducing", "greedy", "fixed", "zero-shot")
+_CERTAIN = ("reducing", "greedy", "beam", "fixed", "zero-shot")
 
 
 @dataclass(frozen=True, slots=True)
