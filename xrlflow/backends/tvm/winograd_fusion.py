@@ -102,13 +102,11 @@ def _choices(match: Match, machine: Machine) -> list[Choice]:
     """The algorithms for a convolution: those whose error is known."""
     found = [Choice(Algorithm.DIRECT, direct_cost(match.form, machine))]
     weights = match.weights.value.numpy()
-    for algorithm in (Algorithm.F23, Algorithm.F43):
-        m = algorithm.m
-        assert m is not None
+    faster = [(a, a.m) for a in (Algorithm.F23, Algorithm.F43) if a.m is not None]
+    for (algorithm, m), errors in zip(faster, relative_errors(weights, *(m for _, m in faster)), strict=True):
         form = replace(match.form, m=m)
-        errors = [*relative_errors(weights, m).values()]
-        if np.isfinite(errors).all():
-            found.append(Choice(algorithm, cost(form, plan(form, machine), machine), max(errors)))
+        if np.isfinite([*errors.values()]).all():
+            found.append(Choice(algorithm, cost(form, plan(form, machine), machine), max(errors.values())))
     return found
 
 
