@@ -109,10 +109,10 @@ def test_the_design_space_has_a_sketch_for_each_choice(tasks: list[Task]) -> Non
 def test_a_tile_that_does_not_fit_is_no_sketch(tasks: list[Task], monkeypatch: pytest.MonkeyPatch) -> None:
     from tvm.s_tir import ScheduleError
 
-    def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
+    def failing(sch: Any, block: Any, found: Any, form: Any, machine: Any, choice: Any) -> None:
         if choice == bad:
             raise ScheduleError("not with this tile")
-        schedule_contraction(sch, block, found, machine, choice)
+        schedule_contraction(sch, block, found, form, machine, choice)
 
     machine = detect(cores=2)
     offered, untuned = choices(tasks[0].mod, machine), heuristic(tasks[0].mod, machine)
@@ -270,10 +270,10 @@ def test_a_kernel_whose_choices_fail_is_said_not_to_be_tuned(
 ) -> None:
     from tvm.s_tir import ScheduleError
 
-    def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
+    def failing(sch: Any, block: Any, found: Any, form: Any, machine: Any, choice: Any) -> None:
         if choice is not None:
             raise ScheduleError("not with this tile")
-        schedule_contraction(sch, block, found, machine, choice)
+        schedule_contraction(sch, block, found, form, machine, choice)
 
     schedule_contraction = schedules._schedule_contraction
     monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)

@@ -109,7 +109,7 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
     _inline_scalars(sch)
     anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
-        _schedule_contraction(sch, *contraction, machine, choice)
+        _schedule_contraction(sch, *contraction, _prepare(sch, *contraction), machine, choice)
     elif len(anchors) == 1 and _is_plane(sch, anchors[0]):
         _schedule_plane(sch, anchors[0], machine)
     elif len(anchors) == 1 and WINDOW in sch.get(anchors[0]).annotations:
@@ -157,11 +157,20 @@ def design_space(machine: Machine, most: int = 64) -> Any:
     from tvm.s_tir import ScheduleError
 
     def sketches(sch: Any) -> list[Any]:
-        options: list[Choice | None] = [*choices(sch.mod, machine, most)]
+        options = choices(sch.mod, machine, most)
         found = []
-        for choice in options or [None]:
-            with contextlib.suppress(ScheduleError):  # the tile does not fit the blocks around it
-                found.append(apply(sch.copy(), machine, choice))
+        with contextlib.suppress(ScheduleError):  # `schedule` leaves it as it is
+            if not options:
+                return [apply(sch.copy(), machine)]
+            _inline_scalars(sch)
+            contraction = _only_contraction(sch, _anchors(sch))
+            assert contraction is not None
+            form = _prepare(sch, *contraction)
+            for choice in options:
+                with contextlib.suppress(ScheduleError):  # the tile does not fit the blocks around it
+                    one = sch.copy()  # blocks keep their names in a copy
+                    _schedule_contraction(one, *contraction, form, machine, choice)
+                    found.append(one)
         return found
 
     generator = package.s_tir.meta_schedule.space_generator.ScheduleFn
@@ -499,9 +508,8 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
 
 
 def _schedule_contraction(
-    sch: Any, block: Any, found: _Contraction, machine: Machine, choice: Choice | None
+    sch: Any, block: Any, found: _Contraction, form: _Form, machine: Machine, choice: Choice | None
 ) -> None:
-    form = _prepare(sch, block, found)
     chosen = choice if choice is not None else form.heuristic(machine)
     tile = chosen.tile
     laid = _lay_out(sch, block, found, form, tile)
