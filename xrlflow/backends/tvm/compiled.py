@@ -159,6 +159,8 @@ class TvmModel:
             self._executable, self._machine = _loaded(Path(path)), None
 
     def _export(self, library: Path, link: str) -> None:
+        if self._executable is None:
+            raise BackendError("this model has been closed")
         if self._settled is None:
             with _silent():
                 linked = _linked_by(self.interface.triple, link)
