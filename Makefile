@@ -37,8 +37,9 @@ types: install
 contracts: install
 	$(BIN)/lint-imports
 
+# Hundreds of processes start: they compile the sources once, also where the environment says not to keep that.
 pytest: install
-	$(BIN)/pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
 
 # The core's tests with another Python and the newest packages that it has: `make test-python PY=3.13`.
 test-python:

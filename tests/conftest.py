@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
@@ -25,6 +26,17 @@ EXTRAS = {
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collecting imports packages with millions of objects. To look for garbage among them, again and again, would take
+    a third of its time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

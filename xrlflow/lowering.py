@@ -312,7 +312,7 @@ class _Compiling:
                 self.remarks.append(f"a proposal was dropped: {error}")
                 continue
             path = os.path.join(self.how.folder, f"compiled{index}.so")
-            model.save(path)
+            model.settle(path)
             self.made.append(Lowered(found, path, model))
             longest = max(longest, before - self.time_left())
 
@@ -463,7 +463,7 @@ def tune_model(
     models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
     for path, model in made:
-        model.save(path)
+        model.settle(path)
     if feeds is None:
         return TunedModel(
             found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks), layers=layers[0]

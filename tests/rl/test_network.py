@@ -52,11 +52,22 @@ def observations(
     proto: onnx.ModelProto, library: Library, words: Vocabulary, steps: int, seed: int = 0
 ) -> Iterator[Observation]:
     """What is seen on a random walk."""
+    yield from walked(begun(proto, library, words), steps, seed)
+
+
+Begun = tuple[RewriteState, Featuriser, float]
+
+
+def begun(proto: onnx.ModelProto, library: Library, words: Vocabulary) -> Begun:
+    """Where walks begin, and what they cost there."""
     prices, graph = Roofline(), load(proto).graph
-    featuriser = Featuriser(words, prices)
     state = RewriteState.start(graph, library, Pricing.of(prices.delta))
-    cost = initial = prices.cost(graph)
-    rng = random.Random(seed)
+    return state, Featuriser(words, prices), prices.cost(graph)
+
+
+def walked(start: Begun, steps: int, seed: int) -> Iterator[Observation]:
+    state, featuriser, initial = start
+    cost, rng = initial, random.Random(seed)
     for step in range(steps):
         candidates = choices(state)
         yield featuriser(Situation(state, candidates, cost, initial, 1 - step / steps))
@@ -129,10 +140,9 @@ def test_the_shipped_agent_takes_the_same_choices_as_in_torch() -> None:
     """On 1,000 decisions of random walks over small networks."""
     parameters = Parameters.load(PRETRAINED).extended(ALL)
     theirs, ours = both(parameters)
-    seen: list[Observation] = []
-    for seed in range(20):
-        for name in ("squeezenet", "bert", "nasrnn-shared", "resnext50", "mobilenetv2", "dalle"):
-            seen += observations(models.small(name), ALL, parameters.vocabulary, 10, seed)
+    names = ("squeezenet", "bert", "nasrnn-shared", "resnext50", "mobilenetv2", "dalle")
+    starts = [begun(models.small(name), ALL, parameters.vocabulary) for name in names]
+    seen = [o for seed in range(20) for start in starts for o in walked(start, 10, seed)]
     assert len(seen) >= 1000
     for start in range(0, 1000, 4):
         some = seen[start : start + 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ LIBRARY = Library(VALLEYS)
 WORDS = Vocabulary.of(LIBRARY)
 ENV = EnvConfig(horizon=8)
 SMALL = LearningConfig(hidden=64, mixtures=1, chunk=4, dreams=30, starts=32, horizon=8)
+
+
+@pytest.fixture
+def brief_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """World models learn as always, but less: for tests of what comes in and out, not of how well it learns."""
+    learn = Learner.learn
+
+    def little(self: Learner, plays: Any, updates: int, *given: Any) -> dict[str, float]:
+        return learn(self, plays, min(updates, 10), *given)
+
+    monkeypatch.setattr(Learner, "learn", little)
+    brief = partial(LearningConfig, dreams=2)
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.LearningConfig", brief)
 
 
 def agent(seed: int = 0) -> Agent:
@@ -242,6 +256,7 @@ def test_a_world_model_that_does_not_fit_is_refused_by_name(tmp_path: Path, dama
         load_world(path)
 
 
+@pytest.mark.usefixtures("brief_learning")
 def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: Path) -> None:
     import onnx
 
@@ -263,6 +278,7 @@ def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: 
     assert dreamt.report.cost_after <= result.report.cost_before
 
 
+@pytest.mark.usefixtures("brief_learning")
 def test_rlflow_goes_on_with_the_world_model_of_its_agent_and_begins_one_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +440,7 @@ def test_ctrl_c_before_the_first_evaluation_leaves_the_first_agent(
     assert trained.score.outcomes == ()
 
 
+@pytest.mark.usefixtures("brief_learning")
 def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) -> None:
     import onnx
 
@@ -439,6 +456,7 @@ def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) 
     xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True, restart=True)
 
 
+@pytest.mark.usefixtures("brief_learning")
 def test_a_run_with_a_world_model_goes_on_from_its_best_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,10 +103,10 @@ def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
 def test_a_tile_that_does_not_fit_is_no_kernel(tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch) -> None:
     from tvm.s_tir import ScheduleError
 
-    def failing(sch: Any, block: Any, found: Any, machine: Any, choice: Any) -> None:
+    def failing(sch: Any, block: Any, found: Any, form: Any, machine: Any, choice: Any) -> None:
         if choice == bad:
             raise ScheduleError("not with this tile")
-        schedule_contraction(sch, block, found, machine, choice)
+        schedule_contraction(sch, block, found, form, machine, choice)
 
     form = replace(tasks.layers[0].form, out=(16, 48))  # kernels of other tests are remembered
     layer = Layer(form, False)

@@ -7,11 +7,12 @@ rules. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operator
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from xrlflow.ir import ABSENT, Attrs, Body, Graph, Value
+from xrlflow.ir import ABSENT, Attrs, Body, Graph, Node, Value
 from xrlflow.ops import (
     eval_attention,
     eval_contrib,
@@ -27,7 +28,9 @@ from xrlflow.ops.eval_elementwise import promote
 from xrlflow.ops.eval_spec import Inputs, OpSpec, integer, integers, table
 from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
 
-__all__ = ["REALS", "SPECS", "Field", "NotEvaluable", "OpSpec", "evaluate_graph", "evaluate_node", "promote"]
+__all__ = [
+    "REALS", "SPECS", "Evaluation", "Field", "NotEvaluable", "OpSpec", "evaluate_graph", "evaluate_node", "promote",
+]  # fmt: skip
 
 
 def evaluate_node(
@@ -44,6 +47,12 @@ def evaluate_node(
     Raises NotEvaluable for operators, or uses of them, that have no evaluation here. Inputs that do not fit the
     operator raise whatever NumPy raises.
     """
+    with np.errstate(all="ignore"):
+        return _evaluated(op, attrs, inputs, n_outputs, field)
+
+
+def _evaluated(op: str, attrs: Attrs, inputs: Inputs, n_outputs: int, field: Field) -> tuple[Array, ...]:
+    """`evaluate_node`, for a caller that has turned warnings of overflow and the like off."""
     spec = SPECS.get(op)
     if spec is None:
         raise NotEvaluable(op)
@@ -53,8 +62,7 @@ def evaluate_node(
         and any(x is not None and x.dtype.kind == "f" for x in inputs)
     ):
         raise NotEvaluable(op)
-    with np.errstate(all="ignore"):
-        outputs = spec.evaluate(field, attrs, inputs, n_outputs)
+    outputs = spec.evaluate(field, attrs, inputs, n_outputs)
     return tuple([out if type(out) is np.ndarray else np.asarray(out) for out in outputs])
 
 
@@ -70,44 +78,62 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
     the same way. Raises NotEvaluable at the first node without an evaluation, and KeyError for an input without a
     value.
     """
-    order = graph.topological()
-    reads: dict[Value, int] = {}
-    for node in order:
-        for value in node.inputs:
+    return Evaluation.of(graph).run(feeds, field)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A graph that is evaluated several times (see `evaluate_graph`). `reads`: how many times each value is read."""
+
+    graph: Graph
+    order: tuple[Node, ...]
+    reads: Mapping[Value, int]
+
+    @staticmethod
+    def of(graph: Graph) -> Evaluation:
+        order = tuple(graph.topological())
+        reads: dict[Value, int] = {}
+        for node in order:
+            for value in node.inputs:
+                reads[value] = reads.get(value, 0) + 1
+        for value in graph.outputs:
             reads[value] = reads.get(value, 0) + 1
-    for value in graph.outputs:
-        reads[value] = reads.get(value, 0) + 1
-    consts, inputs = graph.leaves.consts, set(graph.inputs)
-    held: dict[Value, Array] = {v: promote(field, np.asarray(a)) for v, a in feeds.items() if v in reads}
+        return Evaluation(graph, order, reads)
 
-    def read(value: Value, lift: bool = True) -> Array | None:
-        if value == ABSENT:
-            return None
-        found = held.get(value)
-        if found is None:
-            const = consts.get(value)
-            if const is None:
-                name = graph.leaves.names.get(value, str(value))
-                raise KeyError(
-                    f"input {name} is not fed" if value in inputs else f"value {name} is not known"
-                )
-            array = const.numpy()
-            return promote(field, array) if lift else array
-        reads[value] -= 1
-        if not reads[value]:
-            del held[value]
-        return found
+    def run(self, feeds: Mapping[Value, Array], field: Field = REALS) -> list[Array]:
+        graph, reads = self.graph, dict(self.reads)
+        consts = graph.leaves.consts
+        held: dict[Value, Array] = {v: promote(field, np.asarray(a)) for v, a in feeds.items() if v in reads}
 
-    for node in order:
-        partial = node.op in _PARTIAL
-        arguments = [read(value, not partial) for value in node.inputs]
-        results = evaluate_node(node.op, node.attrs, arguments, len(node.outputs), field)
-        for value, result in zip(node.outputs, results):
-            if value in reads:
-                held[value] = promote(field, result) if partial else result
-        del arguments, results
-    outputs = [read(value) for value in graph.outputs]
-    return [out for out in outputs if out is not None]
+        def read(value: Value, lift: bool = True) -> Array | None:
+            if value == ABSENT:
+                return None
+            found = held.get(value)
+            if found is None:
+                const = consts.get(value)
+                if const is None:
+                    name = graph.leaves.names.get(value, str(value))
+                    raise KeyError(
+                        f"input {name} is not fed" if value in graph.inputs else f"value {name} is not known"
+                    )
+                array = const.numpy()
+                return promote(field, array) if lift else array
+            reads[value] -= 1
+            if not reads[value]:
+                del held[value]
+            return found
+
+        with np.errstate(all="ignore"):
+            for node in self.order:
+                partial = node.op in _PARTIAL
+                arguments = [read(value, not partial) for value in node.inputs]
+                results = _evaluated(node.op, node.attrs, arguments, len(node.outputs), field)
+                for value, result in zip(node.outputs, results):
+                    if value in reads:
+                        held[value] = promote(field, result) if partial else result
+                del arguments, results
+            outputs = [read(value) for value in graph.outputs]
+        return [out for out in outputs if out is not None]
 
 
 # --- control flow: a body's captured values are the last inputs of its graph, and of the node ---
@@ -127,17 +153,17 @@ def _bodies(
 
 
 def _run_body(
-    field: Field, graph: Graph, arguments: Sequence[Array | None], captured: Sequence[Array | None]
+    field: Field, body: Evaluation, arguments: Sequence[Array | None], captured: Sequence[Array | None]
 ) -> list[Array]:
-    given = zip(graph.inputs, (*arguments, *captured), strict=True)
-    return evaluate_graph(graph, {value: array for value, array in given if array is not None}, field)
+    given = zip(body.graph.inputs, (*arguments, *captured), strict=True)
+    return body.run({value: array for value, array in given if array is not None}, field)
 
 
 def _if(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
     (condition,), bodies = _bodies(attrs, inputs)
     assert condition is not None
     graph, captured = bodies["then_branch" if condition.item() else "else_branch"]
-    return tuple(_run_body(field, graph, (), captured))
+    return tuple(_run_body(field, Evaluation.of(graph), (), captured))
 
 
 def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[int]) -> list[Array]:
@@ -166,11 +192,12 @@ def _loop(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any
         raise TypeError("Loop: its trip count is an integer, its condition a boolean")
     going = condition is None or bool(condition.item())
     rows: list[list[Array]] = []
+    each = Evaluation.of(graph)
     while going and (trips is None or len(rows) < trips.item()):
         if len(rows) >= _MOST_TRIPS:
             raise NotEvaluable(f"a loop of more than {_MOST_TRIPS} steps")
         step = (np.array(len(rows), dtype=np.int64), np.array(going), *state)
-        results = _run_body(field, graph, step, captured)
+        results = _run_body(field, each, step, captured)
         going = bool(results[0].item())
         state[:] = results[1 : 1 + len(state)]
         rows.append(results)
@@ -194,8 +221,9 @@ def _scan(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any
         assert x is not None
         columns.append(np.moveaxis(np.flip(x, axis) if way else x, axis, 0))
     rows: list[list[Array]] = []
+    each = Evaluation.of(graph)
     for step in zip(*columns, strict=True):
-        results = _run_body(field, graph, (*state, *map(np.asarray, step)), captured)
+        results = _run_body(field, each, (*state, *map(np.asarray, step)), captured)
         state[:] = results[:states]
         rows.append(results)
     out_axes = integers(attrs, "scan_output_axes") or (0,) * scans

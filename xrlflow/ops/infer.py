@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import onnx
@@ -77,6 +78,15 @@ def type_proto(type: TensorType) -> onnx.TypeProto:
         return raw
     proto: onnx.TypeProto = onnx.helper.make_tensor_type_proto(int(type.dtype), type.shape)
     return proto
+
+
+_IMPORTS = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid("ai.onnx.ml", 5)]
+
+
+@lru_cache(maxsize=4096)
+def _read_type(type: TensorType) -> onnx.TypeProto:
+    """A type for ONNX's inference, which does not change it."""
+    return type_proto(type)
 
 
 def type_of_proto(proto: onnx.TypeProto, const: bool = False) -> TensorType:
@@ -205,7 +215,7 @@ def _by_onnx(
     names = ["" if t is None else f"i{i}" for i, t in enumerate(types)]
     node = onnx.NodeProto(op_type=name, domain=domain, input=names, output=[f"o{i}" for i in range(outputs)])
     node.attribute.extend(attr_proto(k, v) for k, v in attrs.items())
-    input_types = {n: type_proto(t) for n, t in zip(names, types) if t is not None}
+    input_types = {n: _read_type(t) for n, t in zip(names, types) if t is not None}
     input_data = {
         names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # scalars stay scalars
         for i in places
@@ -214,10 +224,9 @@ def _by_onnx(
     if op == "Slice" and "i2" in input_data and "i4" in input_data:
         ends, steps = (onnx.numpy_helper.to_array(input_data[name]) for name in ("i2", "i4"))
         input_data["i2"] = onnx.numpy_helper.from_array(ends_of_slice(ends, steps))
-    imports = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid("ai.onnx.ml", 5)]
     try:
         result = onnx.shape_inference.infer_node_outputs(
-            found, node, input_types, input_data, opset_imports=imports, ir_version=IR_VERSION
+            found, node, input_types, input_data, opset_imports=_IMPORTS, ir_version=IR_VERSION
         )
     except (
         onnx.shape_inference.InferenceError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import onnx
@@ -166,6 +167,30 @@ def canonical_attrs(op: str, attrs: Mapping[str, Attr], inputs: Sequence[TensorT
         if isinstance(perm, tuple) and perm == tuple(range(len(perm)))[::-1]:
             del out["perm"]
     return Attrs(out)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The element types that an input takes, as ONNX writes them. Inputs of one `name`, if `alike`, have the same."""
+
+    name: str
+    types: frozenset[str]
+    alike: bool
+
+
+@cache
+def admitted(op: str) -> tuple[Admitted, ...]:
+    """What each input of an operator takes, the last one standing for all that follow. Empty without a schema."""
+    found = schema(op)
+    if found is None:
+        return ()
+    allowed = {c.type_param_str: frozenset(c.allowed_type_strs) for c in found.type_constraints}
+    taken = []
+    for formal in found.inputs:
+        types = allowed.get(formal.type_str)
+        named = frozenset({formal.type_str})
+        taken.append(Admitted(formal.type_str, types or named, bool(types) and formal.is_homogeneous))
+    return tuple(taken)
 
 
 @cache

@@ -19,7 +19,8 @@ from xrlflow.ops.schema import schema
 from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.degrees import Degrees, chance
-from xrlflow.prover.machine import MACHINE, integers, round_to, with_known_casts
+from xrlflow.prover.draw import weighted, weights
+from xrlflow.prover.machine import MACHINE, evaluation, integers, round_to
 from xrlflow.prover.prime import PRIMES, PrimeField, ZeroDenominator
 from xrlflow.prover.sketch import Problem
 from xrlflow.rewrite import AnyRule, GraphBuilder, Library, Match, Refused, Val
@@ -149,9 +150,12 @@ def symbols(problem: Problem) -> list[str]:
     return sorted(names)
 
 
+_BOUND = weights({0: 0.1, 1: 0.25, 2: 0.3, 3: 0.2, 4: 0.15})
+
+
 def bindings(problem: Problem, rng: np.random.Generator) -> dict[str, int]:
     """Random sizes, 0 to 4, for the symbolic dimensions."""
-    return {name: int(rng.choice(5, p=[0.1, 0.25, 0.3, 0.2, 0.15])) for name in symbols(problem)}
+    return {name: weighted(rng, _BOUND) for name in symbols(problem)}
 
 
 def tried_bindings(
@@ -278,7 +282,7 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
     Raises NotEvaluable, ZeroDenominator, Unusable if the left side fails, and Wrong if only the right side fails.
     """
     try:
-        left = evaluate_graph(with_known_casts(case.before), feeds, field)
+        left = evaluation(case.before).run(feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
     except Exception as error:  # NumPy may raise anything for inputs that do not fit
@@ -286,7 +290,7 @@ def both_sides(case: Case, feeds: Feeds, field: Field) -> tuple[list[Array], lis
     if any(a.size > _MOST_ELEMENTS for a in left):  # its size depends on the numbers of the inputs
         raise Unusable("it is too large")
     try:
-        return left, evaluate_graph(with_known_casts(case.after), feeds, field)
+        return left, evaluation(case.after).run(feeds, field)
     except (NotEvaluable, ZeroDenominator):
         raise
     except Exception as error:
@@ -505,7 +509,7 @@ def _replaced(case: Case, feeds: Feeds) -> list[Array]:
     """The left side's numbers for the values that the right side replaces."""
     graph = case.before
     inner = Graph.make(graph.topological(), graph.inputs, tuple(case.replaced), graph.leaves)
-    return evaluate_graph(with_known_casts(inner), feeds, MACHINE)
+    return evaluation(inner).run(feeds, MACHINE)
 
 
 def compare(

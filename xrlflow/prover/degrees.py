@@ -22,8 +22,13 @@ Counts = tuple[Array, Array, Array]
 
 
 def pack(numerator: Any, denominator: Any, applications: Any) -> Array:
-    parts = [np.minimum(np.asarray(p, np.int64), _MOST) for p in (numerator, denominator, applications)]
-    packed: Array = (parts[0] | parts[1] << _BITS | parts[2] << 2 * _BITS).astype(np.float64)
+    return _packed(
+        *(np.minimum(np.asarray(p, np.int64), _MOST) for p in (numerator, denominator, applications))
+    )
+
+
+def _packed(numerator: Any, denominator: Any, applications: Any) -> Array:
+    packed: Array = (numerator | denominator << _BITS | applications << 2 * _BITS).astype(np.float64)
     return packed
 
 
@@ -51,11 +56,16 @@ class Degrees(Field):
         return np.ones(shape)
 
     def _made(self, n: Any, d: Any, a: Any) -> Array:
-        n, d, a = np.broadcast_arrays(n, d, np.minimum(a, self.applications))  # there are no more than these
-        if n.size:
-            top = int(max(n.max(), d.max()))
-            self.steepest = max(self.steepest, min(top, _MOST))
-            self.saturated |= top >= _MOST or int(a.max()) >= _MOST
+        a = np.minimum(a, self.applications)  # there are no more than these
+        if not n.shape == d.shape == a.shape:
+            n, d, a = np.broadcast_arrays(n, d, a)
+        if not n.size:
+            return pack(n, d, a)
+        top = max(int(n.max()), int(d.max()))
+        self.steepest = max(self.steepest, min(top, _MOST))
+        if top < _MOST and int(a.max()) < _MOST:
+            return _packed(n, d, a)
+        self.saturated = True
         return pack(n, d, a)
 
     def lift(self, array: Array) -> Array:

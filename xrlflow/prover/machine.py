@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from xrlflow.ir import FLOATS, NO_ATTRS, DType, Graph, Node
+from xrlflow.ops.evaluate import Evaluation
 from xrlflow.ops.field import Array, Reals
 from xrlflow.ops.schema import canonical_attrs
 
@@ -91,6 +92,11 @@ _HELD = {
 
 
 @lru_cache(maxsize=64)  # each side of a case is evaluated a dozen times
+def evaluation(graph: Graph) -> Evaluation:
+    """Evaluates a graph, with casts by its types (see `with_known_casts`)."""
+    return Evaluation.of(with_known_casts(graph))
+
+
 def with_known_casts(graph: Graph) -> Graph:
     """The graph with each CastLike replaced by a Cast, and each Cast between floats that rounds nothing by Identity.
 

@@ -32,7 +32,7 @@ from xrlflow.ir import (
     output_key,
 )
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer
-from xrlflow.ops.schema import canonical_attrs, schema
+from xrlflow.ops.schema import admitted, canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.equivalence_classes import Kind
 from xrlflow.rewrite import evaluate_small
@@ -215,22 +215,17 @@ def _node(
 
 def _check_types(op: str, types: Sequence[TensorType | None]) -> None:
     """Raises Unbuildable for element types that the schema does not admit. ONNX's inference does not check them all."""
-    defined = schema(op)
-    if defined is None:
+    if schema(op) is None:
         return
+    inputs = admitted(op)
     bound: dict[str, DType] = {}
     for i, type in enumerate(types):
         if type is None:
             continue
-        formal = defined.inputs[min(i, len(defined.inputs) - 1)]
-        name = formal.type_str
-        allowed = {
-            t for c in defined.type_constraints if c.type_param_str == name for t in c.allowed_type_strs
-        }
-        wanted = f"tensor({_onnx_name(type.dtype)})"
-        if wanted not in (allowed or {name}):
+        takes = inputs[min(i, len(inputs) - 1)]
+        if f"tensor({_onnx_name(type.dtype)})" not in takes.types:
             raise Unbuildable(f"{op} does not take {type.dtype.name}")
-        if allowed and formal.is_homogeneous and bound.setdefault(name, type.dtype) != type.dtype:
+        if takes.alike and bound.setdefault(takes.name, type.dtype) != type.dtype:
             raise Unbuildable(f"{op}: the element types differ")
 
 
@@ -243,6 +238,8 @@ def _check_ranks(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> N
     """Raises Unbuildable for attributes of a wrong length or too much padding. ONNX's inference does not check them."""
     rank = types[0].rank if types and types[0] is not None else None
     if rank is None:
+        return
+    if not attrs:
         return
     wanted = {**dict.fromkeys(_PER_DIMENSION, rank), **dict.fromkeys(_PER_SPATIAL, rank - 2)}
     if op in ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool"):

@@ -32,6 +32,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
 pytestmark = pytest.mark.usefixtures("remembered")
+torch.set_num_threads(1)
 
 TASKS = [matmul, convolution, softmax, knobless]
 SMALL = ChameleonConfig(walks=32, steps=16)

@@ -6,8 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
+import stat
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +73,7 @@ class TvmModel:
     ) -> None:
         self._executable: Any = executable
         self._machine: Any = None
+        self._settled: int | None = None  # the descriptor of a library file
         self.interface = interface
         self.threads = threads
         self.chosen = chosen
@@ -112,6 +116,8 @@ class TvmModel:
     def close(self) -> None:
         """Release the code, the weights and the memory plan."""
         self._machine = self._executable = None
+        if self._settled is not None:
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +148,29 @@ class TvmModel:
         values = [result] if hasattr(result, "numpy") else list(result)
         return self.interface.results([value.numpy() for value in values])
 
+    def settle(self, path: str | os.PathLike[str]) -> None:
+        """Save the model to a file of ours that nobody else writes, which may be removed. From then on it is run from
+        there and saved from there: TVM makes machine code for each of loading and saving. Raises BackendError.
+        """
+        self.save(path)
+        self._settled = os.open(path, os.O_RDONLY)
+        self._release = weakref.finalize(self, os.close, self._settled)
+        if not lacking(self.interface.triple, self.interface.cpu):
+            self._executable, self._machine = _loaded(Path(path)), None
+
+    def _export(self, library: Path, link: str) -> None:
+        if self._executable is None:
+            raise BackendError("this model has been closed")
+        if self._settled is None:
+            with _silent():
+                linked = _linked_by(self.interface.triple, link)
+                self._executable.export_library(str(library), fcompile=linked)
+            return
+        with self._lock, open(self._settled, "rb", closefd=False) as whole, library.open("wb") as copy:
+            whole.seek(0)
+            shutil.copyfileobj(whole, copy)
+        os.chmod(library, stat.S_IMODE(os.fstat(self._settled).st_mode))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as one shared library with its weights, and its interface as a `.json` file in the same
         folder.
@@ -167,10 +196,7 @@ class TvmModel:
                 )
             with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
                 library, description = Path(folder) / target.name, Path(folder) / "interface.json"
-                with _silent():
-                    self._executable.export_library(
-                        str(library), fcompile=_linked_by(self.interface.triple, link)
-                    )
+                self._export(library, link)
                 stored = {"format": _VERSION, "digest": _digest(library), **asdict(self.interface)}
                 if target.is_file() and beside.is_file():
                     stored["replaced"] = _described(target)
@@ -242,8 +268,6 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
     except (ValueError, KeyError, TypeError) as error:
         raise BackendError(f"{_description(file)}: damaged: compile the model again") from error
     package = tvm()
-    import tvm_ffi
-
     if interface.version != package.__version__:
         raise BackendError(
             f"{file}: compiled with TVM {interface.version}, this is {package.__version__}: compile the model again"
@@ -253,16 +277,22 @@ def load_compiled(path: ModelSource, *, threads: int | None = None) -> TvmModel:
             f"{file}: damaged, or not what {_description(file).name} describes: compile the model again"
         )
     check_runs_here(interface, f"{file}: ")  # before loading, which may run initialisers of kernels
+    return TvmModel(_loaded(file), interface, threads or default_threads())
+
+
+def _loaded(file: Path) -> Any:
+    """The code of a library. Raises BackendError."""
+    import tvm_ffi
+
     try:
         # Under a unique name: the system's loader would take a replaced file for the one of the same name that is
         # loaded. (`tvm.runtime.load_module` would resolve a link.)
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder, _silent():
             name = Path(folder) / file.name
             name.symlink_to(file.resolve())
-            executable = tvm_ffi.load_module(str(name))
+            return tvm_ffi.load_module(str(name))
     except Exception as error:  # the loader's exceptions have no common base
         raise BackendError(f"{file}: cannot be loaded: {one_line(error)}") from error
-    return TvmModel(executable, interface, threads or default_threads())
 
 
 def _digest(path: Path) -> str:

@@ -99,17 +99,15 @@ def _choices(match: Match, machine: Machine) -> list[Choice]:
     whose error is not known are left out."""
     form, first = match.form, plain(match.form, machine)
     found = [Choice(first, tiles_cost(form, machine))]
-    for algorithm in algorithms_of(form):
-        if algorithm is first:
-            continue
-        if algorithm.m is None:
-            found.append(Choice(algorithm, math.inf))
-            continue
-        errors = [*relative_errors(match.call.args[1].value.numpy(), algorithm.m).values()]
-        if np.isfinite(errors).all():
+    others = [algorithm for algorithm in algorithms_of(form) if algorithm is not first]
+    found += [Choice(algorithm, math.inf) for algorithm in others if algorithm.m is None]
+    faster = {a: a.m for a in others if a.m is not None}
+    errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
+    for algorithm, each in zip(faster, errors, strict=True):
+        if np.isfinite([*each.values()]).all():
             generator = GENERATORS[algorithm]
             cost = generator.cost(form, generator.usual(form, machine), machine)
-            found.append(Choice(algorithm, cost, max(errors)))
+            found.append(Choice(algorithm, cost, max(each.values())))
     return found
 
 

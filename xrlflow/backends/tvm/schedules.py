@@ -107,7 +107,7 @@ def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
     _inline_scalars(sch)
     anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
-        _schedule_contraction(sch, *contraction, machine, choice)
+        _schedule_contraction(sch, *contraction, _prepare(sch, *contraction), machine, choice)
     elif len(anchors) == 1 and _is_plane(sch, anchors[0]):
         _schedule_plane(sch, anchors[0], machine)
     elif len(anchors) == 1 and WINDOW in sch.get(anchors[0]).annotations:
@@ -479,9 +479,8 @@ def _prepare(sch: Any, block: Any, found: _Contraction) -> _Form:
 
 
 def _schedule_contraction(
-    sch: Any, block: Any, found: _Contraction, machine: Machine, choice: Choice | None
+    sch: Any, block: Any, found: _Contraction, form: _Form, machine: Machine, choice: Choice | None
 ) -> None:
-    form = _prepare(sch, block, found)
     chosen = choice if choice is not None else form.heuristic(machine)
     tile = chosen.tile
     laid = _lay_out(sch, block, found, form, tile)

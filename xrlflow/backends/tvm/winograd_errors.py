@@ -41,8 +41,9 @@ DISTRIBUTIONS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], Dou
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def relative_errors(weights: Floats, m: int, seed: int = 0) -> dict[str, float]:
-    """The root mean square error of F(m, 3) over that of the direct kernel, by distribution of pixels.
+def relative_errors(weights: Floats, *sizes: int, seed: int = 0) -> list[dict[str, float]]:
+    """For each m of `sizes` the root mean square error of F(m, 3) over that of the direct kernel, by distribution of
+    pixels.
 
     `weights`: [3, 3, channels of a group, output channels of all groups]. Not finite, if the sums are not, or if the
     direct kernel rounds nothing.
@@ -53,9 +54,9 @@ def relative_errors(weights: Floats, m: int, seed: int = 0) -> dict[str, float]:
     size = (_TILES, _SIDE + 2, _SIDE + 2, weights.shape[2])
     pixels = np.stack([draw(rng, size).astype(np.float32) for draw in DISTRIBUTIONS.values()])
     exact = _exact(pixels, some)
-    fast, direct = (_square(found - exact) for found in (_fast(pixels, some, m), _direct(pixels, some)))
-    ratios = np.sqrt(fast / np.maximum(direct, np.finfo(np.float64).tiny))
-    return {name: float(ratio) for name, ratio in zip(DISTRIBUTIONS, ratios)}
+    direct = np.maximum(_square(_direct(pixels, some) - exact), np.finfo(np.float64).tiny)
+    ratios = [np.sqrt(_square(_fast(pixels, some, m) - exact) / direct) for m in sizes]
+    return [dict(zip(DISTRIBUTIONS, ratio.tolist())) for ratio in ratios]
 
 
 def _square(difference: Doubles) -> Doubles:
@@ -65,8 +66,9 @@ def _square(difference: Doubles) -> Doubles:
 
 def _exact(pixels: Floats, weights: Floats) -> Doubles:
     """The convolution [distribution, tile, row, column, output channel] in double precision."""
-    windows = np.lib.stride_tricks.sliding_window_view(pixels.astype(np.float64), (3, 3), axis=(2, 3))
-    return np.asarray(np.einsum("dtyxcij,ijck->dtyxk", windows, weights.astype(np.float64), optimize=True))
+    wide, factors = pixels.astype(np.float64), weights.astype(np.float64)
+    parts = (wide[:, :, i : i + _SIDE, j : j + _SIDE] @ factors[i, j] for i in range(3) for j in range(3))
+    return np.asarray(sum(parts))
 
 
 def _summed(a: Floats, b: Floats, chunk: int) -> Doubles:
