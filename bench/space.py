@@ -117,11 +117,10 @@ def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
     ways, modules, wrong = [], [], 0
     for way in dict.fromkeys([one.usual, *some_ways(layer, machine, seed)]):
         try:
-            (module,) = layer.kernels(way, machine)
-        except (BackendError, ValueError):  # no kernel of this blocking, or several
+            modules.append(layer.kernel(way, machine))
+        except BackendError:  # there is no kernel of this blocking
             continue
         ways.append(way)
-        modules.append(module)
     expected, seconds = layer.expected(machine), {}
     with pool.built(machine.target(), modules) as built:
         kernels = dict(zip(ways, built))

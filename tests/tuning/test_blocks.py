@@ -102,7 +102,7 @@ def test_all_ways_of_a_block_compute_the_same(name: str, pool: Pool) -> None:
     assert wanted.shape == known.form.out
     some = known.ways(MACHINE, 2)
     assert [way.plan is None for way in some] == [True, False, False]
-    modules = [known.kernels(way, MACHINE)[0] for way in some]
+    modules = [known.kernel(way, MACHINE) for way in some]
     with pool.built(MACHINE.target(), modules) as built:
         for way, kernel in zip(some, built):
             assert kernel is not None

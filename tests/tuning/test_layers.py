@@ -80,6 +80,9 @@ FORMS: dict[str, Form] = {
     "strided": direct.Form(
         (1, 9, 9, 16), (1, 5, 5, 32), (1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), 1, STEPS
     ),
+    "tiles that pad": direct.Form(
+        (1, 17, 17, 16), (1, 17, 17, 37), (1, 3, 3), *[(1, 1, 1)] * 2, (0, 1, 1), 1, STEPS
+    ),
     "one dimension": direct.Form((1, 20, 16), (1, 18, 32), (1, 1, 3), *[(1, 1, 1)] * 2, (0, 0, 0), 1),
     "a product": products.Form((2, 5, 40), (2, 5, 48), STEPS),
     "a product of a matrix": products.Form((7, 40), (7, 51), STEPS[:1]),
@@ -93,7 +96,7 @@ def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
     assert wanted.shape == layer.form.out
     some = [*layer.untuned(MACHINE), *layer.likely(TILES, MACHINE, 3)[1:]]
     assert {way.algorithm for way in some} == {*algorithms_of(layer.form)}
-    modules = [layer.kernels(way, MACHINE)[0] for way in some]
+    modules = [layer.kernel(way, MACHINE) for way in some]
     with pool.built(MACHINE.target(), modules) as built:
         for way, kernel in zip(some, built):
             assert isinstance(kernel, Kernel), way

@@ -68,7 +68,7 @@ def test_a_vector_decodes_to_the_kernel_of_its_way(name: str) -> None:
         candidate = space.candidate(way)
         if candidate is None:  # a tile that does not fit
             with pytest.raises(BackendError):
-                layer.kernels(way, MACHINE)
+                layer.kernel(way, MACHINE)
             continue
         assert layer.stored(json.dumps(candidate.trace)) == way
         assert candidate.key == key_of(layer, way, MACHINE)

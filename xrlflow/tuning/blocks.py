@@ -191,10 +191,10 @@ class Block:
         except BackendError:  # today the block has no kernels of its own
             return False
 
-    def kernels(self, way: BlockWay, machine: Machine) -> tuple[IRModule, ...]:
+    def kernel(self, way: BlockWay, machine: Machine) -> IRModule:
         if way.plan is None:
-            return (_apart(self.form, machine)[0],)
-        return (_in_bands(self.form, way.plan),)
+            return _apart(self.form, machine)[0]
+        return _in_bands(self.form, way.plan)
 
     def arguments(self, way: BlockWay, machine: Machine) -> list[Floats]:
         form, how = self.form, way.plan

@@ -56,14 +56,14 @@ class LayerTasks:
             space = WaySpace.of(layer, self.machine)
             untuned = dict.fromkeys([self.heuristic(layer), *layer.untuned(self.machine)])
             first = [candidate for way in untuned if (candidate := space.candidate(way)) is not None]
-            if not first:
-                raise KnobError(f"{layer.name} has no kernel that can be measured alone")
+            if self.usual(task) is None:
+                raise KnobError(f"{layer.name}: its untuned kernel cannot be measured alone")
             return BeginWith(first, make_tuner(method, task, seed, space=space))
 
         return make
 
-    def usual(self, task: Task) -> Candidate:
-        """The kernel of an untuned compilation."""
+    def usual(self, task: Task) -> Candidate | None:
+        """The kernel of an untuned compilation; None if it cannot be measured alone."""
         layer = self.by_key[task.key]
         return self._candidate(layer, self.heuristic(layer))
 
@@ -74,8 +74,11 @@ class LayerTasks:
         current = way is not None and layer.is_current(way, record.candidate, self.machine)
         return self._candidate(layer, way) if current else None
 
-    def _candidate(self, layer: Measurable[Any], way: Any) -> Candidate:
-        (module,) = layer.kernels(way, self.machine)
+    def _candidate(self, layer: Measurable[Any], way: Any) -> Candidate | None:
+        try:
+            module = layer.kernel(way, self.machine)
+        except BackendError:  # it is more than a sequence of kernels
+            return None
         return Candidate.of(None, json.loads(way.text), module)
 
 

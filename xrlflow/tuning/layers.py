@@ -16,6 +16,7 @@ from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import direct, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm
+from xrlflow.backends.tvm.joined import joined
 from xrlflow.backends.tvm.layers_fusion import plain
 from xrlflow.backends.tvm.loops import Loop, loops_of
 from xrlflow.backends.tvm.lower import schedule_all
@@ -139,10 +140,10 @@ class Layer:
         except BackendError:  # today the layer has no such kernel
             return False
 
-    def kernels(self, way: Way, machine: Machine) -> tuple[IRModule, ...]:
-        """Tiles may have other kernels beside them, which pad."""
+    def kernel(self, way: Way, machine: Machine) -> IRModule:
+        """Tiles with other kernels beside them, which pad and crop, are one function with those."""
         if way.algorithm is not Algorithm.TILES:
-            return (_written(self.form, way),)
+            return _written(self.form, way)
         return _tiled(self.form, way, machine)
 
     def arguments(self, way: Way, machine: Machine) -> list[Floats] | None:
@@ -152,7 +153,7 @@ class Layer:
             return None
         if way.algorithm is Algorithm.TILES:
             only = tiles.only_kernel(tiles.fused(form, machine))
-            return None if only is None else tiles.arguments(only, _tiled(form, way, machine)[0], form)
+            return None if only is None else tiles.arguments(only, _tiled(form, way, machine), form)
         large = tiles.large_of(form)
         packed = GENERATORS[way.algorithm].packed(given.weights, form, way.plan)
         extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
@@ -175,18 +176,15 @@ def _written(form: Form, way: Way) -> IRModule:
 
 
 @cache
-def _tiled(form: Form, way: Way, machine: Machine) -> tuple[IRModule, ...]:
-    from tvm import tirx
-
+def _tiled(form: Form, way: Way, machine: Machine) -> IRModule:
     if way.plan is not None:
         assert isinstance(way.plan, Choice)
         only = tiles.only_kernel(tiles.fused(form, machine))
         scheduled = None if only is None else tiles.tiled(only, way.plan, machine)
         if scheduled is None:
             raise BackendError(f"{title(form)} has no kernel of {way}")
-        return (alone(scheduled),)
-    functions = _scheduled(form, machine).functions.values()
-    return tuple(alone(function) for function in functions if isinstance(function, tirx.PrimFunc))
+        return alone(scheduled)
+    return alone(joined(_scheduled(form, machine))[0])
 
 
 def _scheduled(form: Form, machine: Machine) -> Any:

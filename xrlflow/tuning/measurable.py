@@ -92,11 +92,11 @@ class Measurable(Protocol[W]):
         ...
 
     def is_current(self, way: W, key: str, machine: Machine) -> bool:
-        """Whether a stored way is still one to choose, and its kernels still those that were measured."""
+        """Whether a stored way is still one to choose, and its kernel still the one that was measured."""
         ...
 
-    def kernels(self, way: W, machine: Machine) -> Sequence[IRModule]:
-        """The kernels of a way, in modules of their own. Raises BackendError if they cannot be had alone."""
+    def kernel(self, way: W, machine: Machine) -> IRModule:
+        """The kernel of a way, in a module of its own. Raises BackendError if it cannot be had alone."""
         ...
 
     def arguments(self, way: W, machine: Machine) -> Sequence[Floats] | None:
@@ -109,5 +109,5 @@ class Measurable(Protocol[W]):
 
 
 def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
-    """A key of the kernels' code."""
-    return "+".join(module_key(module) for module in subject.kernels(way, machine))
+    """A key of the kernel's code."""
+    return module_key(subject.kernel(way, machine))

@@ -159,7 +159,7 @@ def tune(
     store: Store | None = None,
     pool: Measurer | PoolOptions | None = None,
     listener: Listener | None = None,
-    usual: Callable[[Task], Candidate] | None = None,
+    usual: Callable[[Task], Candidate | None] | None = None,
     recorded: Callable[[Task, Record], Candidate | None] | None = None,
 ) -> TuningResult:
     """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see Allocation).
@@ -169,11 +169,11 @@ def tune(
     (Ctrl-C: what is known is returned) continues where it was, and a second one with the same trials measures nothing.
     A tuner only learns about its own candidates, and repeats its steps with the same seed.
 
-    `usual`: returns the untuned schedule of a task. With it, the leading kernels are measured again at the end,
-    together with the untuned one. This is in addition to the trials, but within the time limit: the least of many noisy
-    times belongs to the luckiest kernel, not to the fastest. What was measured often enough is not measured again.
-    Without trials, nothing is measured. `recorded`: returns the kernel of a record (None: of another version), if
-    records have no schedules of the task's module.
+    `usual`: returns the untuned kernel of a task (None: it cannot be measured). With it, the leading kernels are
+    measured again at the end, together with the untuned one. This is in addition to the trials, but within the time
+    limit: the least of many noisy times belongs to the luckiest kernel, not to the fastest. What was measured often
+    enough is not measured again. Without trials, nothing is measured. `recorded`: returns the kernel of a record (None:
+    of another version), if records have no schedules of the task's module.
 
     `time_limit`, in seconds, may be exceeded by one candidate or one proposal. Raises ValueError for invalid limits,
     PoolError if nothing can be measured, and BackendError if a recorded schedule cannot be applied.
@@ -266,7 +266,7 @@ class _Ways:
 
     maker: MakeTuner
     seed: int
-    usual: Callable[[Task], Candidate] | None
+    usual: Callable[[Task], Candidate | None] | None
     recorded: Callable[[Task, Record], Candidate | None] | None
     listener: Listener | None
 
@@ -331,7 +331,7 @@ class _Session:
                     break
                 self._measure_again(state, again)
 
-    def _unsettled(self, state: _State, usual: Callable[[Task], Candidate]) -> list[Candidate]:
+    def _unsettled(self, state: _State, usual: Callable[[Task], Candidate | None]) -> list[Candidate]:
         """The leading kernels that were measured too seldom, with the other leading ones; empty if there are none."""
         best = self._store.best(state.task.key, _LEADERS, state.setting)
         medians = [record.outcome.median for record in best]
@@ -339,8 +339,10 @@ class _Session:
         if not leading:
             return []
         known = Counter(record.candidate for record in self._store.known(state.task.key, state.setting))
+        if state.usual is None and (found := usual(state.task)) is not None:
+            state.usual = found
         if state.usual is None:
-            state.usual = usual(state.task)
+            return []
         others = [record for record in leading if record.candidate != state.usual.key]
         often = all(known[key] >= CONFIRMED for key in (state.usual.key, *(r.candidate for r in others)))
         done = state.rounds if state.measured else known[state.usual.key]

@@ -241,16 +241,14 @@ class WaySpace:
         return found
 
     def decode(self, vector: Sequence[int]) -> Candidate | None:
-        """None if the kernel of the way does not exist, or the way has several kernels."""
+        """None if the way has no kernel of its own."""
         position = self._position(self.normal(vector))
         way = self.ways[position]
         try:
-            modules = self.layer.kernels(way, self.machine)
+            module = self.layer.kernel(way, self.machine)
         except BackendError:
             return None
-        if len(modules) != 1:
-            return None
-        return Candidate.of(self._vector(position), json.loads(way.text), modules[0])
+        return Candidate.of(self._vector(position), json.loads(way.text), module)
 
     def candidate(self, way: Any) -> Candidate | None:
         """The kernel of a way; None if there is none, or if it is not in the space."""
