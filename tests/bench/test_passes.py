@@ -210,7 +210,7 @@ def test_tables(compiler: Named) -> None:
     rows = passes.searches(compiler, NAMES, ["random", "beam"], 2, 300, passes.Tools(), passes.Kept())
     table = passes.searches_table(rows)
     assert "| gpt2 training (1 of 4) |" in table
-    assert "| beam | 25.0% [25.0, 25.0] |" in table
+    assert "| beam | 25.0% |" in table
     assert "4 of 4" in table
     by_module = passes.modules_table(rows)
     assert "| gpt2-2-training | 4 | 4 | 4 | 3 | 25.0% |" in by_module

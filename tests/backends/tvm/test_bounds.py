@@ -25,7 +25,8 @@ from xrlflow.backends.tvm import Tvm, detect
 from xrlflow.backends.tvm.bounds import Check
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.legalize import legalizations
-from xrlflow.backends.tvm.lower import fuse, import_model, sized, unsupported
+from xrlflow.backends.tvm.lower import fuse, import_model, unsupported
+from xrlflow.backends.tvm.open_sizes import sized
 
 MIN64, MIN32 = np.iinfo(np.int64).min, np.iinfo(np.int32).min
 

@@ -70,7 +70,9 @@ def test_the_bench_times_all_variants(
         lowering, "OPERATORS", {"tiny": "(float[16,32] x) => (float[16,32] y) { y = Relu(x) }"}
     )
     monkeypatch.setattr(lowering, "operator", lambda text: model)
-    monkeypatch.setattr(lowering, "tune", lambda *given, trials, **named: tune(*given, trials=3, **named))
+    monkeypatch.setattr(
+        "xrlflow.lowering.tune", lambda *given, trials, **named: tune(*given, trials=3, **named)
+    )
     path = tmp_path / "models.json"
     monkeypatch.setattr(
         "sys.argv",

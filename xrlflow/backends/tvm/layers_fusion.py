@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.tvm import direct, products
+from xrlflow.backends.tvm import direct, products, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Chosen, shared_out, with_times
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.following import Function
@@ -128,8 +128,6 @@ def _replacement(match: Match, choice: Choice, machine: Machine) -> Replacement 
 
 
 def _tiled(match: Match, choice: Choice, machine: Machine) -> Replacement | None:
-    from xrlflow.backends.tvm import tiles
-
     form, (image, weights) = match.form, match.call.args
     usual, *others = tiles.tile_choices(form, machine) or (None,)
     if choice.plan == usual or choice.plan not in others:

@@ -16,21 +16,20 @@ from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
 from xrlflow.backends.tvm.bands_fusion import fuse_bands
-from xrlflow.backends.tvm.batches_fusion import fuse_batches
 from xrlflow.backends.tvm.bounds import Bounds, Node, cast, known_value, nodes_of, settle, with_checks
 from xrlflow.backends.tvm.direct_norm_fusion import use_direct_norm
 from xrlflow.backends.tvm.folding import fold_moves
 from xrlflow.backends.tvm.import_tvm import last_line, tvm
+from xrlflow.backends.tvm.last_passes import last_passes
 from xrlflow.backends.tvm.layers_fusion import choose_kernels
 from xrlflow.backends.tvm.layouts import border, counted_axes, keep_layouts, without_detours
-from xrlflow.backends.tvm.legalize import legalizations
+from xrlflow.backends.tvm.open_sizes import open_size, without_size
 from xrlflow.backends.tvm.operators import ADDED, Imported, lowered
-from xrlflow.backends.tvm.padding import pad_to_tiles
 from xrlflow.backends.tvm.plan import sequence
 from xrlflow.backends.tvm.pooling import disputed, with_pads
 from xrlflow.backends.tvm.reading import constant, operator, sizes, with_main
 from xrlflow.backends.tvm.schedules import schedule
-from xrlflow.backends.tvm.slices import in_place, separate
+from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
 
@@ -121,65 +120,9 @@ def answering(doing: str, module: Any = None) -> Iterator[None]:
     except BackendError:
         raise
     except Exception as error:
-        if module is not None and (name := _without_size(module)):
-            raise _open_size(name) from error
+        if module is not None and (name := without_size(module)):
+            raise open_size(name) from error
         raise BackendError(f"TVM cannot {doing} the model: {last_line(error)}") from error
-
-
-def sized(module: Any) -> Any:
-    """A module of kernels. Raises BackendError if a kernel writes a size that depends on values: its loops could read
-    beyond its input."""
-    from tvm import relax
-
-    open_sizes: list[
-        Any
-    ] = []  # errors are raised below: on their way through TVM they would lose their class
-
-    def look(expression: Any) -> None:
-        if operator(expression) == "relax.call_tir" and not _has_size(expression.ty):
-            open_sizes.append(expression)
-
-    relax.analysis.post_order_visit(module["main"], look)
-    if open_sizes:
-        raise _open_size(str(_without_size(module)))
-    return module
-
-
-def _open_size(name: str) -> BackendError:
-    return BackendError(
-        f"TVM cannot compile a model in which the size of what {name} computes depends on values: use "
-        "--backend onnxruntime for this model"
-    )
-
-
-def _has_size(kind: Any) -> bool:
-    """Whether all sizes of a tensor, or of the tensors of a tuple, are numbers."""
-    from tvm import relax
-
-    if isinstance(kind, relax.TupleType):
-        return all(_has_size(part) for part in kind.fields)
-    if not isinstance(kind, relax.TensorType):
-        return True
-    return isinstance(kind.shape, relax.ShapeExpr) and all(hasattr(n, "value") for n in kind.shape.values)
-
-
-def _without_size(module: Any) -> str | None:
-    """The first operator or function called in a Relax module whose result has a size that is not a number."""
-    from tvm import relax
-
-    calls: list[Any] = []
-
-    def look(expression: Any) -> None:
-        if isinstance(expression, relax.Call) and not _has_size(expression.ty):
-            calls.append(expression)
-
-    relax.analysis.post_order_visit(module["main"], look)
-    if not calls:
-        return None
-    call = calls[0]
-    callee = call.args[0] if str(getattr(call.op, "name", "")).startswith("relax.call_") else call.op
-    names = (getattr(callee, attribute, None) for attribute in ("name_hint", "global_symbol", "name"))
-    return next((str(name).rpartition(".")[2] for name in names if name), str(callee))
 
 
 def check_sizes(inputs: Iterable[Any]) -> None:
@@ -364,17 +307,7 @@ def fuse(
         lambda module: fuse_bands(module, machine, algorithms),
         lambda module: use_direct_norm(module, machine),
         lambda module: choose_kernels(module, machine, algorithms),
-        lambda module: fuse_batches(module, machine),
-        lambda module: pad_to_tiles(module, machine),
-        separate,
-        relax.transform.LegalizeOps(dict(legalizations(machine))),
-        sized,
-        relax.transform.AnnotateTIROpPattern(),
-        relax.transform.FoldConstant(),
-        relax.transform.FuseOps(),
-        relax.transform.FuseTIR(),
-        relax.transform.DeadCodeElimination(),
-        relax.transform.AttachAttrLayoutFreeBuffers(),
+        *last_passes(machine),
     ]
     keep_layouts()
     with answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):

@@ -15,15 +15,14 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.tvm import products
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.building import FLOAT, OPAQUE, SCHEDULED
 from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.last_passes import last_passes
 from xrlflow.backends.tvm.schedules import Choice, apply, choices, heuristic
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats, Form
 
-ONLY = Algorithms(only=Algorithm.TILES, blocks=False)
 # Operators, and their layouts, by the dimensions of the image.
 _CONVOLUTIONS = {3: ("conv1d", "NWC", "WIO"), 4: ("conv2d", "NHWC", "HWIO"), 5: ("conv3d", "NDHWC", "DHWIO")}
 
@@ -135,10 +134,12 @@ def _operator(step: Step) -> Any:
 
 def fuse_alone(form: Form, operands: Operands, machine: Machine) -> Any:
     """The fused module of a layer whose kernels are tiles."""
-    from xrlflow.backends.tvm.lower import fuse
-
-    with heeding_interrupts():
-        return fuse(module_of(form, operands), machine, channels_last=False, algorithms=ONLY)
+    module = module_of(form, operands)
+    with machine.target(), tvm().transform.PassContext(opt_level=3):
+        for step in last_passes(machine):
+            with heeding_interrupts():
+                module = step(module)
+    return module
 
 
 @cache
