@@ -12,6 +12,7 @@ import pytest
 import models
 import xrlflow
 from bench import lowering
+from bench.operators import operator
 from models import ZOO
 from xrlflow.tuning.session import tune
 
@@ -61,9 +62,8 @@ def test_the_bench_checks_networks(
 def test_the_bench_times_all_variants(
     table: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = onnx.parser.parse_model(
-        '<ir_version: 9, opset_import: ["": 20]> agraph (float[16,32] x, float[32,48] w) => (float[16,48] y)'
-        " { a = MatMul(x, w) b = Relu(a) y = Relu(b) }"
+    model = operator(
+        "(float[16,32] x, float[32,48] w) => (float[16,48] y) { a = MatMul(x, w) b = Relu(a) y = Relu(b) }"
     )
     monkeypatch.setattr(lowering, "MODELS", {"tiny": lambda: model})
     monkeypatch.setattr(
