@@ -256,9 +256,9 @@ def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
 
     monkeypatch.setattr(blocks, "_scheduled", failing)
     blocks._apart.cache_clear()
-    tune_one(store, BLOCK, 1)
-    errors = {record.error for record in store.known(BLOCK.key, setting())}
-    assert errors == {"the layer cannot run alone: not this one"}
+    (result,) = tune_one(store, BLOCK, 1).tasks
+    assert result.error == f"{BLOCK.name}: its untuned kernel cannot be measured alone"
+    assert store.known(BLOCK.key, setting()) == []
     put(store, BLOCK, APART, 1e-9, key="code")
     put(store, BLOCK, untuned(BLOCK), 1e-3)
     assert times(store).of_block(BLOCK.form, far=False) is None

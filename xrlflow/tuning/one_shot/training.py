@@ -153,7 +153,7 @@ def train(
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        recent += float(loss)
+        recent += loss.item()
         if listener is not None and (step + 1) % 100 == 0:
             listener(step + 1, recent / 100)
             recent = 0.0
