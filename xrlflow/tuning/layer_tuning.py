@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -163,9 +163,3 @@ class LayerMeasurer:
         if self._pool is None:
             self._pool = self.at_end.enter_context(Pool(self.options))
         return self._pool
-
-
-@contextlib.contextmanager
-def measurer(layers: LayerTasks, options: PoolOptions) -> Iterator[LayerMeasurer]:
-    with contextlib.ExitStack() as at_end:
-        yield LayerMeasurer(layers, options, at_end)
