@@ -24,6 +24,8 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
 import models
 from bench import convolutions, pages
 from bench.operators import OPERATORS, operator
@@ -34,14 +36,15 @@ from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.layers_fusion import chosen_in
 from xrlflow.backends.tvm.lower import fuse, import_model
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.tiles import drawn, module_of, tile_choices
-from xrlflow.backends.tvm.ways import GENERATORS, Way, algorithms_of
+from xrlflow.backends.tvm.tiles import drawn, module_of
+from xrlflow.backends.tvm.ways import Way
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.layer_times import Seen, deviation, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
+from xrlflow.tuning.space import WaySpace
 
 Row: TypeAlias = "dict[str, Any]"
 NETWORKS = (
@@ -97,16 +100,14 @@ def cases(machine: Machine, seed: int) -> Iterator[Case]:
 
 
 def some_ways(layer: Layer | Block, machine: Machine, seed: int) -> list[Any]:
-    """Promising ways of a layer, and random ones."""
-    rng = random.Random(f"{seed} {layer.key}")
-    found: list[Any] = [*layer.ways(machine, _LIKELY)]
-    if isinstance(layer, Layer):
-        for algorithm in algorithms_of(layer.form):
-            if algorithm is Algorithm.TILES:
-                plans: Sequence[Any] = tile_choices(layer.form, machine)
-            else:
-                plans = sorted(GENERATORS[algorithm].plans(layer.form, machine), key=repr)
-            found += [Way(algorithm, how) for how in rng.sample(plans, min(_OTHERS, len(plans)))]
+    """Of each algorithm the ways with the least estimates, and random ones."""
+    space, rng = WaySpace.of(layer, machine), np.random.default_rng([seed, int(layer.key.split()[1][:8], 16)])
+    found: list[Any] = [*layer.untuned(machine)]
+    for kind in range(space.kinds):
+        mine = np.flatnonzero(space.points[:, 0] == kind)
+        likely = mine[np.argsort(space.estimates[mine], kind="stable")[:_LIKELY]]
+        others = rng.choice(mine, size=min(_OTHERS, len(mine)), replace=False)
+        found += [space.ways[place] for place in (*likely, *others)]
     return list(dict.fromkeys(found))
 
 

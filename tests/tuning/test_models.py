@@ -272,7 +272,9 @@ def test_kernels_run_as_the_store_has_them(
     wanted: dict[Any, Way] = {}
     with Store(path) as store:
         for layer in tasks.layers:
-            first, other = layer.untuned(MACHINE)[0], layer.likely(Algorithm.PRODUCT, MACHINE, 3)[2]
+            first, *untuned = layer.untuned(MACHINE)
+            products = [way for way in layer.everything(MACHINE) if way.algorithm is Algorithm.PRODUCT]
+            other = next(way for way in products if way not in (first, *untuned))
             put(store, layer, first, *[1e-3] * 4)
             put(store, layer, other, *[1e-4] * 4)
             wanted[layer.form] = other

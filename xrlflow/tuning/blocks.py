@@ -7,7 +7,6 @@ A block is known by its form. Its weights and images are drawn, since times do n
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -137,14 +136,6 @@ class Block:
 
     def untuned(self, machine: Machine) -> list[BlockWay]:
         return [BlockWay(), BlockWay(plan(self.form, machine))]
-
-    def ways(self, machine: Machine, most: int) -> list[BlockWay]:
-        """One kernel for each convolution, and the `most` most promising blockings by the estimate."""
-        likely = heapq.nsmallest(
-            most, plans(self.form, machine), key=lambda how: cost(self.form, how, machine)
-        )
-        found = [*self.untuned(machine), *map(BlockWay, likely)]
-        return list(dict.fromkeys(found))[: most + 1]
 
     def everything(self, machine: Machine) -> list[BlockWay]:
         return [BlockWay(), *map(BlockWay, dict.fromkeys(plans(self.form, machine)))]

@@ -68,21 +68,6 @@ class Layer:
         others = [algorithm for algorithm in algorithms_of(self.form) if algorithm is not first]
         return [self.usual(algorithm, machine) for algorithm in (first, *others)]
 
-    def ways(self, machine: Machine, most: int) -> list[Way]:
-        """Of each algorithm the `most` most promising blockings by the estimate, the best of all algorithms first."""
-        several = [self.likely(way.algorithm, machine, most) for way in self.untuned(machine)]
-        turns = [way for turn in zip(*several) for way in turn]
-        return list(dict.fromkeys([*turns, *(way for some in several for way in some)]))
-
-    def likely(self, algorithm: Algorithm, machine: Machine, most: int) -> list[Way]:
-        """Promising blockings of an algorithm, the untuned one first."""
-        if algorithm is not Algorithm.TILES:
-            found = GENERATORS[algorithm].likely(self.form, machine, most)
-            return [Way(algorithm, how) for how in found]
-        return [Way(algorithm, how) for how in tiles.tile_choices(self.form, machine)[:most]] or [
-            Way(algorithm)
-        ]
-
     def everything(self, machine: Machine) -> list[Way]:
         found = [Way(Algorithm.TILES, how) for how in tiles.tile_choices(self.form, machine) or (None,)]
         for algorithm in algorithms_of(self.form):

@@ -67,10 +67,6 @@ class Measurable(Protocol[W]):
         """The kernels of each group in an untuned compilation."""
         ...
 
-    def ways(self, machine: Machine, most: int) -> Sequence[W]:
-        """What is worth measuring, at most so many blockings of each group: the untuned kernels first."""
-        ...
-
     def everything(self, machine: Machine) -> Sequence[W]:
         """All ways, each once."""
         ...

@@ -7,7 +7,6 @@ what is said here.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 from abc import ABC, abstractmethod
@@ -178,11 +177,6 @@ class Generator(ABC):
     @abstractmethod
     def told(self, plan: Any) -> str:
         """A blocking in words."""
-
-    def likely(self, form: Form, machine: Machine, most: int) -> list[Any]:
-        """The `most` blockings with the least estimated times."""
-        best = heapq.nsmallest(most, self.plans(form, machine), key=lambda how: self.cost(form, how, machine))
-        return list(dict.fromkeys([self.usual(form, machine), *best]))[:most]
 
 
 class _Direct(Generator):
