@@ -47,7 +47,7 @@ from xrlflow.lowering import ExecutionTarget, Lowering, TuningPlan, tune_model
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
 from xrlflow.tuning.store import Store
-from xrlflow.tuning.tuners.protocol import Method
+from xrlflow.tuning.tuners.protocol import LAYERS, Method
 
 _STANDARD_OUTPUT = Path("-")
 MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
@@ -86,7 +86,7 @@ LOOK_UP: Mapping[str, Callable[[], onnx.ModelProto]] = {
     ),
 }
 """Models whose inputs are indices."""
-# In addition to `OPERATORS`, with which tuners are compared: chains that become one kernel.
+# In addition to `OPERATORS`: chains that become one kernel.
 CHAINS = {
     f"attention 12 x {tokens}x64": f"(float[1,{tokens},12,64] q, float[1,{tokens},12,64] k, float[1,{tokens},12,64] v,"
     f" float[1,1,1,{tokens}] m) => (float[1,{tokens},12,64] y) <float t = {{0.125}}> {{"
@@ -155,7 +155,7 @@ def timed(
 
 
 def methods(text: str) -> list[Method]:
-    return list(Method) if text == "all" else [Method(word) for word in text.split(",")]
+    return list(LAYERS) if text == "all" else [Method(word) for word in text.split(",")]
 
 
 def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The One-Shot Tuner's measurements and its predictor: `python bench/one_shot.py gather FILE [--minutes N]`, `... train
-FILE -o PREDICTOR`.
+FILE -o PREDICTOR`, `... compare FILE`.
 
 `gather` draws layers and measures kernels of each, beside nothing else. Layers are drawn by the prior of the networks
 of the zoo (`--layers prior`: each field of a layer conditioned on two that were drawn before it; Ryu et al., 2022,
 section 3.2) or uniformly. Their kernels are those that a search visits (`--kernels explored`: a genetic algorithm on
-what it has measured; section 3.3) or random ones. Rows (JSON lines) are kept at once; another call goes on with other
-layers. `--layers held-out` measures the layers of networks that are held out, with which `train` tests the predictor;
-drawn layers are none of these.
+what it has measured; section 3.3) or random ones. Rows (JSON lines, in gzip) are kept at once; another call goes on
+with other layers. `--layers held-out` measures the layers of networks that are held out, with which `train` tests the
+predictor; drawn layers are none of these. `compare` trains with some of the measurements, or with other losses.
 
 `--core N` binds a call to one CPU, where it compiles and measures. It does not wait for others that measure: one call
 for each CPU takes less time in all than a call that measures alone, at the price of some noise.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,27 +35,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 import models
+from bench import pages
 from bench.space import NETWORKS, layers_in
 from xrlflow.backends.limits import default_threads
+from xrlflow.backends.placement import last_level
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect, direct, products
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Form, Way
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
+from xrlflow.tuning.one_shot.times import WORTH
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.one_shot.training import Measured, TrainingConfig, train
-from xrlflow.tuning.pool import PoolOptions
-from xrlflow.tuning.session import tune
+from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
+from xrlflow.tuning.session import Outcomes, tune
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
-from xrlflow.tuning.tuners.protocol import Method
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.protocol import Measurement, Method
 
 Row: TypeAlias = "dict[str, Any]"
 HELD_OUT = ("resnet18", "squeezenet", "efficientnet-b0", "vit")
+# The untuned kernel is measured so often first. Its times before and after another may differ by this logarithm;
+# otherwise both are measured again, so often at most.
+_STEADY, _STABLE, _TRIES = 5, 0.05, 3
 # Multiplications of a layer, and floats of an operand, at most.
 _WORK, _FLOATS = 6e8, 2e7
 _STEPS: Mapping[str, tuple[Step, ...]] = {
@@ -160,24 +170,70 @@ def _operand(given: Any) -> float | Extra | Earlier:
     return Earlier(given["step"]) if "step" in given else Extra(given["by_channel"])
 
 
+class Paired:
+    """Measures kernels of one layer, each between two measurements of its untuned kernel: a processor may change its
+    rate from one second to the next by a third. What counts is the ratio, times the untuned kernel's median."""
+
+    def __init__(self, layer: Layer, machine: Machine, pool: Pool, at_end: contextlib.ExitStack) -> None:
+        self.tasks = LayerTasks([layer], machine, lambda known: known.untuned(machine)[0])
+        self.threads, self.device, self.flushed = pool.threads, pool.device, True
+        self._pool = pool
+        self._timing = replace(COLD_PRIVATE_CACHES, samples=5, others=last_level() if layer.far else 0)
+        self._checking = LayerMeasurer(self.tasks, pool.options, at_end, pool)
+        module = layer.kernel(layer.untuned(machine)[0], machine)
+        (usual,) = at_end.enter_context(pool.built(machine.target(), [module]))
+        if not isinstance(usual, Kernel):
+            raise BackendError(f"{layer.name}: its untuned kernel cannot be measured")
+        self._usual = usual
+        self._seconds = statistics.median(self._timed(usual) for _ in range(_STEADY))
+
+    def _timed(self, kernel: Kernel) -> float:
+        return self._pool.timed(kernel, self._timing).median
+
+    def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
+        for position, kernel in self._checking.checked(task, candidates, until):
+            yield position, self._compared(kernel) if isinstance(kernel, Kernel) else kernel
+
+    def _compared(self, kernel: Kernel) -> Measurement:
+        """Measured again if the untuned kernel's times before and after differ too much."""
+        before, found = self._timed(self._usual), []
+        for _ in range(_TRIES):
+            mine, after = self._timed(kernel), self._timed(self._usual)
+            found.append((abs(math.log(after / before)), mine / math.sqrt(before * after)))
+            if found[-1][0] < _STABLE:
+                break
+            before = after
+        ratio = min(found)[1]
+        return (
+            Measurement((ratio * self._seconds,)) if math.isfinite(ratio) else Measurement(error="it failed")
+        )
+
+
 def kernels(
-    layer: Layer, measurer: LayerMeasurer, explored: bool, count: int, seed: int
-) -> Iterator[tuple[Any, float]]:
+    layer: Layer, machine: Machine, pool: Pool, explored: bool, count: int, seed: int
+) -> list[tuple[Any, float]]:
     """Measure so many kernels of a layer: the ways of those that ran, and their seconds."""
-    machine = measurer.layers.machine
-    tasks = measurer.layers = LayerTasks([layer], machine, lambda known: known.untuned(machine)[0])
     method = Method.GENETIC if explored else Method.RANDOM
-    with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
+    with contextlib.ExitStack() as at_end:
+        folder = at_end.enter_context(tempfile.TemporaryDirectory())
+        store = at_end.enter_context(Store(Path(folder) / "tuning.sqlite"))
+        measurer = Paired(layer, machine, pool, at_end)
+        tasks = measurer.tasks
         tune(tasks.tasks, tasks.maker(method), trials=count, batch=8, seed=seed, store=store, pool=measurer)
-        for record in store.known(layer.key):
-            if record.outcome.error is None:
-                yield json.loads(record.trace), record.outcome.median
+        return [
+            (json.loads(record.trace), record.outcome.median)
+            for record in store.known(layer.key)
+            if record.outcome.error is None
+        ]
 
 
 def layers_to_measure(options: argparse.Namespace, machine: Machine) -> Iterator[Layer]:
     """Layers of the held-out networks, one after the other, or drawn ones without end."""
     held_out = [
-        layer for name in HELD_OUT for layer in layers_in(models.build(name), machine) if isinstance(layer, Layer)
+        layer
+        for name in HELD_OUT
+        for layer in layers_in(models.build(name), machine)
+        if isinstance(layer, Layer)
     ]
     if options.layers == "held-out":
         yield from held_out
@@ -194,30 +250,24 @@ def layers_to_measure(options: argparse.Namespace, machine: Machine) -> Iterator
 def gather(options: argparse.Namespace) -> None:
     machine, end = detect(cores=options.threads), time.monotonic() + 60 * options.minutes
     rows = read(options.file)
-    known = {json.dumps([row["form"], row["far"], row["threads"]]) for row in rows}
+    known = {_place(row) for row in rows}
     with contextlib.ExitStack() as at_end:
         if options.core is None:
             at_end.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
         else:
             os.sched_setaffinity(0, {options.core})
         builders = default_threads() if options.core is None else 1
-        pool = PoolOptions(builders, options.threads, COLD_PRIVATE_CACHES)
-        measurer = LayerMeasurer(LayerTasks([], machine, lambda layer: None), pool, at_end)
+        pool = at_end.enter_context(Pool(PoolOptions(builders, options.threads, COLD_PRIVATE_CACHES)))
         for number, layer in enumerate(layers_to_measure(options, machine)):
             if time.monotonic() > end:
                 return
-            about = {"form": stored(layer.form), "far": layer.far, "threads": options.threads}
-            if json.dumps([about["form"], about["far"], about["threads"]]) in known:
+            row = {"form": stored(layer.form), "far": layer.far, "machine": asdict(machine)}
+            if _place(row) in known:
                 continue
             begin = time.monotonic()
-            found = list(kernels(layer, measurer, options.kernels == "explored", options.count, number))
-            row = about | {
-                "cpu": machine.cpu,
-                "layers": options.layers,
-                "kernels": options.kernels,
-                "found": found,
-            }
-            with options.file.open("a") as file:
+            found = kernels(layer, machine, pool, options.kernels == "explored", options.count, number)
+            row |= {"layers": options.layers, "kernels": options.kernels, "paired": True, "found": found}
+            with gzip.open(options.file, "at") as file:
                 file.write(json.dumps(row) + "\n")
             best = min((seconds for _, seconds in found), default=math.inf)
             print(
@@ -226,14 +276,31 @@ def gather(options: argparse.Namespace) -> None:
             )  # fmt: skip
 
 
+def _place(row: Row) -> str:
+    """What is measured once: a layer on a machine."""
+    return json.dumps([row["form"], row["far"], row["machine"]])
+
+
 def read(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not file.exists():
+        return []
+    with gzip.open(file, "rt") as lines:
+        return [json.loads(line) for line in lines]
 
 
-def as_measured(row: Row) -> Measured | None:
-    """The measurements of a row; None if none is of a way that there is today."""
-    machine = detect(cores=row["threads"])
-    space = WaySpace.of(Layer(form_of(row["form"]), row["far"]), machine)
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """The kernels of a layer that were measured. `usual`: which of them an untuned compilation has without a predictor;
+    None: it was not measured."""
+
+    measured: Measured
+    usual: int | None
+
+
+def known_of(row: Row) -> Known | None:
+    """The measurements of a row; None if fewer than two are of ways that there are today."""
+    layer, machine = Layer(form_of(row["form"]), row["far"]), Machine(**row["machine"])
+    space = WaySpace.of(layer, machine)
     places = {way: i for i, way in enumerate(space.ways)}
     ways = [(Way.stored(json.dumps(text)), seconds) for text, seconds in row["found"]]
     kept = [(places[way], seconds) for way, seconds in ways if way in places]
@@ -241,48 +308,139 @@ def as_measured(row: Row) -> Measured | None:
         return None
     at = np.array([place for place, _ in kept], np.int64)
     seconds = np.array([seconds for _, seconds in kept])
-    return Measured(tokens_of(space, row["threads"], at), seconds, space.flops)
+    (usual,) = np.nonzero(at == places[layer.estimated(machine)])
+    return Known(Measured(tokens_of(space, at), seconds), int(usual[0]) if len(usual) else None)
 
 
-def split(rows: Sequence[Row]) -> tuple[list[Measured], list[Measured]]:
-    """What is learned from, and what is held out."""
-    both: tuple[list[Measured], list[Measured]] = ([], [])
-    for row in rows:
-        if (found := as_measured(row)) is not None:
-            both[row["layers"] == "held-out"].append(found)
-    return both
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a predictor makes of layers: the median rank correlation of predicted and measured times, and geometric
+    means of the speed of its choice over that of the best, of its choice over the untuned kernel's, and of the best
+    over the untuned kernel's."""
+
+    layers: int
+    rank: float
+    best: float
+    gain: float
+    most: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers: rank correlation {self.rank:.3f}, its choice {self.best:.3f} of the best and "
+            f"{self.gain:.3f} of the untuned kernel, whose best is {self.most:.3f}"
+        )
 
 
-def quality(predictor: Predictor, layers: Sequence[Measured]) -> tuple[float, float]:
-    """Medians over layers: the rank correlation of scores and throughputs, and the throughput of the best by the
-    scores over the best of all."""
-    ranks, parts = [], []
-    for layer in layers:
-        scores = predictor.scores(layer.tokens)
-        one, other = (np.argsort(np.argsort(values)) for values in (scores, layer.throughput))
+def quality(predictor: Predictor, layers: Sequence[Known]) -> Quality:
+    ranks, parts, gains, most = [], [], [], []
+    for known in layers:
+        seconds = known.measured.seconds
+        predicted = predictor.seconds(known.measured.tokens)
+        one, other = (np.argsort(np.argsort(values)) for values in (predicted, seconds))
         ranks.append(float(np.corrcoef(one, other)[0, 1]))
-        parts.append(float(layer.seconds.min() / layer.seconds[scores.argmax()]))
-    return statistics.median(ranks), statistics.median(parts)
+        if known.usual is not None:
+            predicted[known.usual] *= WORTH
+            gains.append(seconds[known.usual] / seconds[predicted.argmin()])
+            most.append(seconds[known.usual] / seconds.min())
+        parts.append(seconds.min() / seconds[predicted.argmin()])
+    mean = statistics.geometric_mean
+    return Quality(len(layers), statistics.median(ranks), mean(parts), mean(gains), mean(most))
+
+
+def trained(rows: Sequence[Row], layers: Sequence[Known], config: TrainingConfig, seed: int) -> Predictor:
+    """A predictor that learned from layers, which are those of `rows`."""
+    about = {
+        "processors": sorted({row["machine"]["cpu"] for row in rows}), "layers": len(layers),
+        "measurements": sum(len(known.measured.seconds) for known in layers),
+    }  # fmt: skip
+    listener = lambda step, loss: print(f"{step}: {loss:.4f}", file=sys.stderr)  # noqa: E731
+    return train([known.measured for known in layers], config, seed, about, listener)
+
+
+def all_known(rows: Sequence[Row]) -> tuple[list[Row], list[Known]]:
+    pairs = [(row, known) for row in rows if (known := known_of(row)) is not None]
+    return [row for row, _ in pairs], [known for _, known in pairs]
 
 
 def learn(options: argparse.Namespace) -> None:
-    rows = read(options.file)
-    taught, held_out = split(rows)
-    about = {
-        "cpu": rows[0]["cpu"], "layers": len(taught), "measurements": sum(len(layer.seconds) for layer in taught)
-    }  # fmt: skip
-    config = TrainingConfig(steps=options.steps, ranking=options.ranking, squared=not options.only_ranking)
-    found = train(
-        taught, config, options.seed, about, lambda step, loss: print(f"{step}: {loss:.4f}", file=sys.stderr)
-    )
+    rows = [row for row in read(options.file) if options.processor in (None, row["machine"]["cpu"])]
+    taught, layers = all_known([row for row in rows if row["layers"] != "held-out"])
+    found = trained(taught, layers, TrainingConfig(steps=options.steps), options.seed)
+    found = replace(found, about={**found.about, "better_on": options.better_on})
     found.save(options.output)
-    print(f"{options.output}: {about}")
-    for name, layers in (("taught", taught), ("held out", held_out)):
-        if layers:
-            rank, part = quality(found, layers)
-            print(
-                f"{name}, {len(layers)} layers: rank correlation {rank:.3f}, its choice {part:.3f} of the best"
-            )
+    print(f"{options.output}: {found.about}")
+    print(f"taught: {quality(found, layers)}")
+    for setting, some in by_setting(
+        [row for row in read(options.file) if row["layers"] == "held-out"]
+    ).items():
+        print(f"held out, {setting}: {quality(found, all_known(some)[1])}")
+
+
+def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        cores = row["machine"]["cores"]
+        name = f"{row['machine']['cpu']}, {cores} thread{'s' if cores > 1 else ''}"
+        found.setdefault(name, []).append(row)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to make a predictor: which measurements it learns from, and the loss."""
+
+    layers: str = "prior"
+    kernels: str = "explored"
+    ranking: float = 1.0
+    squared: bool = True
+
+
+VARIANTS = {
+    "prior-guided layers, explored kernels, both losses": Variant(),
+    "uniform layers": Variant(layers="uniform"),
+    "random kernels": Variant(kernels="random"),
+    "squared error alone": Variant(ranking=0.0),
+    "ranking loss alone": Variant(squared=False),
+}
+
+
+def limited(rows: Sequence[Row], most: int) -> list[Row]:
+    """The first rows, with at most so many measurements in all."""
+    found, left = [], most
+    for row in rows:
+        if left >= len(row["found"]):
+            found.append(row)
+            left -= len(row["found"])
+    return found
+
+
+def compare(options: argparse.Namespace) -> None:
+    """The table of variants, each with as many measurements of one machine and thread, on the held-out layers."""
+    rows = [
+        row for row in read(options.file)
+        if row["machine"]["cores"] == 1 and options.processor in (None, row["machine"]["cpu"])
+    ]  # fmt: skip
+    _, held_out = all_known([row for row in rows if row["layers"] == "held-out"])
+    sources = {
+        variant: [r for r in rows if (r["layers"], r["kernels"]) == (variant.layers, variant.kernels)]
+        for variant in VARIANTS.values()
+    }
+    most = min(sum(len(row["found"]) for row in some) for some in sources.values())
+    lines = [
+        f"{most} measurements each, {len(held_out)} held-out layers, {options.seeds} seeds.", "",
+        "| variant | rank correlation | its choice over the best | its choice over the untuned kernel |",
+        "|---|---|---|---|",
+    ]  # fmt: skip
+    for name, variant in VARIANTS.items():
+        some, layers = all_known(limited(sources[variant], most))
+        config = TrainingConfig(steps=options.steps, ranking=variant.ranking, squared=variant.squared)
+        found = [quality(trained(some, layers, config, seed), held_out) for seed in range(options.seeds)]
+        columns = ([q.rank for q in found], [q.best for q in found], [q.gain for q in found])
+        cells = [f"{statistics.median(c):.3f} [{min(c):.3f}, {max(c):.3f}]" for c in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    if options.write:
+        pages.write("one-shot-variants", "\n".join(lines))
 
 
 def arguments() -> argparse.Namespace:
@@ -296,21 +454,31 @@ def arguments() -> argparse.Namespace:
     one.add_argument("--count", type=int, default=32, help="kernels of a layer (32)")
     one.add_argument("--minutes", type=float, default=60.0)
     one.add_argument("--threads", type=int, default=1)
+    one.add_argument("--seed", type=int, default=0)
     one.add_argument("--core", type=int, help="the CPU that this call works on, beside others")
     other = commands.add_parser("train")
     other.add_argument("-o", "--output", type=Path, required=True)
-    other.add_argument("--steps", type=int, default=4000)
-    other.add_argument("--ranking", type=float, default=1.0, help="the weight of the ranking loss; 0: none")
-    other.add_argument("--only-ranking", action="store_true", help="no squared error")
-    for command in (one, other):
+    other.add_argument("--seed", type=int, default=0)
+    other.add_argument(
+        "--better-on",
+        nargs="*",
+        default=[],
+        help="processors where it was shown to choose better than estimates",
+    )
+    third = commands.add_parser("compare")
+    third.add_argument("--seeds", type=int, default=5)
+    third.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
+    for command in (other, third):
+        command.add_argument("--steps", type=int, default=4000)
+        command.add_argument("--processor", help="LLVM's name: only what was measured on it")
+    for command in (one, other, third):
         command.add_argument("file", type=Path)
-        command.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    (gather if options.command == "gather" else learn)(options)
+    {"gather": gather, "train": learn, "compare": compare}[options.command](options)
 
 
 if __name__ == "__main__":

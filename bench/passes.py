@@ -24,8 +24,10 @@ import argparse
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -740,6 +742,18 @@ def make(compiler: Compiler, options: argparse.Namespace, part: Part, tools: Too
     return learning(compiler, [part], names, unseen, options.iterations, options.steps, kept)
 
 
+def _ends_with_its_parent() -> None:
+    """This process ends when its parent does, which may be killed. Its queue would not close: it holds both ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _made(options: argparse.Namespace, part: Part) -> None:
     """`make` in a process of its own. The rows go to the file."""
     kept = Kept(options.kept)
@@ -751,7 +765,8 @@ def made(compiler: Compiler, options: argparse.Namespace, kept: Kept) -> list[Ro
     """All rows of a table, by several processes if that is asked for."""
     tools = tools_of(compiler, options, kept)
     if options.jobs > 1:
-        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(options.jobs, context, initializer=_ends_with_its_parent) as pool:
             dear_first = sorted(parts(options), key=_dear, reverse=True)
             for done in as_completed([pool.submit(_made, options, part) for part in dear_first]):
                 done.result()

@@ -1,18 +1,19 @@
-"""Kernel tuners against each other: `python bench/tuning.py [--operators WORDS] [--seeds N] [--json FILE] [--tables]`.
+"""Kernel tuners against each other: `python bench/tuning.py [--layers N] [--seeds N] [--json FILE] [--tables]`.
 
-Single operators of sizes that are common in networks, with TVM's own sketches. The sketches, the pool and the number of
-trials are the same for every tuner, and each search starts with an empty store and without knowledge. The exception is
-`chameleon+transfer`, whose agent has tuned other operators before: it has a policy, and the measurements of these for
-its surrogate (the table shows how long that took).
+Layers are drawn from the networks that the One-Shot Tuner's predictor was not trained on. All tuners choose from their
+algorithms and blockings, except `evolutionary`: MetaSchedule's search, of TVM's own sketches. The pool and the number
+of trials are the same for every tuner, and each search starts with an empty store and without knowledge. The exceptions
+are `one-shot`, whose predictor ships with the package and which has one trial, `one-shot-8`, which has eight, and
+`chameleon+transfer`, whose agent has tuned layers of other networks before: it has a policy, and the measurements of
+these for its surrogate (the table shows how long that took).
 
-A block is one operator with one seed: the searches of all tuners, in rotating order, and then all their kernels that
-matter measured again, in turns, in one process. Only that gives the quality, since the best of many noisy measurements
-looks better than it is. A kernel within `--margin` of the last kernel of `evolutionary` (MetaSchedule's own search) has
-its quality. The time to quality of a search is when the first such kernel became its best, by its own measurements. A
+A block is one layer with one seed: the searches of all tuners, in rotating order, and then all their kernels that
+matter timed again, in turns, as cold as between other kernels. Only that gives the quality, since the best of many
+noisy measurements looks better than it is. A kernel within `--margin` of the last kernel of `evolutionary` has its
+quality. The time to quality of a search is when the first such kernel became its best, by its own measurements. A
 search that ends without one is censored: its time is only known to be longer than the whole search.
 
-Blocks are stored in `--json` one by one, the first seed of every operator before the second; the same command
-continues.
+Blocks are stored in `--json` one by one, the first seed of every layer before the second; the same command continues.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import json
 import math
 import os
 import platform
-import shutil
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,51 +43,51 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import psutil
 
+import models
 from bench import pages
-from bench.operators import OPERATORS, operator
+from bench.one_shot import HELD_OUT
+from bench.space import NETWORKS, layers_in
 from xrlflow.backends import system_load
-from xrlflow.backends.interleave import interleave
 from xrlflow.backends.limits import available_cpus
-from xrlflow.backends.placement import choose_cpus, pinned
-from xrlflow.backends.results import Comparison
+from xrlflow.backends.placement import last_level
+from xrlflow.backends.statistics import median_interval
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.lower import fuse, import_model
+from xrlflow.backends.tvm.lower import fuse
+from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.tiles import drawn, module_of
 from xrlflow.cost.machine import cpu_name
+from xrlflow.exclusive import measuring
+from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.session import MakeTuner, Outcomes, tune
+from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task, extract_tasks, target_text
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
-from xrlflow.tuning.worker import Argument, Build, build
+from xrlflow.tuning.worker import Timing
 
 REFERENCE = Method.EVOLUTIONARY.value
 TRANSFER = "chameleon+transfer"
-TUNERS = ("chameleon", TRANSFER, "evolutionary", "annealing", "beam", "random")
-# The operators that the agent of `chameleon+transfer` tunes before: of the same kinds, but of other sizes.
-TRAINING = {
-    "MatMul 256x384x256": "(float[256,384] x, float[384,256] w) => (float[256,256] y) { y = MatMul(x, w) }",
-    "MatMul 64x1024x512": "(float[64,1024] x, float[1024,512] w) => (float[64,512] y) { y = MatMul(x, w) }",
-    "MatMul 8 x 64x96x96": "(float[8,64,96] x, float[8,96,96] z) => (float[8,64,96] y) { y = MatMul(x, z) }",
-    "Conv 3x3 128 at 28x28": "(float[1,128,28,28] x, float[128,128,3,3] w) => (float[1,128,28,28] y) {"
-    " y = Conv<pads=[1,1,1,1]>(x, w) }",
-    "Conv 3x3 32 at 40x40": "(float[1,32,40,40] x, float[32,32,3,3] w) => (float[1,32,40,40] y) {"
-    " y = Conv<pads=[1,1,1,1]>(x, w) }",
-    "Conv 1x1 96 to 192 at 20x20": "(float[1,96,20,20] x, float[192,96,1,1] w) => (float[1,192,20,20] y) {"
-    " y = Conv(x, w) }",
-    "Conv depthwise 3x3 64 at 40x40": "(float[1,64,40,40] x, float[64,1,3,3] w) => (float[1,64,40,40] y) {"
-    " y = Conv<group=64, pads=[1,1,1,1]>(x, w) }",
-    "Softmax 8x64x256": "(float[8,64,256] x) => (float[8,64,256] y) { y = Softmax(x) }",
-    "LayerNormalization 64x512": "(float[64,512] x, float[512] s, float[512] b) => (float[64,512] y) {"
-    " y = LayerNormalization(x, s, b) }",
-}
+TUNERS = (
+    "one-shot", "one-shot-8", "chameleon", TRANSFER, "genetic", "annealing", "beam", "random", REFERENCE,
+)  # fmt: skip
+# Layers of other networks that the agent of `chameleon+transfer` tunes before.
+_LESSONS = 9
+# Kernels are timed again in so many rounds.
+_ROUNDS = 12
+# What a search has found after so many trials is timed again, too.
+_EARLY = 16
 # Kernels that their own search measured to be slower than the reference's by this factor are not measured again.
 _HOPELESS = 1.25
-# Assumed seconds of a search if none is recorded, and seconds by which measuring again exceeds its limit.
-_GUESS, _BUILDING = 40.0, 5.0
+# Assumed seconds of a search if none is recorded, and of measuring again.
+_GUESS, _AGAIN = 30.0, 15.0
 
 
 class Timed(Protocol):
@@ -145,25 +147,22 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Kernels measured in turns: milliseconds of the reference's last kernel, and how many times faster than it each
-    kernel is, by key, as [median, low, high]. `control`: it against itself; `copy`: against the same library, loaded a
-    second time."""
+    """Kernels timed in turns: milliseconds of the reference's last kernel, and how many times faster than it each
+    kernel is, by key, as [median, low, high]. `control`: it against itself."""
 
     reference_ms: float
     speed: Mapping[str, Sequence[float]]
     control: Sequence[float]
-    copy: Sequence[float]
-    disturbed: bool
 
     def of(self, kernel: str) -> float:
-        """How many times faster a kernel is than the reference's last one; 0 if it was not measured again."""
+        """How many times faster a kernel is than the reference's last one; 0 if it was not timed again."""
         return self.speed[kernel][0] if kernel in self.speed else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One operator and seed. `searches`: by tuner, in the order in which they ran. `quality`: None if the reference has
-    no kernel. `other`: how many processors other programs used during the searches."""
+    """One layer (`operator`) and seed. `searches`: by tuner, in the order in which they ran. `quality`: None if the
+    reference has no kernel. `other`: how many processors other programs used during the searches."""
 
     operator: str
     seed: int
@@ -229,6 +228,16 @@ def quality_ratio(block: Block, tuner: str) -> float | None:
     if block.quality is None or not improvements:
         return None
     return block.quality.of(improvements[-1].kernel)
+
+
+def part_of_best(block: Block, tuner: str, trials: float = math.inf) -> float | None:
+    """The speed of the best kernel by a tuner's own measurements, after so many trials, over that of the best last
+    kernel of any; None if it has none."""
+    mine = [one for one in block.searches[tuner].improvements if one.trials <= trials]
+    if block.quality is None or not mine:
+        return None
+    last = [search.improvements[-1].kernel for search in block.searches.values() if search.improvements]
+    return block.quality.of(mine[-1].kernel) / max(map(block.quality.of, last))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -357,16 +366,18 @@ def search(
 
 
 def contenders(searches: Mapping[str, Search]) -> list[str]:
-    """The kernels, by key, that are measured again, the reference's last first: the last kernel of each search, and
-    earlier ones that may be as good as the reference's last. Empty if the reference has none."""
+    """The kernels, by key, that are timed again, the reference's last first: the last kernel of each search, the best
+    one of its first trials, and earlier ones that may be as good as the reference's last. Empty if the reference has
+    none."""
     if not searches[REFERENCE].improvements:
         return []
     last = searches[REFERENCE].improvements[-1]
     found = {last.kernel: None}
     for one in searches.values():
+        early = [improvement for improvement in one.improvements if improvement.trials <= _EARLY]
         for improvement in one.improvements:
-            final = improvement is one.improvements[-1]
-            if final or improvement.seconds <= _HOPELESS * last.seconds:
+            wanted = improvement is one.improvements[-1] or improvement in early[-1:]
+            if wanted or improvement.seconds <= _HOPELESS * last.seconds:
                 found[improvement.kernel] = None
     return list(found)
 
@@ -377,88 +388,120 @@ def order(tuners: Sequence[str], seed: int, number: int) -> list[str]:
     return [*tuners[first:], *tuners[:first]]
 
 
-Makers = Mapping[str, MakeTuner]
-Compare = Callable[[Task, Sequence[Candidate]], Comparison]
-"""Measures kernels in turns. The second is the first one again."""
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A tuner with its task, and what measures its kernels."""
+
+    task: Task
+    make: MakeTuner
+    measurer: Timed
+
+
+Compare = Callable[[Sequence[Candidate]], "list[list[float]]"]
+"""Times kernels in turns: in each round the seconds of each, then those of the first one again."""
 
 
 def run_block(
-    name: str, task: Task, seed: int, number: int, makers: Makers, measurer: Timed, compare: Compare, *,
+    name: str, seed: int, number: int, contestants: Mapping[str, Contestant], compare: Compare, *,
     trials: int, batch: int, clock: Clock = time.monotonic, read_load: Callable[[], system_load.Reading] | None = None,
 ) -> Block:  # fmt: skip
-    """Make all searches of an operator (number `number` of the bench) with a seed, then compare their kernels."""
+    """Make all searches of a layer (number `number` of the bench) with a seed, then compare their kernels."""
     read = read_load or whole_load
     searches: dict[str, Search] = {}
     kernels: dict[str, Candidate] = {}
     before = read()
-    for tuner in order(list(makers), seed, number):
+    for tuner in order(list(contestants), seed, number):
+        one = contestants[tuner]
         searches[tuner], found, _ = search(
-            task, makers[tuner], measurer, seed=seed, trials=trials, batch=batch, clock=clock
+            one.task, one.make, one.measurer, seed=seed, trials=trials, batch=batch, clock=clock
         )
         kernels |= found
     cpus = psutil.cpu_count() or 1
     others = system_load.judge(before, read(), cpus, cpus)
     keys = contenders(searches)
     return Block(
-        operator=name, seed=seed, flops=task.flops, searches=searches,
-        quality=quality(keys, compare(task, [kernels[key] for key in (keys[0], *keys)])) if keys else None,
+        operator=name, seed=seed, flops=contestants[REFERENCE].task.flops, searches=searches,
+        quality=quality(keys, compare([kernels[key] for key in keys])) if keys else None,
         other=others.other, disturbed=others.disturbed,
     )  # fmt: skip
 
 
-def quality(keys: Sequence[str], comparison: Comparison) -> Quality:
-    """The result of comparing the first of these kernels with itself and all others."""
-    control = comparison.control
-    copy, *others = ([s.median, s.low, s.high] for s in comparison.speedups)
+def quality(keys: Sequence[str], rounds: Sequence[Sequence[float]]) -> Quality:
+    """The result of comparing the first of these kernels with itself (at the end of each round) and all others."""
+    seconds = np.array(rounds)
+    ratios = np.log(seconds[:, :1] / seconds)
+
+    def shown(column: int) -> list[float]:
+        return [math.exp(value) for value in median_interval(ratios[:, column])]
+
     return Quality(
-        reference_ms=comparison.latencies[0].median_ms,
-        speed={keys[0]: [1.0, 1.0, 1.0], **dict(zip(keys[1:], others, strict=True))},
-        control=[control.median, control.low, control.high] if control else [],
-        copy=copy,
-        disturbed=comparison.load.disturbed,
+        reference_ms=1e3 * float(np.median(seconds[:, 0])),
+        speed={keys[0]: [1.0, 1.0, 1.0], **{key: shown(i) for i, key in enumerate(keys) if i}},
+        control=shown(len(keys)),
     )
 
 
-def in_turns(threads: int, seconds: float) -> Compare:
-    """Build, load and time kernels in this process, on the same operands: caches are as warm as in the searches."""
+def in_turns(pool: Pool, target: Any, timing: Timing) -> Compare:
+    """Times kernels as in the searches."""
 
-    def compare(task: Task, kernels: Sequence[Candidate]) -> Comparison:
-        package = tvm()
-        package.get_global_func("runtime.config_threadpool")(1, threads)
-        target = package.ir.save_json(task.target)
-        with tempfile.TemporaryDirectory() as folder:
-            runs, paths = [], {}
-            operands: dict[tuple[Argument, ...], list[Any]] = {}
-            for number, kernel in enumerate(kernels):
-                path = os.path.join(folder, f"{number}.so")
-                if kernel.key in paths:
-                    shutil.copy(paths[kernel.key][0], path)
-                    arguments = paths[kernel.key][1]
-                else:
-                    arguments = build(Build(package.ir.save_json(kernel.mod), target, path)).arguments
-                    paths[kernel.key] = path, arguments
-                if arguments not in operands:
-                    operands[arguments] = _operands(arguments)
-                runs.append(_call(path, operands[arguments]))
-            for run in runs:
-                run()
-            with pinned(choose_cpus(threads)):
-                return interleave(runs, threads=threads, time_limit=seconds, target_width=0.005)
+    def compare(candidates: Sequence[Candidate]) -> list[list[float]]:
+        with pool.built(target, [candidate.mod for candidate in candidates]) as built:
+            kernels = [kernel for kernel in built if isinstance(kernel, Kernel)]
+            assert len(kernels) == len(candidates), "a kernel that was measured is built no more"
+            return [
+                [pool.timed(kernel, timing).median for kernel in (*kernels, kernels[0])]
+                for _ in range(_ROUNDS)
+            ]
 
     return compare
 
 
-def _operands(arguments: Iterable[Argument]) -> list[Any]:
-    generator = np.random.default_rng(0)
-    return [
-        tvm().runtime.tensor(generator.uniform(0.1, 1.0, size=shape).astype(kind))
-        for kind, shape in arguments
-    ]
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Measures schedules of TVM's, which are not checked, on a pool."""
+
+    pool: Pool
+    timing: Timing
+
+    @property
+    def threads(self) -> int:
+        return self.pool.threads
+
+    @property
+    def device(self) -> str | None:
+        return self.pool.device
+
+    @property
+    def flushed(self) -> bool:
+        return self.timing.flush
+
+    @property
+    def building(self) -> float:
+        return self.pool.building
+
+    @property
+    def running(self) -> float:
+        return self.pool.running
+
+    def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
+        with self.pool.built(task.target, [candidate.mod for candidate in candidates], until) as built:
+            for position, kernel in enumerate(built):
+                if isinstance(kernel, Measurement):
+                    yield position, kernel
+                elif kernel is not None:
+                    yield position, self.pool.timed(kernel, self.timing)
 
 
-def _call(path: str, operands: Sequence[Any]) -> Callable[[], object]:
-    main = tvm().runtime.load_module(path)["main"]
-    return lambda: main(*operands)
+class Ours(LayerMeasurer):
+    """Measures kernels of ours, which are checked, on a pool."""
+
+    @property
+    def building(self) -> float:
+        return self._started().building
+
+    @property
+    def running(self) -> float:
+        return self._started().running
 
 
 def whole_load() -> system_load.Reading:
@@ -474,11 +517,58 @@ def whole_load() -> system_load.Reading:
     return replace(reading, own=own)
 
 
-def stock_task(name: str, text: str, threads: int) -> Task:
-    """The task of the operator's own kernel, without the changes of layout around it."""
-    machine = detect(cores=threads)
-    tasks = extract_tasks(fuse(import_model(operator(text)), machine), machine.target())
-    return replace(max(tasks, key=lambda task: task.flops), name=name, weight=1)
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A layer on a machine, as a task of our tuners and of MetaSchedule."""
+
+    layer: Layer
+    machine: Machine
+
+    @property
+    def tasks(self) -> LayerTasks:
+        return LayerTasks([self.layer], self.machine, lambda layer: layer.untuned(self.machine)[0])
+
+    @property
+    def timing(self) -> Timing:
+        return replace(COLD_PRIVATE_CACHES, others=last_level() if self.layer.far else 0)
+
+    def stock(self) -> Task:
+        """Its own kernel, without changes of layout around it."""
+        form, only = self.layer.form, Algorithms(only=Algorithm.TILES)
+        module = fuse(module_of(form, drawn(form)), self.machine, channels_last=False, algorithms=only)
+        tasks = extract_tasks(module, self.machine.target())
+        return replace(max(tasks, key=lambda task: task.flops), weight=1)
+
+    def contestant(self, tuner: str, agent: Agent | None, pool: Pool, at_end: ExitStack) -> Contestant:
+        """A tuner, which proposes with all cores, since nothing is measured meanwhile."""
+        if tuner == REFERENCE:
+            make = partial(_made, Method.EVOLUTIONARY, None, None)
+            return Contestant(self.stock(), make, Stock(pool, self.timing))
+        method = Method.CHAMELEON if tuner == TRANSFER else Method(tuner)
+        make = partial(_made, method, self, agent if tuner == TRANSFER else None)
+        tasks = self.tasks
+        return Contestant(tasks.tasks[0], make, Ours(tasks, pool.options, at_end, pool))
+
+
+def _made(method: Method, subject: Subject | None, agent: Agent | None, task: Task, seed: int) -> Tuner:
+    space = None if subject is None else WaySpace.of(subject.layer, subject.machine)
+    return make_tuner(method, task, seed, space=space, agent=agent, threads=available_cpus())
+
+
+def some_layers(names: Sequence[str], count: int, machine: Machine) -> dict[str, Subject]:
+    """Layers of networks that are drawn, by name."""
+    known: dict[str, tuple[str, Layer]] = {}
+    for name in names:
+        for layer in layers_in(models.build(name), machine):
+            if isinstance(layer, Layer):
+                known.setdefault(layer.key, (name, layer))
+    drawn_keys = random.Random(0).sample(sorted(known), min(count, len(known)))
+    found: dict[str, Subject] = {}
+    for source, layer in (known[key] for key in drawn_keys):
+        title = f"{layer.name}{', weights from memory' if layer.far else ''} ({source})"
+        steps = f" {len(layer.form.steps)} steps" if title in found else ""
+        found[title + steps] = Subject(layer, machine)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,32 +581,23 @@ class Training:
 
 
 def train_agent(
-    tasks: Mapping[str, Task],
-    measurer: Timed,
-    path: Path,
-    *,
-    trials: int,
-    batch: int,
-    clock: Clock = time.monotonic,
-) -> Training:
-    """Tune these operators in turn with one agent, and save it. Each search knows the measurements of earlier ones."""
+    lessons: Mapping[str, Callable[[Agent | None], Contestant]], path: Path, *,
+    trials: int, batch: int, clock: Clock = time.monotonic,
+) -> Training:  # fmt: skip
+    """Tune layers, given as the tuner with an agent on each, in turn, and save the agent. Each search knows the
+    measurements of earlier ones."""
     agent: Agent | None = None
     start, spent = clock(), 0
-    for task in tasks.values():
+    for lesson in lessons.values():
+        one = lesson(agent)
         found, _, tuner = search(
-            task, maker(TRANSFER, agent), measurer, seed=0, trials=trials, batch=batch, clock=clock
+            one.task, one.make, one.measurer, seed=0, trials=trials, batch=batch, clock=clock
         )
         assert isinstance(tuner, ChameleonTuner)
         agent, spent = tuner.agent, spent + found.trials
     if agent is not None:
         agent.save(path)
-    return Training(clock() - start, spent, tuple(tasks))
-
-
-def maker(tuner: str, agent: Agent | None) -> MakeTuner:
-    """Makes tuners that propose with all cores, since nothing is measured meanwhile."""
-    method = Method.CHAMELEON if tuner == TRANSFER else Method(tuner)
-    return lambda task, seed: make_tuner(method, task, seed, agent=agent, threads=available_cpus())
+    return Training(clock() - start, spent, tuple(lessons))
 
 
 # The file of a run.
@@ -651,40 +732,60 @@ def summary_table(blocks: Sequence[Block], tuners: Sequence[str], margin: float)
     return "\n".join(lines)
 
 
+def best_table(blocks: Sequence[Block], tuners: Sequence[str]) -> str:
+    """How near tuners come to the best kernel that any found, and how long their searches take, in Markdown."""
+    lines = [
+        f"| tuner | its kernel over the best of any | after {_EARLY} measurements | search s |", "|---|---|---|---|",
+    ]  # fmt: skip
+
+    def parts(mine: Sequence[Block], tuner: str, trials: float) -> str:
+        names = dict.fromkeys(block.operator for block in mine)
+        found = [
+            statistics.median(values)
+            for name in names
+            if (values := [p for b in mine if b.operator == name and (p := part_of_best(b, tuner, trials))])
+        ]
+        return f"{statistics.median(found):.3f} [{min(found):.3f}, {max(found):.3f}]" if found else "-"
+
+    for tuner in tuners:
+        mine = [block for block in blocks if tuner in block.searches]
+        seconds = [block.searches[tuner].total for block in mine]
+        lines.append(
+            f"| {tuner} | {parts(mine, tuner, math.inf)} | {parts(mine, tuner, _EARLY)} "
+            f"| {spread(seconds) if seconds else '-'} |"
+        )
+    return "\n".join(lines)
+
+
 def tables(results: Results, tuners: Sequence[str], margin: float) -> str:
     """All tables of a file."""
     setting, blocks = results.setting, results.blocks
-    disturbed = [b for b in blocks if b.disturbed or (b.quality is not None and b.quality.disturbed)]
-    controls = [
-        abs(math.log(ratio))
-        for b in blocks
-        if b.quality
-        for ratio in (b.quality.control[0], b.quality.copy[0])
-    ]
+    disturbed = [b for b in blocks if b.disturbed]
+    controls = [abs(math.log(b.quality.control[0])) for b in blocks if b.quality]
     text = [
         ", ".join(f"{key} {value}" for key, value in setting.items()),
         f"{len(blocks)} blocks; {len(disturbed)} beside other load (a star); medians over seeds with the least and the "
-        f"greatest in brackets. Kernels are compared in turns in one process; the reference's against itself is off by "
-        f"up to {100 * (math.exp(max(controls)) - 1):.1f}% at most." if controls else f"{len(blocks)} blocks",
+        f"greatest in brackets. Kernels are timed in turns; the reference's against itself is off by "
+        f"{100 * (math.exp(statistics.median(controls)) - 1):.1f}%, {100 * (math.exp(max(controls)) - 1):.1f}% at most."
+        if controls else f"{len(blocks)} blocks",
     ]  # fmt: skip
     if results.training is not None:
         done = results.training
         text.append(
             f"The agent of {TRANSFER} had {done.trials} trials of {', '.join(done.operators)}: {done.seconds:.0f} s."
         )
+    if blocks:
+        text += [
+            "", "Medians over layers of the medians over seeds; the worst and the best layer.", "",
+            best_table(blocks, tuners), "",
+            "Geometric means over layers of the medians over seeds; in brackets the least and the greatest of one "
+            f"seed. Who never comes within {100 * margin:g}% of {REFERENCE}'s kernel counts with the time of the whole "
+            'search ("up to").', "", summary_table(blocks, tuners, margin),
+        ]  # fmt: skip
     for name in dict.fromkeys(b.operator for b in blocks):
         mine = sorted((b for b in blocks if b.operator == name), key=lambda b: b.seed)
         star = " *" if any(b in disturbed for b in mine) else ""
         text += ["", f"{name}{star}, {len(mine)} seeds:", "", operator_table(mine, tuners, margin)]
-    if blocks:
-        text += [
-            "",
-            f"Geometric means over operators of the medians over seeds; in brackets the least and the greatest of one "
-            f"seed. Who never comes within {100 * margin:g}% of {REFERENCE}'s kernel counts with the time of the whole "
-            'search ("up to").',
-            "",
-            summary_table(blocks, tuners, margin),
-        ]  # fmt: skip
     return "\n".join(text)
 
 
@@ -698,40 +799,36 @@ def setting_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def chosen(words: str) -> list[str]:
-    """The operators whose names contain one of these words. Raises SystemExit for a word without any."""
-    for word in words.split(","):
-        if not any(word in name for name in OPERATORS):
-            raise SystemExit(f"no operator is called {word!r}: there are {', '.join(OPERATORS)}")
-    return [name for name in OPERATORS if any(word in name for word in words.split(","))]
-
-
 def measure(arguments: argparse.Namespace, results: Results) -> None:
     """Measure the missing blocks, until the time limit."""
     import torch  # noqa: F401  (nobody's search pays for loading it)
     import xgboost  # noqa: F401
 
-    began = time.monotonic()
-    missing = results.missing(arguments.operators, arguments.seeds, arguments.tuners)
-    rest = arguments.seconds + _BUILDING
+    machine, began = detect(cores=arguments.threads), time.monotonic()
+    subjects = some_layers(HELD_OUT, arguments.layers, machine)
+    missing = results.missing(subjects, arguments.seeds, arguments.tuners)
 
     def expected() -> float:
-        return len(missing) * (results.seconds(arguments.tuners) + rest)
+        return len(missing) * (results.seconds(arguments.tuners) + _AGAIN)
 
     print(f"{len(missing)} blocks to take, about {expected() / 60:.0f} minutes", file=sys.stderr, flush=True)
-    if not missing:
-        return
-    with Pool(PoolOptions(threads=arguments.threads)) as pool:
+    with ExitStack() as at_end:
+        at_end.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
+        options = PoolOptions(threads=arguments.threads, timing=COLD_PRIVATE_CACHES)
+        pool = at_end.enter_context(Pool(options))
         pool.settle()
-        makers = {tuner: maker(tuner, None) for tuner in arguments.tuners}
-        if TRANSFER in makers:
-            makers[TRANSFER] = maker(TRANSFER, agent_of(arguments, results, pool))
+        agent = None
+        if TRANSFER in arguments.tuners and missing:
+            agent = agent_of(arguments, results, machine, pool, at_end)
         while missing:
             name, seed = missing.pop(0)
-            task = stock_task(name, OPERATORS[name], arguments.threads)
+            subject = subjects[name]
+            contestants = {
+                tuner: subject.contestant(tuner, agent, pool, at_end) for tuner in arguments.tuners
+            }
             block = run_block(
-                name, task, seed, list(OPERATORS).index(name), makers, pool,
-                in_turns(arguments.threads, arguments.seconds), trials=arguments.trials, batch=arguments.batch,
+                name, seed, list(subjects).index(name), contestants,
+                in_turns(pool, machine.target(), subject.timing), trials=arguments.trials, batch=arguments.batch,
             )  # fmt: skip
             results.put(block)
             took = time.monotonic() - began
@@ -747,15 +844,21 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
                 return
 
 
-def agent_of(arguments: argparse.Namespace, results: Results, pool: Pool) -> Agent:
-    """The agent that was trained on the operators of TRAINING: a stored one, or a new one."""
+def agent_of(
+    arguments: argparse.Namespace, results: Results, machine: Machine, pool: Pool, at_end: ExitStack
+) -> Agent:
+    """The agent that was trained on layers of other networks: a stored one, or a new one."""
     with tempfile.TemporaryDirectory() as folder:
         beside = arguments.json.with_suffix(".agent") if arguments.json else Path(folder) / "agent"
         if results.training is None or not beside.exists():
             beside.parent.mkdir(parents=True, exist_ok=True)
-            tasks = {name: stock_task(name, text, arguments.threads) for name, text in TRAINING.items()}
+            others = [name for name in NETWORKS if name not in HELD_OUT]
+            lessons = {
+                name: partial(subject.contestant, TRANSFER, pool=pool, at_end=at_end)
+                for name, subject in some_layers(others, _LESSONS, machine).items()
+            }
             results.training = train_agent(
-                tasks, pool, beside, trials=arguments.training_trials, batch=arguments.batch
+                lessons, beside, trials=arguments.training_trials, batch=arguments.batch
             )
             results.write()
         return Agent.load(beside)
@@ -765,18 +868,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--operators", type=chosen, default=list(OPERATORS), help="words of their names, with commas"
-    )
+    parser.add_argument("--layers", type=int, default=12, help="that are drawn (12)")
     parser.add_argument("--tuners", type=lambda text: text.split(","), default=list(TUNERS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trials", type=int, default=64, help="of each search")
     parser.add_argument("--batch", type=int, default=16, help="trials between which a tuner learns")
-    parser.add_argument("--threads", type=int, default=2, help="that kernels run with")
+    parser.add_argument("--threads", type=int, default=1, help="that kernels run with")
     parser.add_argument(
-        "--training-trials", type=int, default=64, help=f"for each operator that {TRANSFER} learns on"
+        "--training-trials", type=int, default=64, help=f"for each layer that {TRANSFER} learns on"
     )
-    parser.add_argument("--seconds", type=float, default=8.0, help="for measuring a block's kernels in turns")
     parser.add_argument("--margin", type=float, default=0.01, help="what is within it is of one quality")
     parser.add_argument(
         "--time-limit", type=float, default=math.inf, help="seconds; the block at work is finished"
@@ -795,7 +895,7 @@ def main() -> None:
     text = f"{date.today().isoformat()}: {tables(results, arguments.tuners, arguments.margin)}"
     print(text)
     if arguments.write:
-        pages.write("tuning", text)
+        pages.write("tuners", text)
 
 
 if __name__ == "__main__":

@@ -247,8 +247,9 @@ def tune(
 ) -> Tuned:
     """Compile a model with TVM and tune its kernels by measurement.
 
-    `method`: "chameleon" (reinforcement learning), "evolutionary" (that of MetaSchedule), "random", "annealing" or
-    "beam". `trials`: the total number of kernels to build and measure; `batch`: how many of one kernel at a time.
+    `method`: "chameleon" (reinforcement learning), "genetic", "annealing", "beam" or "random" measure kernels;
+    "one-shot" takes those that a predictor chooses and measures none, "one-shot-8" measures the first eight of each
+    layer. `trials`: the total number of kernels to build and measure; `batch`: how many of one kernel at a time.
     `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
     timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
     second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take

@@ -26,6 +26,7 @@ from xrlflow.backends.tvm.lower import check_sizes, fuse, import_model
 from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.target import compiler, lacking, linker
+from xrlflow.backends.tvm.ways import Way
 from xrlflow.cost.machine import cpu_name
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel
@@ -36,6 +37,8 @@ from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, block_results, results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.one_shot.predictor import Predictor, shipped
+from xrlflow.tuning.one_shot.times import PredictedTimes
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, TuningResult, tune
 from xrlflow.tuning.store import Store
@@ -185,14 +188,16 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
             for reason in stats.refused
         }
         named.append(f"{op} ({'; '.join(sorted(reasons))})" if reasons else op)
-    raise BackendError(f"TVM cannot lower {', '.join(named)}: use --backend onnxruntime for this model")
+    raise BackendError(
+        f"TVM cannot lower {', '.join(named)}: use optimize --backend onnxruntime for this model"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
     """What is needed to compile the graphs of a model: input sizes, a folder for libraries, stored measurements of
-    kernels, the options of ONNX Runtime, with which the results are compared, and the algorithms that convolutions may
-    use."""
+    kernels, the options of ONNX Runtime, with which the results are compared, the algorithms that convolutions may use,
+    and the predictor that chooses kernels where nothing is measured (None: estimates choose)."""
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
@@ -200,6 +205,7 @@ class Lowering:
     store: Store
     session_options: Any = None
     algorithms: Algorithms = DEFAULT
+    predictor: Predictor | None = None
 
     @property
     def threads(self) -> int:
@@ -207,13 +213,23 @@ class Lowering:
 
     def backend(self, tuned: bool = True) -> Tvm:
         """The TVM backend. `tuned`: use the times of kernels that the store has."""
-        algorithms = self.tuned_algorithms if tuned else self.algorithms
-        return Tvm(self.target.machine, self.shapes or None, algorithms)
+        timings = self._predicted(self.layer_times) if tuned else self.untuned_times
+        return Tvm(self.target.machine, self.shapes or None, replace(self.algorithms, timings=timings))
 
     @property
     def tuned_algorithms(self) -> Algorithms:
-        """The algorithms, with the times that the store has of them."""
-        return replace(self.algorithms, timings=self.layer_times)
+        """The algorithms, with the times that the store has of them, or a predictor."""
+        return replace(self.algorithms, timings=self._predicted(self.layer_times))
+
+    @property
+    def untuned_times(self) -> Timings | None:
+        """Those of untuned compilations: predictions; None: estimates."""
+        return self._predicted(None)
+
+    def _predicted(self, measured: Timings | None) -> Timings | None:
+        if self.predictor is None:
+            return measured
+        return PredictedTimes(self.predictor, self.target.machine, measured)
 
     @property
     def layer_times(self) -> StoredTimes:
@@ -237,6 +253,7 @@ class Lowering:
     def kernels_version(self) -> str:
         """Changes with the algorithms, and when kernels may have been tuned further."""
         exact = " exact" if self.algorithms.exact else ""
+        exact += " predicted" if self.predictor is not None else ""
         state = self.store.state(self.target.device or cpu_name())
         return f"tuned {self.store.path} {state}{exact}" if state is not None else f"untuned{exact}"
 
@@ -456,10 +473,18 @@ def tune_model(
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
     how.target.check_runs()
+    predicted = plan.method is Method.ONE_SHOT
+    if predicted:  # what is compared with is not predicted
+        how = replace(how, predictor=None)
     # First of all, because a graph that cannot be compiled is not worth tuning.
     untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
     fused, remarks = _fused(how, graphs)
-    found, layers = _tuned(how, fused, plan, listener)
+    layers: list[tuple[LayerResult, ...]]
+    if predicted:
+        found, layers = tune([], plan.method, trials=0, store=how.store), [() for _ in fused]
+        how = replace(how, predictor=shipped())
+    else:
+        found, layers = _tuned(how, fused, plan, listener)
     models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]
     made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
     for path, model in made:
@@ -503,7 +528,8 @@ def _tuned(
     how: Lowering, graphs: Sequence[_Fused], plan: TuningPlan, listener: Callable[[Progress], None] | None
 ) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
     """Tune the layers and blocks of graphs: the result, and what became of those of each graph."""
-    untuned = _Untuned(how.target.machine, [choice for graph in graphs for choice in graph.choices])
+    choices = [choice for graph in graphs for choice in graph.choices]
+    untuned = _Untuned(how.target.machine, choices, how.untuned_times)
     end, again = time.monotonic() + plan.time_limit, list(graphs)
     found: TuningResult | None = None
     with contextlib.ExitStack() as at_end:
@@ -520,12 +546,12 @@ def _tuned(
             )  # fmt: skip
             found = result if found is None else found.joined(result)
             tried.update(layer.key for layer in tasks.layers)
-            again = [_fuse(how, graph.path, how.layer_times) for graph in graphs]
+            again = [_fuse(how, graph.path, how.tuned_algorithms.timings) for graph in graphs]
             tasks = LayerTasks(_together(again, tried), how.target.machine, untuned.way)
             measurer.layers = tasks
     layers = [
         (
-            *results(graph.choices, tuned.choices, how.layer_times),
+            *results(graph.choices, tuned.choices, how.layer_times, untuned.of),
             *block_results(tuned.blocks, how.layer_times),
         )
         for graph, tuned in zip(graphs, again)
@@ -545,17 +571,23 @@ def _together(graphs: Iterable[_Fused], tried: Collection[str]) -> list[Layer | 
 
 class _Untuned:
     """The ways of layers and blocks in untuned compilations. `choices`: the algorithms of the layers there; those that
-    were part of a block have a plain one."""
+    were part of a block have a plain one. `times`: by which blockings are chosen; None: by estimates."""
 
-    def __init__(self, machine: Machine, choices: Iterable[tuple[Layer, Chosen]]) -> None:
-        self._machine = machine
+    def __init__(
+        self, machine: Machine, choices: Iterable[tuple[Layer, Chosen]], times: Timings | None = None
+    ) -> None:
+        self._machine, self._times = machine, times
         self._chosen = {layer.key: Algorithm(chosen.algorithm) for layer, chosen in choices}
 
     def way(self, layer: Any) -> Any:
         if isinstance(layer, Block):
             return layer.usual(self._machine)
-        algorithm = self._chosen.get(layer.key, layer.needed(self._machine)[0])
-        return layer.usual(algorithm, self._machine)
+        return self.of(layer, self._chosen.get(layer.key, layer.needed(self._machine)[0]))
+
+    def of(self, layer: Layer, algorithm: Algorithm) -> Way:
+        """The way of an algorithm for a layer."""
+        known = None if self._times is None else self._times.of(layer.form, layer.far).get(algorithm)
+        return layer.usual(algorithm, self._machine) if known is None else Way(algorithm, known.plan)
 
 
 def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
@@ -607,7 +639,7 @@ def _fused(how: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str
     remarks: list[str] = []
     for graph in graphs:
         try:
-            found.append(_fuse(how, graph))
+            found.append(_fuse(how, graph, how.untuned_times))
         except BackendError as error:
             if not found:
                 raise

@@ -43,7 +43,7 @@ BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
-METHODS = ("chameleon", "genetic", "annealing", "beam", "random")
+METHODS = ("chameleon", "genetic", "annealing", "beam", "random", "one-shot", "one-shot-8")
 """The names of `xrlflow.tuning.tuners.protocol.LAYERS`, which the help must not import."""
 PROCESSORS = (
     *("x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell"),
@@ -343,7 +343,7 @@ class Options(Common):
 class TuneOptions(Common):
     """The options of `tune`; `xrlflow.tune` explains them. Raises OptionError."""
 
-    method: str = option("chameleon", "chameleon, genetic, annealing, beam or random.", str, values=METHODS)
+    method: str = option("chameleon", f"One of {', '.join(METHODS)}.", str, values=METHODS)
     trials: int = option(512, "Kernels that are built and measured.", int, least=0)
     batch: int = option(16, "Of one kernel at a time.", int, least=1)
     time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)

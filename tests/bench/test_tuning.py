@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench import tuning as bench
 from tests.tuning.problems import matmul
-from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
 from xrlflow.backends.system_load import Reading
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import Agent
-from xrlflow.tuning.tuners.protocol import Measurement, Tuner
+from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 
 REFERENCE = bench.REFERENCE
 
@@ -30,7 +31,7 @@ def block(
     searches: Mapping[str, bench.Search], speed: Mapping[str, float], operator: str = "A", seed: int = 0
 ) -> bench.Block:
     found = {kernel: (value, value, value) for kernel, value in speed.items()}
-    quality = bench.Quality(2.0, found, (1.0, 0.99, 1.01), (1.01, 1.0, 1.02), False)
+    quality = bench.Quality(2.0, found, (1.0, 0.99, 1.01))
     return bench.Block(operator, seed, 4e9, searches, quality, 0.0, False)
 
 
@@ -197,21 +198,21 @@ def maker(name: str, stride: int, clock: Clock) -> bench.MakeTuner:
     return make
 
 
-def compare(task: Task, kernels: Sequence[Candidate]) -> Comparison:
+def compare(kernels: Sequence[Candidate]) -> list[list[float]]:
     """As they were measured, without noise."""
     times = [1e-3 + 1e-6 * int(kernel.key) for kernel in kernels]
-    speedups = tuple(SpeedUp(times[0] / t, times[0] / t, times[0] / t) for t in times[1:])
-    latencies = tuple(Latency(1e3 * t, 1e3 * t, 1e3 * t, 9) for t in times)
-    quiet = Load(0.0, 0.0, 1.0, 2, 2, 1.0, False)
-    return Comparison(latencies, speedups, SpeedUp(1.0, 1.0, 1.0), quiet, 9, 1.0, 2, True)
+    return [[*times, times[0]]] * 8
 
 
 def run(seed: int = 0) -> tuple[bench.Block, Measurer]:
     clock = Clock()
     measurer = Measurer(clock)
-    makers = {REFERENCE: maker(REFERENCE, 1, clock), "beam": maker("beam", 3, clock)}
+    contestants = {
+        name: bench.Contestant(matmul(), maker(name, stride, clock), measurer)
+        for name, stride in ((REFERENCE, 1), ("beam", 3))
+    }
     found = bench.run_block(
-        "A", matmul(), seed, 0, makers, measurer, compare, trials=20, batch=8, clock=clock,
+        "A", seed, 0, contestants, compare, trials=20, batch=8, clock=clock,
         read_load=lambda: Reading(0.0, 0.0, 0.0, clock.now),
     )  # fmt: skip
     return found, measurer
@@ -322,20 +323,26 @@ def test_an_agent_learns_on_one_operator_after_the_other(tmp_path: Path) -> None
                 yield position, Measurement((1e-3 + 1e-4 * sum(candidate.vector or ()),))
 
     clock = Clock()
-    done = bench.train_agent(
-        {"A": matmul(), "B": matmul(4)}, Numbers(clock), tmp_path / "agent", trials=24, batch=12, clock=clock
-    )
+
+    def lesson(task: Task) -> Callable[[Agent | None], bench.Contestant]:
+        def with_agent(agent: Agent | None) -> bench.Contestant:
+            make = partial(make_tuner, Method.CHAMELEON, agent=agent)
+            return bench.Contestant(task, make, Numbers(clock))
+
+        return with_agent
+
+    lessons = {"A": lesson(matmul()), "B": lesson(matmul(4))}
+    done = bench.train_agent(lessons, tmp_path / "agent", trials=24, batch=12, clock=clock)
     assert (done.trials, done.seconds, done.operators) == (48, 48.0, ("A", "B"))
-    one = bench.train_agent(
-        {"A": matmul()}, Numbers(clock), tmp_path / "one", trials=24, batch=12, clock=clock
-    )
+    one = bench.train_agent({"A": lessons["A"]}, tmp_path / "one", trials=24, batch=12, clock=clock)
     assert one.trials == 24
     assert Agent.load(tmp_path / "agent").updates > Agent.load(tmp_path / "one").updates > 0
-    with pytest.raises(SystemExit, match="no operator"):
-        bench.chosen("MatMul 512,Nonsense")
 
 
-def test_operators_are_found_by_their_words() -> None:
-    assert bench.chosen("512x512x512,Softmax") == ["MatMul 512x512x512", "Softmax 12x128x128"]
-    assert not set(bench.TRAINING) & set(bench.OPERATORS)
-    assert not set(bench.TRAINING.values()) & set(bench.OPERATORS.values())
+def test_a_kernel_is_compared_with_the_best_of_any() -> None:
+    assert bench.part_of_best(REACHES, "random") == pytest.approx(0.7 / 1.25)
+    assert bench.part_of_best(REACHES, "beam") == 1.0
+    assert bench.part_of_best(REACHES, "beam", trials=3) == pytest.approx(0.9 / 1.25)
+    assert bench.part_of_best(REACHES, "beam", trials=2) is None
+    table = bench.best_table([REACHES], ["beam", "random"])
+    assert "| beam | 1.000 [1.000, 1.000] | 0.720 [0.720, 0.720] | 25.0 |" in table

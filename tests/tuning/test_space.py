@@ -21,7 +21,7 @@ from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.space import KNOBS, WaySpace
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import LAYERS, Measurement, Method
+from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 
 LAYERS_BY_NAME: dict[str, Layer | Block] = {
     **{name: Layer(FORMS[name], False) for name in ("steps", "pointwise", "strided", "a product", "groups")},
@@ -119,7 +119,7 @@ def test_knobs_are_named() -> None:
     assert {int(level) for level in space_of("pointwise").knobs[0].levels} == algorithms
 
 
-@pytest.mark.parametrize("method", [m for m in LAYERS if m is not Method.RANDOM])
+@pytest.mark.parametrize("method", [m for m in SEARCHING if m is not Method.RANDOM])
 def test_tuners_find_what_is_fast(method: Method) -> None:
     """Times are the estimates, which the tuner does not see: the best of 64 is better than that of as many random
     ones."""

@@ -22,6 +22,7 @@ from xrlflow.options import Options
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library
 from xrlflow.search import Budget, SearchNode
+from xrlflow.tuning.one_shot.predictor import for_compiling
 from xrlflow.tuning.store import Store
 
 # A result may be this many bytes larger than the original, however small the original is.
@@ -130,7 +131,7 @@ class Context:
         options = self.options
         return Lowering(
             self.target, self.shapes, self.folder, self.store, options.session_options,
-            Algorithms(exact=options.exact_kernels),
+            Algorithms(exact=options.exact_kernels), for_compiling(self.target.machine),
         )  # fmt: skip
 
     @property

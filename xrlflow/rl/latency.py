@@ -15,10 +15,11 @@ UNRUNNABLE = 2.0
 
 
 class PairedLatency:
-    """Measures graphs and the original by turns, in this process. Each graph is measured once.
+    """Measures graphs and the original by turns, in this process. Each graph is measured once, unless that fails.
 
     `original`: the path or bytes of the original model; `feeds`: its inputs; `seconds`: the limit of one measurement.
-    A graph gets UNRUNNABLE if the runtime refuses it or if it cannot be written to one file.
+    A graph gets UNRUNNABLE if the runtime refuses it or if it cannot be written to one file. The next time it is tried
+    again: memory may have been short.
     """
 
     def __init__(
@@ -35,11 +36,11 @@ class PairedLatency:
 
     def __call__(self, graph: Graph) -> float:
         found = self._known.get(graph.fingerprint)
-        if found is None:
-            found = self._known[graph.fingerprint] = self._measure(graph)
-        return found
+        if found is None and (found := self._measure(graph)) is not None:
+            self._known[graph.fingerprint] = found
+        return UNRUNNABLE if found is None else found
 
-    def _measure(self, graph: Graph) -> float:
+    def _measure(self, graph: Graph) -> float | None:
         try:
             candidate = to_proto(self.imported, graph).SerializeToString()
             measured = measure(
@@ -51,5 +52,5 @@ class PairedLatency:
                 control=False,
             )
         except (BackendError, ModelError):
-            return UNRUNNABLE
+            return None
         return 1.0 / measured.speedup.median

@@ -146,7 +146,7 @@ class Block:
             return algorithm
         return algorithm | {
             "rows": how.expand.rows, "vectors": how.expand.columns // how.lanes, "lanes": how.lanes,
-            "blocks": how.bands(self.form), "parts": how.parts, "order": how.blocks(self.form),
+            "blocks": how.bands(self.form), "parts": how.parts, "order": how.block // how.lanes,
             "other rows": how.project.rows,
         }  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -201,21 +201,25 @@ class LayerResult:
 
 
 def results(
-    before: Iterable[tuple[Layer, Chosen]], after: Iterable[tuple[Layer, Chosen]], times: StoredTimes
+    before: Iterable[tuple[Layer, Chosen]],
+    after: Iterable[tuple[Layer, Chosen]],
+    times: StoredTimes,
+    untuned: Callable[[Layer, Algorithm], Way],
 ) -> list[LayerResult]:
     """What became of the layers of a tuned model, by what was chosen for those of the untuned one and for them. Equal
-    ones are together. Those that were part of a block before count as untuned with a plain algorithm."""
+    ones are together. Those that were part of a block before count as untuned with a plain algorithm. `untuned`: the
+    kernel of an algorithm in an untuned compilation."""
     found: dict[tuple[str, str, str], LayerResult] = {}
-    untuned: dict[str, deque[Algorithm]] = defaultdict(deque)
+    algorithms: dict[str, deque[Algorithm]] = defaultdict(deque)
     for layer, chosen in before:
-        untuned[layer.key].append(Algorithm(chosen.algorithm))
+        algorithms[layer.key].append(Algorithm(chosen.algorithm))
     for layer, chosen in after:
         known = times.of(layer.form, layer.far)
-        earlier_ones = untuned[layer.key] or deque(layer.needed(times.machine))
-        first = layer.usual(earlier_ones.popleft(), times.machine)
+        earlier_ones = algorithms[layer.key] or deque(layer.needed(times.machine))
+        first = untuned(layer, earlier_ones.popleft())
         algorithm = Algorithm(chosen.algorithm)
         best = known.get(algorithm)
-        last = layer.usual(algorithm, times.machine) if best is None else Way(algorithm, best.plan)
+        last = untuned(layer, algorithm) if best is None else Way(algorithm, best.plan)
         plain = known.get(layer.needed(times.machine)[0])
         key = (layer.key, str(first), str(last))
         earlier = found.get(key)

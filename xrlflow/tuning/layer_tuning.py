@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -132,19 +132,25 @@ class LayerMeasurer:
         return self.options.timing.flush
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
+        far = self.layers.by_key[task.key].far
+        timing = replace(self.options.timing, others=last_level() if far else 0)
+        for position, kernel in self.checked(task, candidates, until):
+            timed = kernel if isinstance(kernel, Measurement) else self._started().timed(kernel, timing)
+            yield position, timed
+
+    def checked(
+        self, task: Task, candidates: Sequence[Candidate], until: float = math.inf
+    ) -> Iterator[tuple[int, Kernel | Measurement]]:
+        """The kernels of candidates, by position, or what is wrong with them. Those that would begin after `until`
+        (`time.monotonic`) are left out."""
         layer = self.layers.by_key[task.key]
-        timing = replace(self.options.timing, others=last_level() if layer.far else 0)
-        pool = self._started()
-        with pool.built(task.target, [candidate.mod for candidate in candidates], until) as built:
+        with self._started().built(task.target, [one.mod for one in candidates], until) as built:
             for position, kernel in enumerate(built):
-                if isinstance(kernel, Measurement):
-                    yield position, kernel
-                elif kernel is not None:
+                if isinstance(kernel, Kernel):
                     wrong = self._wrong(layer, candidates[position], kernel)
-                    yield (
-                        position,
-                        Measurement(error=wrong) if wrong is not None else pool.timed(kernel, timing),
-                    )
+                    yield position, kernel if wrong is None else Measurement(error=wrong)
+                elif kernel is not None:
+                    yield position, kernel
 
     def _wrong(self, layer: Measurable[Any], candidate: Candidate, kernel: Kernel) -> str | None:
         if self.options.remote is not None:

@@ -17,7 +17,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import direct, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm
 from xrlflow.backends.tvm.joined import joined
-from xrlflow.backends.tvm.layers_fusion import plain
+from xrlflow.backends.tvm.layers_fusion import estimates, plain
 from xrlflow.backends.tvm.loops import Loop, loops_of
 from xrlflow.backends.tvm.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice
@@ -62,6 +62,11 @@ class Layer:
         if algorithm is not Algorithm.TILES:
             return Way(algorithm, GENERATORS[algorithm].usual(self.form, machine))
         return Way(algorithm, next(iter(tiles.tile_choices(self.form, machine)), None))
+
+    def estimated(self, machine: Machine) -> Way:
+        """The kernel of an untuned compilation without a predictor, whatever its errors."""
+        costs = estimates(self.form, machine)
+        return self.usual(min(costs, key=costs.__getitem__), machine)
 
     def untuned(self, machine: Machine) -> list[Way]:
         first = plain(self.form, machine)

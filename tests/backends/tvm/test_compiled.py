@@ -202,7 +202,7 @@ def test_operators_that_cannot_be_lowered() -> None:
     assert not backend.supports("Attention")  # TVM knows com.microsoft's
     assert not backend.supports("Gelu", "com.microsoft")
     assert not backend.supports("Add", dtypes=["string"])
-    with pytest.raises(BackendError, match="TVM cannot lower GRU: use --backend onnxruntime"):
+    with pytest.raises(BackendError, match="TVM cannot lower GRU: use optimize --backend onnxruntime"):
         backend.compile(recurrent("GRU").SerializeToString())  # as it is in the file
 
 
@@ -219,9 +219,9 @@ def branching(condition: str) -> onnx.ModelProto:
 def test_a_branch_is_for_what_runs_to_take(function: Callable[..., object]) -> None:
     model = branching("t = Identity(c)")
     options = {"backend": "tvm"} if function is xrlflow.optimize else {}
-    with pytest.raises(BackendError, match="TVM cannot lower If: use --backend onnxruntime"):
+    with pytest.raises(BackendError, match="TVM cannot lower If: use optimize --backend onnxruntime"):
         function(model, measure=False, **options)
-    with pytest.raises(BackendError, match="TVM cannot lower If: use --backend onnxruntime"):
+    with pytest.raises(BackendError, match="TVM cannot lower If: use optimize --backend onnxruntime"):
         Tvm().compile(model.SerializeToString())
 
 
@@ -302,7 +302,7 @@ def test_why_an_operator_is_not_spelt_out(function: Callable[..., object]) -> No
     with pytest.raises(BackendError) as caught:
         function(model, measure=False, **options)
     assert str(caught.value) == (
-        "TVM cannot lower LSTM (sequence_lens is given): use --backend onnxruntime for this model"
+        "TVM cannot lower LSTM (sequence_lens is given): use optimize --backend onnxruntime for this model"
     )
 
 

@@ -46,7 +46,7 @@ def test_the_bench_checks_networks(
     assert 0 <= good["ratio"] <= 1
     assert (bad["name"], bad["said"]) == (
         "bert",
-        "TVM cannot lower If: use --backend onnxruntime for this model",
+        "TVM cannot lower If: use optimize --backend onnxruntime for this model",
     )
     assert "| bert |" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["lowering", "networks", "nobody"])

@@ -34,14 +34,12 @@ def test_buffers_up_to_a_page_take_no_workspace(floats: int, called: bool) -> No
 def test_tiles_of_accumulators_take_no_workspace() -> None:
     """TVM takes local buffers from its workspaces, whatever their size: this one has 896 bytes."""
     package = tvm()
-    from tvm.s_tir import Schedule
-
     model = operator("(float[7,32] x, float[32,96] z) => (float[7,96] y) { y = MatMul(x, z) }")
     (function,) = (
         f for v, f in fuse(import_model(model), detect()).functions.items() if v.name_hint != "main"
     )
     mod = package.IRModule({"main": function.with_attr("global_symbol", "main")})
-    sch = apply(Schedule(mod), detect(), Choice(Tile(7, 32, 8), False))
+    sch = apply(mod, detect(), Choice(Tile(7, 32, 8), False))
     library = package.compile(sch.mod, target=detect().target())
     assert "ptr @__TVMBackendAllocWorkspace" not in library.mod.inspect_source("ll")
 

@@ -120,7 +120,7 @@ def play(tuner: Tuner, space: KnobSpace, batches: Sequence[int]) -> list[Candida
 
 
 @pytest.mark.parametrize("task", [matmul, convolution, softmax])
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", MAKERS)
 def test_proposals_are_distinct_valid_and_reproducible(method: Method, task: Callable[[], Task]) -> None:
     space = space_of(task)
     batches = (8, 3, 6)
@@ -135,7 +135,7 @@ def test_proposals_are_distinct_valid_and_reproducible(method: Method, task: Cal
     assert [c.key for c in play(MAKERS[method](space, 2), space, batches[:1])] != [c.key for c in found[:8]]
 
 
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", MAKERS)
 def test_a_task_without_knobs_ends(method: Method) -> None:
     space = space_of(knobless)
     tuner = MAKERS[method](space, 0)
@@ -145,7 +145,7 @@ def test_a_task_without_knobs_ends(method: Method) -> None:
     assert list(tuner.propose(4)) == []
 
 
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", MAKERS)
 def test_nothing_is_asked_for_and_nothing_told(method: Method) -> None:
     tuner = MAKERS[method](space_of(matmul), 0)
     assert list(tuner.propose(0)) == []
@@ -166,7 +166,7 @@ def test_all_that_is_proposed_may_be_drawn_at_random(
     assert len(tuner.propose(1)) == 1
 
 
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", MAKERS)
 def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
     space = space_of(smallest)
     measured = RandomTuner(space, 5).propose(space.size // 2)
@@ -335,7 +335,7 @@ def test_outcomes_are_times_or_an_error() -> None:
             Measurement(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("method", MAKERS)
 def test_each_method_makes_its_tuner(method: Method) -> None:
     assert make_tuner(method, matmul(), 0, space=space_of(matmul)).name == method.value
 

@@ -280,8 +280,8 @@ def _known(node: Node, tensor: Any) -> tuple[int, ...]:
     shape = sizes(tensor)
     if shape is None:
         raise BackendError(
-            f"TVM cannot lower {node.title}: the size of its table depends on values: use --backend onnxruntime "
-            "for this model"
+            f"TVM cannot lower {node.title}: the size of its table depends on values: use optimize --backend "
+            "onnxruntime for this model"
         )
     return shape
 
@@ -368,7 +368,8 @@ def _unpooled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, 
     shape, kernel = _known(node, given[0]), attrs["kernel_shape"]
     if len(given) > 2 or any(attrs.get("pads", ())):
         raise BackendError(
-            f"TVM cannot lower {node.title} (with pads, or an output_shape): use --backend onnxruntime for this model"
+            f"TVM cannot lower {node.title} (with pads, or an output_shape): use optimize --backend onnxruntime for "
+            "this model"
         )
     strides = attrs.get("strides", [1] * len(kernel))
     image = [(n - 1) * s + k for n, s, k in zip(shape[2:], strides, kernel)]

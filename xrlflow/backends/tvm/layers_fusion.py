@@ -86,6 +86,16 @@ def plain(form: Form, machine: Machine) -> Algorithm:
     return Algorithm.PRODUCT if wide and form.rows in _ROWS else Algorithm.TILES
 
 
+def estimates(form: Form, machine: Machine) -> dict[Algorithm, float]:
+    """The estimated times of the algorithms that an untuned compilation chooses from, the plain one first."""
+    found = {plain(form, machine): tiles_cost(form, machine)}
+    for algorithm in algorithms_of(form):
+        if algorithm.m is not None:
+            generator = GENERATORS[algorithm]
+            found[algorithm] = generator.cost(form, generator.usual(form, machine), machine)
+    return found
+
+
 def _layers(function: Any) -> int:
     """How many operators of a function have constant weights."""
     from tvm.ir import GenericConst
@@ -97,17 +107,16 @@ def _layers(function: Any) -> int:
 def _choices(match: Match, machine: Machine) -> list[Choice]:
     """The algorithms for a layer, the plain one first. Of those that no estimate chooses the cost is infinite; those
     whose error is not known are left out."""
-    form, first = match.form, plain(match.form, machine)
-    found = [Choice(first, tiles_cost(form, machine))]
+    form, costs = match.form, estimates(match.form, machine)
+    first = next(iter(costs))
+    found = [Choice(first, costs[first])]
     others = [algorithm for algorithm in algorithms_of(form) if algorithm is not first]
     found += [Choice(algorithm, math.inf) for algorithm in others if algorithm.m is None]
     faster = {a: a.m for a in others if a.m is not None}
     errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
     for algorithm, each in zip(faster, errors, strict=True):
         if np.isfinite([*each.values()]).all():
-            generator = GENERATORS[algorithm]
-            cost = generator.cost(form, generator.usual(form, machine), machine)
-            found.append(Choice(algorithm, cost, max(each.values())))
+            found.append(Choice(algorithm, costs[algorithm], max(each.values())))
     return found
 
 

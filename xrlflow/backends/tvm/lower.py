@@ -90,7 +90,9 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     """
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
     if missing:
-        raise BackendError(f"TVM cannot lower {', '.join(missing)}: use --backend onnxruntime for this model")
+        raise BackendError(
+            f"TVM cannot lower {', '.join(missing)}: use optimize --backend onnxruntime for this model"
+        )
     bound = dict(shapes or {})
     constants = {tensor.name for tensor in model.graph.initializer}
     unbound = [
@@ -196,8 +198,8 @@ def _as_tensor(name: str, value: Any) -> Any:
     known = known_value(value)
     if known is None:
         raise BackendError(
-            f"TVM cannot compile output {name}, a size that depends on values: use --backend onnxruntime for this "
-            "model"
+            f"TVM cannot compile output {name}, a size that depends on values: use optimize --backend onnxruntime for "
+            "this model"
         )
     return constant(known)
 

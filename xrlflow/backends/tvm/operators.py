@@ -46,7 +46,7 @@ class Imported:
 
     def refused(self, reason: str) -> BackendError:
         return BackendError(
-            f"TVM cannot lower {self.title} ({reason}): use --backend onnxruntime for this model"
+            f"TVM cannot lower {self.title} ({reason}): use optimize --backend onnxruntime for this model"
         )
 
 

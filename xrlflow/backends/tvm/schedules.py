@@ -95,15 +95,22 @@ def schedule(mod: Any, machine: Machine) -> Any:
     from tvm.s_tir import Schedule, ScheduleError
 
     try:
-        return apply(Schedule(mod, debug_mask="none"), machine)
+        return apply(mod, machine)
     except ScheduleError as error:
         last = str(error).strip().splitlines()[-1]
         warnings.warn(f"a kernel was left unscheduled: {last}", stacklevel=2)
         return Schedule(mod, debug_mask="none")
 
 
-def apply(sch: Any, machine: Machine, choice: Choice | None = None) -> Any:
-    """Schedule "main" in place, a contraction with `choice` (default: that of the heuristic). Returns `sch`."""
+def apply(mod: Any, machine: Machine, choice: Choice | None = None) -> Any:
+    """The schedule of "main", of a contraction with `choice` (default: that of the heuristic).
+
+    `mod` must be kept by a variable meanwhile, as it is here: TVM's schedule changes what nothing else refers to in
+    place, and does not see that another module has the same body.
+    """
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(mod, debug_mask="none")
     _inline_scalars(sch)
     anchors = _anchors(sch)
     if contraction := _only_contraction(sch, anchors):
@@ -269,7 +276,8 @@ def _contraction(sch: Any, block: Any) -> _Contraction | None:
 
 def _split_groups(sch: Any, block: Any) -> None:
     """C[.., n] += A[.., n // m * k + r] * W[.., r, n], a grouped convolution, becomes a batch of contractions:
-    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Anything else stays as it is, also groups of few columns.
+    C[.., g, n] += A[.., g * k + r] * W[.., r, g * m + n]. Anything else stays as it is, also groups of few columns, and
+    sums of one term, of which nothing would be left to sum.
     """
     from tvm import sym, tirx
     from tvm.ir.expr import TensorLoad
@@ -277,6 +285,8 @@ def _split_groups(sch: Any, block: Any) -> None:
     node = sch.get(block)
     variables = list(node.iter_vars)
     if any(_extent(v) is None for v in variables) or not isinstance(node.body, tirx.BufferStore):
+        return
+    if all(_extent(v) == 1 for v in variables if int(v.iter_type) == 2):
         return
     value, indices = node.body.value, list(node.body.indices)
     if not (isinstance(value, tirx.Add) and isinstance(value.b, tirx.Mul)):

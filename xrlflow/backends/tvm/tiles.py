@@ -184,11 +184,11 @@ def tile_choices(form: Form, machine: Machine) -> tuple[Choice, ...]:
 
 def tiled(alone: Alone, choice: Choice, machine: Machine) -> Any | None:
     """The kernel with this tile, scheduled; None if the tile does not fit the blocks around the sum."""
-    from tvm.s_tir import Schedule, ScheduleError
+    from tvm.s_tir import ScheduleError
 
     with heeding_interrupts():
         try:
-            done = apply(Schedule(alone.module, debug_mask="none"), machine, choice).mod["main"]
+            done = apply(alone.module, machine, choice).mod["main"]
         except ScheduleError:
             return None
     return done.without_attr("global_symbol").with_attrs({SCHEDULED: True, "op_pattern": OPAQUE})

@@ -1,7 +1,8 @@
 """The predictor of the One-Shot Tuner, in NumPy: compilations need no torch.
 
 A transformer encoder over the tokens of a way, as in the paper (section 3.3: 3 layers, 4 heads): one token for each
-loop, each knob, and the layer. The mean of the tokens gives a score, the standardised logarithm of the throughput.
+loop, each knob, and the layer. The mean of the tokens gives a score: by how much the kernel is faster or slower than
+its analytic estimate says, as a standardised logarithm. (The paper's predicts throughput itself, and has no estimates.)
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.tuning.one_shot.tokens import (
@@ -25,6 +28,7 @@ from xrlflow.tuning.one_shot.tokens import (
     TASK_FEATURES,
     Tokens,
 )
+from xrlflow.tuning.pretrained import PRETRAINED
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,8 +76,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """The mean and deviation of log2 of the throughput (operations a second) of the kernels it was trained with, and
-    those of the features of tokens."""
+    """The mean and deviation of log2 of the estimated time over the seconds, of the kernels it was trained with."""
 
     mean: float
     deviation: float
@@ -81,7 +84,7 @@ class Standard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """Predicts the throughput of ways. `about`: what it was trained with, such as the processor."""
+    """Predicts the times of ways. `about`: what it was trained with, such as the processor."""
 
     shape: Shape
     weights: Mapping[str, Floats]
@@ -89,17 +92,17 @@ class Predictor:
     about: Mapping[str, Any]
 
     def scores(self, tokens: Tokens) -> Floats:
-        """Of N ways of a layer, the standardised logarithms of their throughputs: [N]."""
+        """Of N ways of a layer, the standardised logarithms of their estimates over their times: [N]."""
         parts = [
             self._scores(tokens.some(np.arange(i, min(i + _BATCH, len(tokens)))))
             for i in range(0, len(tokens), _BATCH)
         ]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
-    def seconds(self, tokens: Tokens, work: float) -> npt.NDArray[np.float64]:
-        """The predicted seconds of ways of a layer with so many operations: [N]."""
-        logs = self.standard.mean + self.standard.deviation * self.scores(tokens).astype(np.float64)
-        found: npt.NDArray[np.float64] = work / np.exp2(logs)
+    def seconds(self, tokens: Tokens) -> npt.NDArray[np.float64]:
+        """The predicted seconds of N ways of a layer: [N]."""
+        rates = self.standard.mean + self.standard.deviation * self.scores(tokens).astype(np.float64)
+        found: npt.NDArray[np.float64] = np.exp2(tokens.estimates.astype(np.float64) - rates)
         return found
 
     def _scores(self, tokens: Tokens) -> Floats:
@@ -154,6 +157,19 @@ class Predictor:
         if not finite or not all(map(math.isfinite, numbers)) or standard.deviation <= 0:
             raise CheckpointError(f"{path}: its weights are damaged")
         return cls(shape, weights, standard, about)
+
+
+@cache
+def shipped() -> Predictor:
+    """The predictor that is part of the package."""
+    return Predictor.load(PRETRAINED)
+
+
+def for_compiling(machine: Machine) -> Predictor | None:
+    """The predictor with which compilations for a machine choose kernels, if it was shown to be better than the
+    estimates there. None: estimates choose."""
+    found = shipped()
+    return found if machine.cpu in found.about["better_on"] else None
 
 
 def _normalised(x: Floats, weights: Mapping[str, Floats], name: str) -> Floats:

@@ -2,56 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from xrlflow.backends.tvm import bands
-from xrlflow.backends.tvm.algorithms import Algorithm, Timed, TimedBlock, Times
+from xrlflow.backends.tvm.algorithms import Algorithm, Timed, TimedBlock, Times, Timings
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Form
-from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.layers import Layer
-from xrlflow.tuning.measurable import Measurable
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.space import WaySpace
 
 # So many ways of each algorithm are looked at, those with the least estimates.
 _MOST = 200
+WORTH = 0.95
+"""Another kernel must be predicted to take less than this part of the time of the one that estimates choose."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedTimes:
-    """The `Timings` of a predictor: of each algorithm the blocking with the least predicted time."""
+    """The `Timings` of layers by a predictor: of each algorithm the blocking with the least predicted time. What
+    `measured` knows goes before. Blocks are not predicted."""
 
     predictor: Predictor
     machine: Machine
-    threads: int
+    measured: Timings | None = None
+    _known: dict[tuple[Form, bool], Times] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, form: Form, far: bool) -> Times:
-        best: dict[Algorithm, Timed] = {}
-        for way, seconds in self._ranked(Layer(form, far)):
-            best.setdefault(way.algorithm, Timed(seconds, way.plan))
-        return best
+        found = {} if self.measured is None else self.measured.of(form, far)
+        if not found:
+            found = self._known.get((form, far)) or self._predicted(Layer(form, far))
+            self._known[form, far] = found
+        return found
 
     def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
-        way: BlockWay
-        way, seconds = next(self._ranked(Block(form, far)))
-        return TimedBlock(seconds, way.plan)
+        return None if self.measured is None else self.measured.of_block(form, far)
 
-    def _ranked(self, layer: Measurable[Any]) -> Iterator[tuple[Any, float]]:
-        """Promising ways with their predicted seconds, the fastest first."""
+    def _predicted(self, layer: Layer) -> Times:
         space = WaySpace.of(layer, self.machine)
-        places = np.concatenate(
-            [
-                mine[np.argsort(space.estimates[mine], kind="stable")[:_MOST]]
-                for kind in range(space.kinds)
-                for mine in [np.flatnonzero(space.points[:, 0] == kind)]
-            ]
-        )
-        seconds = self.predictor.seconds(tokens_of(space, self.threads, places), space.flops)
+        usual = space.ways.index(layer.estimated(self.machine))
+        places, seconds = predicted(self.predictor, space, usual)
+        seconds[places == usual] *= WORTH
+        best: dict[Algorithm, Timed] = {}
         for i in np.argsort(seconds, kind="stable"):
-            yield space.ways[places[i]], float(seconds[i])
+            way = space.ways[places[i]]
+            best.setdefault(way.algorithm, Timed(float(seconds[i]), way.plan))
+        return best
+
+
+def predicted(
+    predictor: Predictor, space: WaySpace, usual: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The places of promising ways of a layer, among them `usual`, and their predicted seconds. Ways with a large
+    estimate are not promising."""
+    found = [np.array([usual])]
+    for kind in range(space.kinds):
+        mine = np.flatnonzero(space.points[:, 0] == kind)
+        found.append(mine[np.argsort(space.estimates[mine], kind="stable")[:_MOST]])
+    places = np.unique(np.concatenate(found))
+    return places, predictor.seconds(tokens_of(space, places))

@@ -25,7 +25,7 @@ ALGORITHMS = 8
 """Algorithms, with those of blocks."""
 KNOB_FEATURES = ALGORITHMS + len(KNOBS)
 SIZES = 13
-TASK_FEATURES = SIZES + 7
+TASK_FEATURES = SIZES + 6
 _LEAST = 1e-6
 
 
@@ -41,11 +41,16 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.knobs)
 
+    @property
+    def estimates(self) -> Floats:
+        """The logarithms (base 2) of the estimated times, [N]."""
+        return self.knobs[:, ALGORITHMS]
+
     def some(self, places: npt.NDArray[np.int64]) -> Tokens:
         return Tokens(self.loops[places], self.knobs[places], self.task)
 
 
-def tokens_of(space: WaySpace, threads: int, places: npt.NDArray[np.int64] | None = None) -> Tokens:
+def tokens_of(space: WaySpace, places: npt.NDArray[np.int64] | None = None) -> Tokens:
     """The tokens of a space's ways at these places (None: of all)."""
     layer, machine = space.layer, space.machine
     wanted = range(space.size) if places is None else places.tolist()
@@ -55,7 +60,7 @@ def tokens_of(space: WaySpace, threads: int, places: npt.NDArray[np.int64] | Non
     logs = np.where(numbers < 0, -1.0, np.log2(1.0 + np.maximum(numbers, 0.0)))
     estimates = np.log2(space.estimates[list(wanted)])
     knobs = np.concatenate([algorithm, estimates[:, None], logs[:, 1:]], axis=1)
-    return Tokens(loops.astype(np.float32), knobs.astype(np.float32), _of_task(layer, machine, threads))
+    return Tokens(loops.astype(np.float32), knobs.astype(np.float32), _of_task(layer, machine))
 
 
 def _of_loops(loops: Sequence[Loop]) -> npt.NDArray[np.float64]:
@@ -68,10 +73,10 @@ def _of_loops(loops: Sequence[Loop]) -> npt.NDArray[np.float64]:
     return found
 
 
-def _of_task(layer: Measurable[Any], machine: Machine, threads: int) -> Floats:
+def _of_task(layer: Measurable[Any], machine: Machine) -> Floats:
     """Logarithms of the sizes of a layer, and of those of the machine."""
     about = (
-        machine.cores, machine.lanes, machine.registers, machine.second_level / 1024, int(machine.in_halves), threads,
+        machine.cores, machine.lanes, machine.registers, machine.second_level / 1024, int(machine.in_halves),
         layer.work / layer.weight,
     )  # fmt: skip
     found: Floats = np.log2(1.0 + np.array([*layer.sizes, *about], np.float64)).astype(np.float32)

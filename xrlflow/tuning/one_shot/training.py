@@ -20,16 +20,15 @@ from xrlflow.tuning.one_shot.tokens import ALGORITHMS, Tokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """Kernels of a layer with `work` operations: their tokens, and the seconds that they took, [N]."""
+    """Kernels of a layer: their tokens, and the seconds that they took, [N]."""
 
     tokens: Tokens
     seconds: npt.NDArray[np.float64]
-    work: float
 
     @property
-    def throughput(self) -> npt.NDArray[np.float64]:
-        """The logarithm (base 2) of operations a second, [N]."""
-        found: npt.NDArray[np.float64] = np.log2(self.work / self.seconds)
+    def rates(self) -> npt.NDArray[np.float64]:
+        """The logarithm (base 2) of how much of the estimated time passes in a second, [N]."""
+        found: npt.NDArray[np.float64] = self.tokens.estimates.astype(np.float64) - np.log2(self.seconds)
         return found
 
 
@@ -133,11 +132,9 @@ def train(
     """A predictor that has learned from these measurements. Raises ValueError if there are none."""
     if not measured:
         raise ValueError("there are no measurements to learn from")
-    logs = np.concatenate([layer.throughput for layer in measured])
+    logs = np.concatenate([layer.rates for layer in measured])
     standard = Standard(float(logs.mean()), max(float(logs.std()), 1e-3))
-    targets = [
-        ((layer.throughput - standard.mean) / standard.deviation).astype(np.float32) for layer in measured
-    ]
+    targets = [((layer.rates - standard.mean) / standard.deviation).astype(np.float32) for layer in measured]
     network = Network(config.shape, seed)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
@@ -145,7 +142,7 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
     rng, recent = np.random.default_rng(seed), 0.0
     for step in range(config.steps):
-        batch = _drawn(measured, targets, config, rng)
+        batch = _drawn(measured, targets, standard, config, rng)
         scores = network(*batch.inputs)
         loss = _loss(scores, batch, config)
         optimizer.zero_grad()
@@ -162,21 +159,23 @@ def train(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """Ways of several layers; `owner`: the layer of each."""
+    """Ways of several layers; `owner`: the layer of each. `estimates`: logarithms, in the unit of the targets."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     targets: Tensor
+    estimates: Tensor
     owner: Tensor
 
 
 def _drawn(
     measured: Sequence[Measured],
     targets: Sequence[npt.NDArray[np.float32]],
+    standard: Standard,
     config: TrainingConfig,
     rng: np.random.Generator,
 ) -> _Batch:
     layers = rng.choice(len(measured), size=min(config.layers, len(measured)), replace=False)
-    loops, knobs, tasks, wanted, owner = [], [], [], [], []
+    loops, knobs, tasks, wanted, estimates, owner = [], [], [], [], [], []
     for i in layers:
         tokens = measured[i].tokens
         places = rng.permutation(len(tokens))[: config.ways]
@@ -184,11 +183,12 @@ def _drawn(
         knobs.append(tokens.knobs[places])
         tasks.append(np.repeat(tokens.task[None], len(places), axis=0))
         wanted.append(targets[i][places])
+        estimates.append(tokens.estimates[places] / np.float32(standard.deviation))
         owner.append(np.full(len(places), i))
     parts = [torch.from_numpy(np.concatenate(some)) for some in (loops, knobs, tasks)]
     return _Batch(
         (parts[0], parts[1], parts[2]), torch.from_numpy(np.concatenate(wanted)),
-        torch.from_numpy(np.concatenate(owner)),
+        torch.from_numpy(np.concatenate(estimates)), torch.from_numpy(np.concatenate(owner)),
     )  # fmt: skip
 
 
@@ -197,10 +197,11 @@ def _loss(scores: Tensor, batch: _Batch, config: TrainingConfig) -> Tensor:
     they are (as in LambdaRank, Burges 2010)."""
     total = functional.mse_loss(scores, batch.targets) if config.squared else torch.zeros(())
     if config.ranking:
-        apart = batch.targets[:, None] - batch.targets[None, :]
+        speeds, found = batch.targets - batch.estimates, scores - batch.estimates
+        apart = speeds[:, None] - speeds[None, :]
         pairs = (batch.owner[:, None] == batch.owner[None, :]) & (apart > 0)
         weights = apart[pairs].clamp(max=1.0)
-        logits = (scores[:, None] - scores[None, :])[pairs]
+        logits = (found[:, None] - found[None, :])[pairs]
         ranked = (weights * functional.softplus(-4.0 * logits)).sum() / weights.sum().clamp(min=1e-6)
         total = total + config.ranking * ranked
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xrlflow.tuning.knobs import KnobSpace
-from xrlflow.tuning.space import Space
+from xrlflow.tuning.space import Space, WaySpace
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Method, Tuner
 
@@ -59,3 +59,12 @@ def make_tuner(
             from xrlflow.tuning.tuners.chameleon import ChameleonTuner
 
             return ChameleonTuner(knobs, seed, agent=agent)
+        case Method.ONE_SHOT | Method.ONE_SHOT_8:
+            from xrlflow.tuning.one_shot.predictor import shipped
+            from xrlflow.tuning.tuners.one_shot import OneShotTuner
+
+            if not isinstance(knobs, WaySpace):
+                raise ValueError(
+                    f"{method.value} knows kernels of ours, and this space has TVM's own schedules"
+                )
+            return OneShotTuner(knobs, shipped(), 1 if method is Method.ONE_SHOT else 8)

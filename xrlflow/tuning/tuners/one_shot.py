@@ -3,35 +3,45 @@ measurements (Ryu et al., 2022, "One-Shot Tuner for Deep Learning Compilers").""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
-from xrlflow.tuning.one_shot.tokens import tokens_of
+from xrlflow.tuning.one_shot.times import predicted
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class OneShotTuner:
-    """All ways of the space are scored, once. `threads`: that kernels run with."""
+    """Promising ways of the space are scored, once, and at most so many proposed. Blocks are not predicted: their
+    estimates order them."""
 
     name = "one-shot"
 
-    def __init__(self, space: WaySpace, predictor: Predictor, threads: int) -> None:
-        scores = predictor.scores(tokens_of(space, threads))
+    def __init__(self, space: WaySpace, predictor: Predictor, most: float = math.inf) -> None:
+        if isinstance(space.layer, Layer):
+            usual = space.ways.index(space.layer.estimated(space.machine))
+            places, seconds = predicted(predictor, space, usual)
+            order = places[np.argsort(seconds, kind="stable")]
+        else:
+            order = np.argsort(space.estimates, kind="stable")
         self._space = space
-        self._left = iter(np.argsort(-scores, kind="stable").tolist())
+        self._rest = iter(order.tolist())
+        self._most = most
         self._known: set[str] = set()
 
     def propose(self, count: int) -> Sequence[Candidate]:
         found: list[Candidate] = []
-        while len(found) < count and (place := next(self._left, None)) is not None:
+        while len(found) < min(count, self._most) and (place := next(self._rest, None)) is not None:
             candidate = self._space.decode(self._space.points[place].tolist())
             if candidate is not None and candidate.key not in self._known:
                 self._known.add(candidate.key)
                 found.append(candidate)
+        self._most -= len(found)
         return found
 
     def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:

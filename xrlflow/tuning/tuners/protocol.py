@@ -57,7 +57,13 @@ class Method(Enum):
     RANDOM = "random"
     ANNEALING = "annealing"
     BEAM = "beam"
+    ONE_SHOT = "one-shot"
+    ONE_SHOT_8 = "one-shot-8"
 
 
-LAYERS = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
-"""Those for the ways of layers. EVOLUTIONARY is MetaSchedule's search, of TVM's own schedules."""
+SEARCHING = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
+"""Those that learn from measurements of a layer's ways. EVOLUTIONARY is MetaSchedule's search, of TVM's own
+schedules."""
+LAYERS = (*SEARCHING, Method.ONE_SHOT, Method.ONE_SHOT_8)
+"""Those for the ways of layers. With ONE_SHOT a predictor chooses, and no kernel is measured; ONE_SHOT_8 measures the
+first eight of each layer."""

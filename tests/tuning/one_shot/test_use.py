@@ -1,0 +1,146 @@
+"""Where the predictor is used: untuned compilations on known processors, and `tune --method one-shot`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.tuning.measured import MACHINE
+from tests.tuning.test_layers import FORMS
+from tests.tuning.test_models import network
+from xrlflow import api
+from xrlflow.backends.tvm.algorithms import Algorithm, Timed, Times
+from xrlflow.backends.tvm.ways import Form, Way
+from xrlflow.lowering import ExecutionTarget, Lowering
+from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.one_shot.predictor import Predictor, Shape, Standard, for_compiling, shipped
+from xrlflow.tuning.one_shot.times import PredictedTimes, predicted
+from xrlflow.tuning.one_shot.tokens import tokens_of
+from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.store import Store
+from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.protocol import Method
+
+
+def arbitrary(seed: int = 0) -> Predictor:
+    """A predictor of drawn weights: it prefers what nothing else would."""
+    shape, rng = Shape(width=8, hidden=8, layers=1, heads=1), np.random.default_rng(seed)
+    weights = {name: rng.standard_normal(size).astype(np.float32) for name, size in shape.arrays().items()}
+    return Predictor(shape, weights, Standard(30.0, 1.0), {"processors": ["nothing"]})
+
+
+class Known:
+    """Measured times of one layer."""
+
+    def __init__(self, form: Form, times: Times) -> None:
+        self._form, self._times = form, times
+
+    def of(self, form: Form, far: bool) -> Times:
+        return self._times if form == self._form else {}
+
+    def of_block(self, form: Any, far: bool) -> None:
+        return None
+
+
+def test_the_shipped_predictor_is_for_the_processors_that_it_knows() -> None:
+    found = shipped()
+    assert found.about["measurements"] >= 1000
+    assert {*found.about["better_on"]} <= {*found.about["processors"]}
+    for processor in found.about["better_on"]:
+        assert for_compiling(replace(MACHINE, cpu=processor)) is found
+    assert for_compiling(replace(MACHINE, cpu="generic")) is None
+
+
+def test_it_is_used_where_it_was_shown_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(arbitrary(), about={"processors": ["znver3", "znver5"], "better_on": ["znver5"]})
+    monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", lambda: found)
+    assert for_compiling(replace(MACHINE, cpu="znver5")) is found
+    assert for_compiling(replace(MACHINE, cpu="znver3")) is None
+
+
+def test_what_was_measured_goes_before_what_is_predicted() -> None:
+    times: Times = {Algorithm.TILES: Timed(1e-3)}
+    found = PredictedTimes(arbitrary(), MACHINE, Known(FORMS["steps"], times))
+    assert found.of(FORMS["steps"], False) is times
+    assert len(found.of(FORMS["strided"], False)) > 1
+
+
+def test_the_untuned_kernel_must_be_beaten_by_a_margin() -> None:
+    predictor = arbitrary()
+    level = replace(predictor, weights={**predictor.weights, "score": np.zeros((8, 1), np.float32)})
+    for name in ("steps", "pointwise", "a product"):
+        layer = Layer(FORMS[name], False)
+        times = PredictedTimes(level, MACHINE).of(layer.form, False)
+        best = min(times, key=lambda a: times[a].seconds)  # type: ignore[union-attr]
+        assert Way(best, times[best].plan) == layer.estimated(MACHINE)  # type: ignore[union-attr]
+
+
+def test_the_times_of_all_ways_that_are_looked_at_are_predicted() -> None:
+    space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
+    worst = int(space.estimates.argmax())
+    places, seconds = predicted(arbitrary(), space, worst)
+    assert worst in places
+    assert np.array_equal(seconds, arbitrary().seconds(tokens_of(space, places)))
+
+
+def test_untuned_compilations_have_the_predicted_kernels(tmp_path: Path) -> None:
+    predictor = arbitrary(1)
+    with Store(tmp_path / "store.sqlite") as store:
+        how = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store, predictor=predictor)
+        assert how.untuned_times == PredictedTimes(predictor, MACHINE)
+        timings = how.tuned_algorithms.timings
+        assert isinstance(timings, PredictedTimes)
+        assert timings.measured == how.layer_times
+        plain = replace(how, predictor=None)
+        assert plain.untuned_times is None
+        assert plain.tuned_algorithms.timings == how.layer_times
+        assert plain.kernels_version != how.kernels_version
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.onnx"
+    onnx.save(network(), path)
+    return path
+
+
+def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Form] = []
+
+    class Listening(PredictedTimes):
+        def of(self, form: Form, far: bool) -> Times:
+            asked.append(form)
+            return PredictedTimes.of(self, form, far)
+
+    monkeypatch.setattr("xrlflow.lowering.shipped", arbitrary)
+    monkeypatch.setattr("xrlflow.lowering.PredictedTimes", Listening)
+    with Store(tmp_path / "store.sqlite") as store:
+        found = api.tune(file, method="one-shot", threads=2, store=store.path, measure=False)
+        assert found.found.tuning.measured == 0
+        assert found.found.layers == ()
+        assert found.verification is not None
+        assert found.verification.verified
+        assert len(asked) >= 3
+
+
+def test_eight_kernels_of_a_layer_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", arbitrary)
+    space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
+    task = Task("layer", None, MACHINE.target(), 1, "key")
+    for method, count in ((Method.ONE_SHOT, 1), (Method.ONE_SHOT_8, 8)):
+        tuner = make_tuner(method, task, 0, space=space)
+        assert len(tuner.propose(16)) == count
+        assert tuner.propose(16) == []
+
+
+def test_other_spaces_are_not_predicted() -> None:
+    from tests.tuning.problems import matmul
+
+    with pytest.raises(ValueError, match="one-shot knows kernels of ours"):
+        make_tuner(Method.ONE_SHOT, matmul(), 0)
