@@ -483,6 +483,7 @@ def tune_model(
     if predicted:
         found, layers = tune([], plan.method, trials=0, store=how.store), [() for _ in fused]
         how = replace(how, predictor=shipped())
+        remarks.append("a predictor chose the kernels of convolutions and products: none was measured")
     else:
         found, layers = _tuned(how, fused, plan, listener)
     models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]

@@ -288,7 +288,8 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
         table.add_row(
             row["name"], str(row["calls"]), f"{best:.1f}" if best else "untuned", rate, str(row["trials"])
         )
-    _console.print(table)
+    if report["kernels"]:
+        _console.print(table)
     if report["layers"]:
         _console.print(_layers(report["layers"]))
     if report["device"] is None:

@@ -124,6 +124,7 @@ def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: py
         found = api.tune(file, method="one-shot", threads=2, store=store.path, measure=False)
         assert found.found.tuning.measured == 0
         assert found.found.layers == ()
+        assert "none was measured" in found.notes[-1]
         assert found.verification is not None
         assert found.verification.verified
         assert len(asked) >= 3
