@@ -65,7 +65,7 @@ def test_what_fits_exactly_is_not_padded(name: str) -> None:
 
 def test_groups_that_share_a_vector_have_loops() -> None:
     form = direct.Form((1, 9, 9, 16), (1, 9, 9, 16), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 4)
-    how = next(how for how in direct.plans(form, MACHINE) if how.together == 4)
+    how = next(how for how in direct.plans(form, MACHINE) if how.together > 1)
     consistent(loops_of(form, Way(Algorithm.DIRECT, how)))
 
 
