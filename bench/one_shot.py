@@ -7,9 +7,6 @@ section 3.2) or uniformly. Their kernels are those that a search visits (`--kern
 what it has measured; section 3.3) or random ones. Rows (JSON lines, in gzip) are kept at once; another call goes on
 with other layers. `--layers held-out` measures the layers of networks that are held out, with which `train` tests the
 predictor; drawn layers are none of these. `compare` trains with some of the measurements, or with other losses.
-
-`--core N` binds a call to one CPU, where it compiles and measures. It does not wait for others that measure: one call
-for each CPU takes less time in all than a call that measures alone, at the price of some noise.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import contextlib
 import gzip
 import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -37,7 +33,6 @@ import numpy as np
 import models
 from bench import pages
 from bench.space import NETWORKS, layers_in
-from xrlflow.backends.limits import default_threads
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect, direct, products
@@ -185,7 +180,7 @@ class Paired:
         if not isinstance(usual, Kernel):
             raise BackendError(f"{layer.name}: its untuned kernel cannot be measured")
         self._usual = usual
-        self._seconds = statistics.median(self._timed(usual) for _ in range(_STEADY))
+        self.seconds = statistics.median(self._timed(usual) for _ in range(_STEADY))
 
     def _timed(self, kernel: Kernel) -> float:
         return self._pool.timed(kernel, self._timing).median
@@ -205,14 +200,15 @@ class Paired:
             before = after
         ratio = min(found)[1]
         return (
-            Measurement((ratio * self._seconds,)) if math.isfinite(ratio) else Measurement(error="it failed")
+            Measurement((ratio * self.seconds,)) if math.isfinite(ratio) else Measurement(error="it failed")
         )
 
 
 def kernels(
     layer: Layer, machine: Machine, pool: Pool, explored: bool, count: int, seed: int
-) -> list[tuple[Any, float]]:
-    """Measure so many kernels of a layer: the ways of those that ran, and their seconds."""
+) -> tuple[list[tuple[Any, float]], float]:
+    """Measure so many kernels of a layer: the ways of those that ran, with their seconds, and those of the untuned
+    kernel that they are compared with (it is among them, too: that is the control). Raises BackendError."""
     method = Method.GENETIC if explored else Method.RANDOM
     with contextlib.ExitStack() as at_end:
         folder = at_end.enter_context(tempfile.TemporaryDirectory())
@@ -220,11 +216,12 @@ def kernels(
         measurer = Paired(layer, machine, pool, at_end)
         tasks = measurer.tasks
         tune(tasks.tasks, tasks.maker(method), trials=count, batch=8, seed=seed, store=store, pool=measurer)
-        return [
+        found = [
             (json.loads(record.trace), record.outcome.median)
             for record in store.known(layer.key)
             if record.outcome.error is None
         ]
+        return found, measurer.seconds
 
 
 def layers_to_measure(options: argparse.Namespace, machine: Machine) -> Iterator[Layer]:
@@ -252,12 +249,8 @@ def gather(options: argparse.Namespace) -> None:
     rows = read(options.file)
     known = {_place(row) for row in rows}
     with contextlib.ExitStack() as at_end:
-        if options.core is None:
-            at_end.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
-        else:
-            os.sched_setaffinity(0, {options.core})
-        builders = default_threads() if options.core is None else 1
-        pool = at_end.enter_context(Pool(PoolOptions(builders, options.threads, COLD_PRIVATE_CACHES)))
+        at_end.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
+        pool = at_end.enter_context(Pool(PoolOptions(threads=options.threads, timing=COLD_PRIVATE_CACHES)))
         for number, layer in enumerate(layers_to_measure(options, machine)):
             if time.monotonic() > end:
                 return
@@ -265,8 +258,15 @@ def gather(options: argparse.Namespace) -> None:
             if _place(row) in known:
                 continue
             begin = time.monotonic()
-            found = kernels(layer, machine, pool, options.kernels == "explored", options.count, number)
-            row |= {"layers": options.layers, "kernels": options.kernels, "paired": True, "found": found}
+            try:
+                found, untuned = kernels(
+                    layer, machine, pool, options.kernels == "explored", options.count, number
+                )
+            except BackendError as error:
+                print(error, file=sys.stderr)
+                continue
+            row |= {"layers": options.layers, "kernels": options.kernels, "paired": True}
+            row |= {"untuned": untuned, "found": found}
             with gzip.open(options.file, "at") as file:
                 file.write(json.dumps(row) + "\n")
             best = min((seconds for _, seconds in found), default=math.inf)
@@ -353,7 +353,10 @@ def trained(rows: Sequence[Row], layers: Sequence[Known], config: TrainingConfig
         "processors": sorted({row["machine"]["cpu"] for row in rows}), "layers": len(layers),
         "measurements": sum(len(known.measured.seconds) for known in layers),
     }  # fmt: skip
-    listener = lambda step, loss: print(f"{step}: {loss:.4f}", file=sys.stderr)  # noqa: E731
+
+    def listener(step: int, loss: float) -> None:
+        print(f"{step}: {loss:.4f}", file=sys.stderr)
+
     return train([known.measured for known in layers], config, seed, about, listener)
 
 
@@ -455,7 +458,6 @@ def arguments() -> argparse.Namespace:
     one.add_argument("--minutes", type=float, default=60.0)
     one.add_argument("--threads", type=int, default=1)
     one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--core", type=int, help="the CPU that this call works on, beside others")
     other = commands.add_parser("train")
     other.add_argument("-o", "--output", type=Path, required=True)
     other.add_argument("--seed", type=int, default=0)
