@@ -318,7 +318,7 @@ def test_sizes_that_depend_on_values_are_an_answer(operators: str, named: str) -
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x) => (int64[n,2] y)'
         f" <int64[1] z = {{0}}> {{ {operators} }}"
     )
-    says = f"TVM cannot compile a model in which the size of what {named}.* computes depends on values: use --backend"
+    says = f"TVM cannot compile a model in which the size of what {named}.* computes depends on values: use optimize"
     with pytest.raises(BackendError, match=says):
         Tvm().compile(model.SerializeToString())
     with pytest.raises(BackendError, match=says):

@@ -452,7 +452,7 @@ def test_odd_columns_are_computed_in_whole_vectors(
 
         def chosen(mod: Any, machine: Machine, choice: Choice = choice) -> Any:
             fits = choice in choices(mod, machine)
-            return apply(tvm().s_tir.Schedule(mod, debug_mask="none"), machine, choice if fits else None)
+            return apply(mod, machine, choice if fits else None)
 
         monkeypatch.setattr(lower, "schedule", chosen)
         with compiled(model, detect()) as lowered:

@@ -30,7 +30,7 @@ def sized(module: Any) -> Any:
 def open_size(name: str) -> BackendError:
     return BackendError(
         f"TVM cannot compile a model in which the size of what {name} computes depends on values: use "
-        "--backend onnxruntime for this model"
+        "optimize --backend onnxruntime for this model"
     )
 
 
