@@ -41,7 +41,9 @@ def test_a_dropout_that_may_drop_is_refused(trains: bool) -> None:
         (y,) = Tvm().compile(model.SerializeToString()).run({"x": x})
         np.testing.assert_array_equal(y, x)
         return
-    with pytest.raises(BackendError, match=r"TVM cannot lower Dropout y \(in training mode\): use optimize --backend"):
+    with pytest.raises(
+        BackendError, match=r"TVM cannot lower Dropout y \(in training mode\): use optimize --backend"
+    ):
         Tvm().compile(model.SerializeToString())
     with pytest.raises(BackendError, match="no part of the model can be lowered"):
         hybrid(model, {}, detect())
