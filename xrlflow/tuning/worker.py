@@ -37,7 +37,7 @@ import numpy as np
 
 from xrlflow.backends.placement import cache_levels
 from xrlflow.backends.protocol import Array, BackendError, one_line
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.import_tvm import from_json, tvm
 from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads, what_happened
 from xrlflow.backends.tvm.target import compiler, linker
 
@@ -186,14 +186,14 @@ def build(job: Build) -> Built:
     package = tvm()
     from tvm.driver import build as lower_and_compile
 
-    module = package.ir.load_json(job.module)
+    module = from_json(job.module)
     # The kernel takes weights in the layout of its schedule: they are converted once per model, not in the kernel.
     module = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
     arguments = tuple(
         (str(info.dtype), tuple(int(size) for size in info.shape))
         for info in package.s_tir.meta_schedule.arg_info.ArgInfo.from_entry_func(module, False)
     )
-    target = package.ir.load_json(job.target)
+    target = from_json(job.target)
     library = lower_and_compile(module, target=target)
     if library.imports:  # more than one LLVM module: TVM packs them
         library.export_library(job.path)

@@ -175,3 +175,36 @@ def test_the_plan_costs_least() -> None:
     best = plan(form, machine)
     assert cost(form, best, machine) == min(cost(form, how, machine) for how in plans(form, machine))
     assert best.together == best.lanes // 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "columns", "lanes"),
+    [
+        (1, 64, 64, {16}),
+        (1, 64, 24, {16}),
+        (1, 64, 4, {16, 8, 4}),
+        (1, 3, 7, {16, 8}),
+        (40, 1, 1, {16}),
+        (7, 1, 1, {16, 8}),
+        (2, 30, 5, {16, 8}),
+    ],
+)
+def test_vectors_are_narrower_where_there_are_no_more_of_them(
+    groups: int, channels: int, columns: int, lanes: set[int]
+) -> None:
+    image, out = (1, 8, 8, groups * channels), (1, 8, 8, groups * columns)
+    form = Form(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
+    machine = replace(detect(cores=1), lanes=16, registers=32, in_halves=False)
+    assert {how.lanes for how in plans(form, machine)} == lanes
+    assert {how.lanes for how in plans(form, replace(machine, in_halves=True))} == lanes | {8}
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_code_does_not_grow_with_channels(groups: int) -> None:
+    def written(channels: int) -> int:
+        image, out = (1, 8, 8, groups * channels), (1, 8, 8, groups * 64)
+        form = Form(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
+        best = plan(form, detect(cores=1))
+        return len(direct.kernel(form, replace(best, band=2)).script().splitlines())
+
+    assert written(1024) == written(512)

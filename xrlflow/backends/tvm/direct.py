@@ -25,6 +25,7 @@ from xrlflow.backends.tvm.building import (
     LOCAL,
     OPAQUE,
     SCHEDULED,
+    along,
     number,
     pieces,
     ramp,
@@ -161,9 +162,8 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
     """The blockings to choose from."""
     spare = 4 if machine.registers <= 16 else 3
     bands = sorted({-(-form.results[1] // n) for n in range(1, form.results[1] + 1)})
-    lanes = machine.lanes
-    while lanes >= 1:
-        together = min(lanes // form.columns, lanes // form.channels, form.groups)
+    for lanes in _lanes(form, machine):
+        together = _together(form, lanes)
         for vectors in range(1, 2 if together > 1 else _MOST_VECTORS + 1):
             taps = form.window[2] * vectors
             for pixels in range(1, _MOST_PIXELS + 1):
@@ -173,8 +173,28 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
                 shared = together > 1 or sums + taps + spare <= machine.registers
                 for band in bands:
                     for span in _spans(form, pixels):
-                        yield Plan(lanes, vectors, pixels, max(together, 1), band, span, shared)
+                        yield Plan(lanes, vectors, pixels, together, band, span, shared)
+
+
+def _together(form: Form, lanes: int) -> int:
+    """The groups of which a vector has all results; 1: it has results of one group."""
+    return max(min(lanes // form.columns, lanes // form.channels, form.groups), 1)
+
+
+def _lanes(form: Form, machine: Machine) -> list[int]:
+    """Vectors' widths: the machine's, and less where there are then no more vectors. A machine that computes in halves
+    has the half, too."""
+
+    def vectors(lanes: int) -> int:
+        together = _together(form, lanes)
+        return -(-form.groups // together) * -(-form.columns * together // lanes)
+
+    found, lanes = [machine.lanes], machine.lanes // 2
+    while lanes >= 1:
+        if vectors(lanes) == vectors(machine.lanes) or (machine.in_halves and 2 * lanes == machine.lanes):
+            found.append(lanes)
         lanes //= 2
+    return found
 
 
 def _spans(form: Form, pixels: int) -> list[int]:
@@ -377,8 +397,10 @@ class Band:
     def _clear(self, line: Any, column: Any) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        for start, length in pieces(self._how.slot(self._form), self._how.lanes):
-            T.buffer_store(self._near, spread(0.0, length), [line, column, ramp(number(start), length)])
+        def zeros(start: Any, length: int) -> None:
+            T.buffer_store(self._near, spread(0.0, length), [line, column, ramp(start, length)])
+
+        along(self._how.slot(self._form), self._how.lanes, zeros)
 
     def _pixel(self, at: Sequence[Any], line: Any, x: Any, unit: Any) -> None:
         """The channels of a unit at one pixel. More than those are read where it does not matter: a whole vector is
@@ -388,10 +410,12 @@ class Band:
         form, how = self._form, self._how
         begin = unit * how.together * form.channels
 
+        def part(start: Any, length: int) -> None:
+            value = self._image[tuple(form.index(self._batch, at, ramp(begin + start, length)))]
+            T.buffer_store(self._near, value, [line, x, ramp(start, length)])
+
         def some(extent: int) -> None:
-            for start, length in pieces(extent, how.lanes):
-                value = self._image[tuple(form.index(self._batch, at, ramp(begin + start, length)))]
-                T.buffer_store(self._near, value, [line, x, ramp(number(start), length)])
+            along(extent, how.lanes, part)
 
         if how.together == 1:
             some(form.channels)

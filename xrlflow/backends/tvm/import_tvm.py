@@ -39,6 +39,15 @@ def tvm() -> Any:
     return _loaded
 
 
+def from_json(text: str) -> Any:
+    """What `tvm.ir.save_json` of this version wrote. TVM's own `load_json` first looks for what older versions wrote,
+    which takes as long as compiling does."""
+    tvm()
+    from tvm_ffi.serialization import from_json_graph_str
+
+    return from_json_graph_str(text)
+
+
 def _load() -> Any:
     for name in _FOREIGN:
         full = f"tvm.s_tir.tensor_intrin.{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.import_tvm import from_json, tvm
 from xrlflow.backends.tvm.plan import COPY, Call, Place, Plan, plan_of, sequence
 
 _OUTSIDE = (Place.INPUT, Place.CONSTANT, Place.OUTPUT)
@@ -61,8 +61,7 @@ def _title(call: Call) -> str:
 
 def _copy(kernel: Any) -> Any:
     """The kernel with variables of its own, which a function may define once only."""
-    package = tvm()
-    return package.ir.load_json(package.ir.save_json(kernel))
+    return from_json(tvm().ir.save_json(kernel))
 
 
 def _called(kernel: Any, buffers: list[Any]) -> Any:
