@@ -57,9 +57,8 @@ from xrlflow.tuning.tuners.protocol import Measurement, Method
 
 Row: TypeAlias = "dict[str, Any]"
 HELD_OUT = ("resnet18", "squeezenet", "efficientnet-b0", "vit")
-# The untuned kernel is measured so often first. Its times before and after another may differ by this logarithm;
-# otherwise both are measured again, so often at most.
-_STEADY, _STABLE, _TRIES = 5, 0.05, 3
+# Rounds in which a kernel and the untuned one are timed in turns; at first the latter alone.
+_ROUNDS, _STEADY = 8, 20
 # Multiplications of a layer, and floats of an operand, at most.
 _WORK, _FLOATS = 6e8, 2e7
 _STEPS: Mapping[str, tuple[Step, ...]] = {
@@ -166,42 +165,31 @@ def _operand(given: Any) -> float | Extra | Earlier:
 
 
 class Paired:
-    """Measures kernels of one layer, each between two measurements of its untuned kernel: a processor may change its
-    rate from one second to the next by a third. What counts is the ratio, times the untuned kernel's median."""
+    """Measures kernels of one layer, each in turns with its untuned kernel: a processor may change its rate from one
+    second to the next by a third. What counts is the median ratio, times the untuned kernel's median."""
 
     def __init__(self, layer: Layer, machine: Machine, pool: Pool, at_end: contextlib.ExitStack) -> None:
         self.tasks = LayerTasks([layer], machine, lambda known: known.untuned(machine)[0])
         self.threads, self.device, self.flushed = pool.threads, pool.device, True
         self._pool = pool
-        self._timing = replace(COLD_PRIVATE_CACHES, samples=5, others=last_level() if layer.far else 0)
+        self._timing = replace(COLD_PRIVATE_CACHES, samples=_ROUNDS, others=last_level() if layer.far else 0)
         self._checking = LayerMeasurer(self.tasks, pool.options, at_end, pool)
         module = layer.kernel(layer.untuned(machine)[0], machine)
         (usual,) = at_end.enter_context(pool.built(machine.target(), [module]))
         if not isinstance(usual, Kernel):
             raise BackendError(f"{layer.name}: its untuned kernel cannot be measured")
         self._usual = usual
-        self.seconds = statistics.median(self._timed(usual) for _ in range(_STEADY))
-
-    def _timed(self, kernel: Kernel) -> float:
-        return self._pool.timed(kernel, self._timing).median
+        self.seconds = pool.timed(usual, replace(self._timing, samples=_STEADY)).median
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
         for position, kernel in self._checking.checked(task, candidates, until):
             yield position, self._compared(kernel) if isinstance(kernel, Kernel) else kernel
 
     def _compared(self, kernel: Kernel) -> Measurement:
-        """Measured again if the untuned kernel's times before and after differ too much."""
-        before, found = self._timed(self._usual), []
-        for _ in range(_TRIES):
-            mine, after = self._timed(kernel), self._timed(self._usual)
-            found.append((abs(math.log(after / before)), mine / math.sqrt(before * after)))
-            if found[-1][0] < _STABLE:
-                break
-            before = after
-        ratio = min(found)[1]
-        return (
-            Measurement((ratio * self.seconds,)) if math.isfinite(ratio) else Measurement(error="it failed")
-        )
+        found = self._pool.in_turns([self._usual, kernel], self._timing)
+        if isinstance(found, Measurement):
+            return found
+        return Measurement((self.seconds * statistics.median(mine / usual for usual, mine in found),))
 
 
 def kernels(

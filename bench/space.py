@@ -45,6 +45,7 @@ from xrlflow.tuning.layer_times import Seen, deviation, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.tuners.protocol import Measurement
 
 Row: TypeAlias = "dict[str, Any]"
 NETWORKS = (
@@ -55,7 +56,9 @@ _DRAWN = 40
 # Blockings of each algorithm: the most promising ones, and others at random.
 _LIKELY, _OTHERS = 8, 4
 # The fastest ones are timed in so many rounds.
-_LEADERS, _ROUNDS = 6, 16
+_LEADERS, _ROUNDS = 6, 40
+# Milliseconds that rounds may take, without what flushes caches, and seconds with it.
+_LIMIT, _WHOLE = 4000.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +137,13 @@ def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
                 continue
             seconds[way] = pool.timed(kernel, timing).median
         leaders = [way for way in sorted(seconds, key=seconds.__getitem__) if way != one.usual][:_LEADERS]
-        turns: dict[str, list[float]] = {str(way): [] for way in (one.usual, *leaders)}
-        again: list[float] = []
-        for _ in range(_ROUNDS):
-            for way in (one.usual, *leaders):
-                kernel = kernels[way]
-                assert isinstance(kernel, Kernel)
-                turns[str(way)].append(pool.timed(kernel, timing).median)
-            kernel = kernels[one.usual]
-            assert isinstance(kernel, Kernel)
-            again.append(pool.timed(kernel, timing).median)
+        order = [one.usual, *leaders, one.usual]
+        several = [kernel for way in order if isinstance(kernel := kernels[way], Kernel)]
+        rounds = pool.in_turns(several, replace(timing, samples=_ROUNDS, limit_ms=_LIMIT))
+        if isinstance(rounds, Measurement):
+            raise BackendError(f"{layer.name}: {rounds.error}")
+        *columns, again = map(list, zip(*rounds))
+        turns = dict(zip(map(str, order), columns))
     return {
         "layer": layer.name, "source": one.source, "far": layer.far, "usual": str(one.usual), "turns": turns,
         "again": again, "wrong": wrong, "ways": len(ways), "running": len(seconds),
@@ -209,7 +209,9 @@ def main() -> None:
     known = {(row["source"], row["layer"], row["far"]) for row in rows}
     with ExitStack() as stack:
         stack.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
-        pool = stack.enter_context(Pool(PoolOptions(threads=options.threads, timing=COLD_PRIVATE_CACHES)))
+        pool = stack.enter_context(
+            Pool(PoolOptions(threads=options.threads, timing=COLD_PRIVATE_CACHES, run_seconds=_WHOLE))
+        )
         left = options.most if options.most is not None else math.inf
         for one in cases(machine, options.seed):
             if left <= 0:

@@ -50,6 +50,7 @@ from bench.space import NETWORKS, layers_in
 from xrlflow.backends import system_load
 from xrlflow.backends.limits import available_cpus
 from xrlflow.backends.placement import last_level
+from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.statistics import median_interval
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
@@ -81,7 +82,9 @@ TUNERS = (
 # Layers of other networks that the agent of `chameleon+transfer` tunes before.
 _LESSONS = 9
 # Kernels are timed again in so many rounds.
-_ROUNDS = 12
+_ROUNDS = 24
+# Milliseconds that rounds may take, without what flushes caches, and seconds with it.
+_LIMIT, _WHOLE = 10000.0, 60.0
 # What a search has found after so many trials is timed again, too.
 _EARLY = 16
 # Kernels that their own search measured to be slower than the reference's by this factor are not measured again.
@@ -448,10 +451,10 @@ def in_turns(pool: Pool, target: Any, timing: Timing) -> Compare:
         with pool.built(target, [candidate.mod for candidate in candidates]) as built:
             kernels = [kernel for kernel in built if isinstance(kernel, Kernel)]
             assert len(kernels) == len(candidates), "a kernel that was measured is built no more"
-            return [
-                [pool.timed(kernel, timing).median for kernel in (*kernels, kernels[0])]
-                for _ in range(_ROUNDS)
-            ]
+            found = pool.in_turns([*kernels, kernels[0]], replace(timing, samples=_ROUNDS, limit_ms=_LIMIT))
+            if isinstance(found, Measurement):
+                raise BackendError(found.error)
+            return [list(seconds) for seconds in found]
 
     return compare
 
@@ -814,7 +817,7 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
     print(f"{len(missing)} blocks to take, about {expected() / 60:.0f} minutes", file=sys.stderr, flush=True)
     with ExitStack() as at_end:
         at_end.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))
-        options = PoolOptions(threads=arguments.threads, timing=COLD_PRIVATE_CACHES)
+        options = PoolOptions(threads=arguments.threads, timing=COLD_PRIVATE_CACHES, run_seconds=_WHOLE)
         pool = at_end.enter_context(Pool(options))
         pool.settle()
         agent = None

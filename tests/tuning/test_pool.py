@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +23,9 @@ from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.tuning import worker
 from xrlflow.tuning.crew import LocalCrew, PoolError, Work, _Duty, _Worker
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.tasks import Task
+from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import Build, Built, Failed, Ran, Run, Timing, build, run, steady
 
 QUICK = Timing(samples=2, sample_ms=0.5)
@@ -127,6 +129,23 @@ def test_slow_kernels_are_timed_once(tmp_path: Path) -> None:
     built = build(next(Pool._builds(task, [unscheduled(task)], [path])))
     once = run(Run(path, built.arguments, Timing(samples=4, limit_ms=1e-6))).seconds
     assert len(once) == 1, "what takes longer than the limit is called once"
+
+
+def test_kernels_are_timed_in_turns(pool: Pool) -> None:
+    small, large = unscheduled(matmul(2, 4)), unscheduled(matmul(256))
+    with pool.built(target(), [small.mod, large.mod, calls("abort").mod]) as kernels:
+        one, other, bad = (kernel for kernel in kernels if isinstance(kernel, Kernel))
+        rounds = pool.in_turns([one, other, one], replace(QUICK, samples=3, flush=True))
+        assert isinstance(rounds, list)
+        assert len(rounds) == 3
+        for first, between, last in rounds:
+            assert 0 < max(first, last) < between
+        (once,) = pool.in_turns([one, other], replace(QUICK, samples=3, limit_ms=1e-6))
+        assert len(once) == 2, "what takes longer than the limit is called once"
+        failed = pool.in_turns([one, bad], QUICK)
+        assert isinstance(failed, Measurement)
+        assert failed.error is not None
+        assert "SIGABRT" in failed.error
 
 
 def test_inputs_of_another_shape_are_refused(pool: Pool) -> None:

@@ -41,7 +41,7 @@ from xrlflow.checkpoint import load_checkpoint
 from xrlflow.cli import app
 from xrlflow.learn.log import Logs
 from xrlflow.rl.train import state_path, train
-from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.worker import Timing
 from xrlflow.workers import Crew, Kind, WorkerError
 from xrlflow.workers.cluster import Cluster, ClusterError
@@ -225,6 +225,11 @@ def test_kernels_are_built_and_timed(cluster: Cluster, tmp_path: Path) -> None:
         given = [np.ones((64, 64), np.float32)] * 2
         (product,) = pool.evaluate(task, candidates[0], given)
         assert np.allclose(product, 64.0)
+        with pool.built(task.target, [one.mod for one in candidates[:2]]) as built:
+            kernels = [kernel for kernel in built if isinstance(kernel, Kernel)]
+            rounds = pool.in_turns([*kernels, kernels[0]], Timing(samples=2))
+            assert isinstance(rounds, list)
+            assert [len(seconds) for seconds in rounds] == [3, 3]
 
 
 def test_a_batch_of_models(nodes: Nodes, tmp_path: Path) -> None:

@@ -12,23 +12,23 @@ import math
 import os
 import platform
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from xrlflow.cost.machine import cpu_name
 from xrlflow.exclusive import measuring
 from xrlflow.tuning.crew import ForkServer, LocalCrew, PoolError, Work
-from xrlflow.tuning.worker import Answer, Build, Built, Failed, Job
+from xrlflow.tuning.worker import Answer, Build, Built, Failed, Job, moved, paths_of
 from xrlflow.workers import Crew, Kind, Place, WorkerError
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A job, and the library that it runs."""
+    """A job, and the libraries that it runs, by their paths there."""
 
     job: Job
-    library: bytes | None
+    libraries: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,20 @@ class Bench:
         self._measures = processor is not None
 
     def do(self, order: _Sent) -> _Received:
-        path = os.path.join(self._server.folder, os.path.basename(order.job.path))
+        theirs = paths_of(order.job)
+        paths = [os.path.join(self._server.folder, os.path.basename(path)) for path in theirs]
         try:
-            if order.library is not None:
-                Path(path).write_bytes(order.library)
+            for path, their in zip(paths, theirs):
+                if their in order.libraries:
+                    Path(path).write_bytes(order.libraries[their])
             turn = measuring(lambda holder: None) if self._measures else contextlib.nullcontext()
-            job = replace(order.job, path=path)
+            job = moved(order.job, paths)
             with turn, contextlib.closing(self._crew.work(iter([job]))) as answers:
                 _, answer = next(answers)
-            return _Received(answer, Path(path).read_bytes() if isinstance(answer, Built) else None)
+            return _Received(answer, Path(paths[0]).read_bytes() if isinstance(answer, Built) else None)
         finally:
-            Path(path).unlink(missing_ok=True)
+            for path in paths:
+                Path(path).unlink(missing_ok=True)
 
 
 class DistantCrew:
@@ -107,8 +110,10 @@ class DistantCrew:
 def _sent(jobs: Iterator[Job], paths: list[str]) -> Iterator[_Sent]:
     """What is sent for jobs, whose paths are noted."""
     for job in jobs:
-        paths.append(job.path)
-        yield _Sent(job, None if isinstance(job, Build) else Path(job.path).read_bytes())
+        needed = paths_of(job)
+        paths.append(needed[0])
+        read = () if isinstance(job, Build) else needed
+        yield _Sent(job, {path: Path(path).read_bytes() for path in read})
 
 
 def distant_crew(place: Place, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:

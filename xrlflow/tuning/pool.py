@@ -38,9 +38,11 @@ from xrlflow.tuning.worker import (
     Evaluated,
     Failed,
     Ran,
+    RanInTurns,
     Run,
     RunThere,
     Timing,
+    Turns,
 )
 from xrlflow.workers import Kind, Place
 
@@ -260,6 +262,16 @@ class Pool:
         """How long a kernel takes."""
         for _, answer in self._runners.work(iter([self._run(kernel.path, kernel.arguments, timing)])):
             return Measurement(answer.seconds) if isinstance(answer, Ran) else _failure(answer)
+        raise PoolError("the pool is closed")
+
+    def in_turns(self, kernels: Sequence[Kernel], timing: Timing) -> list[tuple[float, ...]] | Measurement:
+        """For each round, the seconds of one call of each kernel; a measurement says why there are none. Raises
+        BackendError if the pool has a remote device."""
+        if self.options.remote is not None:
+            raise BackendError(f"kernels are not timed in turns on {self.options.remote}")
+        job = Turns(tuple((kernel.path, kernel.arguments) for kernel in kernels), timing)
+        for _, answer in self._runners.work(iter([job])):
+            return list(answer.seconds) if isinstance(answer, RanInTurns) else _failure(answer)
         raise PoolError("the pool is closed")
 
     def settle(self) -> None:

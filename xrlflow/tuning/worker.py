@@ -112,6 +112,17 @@ class RunThere:
 
 
 @dataclass(frozen=True, slots=True)
+class Turns:
+    """Time libraries in turns, one sample of each in a round: what changes the processor's rate changes it for all.
+
+    There are as many rounds as `timing` has samples; fewer, if all would exceed its limit.
+    """
+
+    kernels: tuple[tuple[str, tuple[Argument, ...]], ...]
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluate:
     """Call the library at `path` once, with `inputs` for its first parameters, and zeros for the others."""
 
@@ -142,6 +153,13 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
+class RanInTurns:
+    """For each round, the seconds of one call of each kernel."""
+
+    seconds: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     """The parameters after the inputs, after the call."""
 
@@ -156,8 +174,22 @@ class Failed:
     fatal: bool = False
 
 
-Job: TypeAlias = Build | Run | RunThere | Evaluate
-Answer: TypeAlias = Ready | Built | Ran | Evaluated | Failed
+Job: TypeAlias = Build | Run | RunThere | Turns | Evaluate
+Answer: TypeAlias = Ready | Built | Ran | RanInTurns | Evaluated | Failed
+
+
+def paths_of(job: Job) -> tuple[str, ...]:
+    """The libraries that a job writes or reads."""
+    return tuple(path for path, _ in job.kernels) if isinstance(job, Turns) else (job.path,)
+
+
+def moved(job: Job, paths: Sequence[str]) -> Job:
+    """A job whose libraries are at other paths."""
+    if isinstance(job, Turns):
+        kernels = zip(paths, (arguments for _, arguments in job.kernels), strict=True)
+        return replace(job, kernels=tuple(kernels))
+    (path,) = paths
+    return replace(job, path=path)
 
 
 def steady(samples: Sequence[float]) -> tuple[float, ...]:
@@ -268,6 +300,33 @@ def run(job: Run) -> Ran:
     arguments = [_filled(kind, shape, device) for kind, shape in job.arguments]
     evicting = functools.partial(_evicting, job.timing.others)
     return _timed(library, device, arguments, job.timing, evicting, _keep_apart)
+
+
+def run_in_turns(job: Turns) -> RanInTurns:
+    """Time libraries in turns."""
+    package = tvm()
+    device, timing, filled = package.cpu(0), job.timing, {}
+    calls = []
+    for path, arguments in job.kernels:
+        library = package.runtime.load_module(path)
+        for place in enumerate(arguments):  # kernels share operands, but no kernel has one of them twice
+            if place not in filled:
+                filled[place] = _filled(*place[1], device)
+        mine = [filled[place] for place in enumerate(arguments)]
+        library["main"](*mine)
+        calls.append((library, mine))
+    _keep_apart()
+    flush = _evicting(timing.others) if timing.flush else ""
+    evaluators = [library.time_evaluator("main", device, 1, 1, f_preproc=flush) for library, _ in calls]
+
+    def round_() -> tuple[float, ...]:
+        return tuple(
+            max(float(evaluator(*mine).results[0]), 1e-9) for evaluator, (_, mine) in zip(evaluators, calls)
+        )
+
+    found = [round_()]
+    rounds = min(timing.samples, max(1, int(timing.limit_ms / 1e3 / sum(found[0]))))
+    return RanInTurns((*found, *(round_() for _ in range(rounds - 1))))
 
 
 def run_there(job: RunThere) -> Ran:
@@ -443,6 +502,8 @@ def _done(job: Job) -> Answer:
                 return run(job)
             case RunThere():
                 return run_there(job)
+            case Turns():
+                return run_in_turns(job)
             case Evaluate():
                 return evaluate(job)
     except BackendError as error:
