@@ -203,7 +203,7 @@ def kernels(
         store = at_end.enter_context(Store(Path(folder) / "tuning.sqlite"))
         measurer = Paired(layer, machine, pool, at_end)
         tasks = measurer.tasks
-        tune(tasks.tasks, tasks.maker(method), trials=count, batch=8, seed=seed, store=store, pool=measurer)
+        tune(tasks.tasks, tasks.maker(method), trials=count, batch=16, seed=seed, store=store, pool=measurer)
         found = [
             (json.loads(record.trace), record.outcome.median)
             for record in store.known(layer.key)

@@ -525,6 +525,7 @@ def test_a_row_has_times_of_one_distance(store: Store) -> None:
 def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"
+    untuned_blocks = blocks_of(CHAIN, None)
     found = api.tune(
         network(CHAIN),
         trials=24,
@@ -540,10 +541,13 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
     rows = [row for row in found.to_json()["layers"] if "block" in row["name"]]
     with Store(path) as store:
         used = blocks_of(CHAIN, times(store))
-        assert {known.key for known in used} <= set(store.tasks()), "also those that others made possible"
+        tasks = set(store.tasks())
+        assert any(known.key in tasks for known in untuned_blocks)
         assert [row["name"] for row in rows] == [known.name for known in used]
         fused = bands_in(CHAIN, Algorithms(timings=times(store)))
-    assert all(min(row["plain_us"], row["heuristic_us"], row["best_us"]) > 0 for row in rows)
+    for row, known in zip(rows, used):  # one that others made possible when all trials were spent has no times
+        seconds = [row["plain_us"], row["heuristic_us"], row["best_us"]]
+        assert all(second > 0 for second in seconds) if known.key in tasks else seconds == [None] * 3
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)
 
 

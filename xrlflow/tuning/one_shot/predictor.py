@@ -1,8 +1,9 @@
 """The predictor of the One-Shot Tuner, in NumPy: compilations need no torch.
 
 A transformer encoder over the tokens of a way, as in the paper (section 3.3: 3 layers, 4 heads): one token for each
-loop, each knob, and the layer. The mean of the tokens gives a score: by how much the kernel is faster or slower than
-its analytic estimate says, as a standardised logarithm. (The paper's predicts throughput itself, and has no estimates.)
+loop, each knob, the kernel, and the layer. The mean of the tokens gives a score: by how much the kernel is faster or
+slower than its analytic estimate says, as a standardised logarithm. (The paper's predicts throughput itself, and has
+neither estimates nor the kernel's token.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from xrlflow.backends.tvm.ways import Floats
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.tuning.one_shot.tokens import (
     ALGORITHMS,
+    KERNEL_FEATURES,
     KNOB_FEATURES,
     LOOP_FEATURES,
     LOOPS,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KNOB_TOKENS = KNOB_FEATURES - ALGORITHMS
-COUNT = LOOPS + KNOB_TOKENS + 1
+COUNT = LOOPS + KNOB_TOKENS + 2
 """The tokens of a way."""
 _KIND = "one-shot predictor"
 _EPSILON = 1e-5
@@ -62,7 +64,8 @@ class Shape:
         d, h = self.width, self.hidden
         found: dict[str, tuple[int, ...]] = {
             "loop": (LOOP_FEATURES, d), "loops": (LOOPS, d), "knob": (KNOB_TOKENS, d), "knobs": (KNOB_TOKENS, d),
-            "algorithm": (ALGORITHMS, d), "task": (TASK_FEATURES, d), "task.bias": (d,), "norm.weight": (d,),
+            "algorithm": (ALGORITHMS, d), "kernel": (KERNEL_FEATURES, d), "kernel.bias": (d,),
+            "task": (TASK_FEATURES, d), "task.bias": (d,), "norm.weight": (d,),
             "norm.bias": (d,), "head": (d, h), "head.bias": (h,), "score": (h, 1), "score.bias": (1,),
         }  # fmt: skip
         for i in range(self.layers):
@@ -110,8 +113,9 @@ class Predictor:
         loops = tokens.loops @ w["loop"] + w["loops"]
         kinds = (tokens.knobs[:, :ALGORITHMS] @ w["algorithm"])[:, None, :]
         knobs = tokens.knobs[:, ALGORITHMS:, None] * w["knob"] + w["knobs"] + kinds
+        kernel = (tokens.kernel @ w["kernel"] + w["kernel.bias"])[:, None, :]
         task = np.broadcast_to(tokens.task @ w["task"] + w["task.bias"], (len(tokens), 1, self.shape.width))
-        x = np.concatenate([loops, knobs, task], axis=1)
+        x = np.concatenate([loops, knobs, kernel, task], axis=1)
         for i in range(self.shape.layers):
             x = x + self._attended(_normalised(x, w, f"{i}.norm1"), i)
             inner = _normalised(x, w, f"{i}.norm2") @ w[f"{i}.up"] + w[f"{i}.up.bias"]

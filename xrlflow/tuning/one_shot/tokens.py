@@ -1,8 +1,10 @@
 """What a model of times sees of the ways of a layer: three kinds of tokens (Ryu et al., 2022, "One-Shot Tuner for Deep
-Learning Compilers", section 3): the loops of the kernel ("curves"), the knobs, and the layer with its machine."""
+Learning Compilers", section 3), the loops of the kernel ("curves"), the knobs, and the layer with its machine; and one
+token of what follows from the loops for this machine, such as how many registers the innermost one takes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 LOOPS = 6
 """The most loops of a kernel."""
-LOOP_FEATURES = 7
+LOOP_FEATURES = 8
+KERNEL_FEATURES = 7
 ALGORITHMS = 8
 """Algorithms, with those of blocks."""
 KNOB_FEATURES = ALGORITHMS + len(KNOBS)
@@ -32,10 +35,11 @@ _LEAST = 1e-6
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """Of N ways of one layer: the loops, [N, LOOPS, LOOP_FEATURES] (0: no such loop); the algorithm (one of
-    ALGORITHMS) and the knobs, [N, KNOB_FEATURES]; the layer, [TASK_FEATURES]."""
+    ALGORITHMS) and the knobs, [N, KNOB_FEATURES]; the kernel, [N, KERNEL_FEATURES]; the layer, [TASK_FEATURES]."""
 
     loops: Floats
     knobs: Floats
+    kernel: Floats
     task: Floats
 
     def __len__(self) -> int:
@@ -47,30 +51,58 @@ class Tokens:
         return self.knobs[:, ALGORITHMS]
 
     def some(self, places: npt.NDArray[np.int64]) -> Tokens:
-        return Tokens(self.loops[places], self.knobs[places], self.task)
+        return Tokens(self.loops[places], self.knobs[places], self.kernel[places], self.task)
 
 
 def tokens_of(space: WaySpace, places: npt.NDArray[np.int64] | None = None) -> Tokens:
     """The tokens of a space's ways at these places (None: of all)."""
     layer, machine = space.layer, space.machine
     wanted = range(space.size) if places is None else places.tolist()
-    loops = np.stack([_of_loops(layer.loops(space.ways[i])) for i in wanted])
+    each = [layer.loops(space.ways[i]) for i in wanted]
+    loops = np.stack([_of_loops(some) for some in each])
     numbers = space.numbers[list(wanted)]
     algorithm = np.eye(ALGORITHMS)[numbers[:, 0].astype(np.int64)]
     logs = np.where(numbers < 0, -1.0, np.log2(1.0 + np.maximum(numbers, 0.0)))
     estimates = np.log2(space.estimates[list(wanted)])
     knobs = np.concatenate([algorithm, estimates[:, None], logs[:, 1:]], axis=1)
-    return Tokens(loops.astype(np.float32), knobs.astype(np.float32), _of_task(layer, machine))
+    kernel = np.array(
+        [_of_kernel(some, layer, machine, estimate) for some, estimate in zip(each, estimates.tolist())]
+    ).reshape(-1, KERNEL_FEATURES)
+    return Tokens(
+        loops.astype(np.float32),
+        knobs.astype(np.float32),
+        kernel.astype(np.float32),
+        _of_task(layer, machine),
+    )
 
 
 def _of_loops(loops: Sequence[Loop]) -> npt.NDArray[np.float64]:
-    """Logarithms of the loops' numbers, and of how often their bodies run."""
+    """Logarithms of the loops' numbers, of how often their bodies run, and of all that a turn touches."""
     found = np.zeros((LOOPS, LOOP_FEATURES))
     for i, (loop, total) in enumerate(zip(loops, totals(loops))):
-        numbers = np.array([*loop.numbers, total])
+        numbers = np.array([*loop.numbers, total, loop.image + loop.weights + loop.results])
         found[i, :-1] = np.log2(np.maximum(numbers, _LEAST) + 1.0)
         found[i, -1] = 1.0
     return found
+
+
+def _of_kernel(
+    loops: Sequence[Loop], layer: Measurable[Any], machine: Machine, estimate: float
+) -> tuple[float, ...]:
+    """Vectors of sums and of weights in the innermost loop, the part of the registers that they take, how unevenly
+    tasks are spread over the cores, what is computed over what is asked for, the multiplications for each number that
+    is read, and the estimate over what is computed: the last three, and the first two, as logarithms."""
+    if not loops:
+        return (0.0,) * KERNEL_FEATURES
+    outer, inner, tasks = loops[0], loops[-1], loops[0].extent
+    sums, weights = inner.results / machine.lanes, inner.weights / machine.lanes
+    computed = max(outer.extent * outer.work, totals(loops)[-1] * inner.work)
+    return (
+        math.log2(1.0 + sums), math.log2(1.0 + weights), (sums + weights + 1.0) / machine.registers,
+        -(-tasks // machine.cores) * machine.cores / tasks,
+        math.log2(computed * machine.lanes * layer.weight / layer.work),
+        math.log2((1.0 + inner.work) / (1.0 + inner.image + weights)), estimate - math.log2(computed),
+    )  # fmt: skip
 
 
 def _of_task(layer: Measurable[Any], machine: Machine) -> Floats:

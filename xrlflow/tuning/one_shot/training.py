@@ -72,13 +72,14 @@ class Network(nn.Module):
         found: Tensor = self.arrays[name.replace(".", "_")]
         return found
 
-    def forward(self, loops: Tensor, knobs: Tensor, task: Tensor) -> Tensor:
-        """Scores [N] of ways: loops [N, LOOPS, .], knobs [N, .], and the layer of each, [N, .]."""
+    def forward(self, loops: Tensor, knobs: Tensor, kernel: Tensor, task: Tensor) -> Tensor:
+        """Scores [N] of ways: loops [N, LOOPS, .], knobs [N, .], the kernel and the layer of each, [N, .]."""
         w = self._of
         kinds = (knobs[:, :ALGORITHMS] @ w("algorithm")).unsqueeze(1)
         tokens = [
             loops @ w("loop") + w("loops"),
             knobs[:, ALGORITHMS:].unsqueeze(-1) * w("knob") + w("knobs") + kinds,
+            (kernel @ w("kernel") + w("kernel.bias")).unsqueeze(1),
             (task @ w("task") + w("task.bias")).unsqueeze(1),
         ]
         x = torch.cat(tokens, 1)
@@ -114,7 +115,7 @@ def _initial(name: str, size: tuple[int, ...], generator: torch.Generator) -> Te
     if name in ("loops", "knobs", "knob", "algorithm"):
         return 0.1 * torch.randn(size, generator=generator)
     # The features of loops and layers are logarithms of up to 30.
-    scale = 0.1 if name in ("loop", "task") else 1.0
+    scale = 0.1 if name in ("loop", "task", "kernel") else 1.0
     return scale * torch.randn(size, generator=generator) / math.sqrt(size[0])
 
 
@@ -161,7 +162,7 @@ def train(
 class _Batch:
     """Ways of several layers; `owner`: the layer of each. `estimates`: logarithms, in the unit of the targets."""
 
-    inputs: tuple[Tensor, Tensor, Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     targets: Tensor
     estimates: Tensor
     owner: Tensor
@@ -175,19 +176,20 @@ def _drawn(
     rng: np.random.Generator,
 ) -> _Batch:
     layers = rng.choice(len(measured), size=min(config.layers, len(measured)), replace=False)
-    loops, knobs, tasks, wanted, estimates, owner = [], [], [], [], [], []
+    loops, knobs, kernels, tasks, wanted, estimates, owner = [], [], [], [], [], [], []
     for i in layers:
         tokens = measured[i].tokens
         places = rng.permutation(len(tokens))[: config.ways]
         loops.append(tokens.loops[places])
         knobs.append(tokens.knobs[places])
+        kernels.append(tokens.kernel[places])
         tasks.append(np.repeat(tokens.task[None], len(places), axis=0))
         wanted.append(targets[i][places])
         estimates.append(tokens.estimates[places] / np.float32(standard.deviation))
         owner.append(np.full(len(places), i))
-    parts = [torch.from_numpy(np.concatenate(some)) for some in (loops, knobs, tasks)]
+    parts = [torch.from_numpy(np.concatenate(some)) for some in (loops, knobs, kernels, tasks)]
     return _Batch(
-        (parts[0], parts[1], parts[2]), torch.from_numpy(np.concatenate(wanted)),
+        (parts[0], parts[1], parts[2], parts[3]), torch.from_numpy(np.concatenate(wanted)),
         torch.from_numpy(np.concatenate(estimates)), torch.from_numpy(np.concatenate(owner)),
     )  # fmt: skip
 
