@@ -57,8 +57,9 @@ from xrlflow.tuning.tuners.protocol import Measurement, Method
 
 Row: TypeAlias = "dict[str, Any]"
 HELD_OUT = ("resnet18", "squeezenet", "efficientnet-b0", "vit")
-# Rounds in which a kernel and the untuned one are timed in turns; at first the latter alone.
-_ROUNDS, _STEADY = 8, 20
+# Rounds in which a kernel and the untuned one are timed in turns, fewer if these take so many milliseconds; before that
+# the latter is timed alone.
+_ROUNDS, _LIMIT, _STEADY = 6, 60.0, 20
 # Multiplications of a layer, and floats of an operand, at most.
 _WORK, _FLOATS = 6e8, 2e7
 _STEPS: Mapping[str, tuple[Step, ...]] = {
@@ -172,14 +173,15 @@ class Paired:
         self.tasks = LayerTasks([layer], machine, lambda known: known.untuned(machine)[0])
         self.threads, self.device, self.flushed = pool.threads, pool.device, True
         self._pool = pool
-        self._timing = replace(COLD_PRIVATE_CACHES, samples=_ROUNDS, others=last_level() if layer.far else 0)
+        others = last_level() if layer.far else 0
+        self._timing = replace(COLD_PRIVATE_CACHES, samples=_ROUNDS, limit_ms=_LIMIT, others=others)
         self._checking = LayerMeasurer(self.tasks, pool.options, at_end, pool)
         module = layer.kernel(layer.untuned(machine)[0], machine)
         (usual,) = at_end.enter_context(pool.built(machine.target(), [module]))
         if not isinstance(usual, Kernel):
             raise BackendError(f"{layer.name}: its untuned kernel cannot be measured")
         self._usual = usual
-        self.seconds = pool.timed(usual, replace(self._timing, samples=_STEADY)).median
+        self.seconds = pool.timed(usual, replace(self._timing, samples=_STEADY, limit_ms=500.0)).median
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
         for position, kernel in self._checking.checked(task, candidates, until):
