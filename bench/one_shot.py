@@ -33,7 +33,6 @@ import numpy as np
 import models
 from bench import pages
 from bench.space import NETWORKS, layers_in
-from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect, direct, products
 from xrlflow.backends.tvm.steps import Earlier, Extra, Step
@@ -41,25 +40,20 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Form, Way
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
-from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.times import WORTH
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.one_shot.training import Measured, TrainingConfig, train
-from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
-from xrlflow.tuning.session import Outcomes, tune
+from xrlflow.tuning.pool import Pool, PoolOptions
+from xrlflow.tuning.session import tune
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
-from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.tuners.protocol import Measurement, Method
+from xrlflow.tuning.tuners.protocol import Method
 
 Row: TypeAlias = "dict[str, Any]"
 HELD_OUT = ("resnet18", "squeezenet", "efficientnet-b0", "vit")
-# Rounds in which a kernel and the untuned one are timed in turns, fewer if these take so many milliseconds; before that
-# the latter is timed alone.
-_ROUNDS, _LIMIT, _STEADY = 6, 60.0, 20
 # Multiplications of a layer, and floats of an operand, at most.
 _WORK, _FLOATS = 6e8, 2e7
 _STEPS: Mapping[str, tuple[Step, ...]] = {
@@ -165,53 +159,26 @@ def _operand(given: Any) -> float | Extra | Earlier:
     return Earlier(given["step"]) if "step" in given else Extra(given["by_channel"])
 
 
-class Paired:
-    """Measures kernels of one layer, each in turns with its untuned kernel: a processor may change its rate from one
-    second to the next by a third. What counts is the median ratio, times the untuned kernel's median."""
-
-    def __init__(self, layer: Layer, machine: Machine, pool: Pool, at_end: contextlib.ExitStack) -> None:
-        self.tasks = LayerTasks([layer], machine, lambda known: known.untuned(machine)[0])
-        self.threads, self.device, self.flushed = pool.threads, pool.device, True
-        self._pool = pool
-        others = last_level() if layer.far else 0
-        self._timing = replace(COLD_PRIVATE_CACHES, samples=_ROUNDS, limit_ms=_LIMIT, others=others)
-        self._checking = LayerMeasurer(self.tasks, pool.options, at_end, pool)
-        module = layer.kernel(layer.untuned(machine)[0], machine)
-        (usual,) = at_end.enter_context(pool.built(machine.target(), [module]))
-        if not isinstance(usual, Kernel):
-            raise BackendError(f"{layer.name}: its untuned kernel cannot be measured")
-        self._usual = usual
-        self.seconds = pool.timed(usual, replace(self._timing, samples=_STEADY, limit_ms=500.0)).median
-
-    def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
-        for position, kernel in self._checking.checked(task, candidates, until):
-            yield position, self._compared(kernel) if isinstance(kernel, Kernel) else kernel
-
-    def _compared(self, kernel: Kernel) -> Measurement:
-        found = self._pool.in_turns([self._usual, kernel], self._timing)
-        if isinstance(found, Measurement):
-            return found
-        return Measurement((self.seconds * statistics.median(mine / usual for usual, mine in found),))
-
-
 def kernels(
     layer: Layer, machine: Machine, pool: Pool, explored: bool, count: int, seed: int
 ) -> tuple[list[tuple[Any, float]], float]:
     """Measure so many kernels of a layer: the ways of those that ran, with their seconds, and those of the untuned
-    kernel that they are compared with (it is among them, too: that is the control). Raises BackendError."""
+    kernel with which each was timed in turns (it is among them, too: that is the control). Raises BackendError."""
     method = Method.GENETIC if explored else Method.RANDOM
     with contextlib.ExitStack() as at_end:
         folder = at_end.enter_context(tempfile.TemporaryDirectory())
         store = at_end.enter_context(Store(Path(folder) / "tuning.sqlite"))
-        measurer = Paired(layer, machine, pool, at_end)
-        tasks = measurer.tasks
+        tasks = LayerTasks([layer], machine, lambda known: known.untuned(machine)[0])
+        measurer = LayerMeasurer(tasks, pool.options, at_end, pool)
         tune(tasks.tasks, tasks.maker(method), trials=count, batch=16, seed=seed, store=store, pool=measurer)
         found = [
             (json.loads(record.trace), record.outcome.median)
             for record in store.known(layer.key)
             if record.outcome.error is None
         ]
-        return found, measurer.seconds
+        if (untuned := measurer.untuned_seconds(layer.key)) is None:
+            raise BackendError(f"{layer.name}: its untuned kernel cannot be measured")
+        return found, untuned
 
 
 def layers_to_measure(options: argparse.Namespace, machine: Machine) -> Iterator[Layer]:

@@ -545,7 +545,9 @@ def test_tune_measures_blocks(tmp_path: Path) -> None:
         assert any(known.key in tasks for known in untuned_blocks)
         assert [row["name"] for row in rows] == [known.name for known in used]
         fused = bands_in(CHAIN, Algorithms(timings=times(store)))
-    for row, known in zip(rows, used):  # one that others made possible when all trials were spent has no times
+    for row, known in zip(
+        rows, used
+    ):  # one that others made possible when all trials were spent has no times
         seconds = [row["plain_us"], row["heuristic_us"], row["best_us"]]
         assert all(second > 0 for second in seconds) if known.key in tasks else seconds == [None] * 3
     assert fused == sum(row["algorithm"].startswith("bands of") for row in rows)

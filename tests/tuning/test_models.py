@@ -34,6 +34,7 @@ from xrlflow.tuning.layer_times import Seen, StoredTimes, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
+from xrlflow.tuning.pool import Kernel, Pool
 from xrlflow.tuning.session import tune
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
@@ -41,6 +42,7 @@ from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
 from xrlflow.tuning.tuners.protocol import LAYERS, SEARCHING, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
+from xrlflow.tuning.worker import Timing
 
 
 def network() -> onnx.ModelProto:
@@ -86,6 +88,33 @@ def file(tmp_path: Path) -> Path:
 def test_layers_are_tasks(tasks: LayerTasks) -> None:
     assert sorted(task.weight for task in tasks.tasks) == [1, 2]  # the softmax is none
     assert [task.key for task in tasks.tasks] == [layer.key for layer in tasks.layers]
+
+
+def test_kernels_are_timed_in_turns_with_the_untuned_one(
+    tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor slows down by half while the first kernel is timed."""
+    pairs: list[tuple[Kernel, ...]] = []
+
+    def in_turns(pool: Pool, kernels: Sequence[Kernel], timing: Timing) -> list[tuple[float, ...]]:
+        pairs.append(tuple(kernels))
+        slower = 2.0 if len(pairs) == 1 else 1.0
+        return [(slower * 2e-3, slower * 1e-3), (slower * 2e-3, slower * 1.2e-3), (2e-3, 1e-3)]
+
+    monkeypatch.setattr(Pool, "in_turns", in_turns)
+    monkeypatch.setattr(Pool, "timed", lambda pool, kernel, timing: Measurement((3e-3, 4e-3, 4e-3)))
+    task = tasks.tasks[0]
+    space = WaySpace.of(tasks.layers[0], MACHINE)
+    others = [found for way in space.ways[:2] if (found := space.candidate(way)) is not None]
+    with measuring(tasks) as measurer:
+        assert measurer.untuned_seconds(task.key) is None
+        outcomes = dict(measurer.outcomes(task, others))
+        assert measurer.untuned_seconds(task.key) == 4e-3
+        for position in range(2):
+            assert outcomes[position].error is None
+            assert outcomes[position].seconds == pytest.approx((2e-3, 2.4e-3, 2e-3))
+    assert len({first.path for first, _ in pairs}) == 1
+    assert len({kernel.path for pair in pairs for kernel in pair}) == 3
 
 
 def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:

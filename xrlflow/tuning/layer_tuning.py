@@ -24,6 +24,7 @@ from xrlflow.tuning.store import Record
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
+from xrlflow.tuning.worker import Timing
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +106,27 @@ class BeginWith:
         self._tuner.update(measured)
 
 
+# Rounds in which a kernel and the untuned one are timed in turns, fewer if these take so many milliseconds; before that
+# the latter is timed alone, so often and so long at most.
+_ROUNDS, _LIMIT, _STEADY, _MOST = 6, 60.0, 20, 500.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """The untuned kernel of a layer, and its time in seconds."""
+
+    kernel: Kernel
+    seconds: float
+
+
 @dataclass(slots=True)
 class LayerMeasurer:
     """Checks and times kernels of layers (see `session.Measurer`). Weights of layers that are `far` come from memory.
 
     A kernel's results are compared with the expected ones before it is timed, but not those of a remote device, where
-    only whole models are verified. The pool starts when there is something to measure.
+    only whole models are verified. Here a kernel is timed in turns with the untuned one of its layer: a processor may
+    change its rate from one second to the next by a third. Its time is the ratio of the two, times the untuned kernel's
+    time when the layer's first kernel was measured. The pool starts when there is something to measure.
     """
 
     layers: LayerTasks
@@ -118,6 +134,7 @@ class LayerMeasurer:
     at_end: contextlib.ExitStack
     _pool: Pool | None = None
     _expected: dict[str, Floats] = field(default_factory=dict)
+    _references: dict[str, _Reference | None] = field(default_factory=dict)
 
     @property
     def threads(self) -> int:
@@ -132,13 +149,43 @@ class LayerMeasurer:
         return self.options.timing.flush
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float = math.inf) -> Outcomes:
-        far = self.layers.by_key[task.key].far
-        timing = replace(self.options.timing, others=last_level() if far else 0)
-        for position, kernel in self.checked(task, candidates, until):
-            timed = kernel if isinstance(kernel, Measurement) else self._started().timed(kernel, timing)
-            yield position, timed
+        for position, kernel in self._checked(task, candidates, until):
+            yield position, kernel if isinstance(kernel, Measurement) else self._timed(task, kernel)
 
-    def checked(
+    def _timed(self, task: Task, kernel: Kernel) -> Measurement:
+        """In turns with the layer's untuned kernel, if that can be measured alone."""
+        far, pool = self.layers.by_key[task.key].far, self._started()
+        timing = replace(self.options.timing, others=last_level() if far else 0)
+        if (usual := self._reference(task, timing)) is None:
+            return pool.timed(kernel, timing)
+        found = pool.in_turns([usual.kernel, kernel], replace(timing, samples=_ROUNDS, limit_ms=_LIMIT))
+        if isinstance(found, Measurement):
+            return found
+        return Measurement(tuple(usual.seconds * mine / other for other, mine in found))
+
+    def untuned_seconds(self, key: str) -> float | None:
+        """The time of the kernel with which those of a layer are timed in turns; None if none was measured so."""
+        found = self._references.get(key)
+        return None if found is None else found.seconds
+
+    def _reference(self, task: Task, timing: Timing) -> _Reference | None:
+        if self.options.remote is not None:
+            return None
+        if task.key not in self._references:
+            self._references[task.key] = self._untuned(task, timing)
+        return self._references[task.key]
+
+    def _untuned(self, task: Task, timing: Timing) -> _Reference | None:
+        if (candidate := self.layers.usual(task)) is None:
+            return None
+        pool = self._started()
+        (kernel,) = self.at_end.enter_context(pool.built(task.target, [candidate.mod]))
+        if not isinstance(kernel, Kernel):
+            return None
+        timed = pool.timed(kernel, replace(timing, samples=_STEADY, limit_ms=_MOST))
+        return None if timed.error is not None else _Reference(kernel, timed.median)
+
+    def _checked(
         self, task: Task, candidates: Sequence[Candidate], until: float = math.inf
     ) -> Iterator[tuple[int, Kernel | Measurement]]:
         """The kernels of candidates, by position, or what is wrong with them. Those that would begin after `until`
