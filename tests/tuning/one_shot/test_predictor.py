@@ -66,6 +66,22 @@ def test_numpy_computes_what_torch_does(name: str) -> None:
     np.testing.assert_allclose(ours.scores(tokens), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
+    space, form = space_of("steps"), FORMS["steps"]
+    assert isinstance(form, direct.Form)
+    kernel = tokens_of(space).kernel
+    for way, (sums, weights, registers, balance, computed, *_) in zip(space.ways, kernel.tolist()):
+        if not isinstance(way.plan, direct.Plan):
+            continue
+        wide = way.plan.vectors * way.plan.lanes / MACHINE.lanes
+        assert 2**sums - 1 == pytest.approx(min(way.plan.pixels, form.results[2]) * wide, rel=1e-3)
+        assert 2**weights - 1 == pytest.approx(form.window[2] * wide, rel=1e-3)
+        assert registers == pytest.approx((2**sums + 2**weights - 1) / MACHINE.registers, rel=1e-3)
+        assert 1 <= balance <= MACHINE.cores
+        assert computed > -1e-3, "no less than what is asked for"
+    assert any(isinstance(way.plan, direct.Plan) for way in space.ways)
+
+
 def test_it_orders_kernels_of_a_layer_that_it_has_not_seen(predictor: Predictor) -> None:
     space = space_of("steps", image=(1, 21, 21, 48), out=(1, 21, 21, 48))
     known = measured(space, 400, 9)
