@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 
+_PLACES = {algorithm: place for place, algorithm in enumerate(Algorithm)}
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A convolution or product, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
@@ -82,7 +85,7 @@ class Layer:
         return found
 
     def numbers(self, way: Way) -> dict[str, int]:
-        algorithm = {"algorithm": list(Algorithm).index(way.algorithm)}
+        algorithm = {"algorithm": _PLACES[way.algorithm]}
         if isinstance(way.plan, Choice):
             tile = way.plan.tile
             blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
