@@ -54,7 +54,7 @@ _ERF_BELOW = (
 
 
 # Functions that TVM would call without vectors, and only in single and double precision.
-_FROM_C = ("sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh")
+FROM_C = ("sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh")
 
 
 def register() -> None:
@@ -62,7 +62,7 @@ def register() -> None:
     from tvm import tirx
 
     own = {"exp": _exp, "tanh": _tanh, "erf": _erf, "sigmoid": _sigmoid}
-    for name in (*own, *_FROM_C):
+    for name in (*own, *FROM_C):
         lower = _lowering(name, own.get(name))
         tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=lower, level=99)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xrlflow.backends.tvm.batches_fusion import fuse_batches
+from xrlflow.backends.tvm.chains import cut_chains
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.legalize import legalizations
 from xrlflow.backends.tvm.open_sizes import sized
@@ -27,6 +28,7 @@ def last_passes(machine: Machine) -> list[Callable[[Any], Any]]:
         sized,
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
+        cut_chains,
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
