@@ -47,7 +47,7 @@ from xrlflow.lowering import ExecutionTarget, Lowering, TuningPlan, tune_model
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
 from xrlflow.tuning.store import Store
-from xrlflow.tuning.tuners.protocol import LAYERS, Method
+from xrlflow.tuning.tuners.protocol import Method
 
 _STANDARD_OUTPUT = Path("-")
 MODELS: Mapping[str, Callable[[], onnx.ModelProto]] = {
@@ -155,7 +155,7 @@ def timed(
 
 
 def methods(text: str) -> list[Method]:
-    return list(LAYERS) if text == "all" else [Method(word) for word in text.split(",")]
+    return list(Method) if text == "all" else [Method(word) for word in text.split(",")]
 
 
 def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ import psutil
 
 import models
 from bench import pages
+from bench.evolutionary import EvolutionaryConfig, EvolutionaryTuner
 from bench.one_shot import HELD_OUT
 from bench.space import NETWORKS, layers_in
 from xrlflow.backends import system_load
@@ -74,7 +75,7 @@ from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.worker import Timing
 
-REFERENCE = Method.EVOLUTIONARY.value
+REFERENCE = EvolutionaryTuner.name
 TRANSFER = "chameleon+transfer"
 TUNERS = (
     "one-shot", "one-shot-8", "chameleon", TRANSFER, "genetic", "annealing", "beam", "random", REFERENCE,
@@ -545,17 +546,17 @@ class Subject:
     def contestant(self, tuner: str, agent: Agent | None, pool: Pool, at_end: ExitStack) -> Contestant:
         """A tuner, which proposes with all cores, since nothing is measured meanwhile."""
         if tuner == REFERENCE:
-            make = partial(_made, Method.EVOLUTIONARY, None, None)
-            return Contestant(self.stock(), make, Stock(pool, self.timing))
+            config = EvolutionaryConfig(threads=available_cpus())
+            return Contestant(
+                self.stock(), partial(EvolutionaryTuner, config=config), Stock(pool, self.timing)
+            )
         method = Method.CHAMELEON if tuner == TRANSFER else Method(tuner)
-        make = partial(_made, method, self, agent if tuner == TRANSFER else None)
+        make = partial(self._tuner, method, agent if tuner == TRANSFER else None)
         tasks = self.tasks
         return Contestant(tasks.tasks[0], make, Ours(tasks, pool.options, at_end, pool))
 
-
-def _made(method: Method, subject: Subject | None, agent: Agent | None, task: Task, seed: int) -> Tuner:
-    space = None if subject is None else WaySpace.of(subject.layer, subject.machine)
-    return make_tuner(method, task, seed, space=space, agent=agent, threads=available_cpus())
+    def _tuner(self, method: Method, agent: Agent | None, task: Task, seed: int) -> Tuner:
+        return make_tuner(method, WaySpace.of(self.layer, self.machine), seed, agent=agent)
 
 
 def some_layers(names: Sequence[str], count: int, machine: Machine) -> dict[str, Subject]:

@@ -119,9 +119,9 @@ def test_values_that_are_offered_are_accepted() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("tvm") is None, reason="the extra tvm is not installed")
 def test_processors_and_methods_are_known() -> None:
     from xrlflow.backends.tvm.target import detect
-    from xrlflow.tuning.tuners.protocol import LAYERS
+    from xrlflow.tuning.tuners.protocol import Method
 
-    assert tuple(m.value for m in LAYERS) == METHODS
+    assert tuple(m.value for m in Method) == METHODS
     x86 = PROCESSORS[: PROCESSORS.index("cortex-a53")]
     arm = PROCESSORS[PROCESSORS.index("cortex-a53") :]
     for system, names in (("x86_64-linux-gnu", x86), ("aarch64-linux-gnu", arm)):

@@ -69,7 +69,7 @@ def execute(server: postgres.Server, statement: str) -> list[Any]:
 
 def record(**changed: Any) -> Record:
     given = {
-        "task": "t", "setting": Setting("{}", "1", "a cpu", 2), "candidate": "c", "trace": "[1]", "arguments": "[]",
+        "task": "t", "setting": Setting("{}", "1", "a cpu", 2), "candidate": "c", "trace": "[1]",
         "seconds": (1e-3,), "error": None, "taken": 5.0,
     }  # fmt: skip
     return Record(**{**given, **changed})

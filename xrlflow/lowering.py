@@ -40,7 +40,7 @@ from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, shipped
 from xrlflow.tuning.one_shot.times import PredictedTimes
 from xrlflow.tuning.pool import PoolOptions
-from xrlflow.tuning.session import Progress, TuningResult, tune
+from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.tuning.worker import Timing
@@ -481,7 +481,7 @@ def tune_model(
     fused, remarks = _fused(how, graphs)
     layers: list[tuple[LayerResult, ...]]
     if predicted:
-        found, layers = tune([], plan.method, trials=0, store=how.store), [() for _ in fused]
+        found, layers = TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0), [() for _ in fused]
         how = replace(how, predictor=shipped())
         remarks.append("a predictor chose the kernels of convolutions and products: none was measured")
     else:
@@ -543,7 +543,7 @@ def _tuned(
             result = tune(
                 tasks.tasks, tasks.maker(plan.method), trials=max(0, plan.trials - spent), batch=plan.batch,
                 time_limit=max(1e-3, end - time.monotonic()), seed=plan.seed, store=how.store, pool=measurer,
-                listener=listener, usual=tasks.usual, recorded=tasks.recorded,
+                listener=listener, kernels=tasks,
             )  # fmt: skip
             found = result if found is None else found.joined(result)
             tried.update(layer.key for layer in tasks.layers)

@@ -44,7 +44,7 @@ TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
 METHODS = ("chameleon", "genetic", "annealing", "beam", "random", "one-shot", "one-shot-8")
-"""The names of `xrlflow.tuning.tuners.protocol.LAYERS`, which the help must not import."""
+"""The names of `xrlflow.tuning.tuners.protocol.Method`, which the help must not import."""
 PROCESSORS = (
     *("x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell"),
     *("skylake", "skylake-avx512", "cascadelake", "icelake-server", "sapphirerapids", "emeraldrapids", "alderlake"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bench import tuning as bench
+from tests.tuning.measured import MACHINE
 from tests.tuning.problems import matmul
+from tests.tuning.spaces import PRODUCT, TINY, MadeUp, space_of
 from xrlflow.backends.system_load import Reading
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tasks import Task
@@ -324,14 +325,18 @@ def test_an_agent_learns_on_one_operator_after_the_other(tmp_path: Path) -> None
 
     clock = Clock()
 
-    def lesson(task: Task) -> Callable[[Agent | None], bench.Contestant]:
+    def lesson(layer: MadeUp) -> Callable[[Agent | None], bench.Contestant]:
+        task = Task(layer.name, None, MACHINE.target(), 1, layer.name)
+
         def with_agent(agent: Agent | None) -> bench.Contestant:
-            make = partial(make_tuner, Method.CHAMELEON, agent=agent)
+            def make(task: Task, seed: int) -> Tuner:
+                return make_tuner(Method.CHAMELEON, space_of(layer), seed, agent=agent)
+
             return bench.Contestant(task, make, Numbers(clock))
 
         return with_agent
 
-    lessons = {"A": lesson(matmul()), "B": lesson(matmul(4))}
+    lessons = {"A": lesson(PRODUCT), "B": lesson(TINY)}
     done = bench.train_agent(lessons, tmp_path / "agent", trials=24, batch=12, clock=clock)
     assert (done.trials, done.seconds, done.operators) == (48, 48.0, ("A", "B"))
     one = bench.train_agent({"A": lessons["A"]}, tmp_path / "one", trials=24, batch=12, clock=clock)

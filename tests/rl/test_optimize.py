@@ -150,6 +150,7 @@ def test_without_time_for_the_agent_there_is_what_greedy_finds(monkeypatch: pyte
     found, greedy = optimize("resnext50"), optimize("resnext50", search="greedy")
     assert not found.returned_original
     assert found.trace == greedy.trace
+    assert any("greedy search found a better graph" in note for note in found.report.notes)
 
 
 @pytest.mark.parametrize(

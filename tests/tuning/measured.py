@@ -37,19 +37,16 @@ def put(
     for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
         candidate = key_of(layer, way, MACHINE) if key is None else key
         now = time.time()
-        store.put(
-            Record(layer.key, setting(), candidate, way.text, "[]", outcome.seconds, outcome.error, now)
-        )
+        store.put(Record(layer.key, setting(), candidate, way.text, outcome.seconds, outcome.error, now))
 
 
 def tune_one(store: Store, layer: Measurable[Any], trials: int, *, confirm: bool = False) -> TuningResult:
     """Measure the untuned kernels of a layer, and random ones. `confirm`: the leading ones again."""
     tasks = LayerTasks([layer], MACHINE, lambda known: known.untuned(MACHINE)[0])
-    again: dict[str, Any] = {"usual": tasks.usual, "recorded": tasks.recorded} if confirm else {}
     with contextlib.ExitStack() as at_end:
         return tune(
             tasks.tasks, tasks.maker(Method.RANDOM), trials=trials, batch=trials, store=store,
-            pool=LayerMeasurer(tasks, QUICK, at_end), **again,
+            pool=LayerMeasurer(tasks, QUICK, at_end), kernels=tasks if confirm else None,
         )  # fmt: skip
 
 

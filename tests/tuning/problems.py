@@ -1,4 +1,4 @@
-"""Small tasks that several tests use."""
+"""Small tasks of TVM's own kernels."""
 
 from __future__ import annotations
 
@@ -30,21 +30,8 @@ def module(build: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
 
 @cache
 def matmul(n: int = 8) -> Task:
-    """Two square matrices: tiles of three loops, unrolling, and where the result is gathered."""
+    """Two square matrices."""
     return extract_tasks(module(lambda op, a, b: op.matmul(a, b), (n, n), (n, n)), target())[0]
-
-
-@cache
-def convolution() -> Task:
-    """A padded convolution: the padding's place is a knob."""
-    build = lambda op, x, w: op.nn.conv2d(x, w, padding=1, data_layout="NHWC", kernel_layout="HWIO")  # noqa: E731
-    return extract_tasks(module(build, (1, 8, 8, 4), (3, 3, 4, 8)), target())[0]
-
-
-@cache
-def softmax() -> Task:
-    """Four blocks, two reductions that may be factored: sketches with different knobs."""
-    return extract_tasks(module(lambda op, x: op.nn.softmax(x), (16, 64)), target())[0]
 
 
 @cache

@@ -348,7 +348,7 @@ def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, sto
     """So the estimate is used, as without them."""
     (known,) = blocks_of(MODEL)
     put(store, known, APART, *[1e-3] * 4)
-    store.put(Record(known.key, setting(), "code", text, "[]", (1e-9,), None, time.time()))
+    store.put(Record(known.key, setting(), "code", text, (1e-9,), None, time.time()))
     assert times(store).of_block(known.form, known.far) is None
     assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
 
@@ -381,7 +381,7 @@ def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: 
     assert BlockWay.stored(text) is None
     put(store, known, APART, *[1e-3] * 4)
     key = key_of(known, untuned(known), MACHINE)
-    store.put(Record(known.key, setting(), key, text, "[]", (1e-9,), None, time.time()))
+    store.put(Record(known.key, setting(), key, text, (1e-9,), None, time.time()))
     assert times(store).of_block(known.form, known.far) is None
 
 

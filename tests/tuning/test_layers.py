@@ -180,10 +180,10 @@ def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     assert set(known) == {*ALL}
     assert times(store).of(LAYER.form, far=True) == known, "measured at another distance, for want of better"
     assert tune_one(store, LAYER, 6).measured == 0
-    assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
 
 
-def test_the_leading_kernels_are_measured_again(store: Store) -> None:
+def test_the_leading_kernels_are_measured_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.tuning.session._AGAIN_SECONDS", 60.0)  # beside other work it takes longer
     tune_one(store, LAYER, 6, confirm=True)
     (best,) = store.best(LAYER.key, 1, setting(), least=CONFIRMED)
     known = Counter(record.candidate for record in store.known(LAYER.key, setting()))
@@ -239,7 +239,7 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
     real = re.sub(r'"rows": (\d+)', r'"rows": \1.0', usual)
     assert len({usual, several, real}) == 3
     for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null", several, real):
-        record = Record(LAYER.key, setting(), "x", text, "[]", (1e-9,), None, time.time())
+        record = Record(LAYER.key, setting(), "x", text, (1e-9,), None, time.time())
         store.put(record)
     assert times(store).of(LAYER.form, far=False) == {TILES: Timed(4e-3, PLAIN.plan)}
     for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):

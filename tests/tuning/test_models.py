@@ -40,7 +40,7 @@ from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
-from xrlflow.tuning.tuners.protocol import LAYERS, SEARCHING, Measurement, Method
+from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
 
@@ -185,7 +185,7 @@ def test_a_tuner_learns_how_long_the_untuned_kernels_take(
 
     told: list[str] = []
     monkeypatch.setattr(
-        "xrlflow.tuning.layer_tuning.make_tuner", lambda _, task, seed, space: Listening(space, seed)
+        "xrlflow.tuning.layer_tuning.make_tuner", lambda _, space, seed: Listening(space, seed)
     )
     tuner = tasks.maker(Method.RANDOM)(tasks.tasks[0], 3)
     proposed = tuner.propose(count)
@@ -193,12 +193,11 @@ def test_a_tuner_learns_how_long_the_untuned_kernels_take(
     assert told == [candidate.key for candidate in proposed]
 
 
-@pytest.mark.parametrize("method", [m for m in LAYERS if m is not Method.ONE_SHOT])
+@pytest.mark.parametrize("method", [m for m in Method if m is not Method.ONE_SHOT])
 def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, tmp_path: Path) -> None:
     with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
         found = tune(
-            tasks.tasks, tasks.maker(method), trials=12, batch=3, store=store, pool=measurer, usual=tasks.usual,
-            recorded=tasks.recorded,
+            tasks.tasks, tasks.maker(method), trials=12, batch=3, store=store, pool=measurer, kernels=tasks,
         )  # fmt: skip
         assert sum(result.trials for result in found.tasks) == 12
         for result in found.tasks:
@@ -208,12 +207,6 @@ def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, t
             records = store.known(result.task.key)
             assert tasks.usual(result.task).key in {record.candidate for record in records}
             assert len({record.candidate for record in records}) == result.trials
-        assert store.export_json(tmp_path / "exported") == 0, "what is no schedule is not TVM's"
-
-
-def test_metaschedule_has_other_schedules(tasks: LayerTasks) -> None:
-    with pytest.raises(ValueError, match="evolutionary searches TVM's own schedules"):
-        tasks.maker(Method.EVOLUTIONARY)(tasks.tasks[0], 0)
 
 
 def test_a_second_run_measures_nothing(tasks: LayerTasks, tmp_path: Path) -> None:
@@ -279,18 +272,18 @@ def test_a_models_layers_are_measured_again_beside_the_untuned_ones(
 ) -> None:
     kept: list[tuple[Sequence[Task], Any, LayerMeasurer]] = []
 
-    def watched(tasks: Sequence[Task], *given: Any, usual: Any, pool: LayerMeasurer, **named: Any) -> Any:
-        kept.append((tasks, usual, pool))
-        return tune(tasks, *given, usual=usual, pool=pool, **named)
+    def watched(tasks: Sequence[Task], *given: Any, kernels: Any, pool: LayerMeasurer, **named: Any) -> Any:
+        kept.append((tasks, kernels, pool))
+        return tune(tasks, *given, kernels=kernels, pool=pool, **named)
 
     monkeypatch.setattr("xrlflow.lowering.tune", watched)
     api.tune(file, method="random", trials=2, threads=2, store=tmp_path / "s.sqlite", measure=False)
-    ((tasks, usual, pool),) = kept
+    ((tasks, kernels, pool),) = kept
     assert pool.flushed, "as between other kernels"
     for task in tasks:
         layer = pool.layers.by_key.get(task.key)
         if layer is not None:
-            assert usual(task).key == key_of(layer, layer.untuned(MACHINE)[0], MACHINE)
+            assert kernels.usual(task).key == key_of(layer, layer.untuned(MACHINE)[0], MACHINE)
 
 
 @pytest.mark.parametrize("function", [api.optimize, api.tune])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -15,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuning.kernels import matmul
+from tests.tuning.kernels import matmul, scheduled
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
-from xrlflow.tuning.store import Setting, Store
+from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.tuners.protocol import Measurement, Method
+from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import Timing
 
 
@@ -282,19 +283,34 @@ def test_limits_that_make_no_sense_are_refused(store: Store, wrong: dict[str, in
         tune([one(), one()], Counting, trials=1, store=store, pool=Formula())
 
 
+class Splitting:
+    """Proposes a product whose columns are split in several ways."""
+
+    name = "splitting"
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self._left = [scheduled(task, inner) for inner in (2, 4, 8, 16, 32, 64)]
+
+    def propose(self, count: int) -> Sequence[Candidate]:
+        found, self._left = self._left[:count], self._left[count:]
+        return found
+
+    def update(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
+        pass
+
+
 def test_a_real_kernel_is_tuned_and_known_afterwards(store: Store) -> None:
     task = matmul(64)
     options = PoolOptions(builders=2, threads=1, timing=Timing(samples=3, sample_ms=1.0))
     with Pool(options) as pool:
-        first = tune([task], Method.RANDOM, trials=6, batch=3, seed=1, store=store, pool=pool)
+        first = tune([task], Splitting, trials=6, batch=3, seed=1, store=store, pool=pool)
     (found,) = first.tasks
     assert found.best is not None
     assert found.trials == found.measured == 6
-    second = tune([task], Method.RANDOM, trials=6, batch=3, seed=1, store=store, pool=options)
+    second = tune([task], Splitting, trials=6, batch=3, seed=1, store=store, pool=options)
     assert second.measured == 0
     assert second.tasks[0].best == found.best
     assert found.best.setting == Setting.here(task.target, 1)
-    assert len(store.database(task.target)) == 1
     assert os.path.getsize(store.path) > 0
 
 
@@ -322,8 +338,14 @@ class Lucky(Formula):
             )
 
 
-def usual(task: Task) -> Candidate:
-    return Candidate(None, [[], []], task.mod, "30")
+class Again:
+    """The thirtieth is the untuned one."""
+
+    def usual(self, task: Task) -> Candidate:
+        return Candidate(None, [], task.mod, "30")
+
+    def recorded(self, task: Task, record: Record) -> Candidate:
+        return Candidate(None, json.loads(record.trace), task.mod, record.candidate)
 
 
 def confirmed(store: Store, measurer: Formula, trials: int = 40, **options: object) -> TuningResult:
@@ -335,7 +357,7 @@ def confirmed(store: Store, measurer: Formula, trials: int = 40, **options: obje
 
 def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -> None:
     measurer = Lucky({"70", "77", "84", "91", "98"})
-    result = confirmed(store, measurer, usual=usual)
+    result = confirmed(store, measurer, kernels=Again())
     assert result.measured == 40
     (found,) = result.tasks
     assert found.best is not None
@@ -349,14 +371,14 @@ def test_what_leads_is_measured_again_beside_what_runs_otherwise(store: Store) -
     assert max(measurer.seen.count(key) for key in ("70", "77", "84", "91", "98")) <= 4
 
     later = Lucky(set())
-    assert confirmed(store, later, usual=usual).tasks[0].best == found.best
+    assert confirmed(store, later, kernels=Again()).tasks[0].best == found.best
     assert later.seen == []
 
 
 def test_luck_that_is_not_at_an_end_in_time_is_not_the_best(store: Store) -> None:
     """More have been lucky than are measured again: what was measured often enough counts, and the rest is left."""
     measurer = Lucky({str(n) for n in range(1000)})
-    (found,) = confirmed(store, measurer, usual=usual).tasks
+    (found,) = confirmed(store, measurer, kernels=Again()).tasks
     assert measurer.seen.count("30") == 8
     assert found.best is not None
     assert len(found.best.seconds) >= 4
@@ -364,12 +386,12 @@ def test_luck_that_is_not_at_an_end_in_time_is_not_the_best(store: Store) -> Non
     assert len(fastest.seconds) < 4
 
     later = Lucky(set())
-    confirmed(store, later, usual=usual)
+    confirmed(store, later, kernels=Again())
     assert later.seen == []
 
     # What more trials find is measured again, however often that was done before.
     more = Lucky(set())
-    confirmed(store, more, 60, usual=usual)
+    confirmed(store, more, 60, kernels=Again())
     assert more.seen.count("30") > 0
 
 
@@ -383,7 +405,7 @@ def test_without_something_to_compare_with_nothing_is_measured_again(store: Stor
 
 def test_where_the_usual_leads_alone_nothing_is_measured_again(store: Store) -> None:
     measurer = Lucky({"30"})
-    result = confirmed(store, measurer, 300, usual=usual)
+    result = confirmed(store, measurer, 300, kernels=Again())
     assert result.tasks[0].best is not None
     assert result.tasks[0].best.candidate == "30"
     assert len(measurer.seen) == 300
@@ -392,7 +414,7 @@ def test_where_the_usual_leads_alone_nothing_is_measured_again(store: Store) -> 
 def test_measuring_again_has_a_part_of_the_time(store: Store) -> None:
     """A fifth: of some twenty measurements in all, where eight rounds would take thirty."""
     measurer = Lucky({str(n) for n in range(0, 1000, 3)}, pause=0.1)
-    result = confirmed(store, measurer, 10_000, usual=usual, time_limit=2.0)
+    result = confirmed(store, measurer, 10_000, kernels=Again(), time_limit=2.0)
     assert result.stop is Stop.TIME
     assert 0 < len(measurer.seen) - result.measured <= 8
 
@@ -400,9 +422,9 @@ def test_measuring_again_has_a_part_of_the_time(store: Store) -> None:
 def test_without_trials_nothing_is_measured_at_all(store: Store) -> None:
     confirmed(store, Lucky({"70"}))
     later = Lucky(set())
-    assert confirmed(store, later, 0, usual=usual).stop is Stop.TRIALS
+    assert confirmed(store, later, 0, kernels=Again()).stop is Stop.TRIALS
     assert later.seen == []
-    confirmed(store, later, usual=usual)
+    confirmed(store, later, kernels=Again())
     assert later.seen != []
 
 
@@ -423,7 +445,7 @@ def test_what_fails_when_it_is_measured_again_is_not_the_best(store: Store) -> N
             return Measurement(error="it crashed") if broken else Formula.outcome(key)
 
     measurer = Breaking(set())
-    (found,) = confirmed(store, measurer, usual=usual).tasks
+    (found,) = confirmed(store, measurer, kernels=Again()).tasks
     assert found.best is not None
     assert found.best.candidate == "7"
     assert measurer.seen.count("0") == 2
@@ -434,11 +456,11 @@ def test_what_was_measured_again_is_kept_on_ctrl_c(store: Store) -> None:
         if count == 46:
             raise KeyboardInterrupt
 
-    result = confirmed(store, Lucky({"70"}, act=act), usual=usual)
+    result = confirmed(store, Lucky({"70"}, act=act), kernels=Again())
     assert result.stop is Stop.INTERRUPTED
     assert result.measured == 40
     assert len(store) == 45
-    (found,) = confirmed(store, Lucky(set()), usual=usual).tasks
+    (found,) = confirmed(store, Lucky(set()), kernels=Again()).tasks
     assert found.best is not None
     assert found.best.candidate == "0"
 
@@ -449,6 +471,6 @@ def test_an_interrupted_session_measures_nothing_again(store: Store) -> None:
             raise KeyboardInterrupt
 
     measurer = Formula(act=act)
-    result = confirmed(store, measurer, usual=usual)
+    result = confirmed(store, measurer, kernels=Again())
     assert result.stop is Stop.INTERRUPTED
     assert len(measurer.seen) == 20

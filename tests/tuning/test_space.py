@@ -19,7 +19,6 @@ from xrlflow.tuning.knobs import KnobError
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.space import KNOBS, WaySpace
-from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 
@@ -113,8 +112,8 @@ def test_what_is_no_vector_is_refused() -> None:
 
 
 def test_knobs_are_named() -> None:
-    assert space_of("steps").names[0] == KNOBS[0] == "algorithm"
-    assert set(space_of("a block").names) <= set(KNOBS)
+    assert space_of("steps").knobs[0].name == KNOBS[0] == "algorithm"
+    assert {knob.name for knob in space_of("a block").knobs} <= set(KNOBS)
     algorithms = {list(Algorithm).index(way.algorithm) for way in space_of("pointwise").ways}
     assert {int(level) for level in space_of("pointwise").knobs[0].levels} == algorithms
 
@@ -130,7 +129,7 @@ def test_tuners_find_what_is_fast(method: Method) -> None:
     space.__dict__["estimates"] = hidden
     found = {}
     for name in (method, Method.RANDOM):
-        tuner = make_tuner(name, Task("layer", None, MACHINE.target(), 1, "key"), 1, space=space)
+        tuner = make_tuner(name, space, 1)
         best = float("inf")
         for _ in range(4):
             proposed = tuner.propose(16)

@@ -15,15 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.tuning.kernels import matmul, scheduled, target
-from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.sqlite import connect
 from xrlflow.stores import StoreError
 from xrlflow.tuning.store import VERSION, Record, Setting, Store
-from xrlflow.tuning.tasks import Task, extract_tasks
 from xrlflow.tuning.tuners.protocol import Measurement
 
 SETTING = Setting('{"kind":"llvm"}', "0.27", "some cpu", 2)
@@ -33,7 +29,7 @@ def made(
     task: str = "t", candidate: str = "c", seconds: tuple[float, ...] = (1e-3,), taken: float = 0.0
 ) -> Record:
     error = None if seconds else "it crashed"
-    return Record(task, SETTING, candidate, f'["{candidate}"]', "[]", seconds, error, taken)
+    return Record(task, SETTING, candidate, f'["{candidate}"]', seconds, error, taken)
 
 
 @pytest.fixture
@@ -345,145 +341,3 @@ def test_a_fork_opens_the_file_for_itself(tmp_path: Path) -> None:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert len(store) == 2
-
-
-def filled(store: Store, tasks: list[Task]) -> None:
-    """Each task with two schedules and one that failed."""
-    for task in tasks:
-        store.put_task(task)
-        setting = Setting.here(task.target, 2)
-        for inner, outcome in (
-            (4, Measurement((2e-3, 1 / 300))),
-            (8, Measurement((1e-3,))),
-            (2, Measurement(error="crash")),
-        ):
-            store.put(Record.of(task, setting, scheduled(task, inner), outcome))
-
-
-def json_lines(folder: Path) -> list[Any]:
-    return [
-        json.loads(line) for file in sorted(folder.glob("*.json")) for line in file.read_text().splitlines()
-    ]
-
-
-def test_tvm_reads_what_is_exported_and_it_comes_back_unchanged(tmp_path: Path) -> None:
-    tasks = [matmul(16), matmul(16, 32)]
-    with Store(tmp_path / "one.sqlite") as store:
-        filled(store, tasks)
-        assert store.export_json(tmp_path / "json") == 6
-        with pytest.raises(StoreError, match="exists already"):
-            store.export_json(tmp_path / "json")
-        original = {key: store.known(key) for key in store.tasks()}
-    database = tvm().s_tir.meta_schedule.database.JSONDatabase(work_dir=str(tmp_path / "json"))
-    assert len(database) == 6
-    (best,) = database.get_top_k(database.commit_workload(tasks[0].mod), 1)
-    assert [float(s) for s in best.run_secs] == [1e-3]
-    with Store(tmp_path / "two.sqlite") as store:
-        setting = Setting.here(target(), 2)
-        assert store.import_json(tmp_path / "json", setting=setting) == 6
-        assert store.import_json(tmp_path / "json", setting=setting) == 0
-        for key, records in original.items():
-            # TVM has no place for the time of day, nor for the reason of a failure.
-            found = [replace(record, taken=0.0) for record in store.known(key)]
-            assert found == [replace(record, taken=0.0, error=None) for record in records]
-        store.export_json(tmp_path / "again")
-    assert json_lines(tmp_path / "again") == json_lines(tmp_path / "json")
-
-
-def test_a_database_that_tvm_wrote_survives_the_store(tmp_path: Path) -> None:
-    meta = tvm().s_tir.meta_schedule
-    task = matmul(16)
-    theirs = meta.database.JSONDatabase(work_dir=str(tmp_path))
-    workload = theirs.commit_workload(task.mod)
-    arguments = meta.arg_info.ArgInfo.from_entry_func(task.mod, True)
-    for inner, seconds in ((8, [0.1 + 0.2, 1e-300 + 1e-3]), (4, [1 / 3]), (2, None)):
-        schedule = tvm().s_tir.Schedule(task.mod)
-        _, j, _ = schedule.get_loops(schedule.get_sblock("Y"))
-        schedule.split(j, [None, inner])
-        record = meta.database.TuningRecord(schedule.trace, workload, seconds, task.target, arguments)
-        theirs.commit_tuning_record(record)
-    with Store(tmp_path / "tuning.sqlite") as store:
-        assert store.import_json(tmp_path) == 3
-        assert store.tasks() == [task.key]
-        assert len({record.candidate for record in store.known(task.key)}) == 3
-        assert store.known(task.key)[0].setting == Setting.here(task.target, 2)
-        store.export_json(tmp_path / "json")
-    assert json_lines(tmp_path / "json") == json_lines(tmp_path)
-    with Store(tmp_path / "between.sqlite") as store:
-        assert store.import_json(tmp_path, flushed=True) == 3
-        assert {r.setting for r in store.known(task.key)} == {Setting.here(task.target, 2, flushed=True)}
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "complaint"),
-    [
-        ("database_workload.json", "[1, ", r"database_workload.json:1: not JSON"),
-        ("database_workload.json", '["1", "2"]', r"database_workload.json:1: no workload"),
-        (
-            "database_tuning_record.json",
-            "[7, [[[], []], [1.0], null, []]]",
-            r"record.json:1: no tuning record",
-        ),
-        ("database_tuning_record.json", "[0]", r"record.json:1: no tuning record"),
-    ],
-)
-def test_a_damaged_json_database_is_refused_with_its_line(
-    store: Store, tmp_path: Path, file: str, text: str, complaint: str
-) -> None:
-    filled(store, [matmul(16)])
-    store.export_json(tmp_path / "json")
-    (tmp_path / "json" / file).write_text(text + "\n")
-    with Store(tmp_path / "two.sqlite") as other:
-        with pytest.raises(StoreError, match=complaint):
-            other.import_json(tmp_path / "json")
-        assert len(other) == 0
-        with pytest.raises(StoreError, match="cannot read"):
-            other.import_json(tmp_path / "nothing")
-
-
-def test_tvm_applies_the_best_record_of_each_task(store: Store) -> None:
-    from tvm import relax
-
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((16, 16), "float32"))
-    w = relax.Var("w", relax.TensorType((16, 32), "float32"))
-    with builder.function("main", [x, w]):
-        builder.emit_func_output(builder.emit(relax.op.matmul(x, w)))
-    kind = target()
-    with kind:
-        mod = relax.transform.LegalizeOps()(builder.get())
-        (task,) = extract_tasks(mod, kind)
-        names = [str(variable.name_hint) for variable in mod.get_global_vars()]
-        (name,) = set(names) - {"main"}
-        (block,) = blocks(task)
-        store.put_task(task)
-        for inner, seconds in ((4, 2e-3), (8, 1e-3)):
-            schedule = tvm().s_tir.Schedule(task.mod)
-            *_, j, _ = schedule.get_loops(schedule.get_sblock(block))
-            schedule.vectorize(schedule.split(j, [None, inner])[1])
-            candidate = replace(
-                scheduled(matmul(16), 4), mod=schedule.mod, steps=schedule_trace(task, schedule)
-            )
-            store.put(Record.of(task, Setting.here(kind, 2), candidate, Measurement((seconds,))))
-        for database in (store.database(kind), store.database(kind, [task])):
-            with database:
-                applied = relax.transform.MetaScheduleApplyDatabase()(mod)
-            assert "T.vectorized(T.int64(8))" in applied[name].script()
-        assert len(store.database(target(cores=1))) == len(store.database(kind, flushed=True)) == 0
-        x_value, w_value = np.ones((16, 16), np.float32), np.ones((16, 32), np.float32)
-        machine = relax.VirtualMachine(tvm().compile(applied, target=kind), tvm().cpu())
-        found = machine["main"](tvm().runtime.tensor(x_value), tvm().runtime.tensor(w_value)).numpy()
-    np.testing.assert_allclose(found, x_value @ w_value, rtol=1e-5)
-
-
-def blocks(task: Task) -> list[str]:
-    schedule = tvm().s_tir.Schedule(task.mod)
-    found = schedule.get_child_blocks(schedule.get_sblock("root"))
-    return [str(schedule.get(block).name_hint) for block in found]
-
-
-def schedule_trace(task: Task, schedule: Any) -> list[Any]:
-    database = tvm().s_tir.meta_schedule.database
-    record = database.TuningRecord(schedule.trace, database.Workload(task.mod))
-    found: list[Any] = record.as_json()[0]
-    return found

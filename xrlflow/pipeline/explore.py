@@ -130,6 +130,7 @@ def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Li
     except KeyboardInterrupt:  # while the agent was loaded, which takes seconds where torch is needed
         return replace(quick, interrupted=True)
     if quick.best.cost < result.best.cost:
+        context.notes.append(f"greedy search found a better graph than {options.search}, and its is kept")
         return replace(quick, interrupted=result.interrupted)
     return result
 

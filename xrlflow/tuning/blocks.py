@@ -33,7 +33,7 @@ from xrlflow.backends.tvm.bands_plan import cost, plan, plans, usual
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.joined import joined
-from xrlflow.backends.tvm.loops import Loop, loops_of_bands
+from xrlflow.backends.tvm.loops import Loop, loops_of_bands, weights_of_bands
 from xrlflow.backends.tvm.lower import fuse, schedule_all
 from xrlflow.backends.tvm.steps import Step, extras_of
 from xrlflow.backends.tvm.target import Machine
@@ -152,6 +152,9 @@ class Block:
 
     def loops(self, way: BlockWay) -> list[Loop]:
         return [] if way.plan is None else loops_of_bands(self.form, way.plan)
+
+    def weights(self, way: BlockWay) -> int:
+        return weights_of_bands(self.form)
 
     def estimate(self, way: BlockWay, machine: Machine) -> float:
         """One kernel for each convolution has no estimate: it counts as the usual blocking."""

@@ -59,7 +59,7 @@ class LayerTasks:
             first = [candidate for way in untuned if (candidate := space.candidate(way)) is not None]
             if self.usual(task) is None:
                 raise KnobError(f"{layer.name}: its untuned kernel cannot be measured alone")
-            return BeginWith(first, make_tuner(method, task, seed, space=space))
+            return BeginWith(first, make_tuner(method, space, seed))
 
         return make
 

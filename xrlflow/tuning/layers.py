@@ -18,7 +18,7 @@ from xrlflow.backends.tvm import direct, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm
 from xrlflow.backends.tvm.joined import joined
 from xrlflow.backends.tvm.layers_fusion import estimates, plain
-from xrlflow.backends.tvm.loops import Loop, loops_of
+from xrlflow.backends.tvm.loops import Loop, loops_of, weights_of
 from xrlflow.backends.tvm.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice
 from xrlflow.backends.tvm.target import Machine
@@ -96,6 +96,9 @@ class Layer:
 
     def loops(self, way: Way) -> list[Loop]:
         return loops_of(self.form, way)
+
+    def weights(self, way: Way) -> int:
+        return weights_of(self.form, way)
 
     def estimate(self, way: Way, machine: Machine) -> float:
         if way.algorithm is Algorithm.TILES:

@@ -79,6 +79,10 @@ class Measurable(Protocol[W]):
         """The loops of a way's kernel (see `loops`); none where they are not known."""
         ...
 
+    def weights(self, way: W) -> int:
+        """How many weights a way's kernel reads, as it keeps them."""
+        ...
+
     def estimate(self, way: W, machine: Machine) -> float:
         """The estimated time, in a unit of this layer."""
         ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import time
 from collections import Counter, deque
@@ -19,8 +18,7 @@ from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import CONFIRMED, Record, Setting, Store
 from xrlflow.tuning.tasks import Task
-from xrlflow.tuning.tuners.factory import make_tuner
-from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
+from xrlflow.tuning.tuners.protocol import Measurement, Tuner
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -60,6 +58,18 @@ class Measurer(Protocol):
 
     def outcomes(self, task: Task, candidates: Sequence[Candidate], *, until: float) -> Outcomes:
         """The outcomes, as soon as they are known. Candidates that would start after `until` are left out."""
+        ...
+
+
+class Kernels(Protocol):
+    """Kernels that a session measures again."""
+
+    def usual(self, task: Task) -> Candidate | None:
+        """The kernel of an untuned compilation; None if it cannot be measured alone."""
+        ...
+
+    def recorded(self, task: Task, record: Record) -> Candidate | None:
+        """The kernel of a record; None if the task has no such kernel today."""
         ...
 
 
@@ -150,7 +160,7 @@ Listener: TypeAlias = Callable[[Progress], None]
 
 def tune(
     tasks: Sequence[Task],
-    method: Method | MakeTuner,
+    make: MakeTuner,
     *,
     trials: int,
     batch: int = 16,
@@ -159,8 +169,7 @@ def tune(
     store: Store | None = None,
     pool: Measurer | PoolOptions | None = None,
     listener: Listener | None = None,
-    usual: Callable[[Task], Candidate | None] | None = None,
-    recorded: Callable[[Task, Record], Candidate | None] | None = None,
+    kernels: Kernels | None = None,
 ) -> TuningResult:
     """Tune the kernels of `tasks` with `trials` trials in all, `batch` at a time for one task (see Allocation).
 
@@ -169,29 +178,22 @@ def tune(
     (Ctrl-C: what is known is returned) continues where it was, and a second one with the same trials measures nothing.
     A tuner only learns about its own candidates, and repeats its steps with the same seed.
 
-    `usual`: returns the untuned kernel of a task (None: it cannot be measured). With it, the leading kernels are
-    measured again at the end, together with the untuned one. This is in addition to the trials, but within the time
-    limit: the least of many noisy times belongs to the luckiest kernel, not to the fastest. What was measured often
-    enough is not measured again. Without trials, nothing is measured. `recorded`: returns the kernel of a record (None:
-    of another version), if records have no schedules of the task's module.
+    `kernels`: with these, the leading kernels are measured again at the end, together with the untuned one. This is in
+    addition to the trials, but within the time limit: the least of many noisy times belongs to the luckiest kernel, not
+    to the fastest. What was measured often enough is not measured again. Without trials, nothing is measured.
 
     `time_limit`, in seconds, may be exceeded by one candidate or one proposal. Raises ValueError for invalid limits,
-    PoolError if nothing can be measured, and BackendError if a recorded schedule cannot be applied.
+    and PoolError if nothing can be measured.
     """
     if trials < 0 or batch < 1 or not time_limit > 0:
         raise ValueError(f"cannot tune with {trials} trials, {batch} a batch, in {time_limit} s")
     if len({task.key for task in tasks}) != len(tasks):
         raise ValueError("a task is given twice: merge them and add their weights")
-    maker = _maker(method) if isinstance(method, Method) else method
     with contextlib.ExitStack() as stack:
         kept = store if store is not None else stack.enter_context(Store())
         measurer = stack.enter_context(_Measuring(pool))
-        limits, ways = _Limits(trials, batch, time_limit), _Ways(maker, seed, usual, recorded, listener)
+        limits, ways = _Limits(trials, batch, time_limit), _Ways(make, seed, kernels, listener)
         return _Session(tasks, limits, ways, kept, measurer).run()
-
-
-def _maker(method: Method) -> MakeTuner:
-    return lambda task, seed: make_tuner(method, task, seed)
 
 
 class _Measuring:
@@ -262,12 +264,11 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The settings of a session: its tuners and seed, the untuned schedules, and the listener."""
+    """The settings of a session: its tuners and seed, what is measured again, and the listener."""
 
     maker: MakeTuner
     seed: int
-    usual: Callable[[Task], Candidate | None] | None
-    recorded: Callable[[Task, Record], Candidate | None] | None
+    kernels: Kernels | None
     listener: Listener | None
 
 
@@ -281,7 +282,7 @@ class _Session:
         self._end = self._start + limits.seconds
         # Part of the time is reserved for measuring again.
         again = min(_AGAIN * limits.seconds, _AGAIN_SECONDS * len(tasks))
-        self._again = again if ways.usual is not None else 0.0
+        self._again = again if ways.kernels is not None else 0.0
         self._until = self._end - self._again
         self._spent = 0
         self._proposing = self._measuring = 0.0
@@ -320,18 +321,18 @@ class _Session:
 
     def _confirm(self) -> None:
         """Measure the leading kernels of each task again, and the untuned one, until it has been often enough."""
-        usual = self._ways.usual
-        if usual is None or self._budget == 0:  # without trials nothing is to be measured
+        kernels = self._ways.kernels
+        if kernels is None or self._budget == 0:  # without trials nothing is to be measured
             return
         for state in sorted(self._states, key=lambda state: -state.task.weight * state.best):
             while not self._over():
                 with self._clock_proposing():
-                    again = self._unsettled(state, usual)
+                    again = self._unsettled(state, kernels)
                 if not again:
                     break
                 self._measure_again(state, again)
 
-    def _unsettled(self, state: _State, usual: Callable[[Task], Candidate | None]) -> list[Candidate]:
+    def _unsettled(self, state: _State, kernels: Kernels) -> list[Candidate]:
         """The leading kernels that were measured too seldom, with the other leading ones; empty if there are none."""
         best = self._store.best(state.task.key, _LEADERS, state.setting)
         medians = [record.outcome.median for record in best]
@@ -339,8 +340,8 @@ class _Session:
         if not leading:
             return []
         known = Counter(record.candidate for record in self._store.known(state.task.key, state.setting))
-        if state.usual is None and (found := usual(state.task)) is not None:
-            state.usual = found
+        if state.usual is None:
+            state.usual = kernels.usual(state.task)
         if state.usual is None:
             return []
         others = [record for record in leading if record.candidate != state.usual.key]
@@ -349,14 +350,7 @@ class _Session:
         if not others or often or done >= _ROUNDS:
             return []
         state.rounds += 1
-        return [state.usual, *filter(None, (self._recorded(state.task, record) for record in others))]
-
-    def _recorded(self, task: Task, record: Record) -> Candidate | None:
-        if self._ways.recorded is not None:
-            return self._ways.recorded(task, record)
-        return Candidate(
-            None, json.loads(record.trace), self._store.scheduled(task, record), record.candidate
-        )
+        return [state.usual, *filter(None, (kernels.recorded(state.task, record) for record in others))]
 
     def _measure_again(self, state: _State, candidates: Sequence[Candidate]) -> None:
         start = time.monotonic()
@@ -422,8 +416,6 @@ class _Session:
         found: dict[str, Measurement] = {}
         if not candidates:
             return found
-        if not state.measured and state.task.mod is not None:
-            self._store.put_task(state.task)
         start = time.monotonic()
         outcomes = self._measurer.outcomes(state.task, candidates, until=self._until)
         try:

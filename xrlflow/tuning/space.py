@@ -1,13 +1,12 @@
-"""What tuners choose from: a `Space` of knobs. `KnobSpace` has TVM's own schedules of a task, `WaySpace` the algorithms
-and blockings of our kernels for a layer."""
+"""What tuners choose from: the algorithms and blockings of our kernels for a layer, as vectors of knobs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,88 +14,12 @@ import numpy.typing as npt
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats
-from xrlflow.tuning.knobs import Candidate, Indices, Knob, KnobError, KnobKind, Vector
+from xrlflow.tuning.knobs import Candidate, Indices, Knob, KnobError, Vector
 
 if TYPE_CHECKING:
     from xrlflow.tuning.measurable import Measurable
 
-_Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
 _UNUSED = -1.0
-
-
-class Space(Protocol):
-    """The knobs of a task, and what their vectors decode to. Vectors are [K]: an index for each knob."""
-
-    @property
-    def knobs(self) -> tuple[Knob, ...]: ...
-
-    @property
-    def size(self) -> int:
-        """The number of normal vectors."""
-        ...
-
-    @property
-    def sizes(self) -> Indices:
-        """The number of values of each knob, [K]."""
-        ...
-
-    @property
-    def kinds(self) -> int:
-        """The number of values of the first knob: sketches or algorithms."""
-        ...
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of one call; 0 if there are none."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """The number of features in `described`."""
-        ...
-
-    def normal(self, vector: Sequence[int]) -> Vector:
-        """The vector of the space that stands for this one. Raises KnobError if it is not in this space."""
-        ...
-
-    def random(self, generator: np.random.Generator) -> Vector: ...
-
-    def draw(self, generator: np.random.Generator, count: int) -> Indices:
-        """`count` vectors, drawn like `random`: [count, K]."""
-        ...
-
-    def masked(self, indices: Indices) -> Indices:
-        """The normal vectors of vectors [N, K] with valid indices."""
-        ...
-
-    def movable(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        """Which knobs of vectors [N, K] are used and have several values: [N, K]."""
-        ...
-
-    def neighbours(self, vector: Sequence[int]) -> list[Vector]:
-        """The normal vectors that differ in one decision and are near, without duplicates."""
-        ...
-
-    def enumerate(self) -> Iterator[Vector]:
-        """All normal vectors."""
-        ...
-
-    def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """Features of vectors, without decoding them: [N, F]."""
-        ...
-
-    def decode(self, vector: Sequence[int]) -> Candidate | None:
-        """The kernel of a vector; None if there is none."""
-        ...
-
-    def described(self, candidates: Sequence[Candidate]) -> Floats:
-        """Features of kernels that mean the same for all tasks of this kind of space: [N, width]."""
-        ...
-
-    def spread(self, function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:
-        """Apply the function to all items, in threads if there are several."""
-        ...
 
 
 KNOBS = ("algorithm", "rows", "vectors", "lanes", "blocks", "parts", "ahead", "order", "other rows")
@@ -141,13 +64,13 @@ class _Group:
 
 @dataclass(frozen=True, eq=False)
 class WaySpace:
-    """All ways of a layer, as vectors of the knobs that differ between some of them. A vector that is none of a way
-    stands for the nearest way of its algorithm."""
+    """All ways of a layer, as vectors [K] of the knobs that differ between some of them: an index for each knob, the
+    first of which is the algorithm. A vector that is none of a way stands for the nearest way of its algorithm, whose
+    vector is its normal form."""
 
     layer: Measurable[Any]
     machine: Machine
     ways: tuple[Any, ...]
-    names: tuple[str, ...]
     knobs: tuple[Knob, ...]
     points: Indices
     numbers: npt.NDArray[np.float64] = field(repr=False)
@@ -166,35 +89,36 @@ class WaySpace:
         levels = [np.unique(column) for column in numbers.T]
         several = [k for k, level in enumerate(levels) if k == 0 or len(level) > 1]
         points = np.stack([np.searchsorted(levels[k], numbers[:, k]) for k in several], axis=1)
-        knobs = []
-        for k in several:
-            kind = KnobKind.SKETCH if k == 0 else KnobKind.CATEGORICAL
-            values = tuple(range(len(levels[k])))
-            knobs.append(Knob(KNOBS[k], kind, values, tuple(levels[k].tolist())))
-        names = tuple(KNOBS[k] for k in several)
-        return WaySpace(layer, machine, tuple(ways), names, tuple(knobs), points, numbers)
+        knobs = tuple(Knob(KNOBS[k], tuple(levels[k].tolist()), ordered=k > 0) for k in several)
+        return WaySpace(layer, machine, tuple(ways), knobs, points, numbers)
 
     @property
     def size(self) -> int:
+        """The number of ways."""
         return len(self.ways)
 
     @cached_property
     def sizes(self) -> Indices:
+        """The number of values of each knob, [K]."""
         return np.array([len(knob) for knob in self.knobs], np.int64)
 
     @property
     def kinds(self) -> int:
+        """The number of algorithms."""
         return len(self.knobs[0])
 
     @property
     def flops(self) -> float:
+        """Floating-point operations of one call."""
         return 2.0 * self.layer.work / self.layer.weight
 
     @property
     def width(self) -> int:
+        """The number of features in `described`."""
         return int(self._described.shape[1])
 
     def normal(self, vector: Sequence[int]) -> Vector:
+        """The vector of the way that this one stands for. Raises KnobError if it is not in this space."""
         if len(vector) != len(self.knobs):
             raise KnobError(f"a vector of {len(vector)} knobs for a space of {len(self.knobs)}")
         for knob, index in zip(self.knobs, vector):
@@ -207,17 +131,21 @@ class WaySpace:
         return self._vector(int(self._drawn(generator, 1)[0]))
 
     def draw(self, generator: np.random.Generator, count: int) -> Indices:
+        """`count` vectors, drawn like `random`: [count, K]."""
         found: Indices = self.points[self._drawn(generator, count)]
         return found
 
     def masked(self, indices: Indices) -> Indices:
+        """The normal vectors of vectors [N, K] with valid indices."""
         return self.points[self._positions(indices)] if len(indices) else indices
 
     def movable(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        """Which knobs of vectors [N, K] are used and have several values: [N, K]."""
         found: npt.NDArray[np.bool_] = self._used[indices[:, 0]]
         return found
 
     def neighbours(self, vector: Sequence[int]) -> list[Vector]:
+        """The normal vectors that differ in one decision and are near (see Knob.near), without duplicates."""
         start = self.normal(vector)
         moved = [
             (*start[:k], index, *start[k + 1 :])
@@ -231,17 +159,18 @@ class WaySpace:
         return list(found)
 
     def enumerate(self) -> Iterator[Vector]:
+        """The vectors of all ways."""
         return map(self._vector, range(len(self.ways)))
 
     def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
-        """The algorithm (one of N), the logarithms of the other knobs (-1: the algorithm has none), and that of the
-        estimated time over the least one."""
+        """Features of vectors, without decoding them, [N, F]: the algorithm (one of all), the logarithms of the other
+        knobs (-1: the algorithm has none), and that of the estimated time over the least one."""
         indices = np.asarray(vectors, np.int64).reshape(-1, len(self.knobs))
         found: Floats = self._features[self._positions(indices)]
         return found
 
     def decode(self, vector: Sequence[int]) -> Candidate | None:
-        """None if the way has no kernel of its own."""
+        """The kernel of a vector; None if its way has no kernel of its own."""
         position = self._position(self.normal(vector))
         way = self.ways[position]
         try:
@@ -255,13 +184,11 @@ class WaySpace:
         return self.decode(self._vector(self.ways.index(way))) if way in self.ways else None
 
     def described(self, candidates: Sequence[Candidate]) -> Floats:
-        """All of `KNOBS`, the estimate, and the sizes of the layer."""
+        """Features of kernels that mean the same for all layers, [N, width]: all of `KNOBS`, the estimate, and the
+        sizes of the layer."""
         places = [self._position(c.vector) for c in candidates if c.vector is not None]
         assert len(places) == len(candidates)
         return self._described[places]
-
-    def spread(self, function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:
-        return [function(item) for item in items]
 
     @cached_property
     def _groups(self) -> tuple[_Group, ...]:
@@ -297,7 +224,7 @@ class WaySpace:
     @cached_property
     def _of_knobs(self) -> npt.NDArray[np.float64]:
         algorithm = np.eye(self.kinds)[self.points[:, 0]]
-        others = [KNOBS.index(name) for name in self.names[1:]]
+        others = [KNOBS.index(knob.name) for knob in self.knobs[1:]]
         return np.concatenate([algorithm, _logs(self.numbers[:, others])], axis=1)
 
     @cached_property

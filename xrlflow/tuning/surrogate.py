@@ -1,11 +1,11 @@
-"""A model of a task's run times, learned from measurements: gradient-boosted trees, like the cost models of AutoTVM and
-MetaSchedule (Chen et al., 2018, "Learning to Optimize Tensor Programs").
+"""A model of a layer's run times, learned from measurements: gradient-boosted trees, like the cost models of AutoTVM
+and MetaSchedule (Chen et al., 2018, "Learning to Optimize Tensor Programs").
 
 There are two models of the same measurements. One sees only knobs, and scores thousands of vectors in milliseconds. The
-other also sees schedules, which have to be decoded (milliseconds each), and ranks the vectors that the first has
-chosen. All tuners with a surrogate use this one. It starts without knowledge, except for experience with other tasks:
-knobs differ between tasks, but schedules are described in the same way for all of them, so the second model can learn
-from other tasks. Its scores of unmeasured schedules then teach the first model.
+other also sees what the space says of kernels, which have to be decoded (milliseconds each), and ranks the vectors that
+the first has chosen. All tuners with a surrogate use this one. It starts without knowledge, except for experience with
+other layers: knobs differ between layers, but kernels are described in the same way for all of them, so the second
+model can learn from other layers. Its scores of unmeasured kernels then teach the first model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
-from xrlflow.tuning.space import Space
+from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ _PARAMETERS = {
 }
 
 
-# Experience with other tasks weighs at most as much as this many measurements, however large it is.
+# Experience with other layers weighs at most as much as this many measurements, however large it is.
 _EXPERIENCE = 128.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experience:
-    """Measurements of tasks: kernels as a space describes them, [N, width], and their scores, [N]."""
+    """Measurements of layers: kernels as a space describes them, [N, width], and their scores, [N]."""
 
-    schedules: Floats
+    kernels: Floats
     scores: Floats
 
     @staticmethod
@@ -62,28 +62,28 @@ class Experience:
         if not len(self) or not len(other):
             return self if len(self) else other
         return Experience(
-            np.concatenate([self.schedules, other.schedules]), np.concatenate([self.scores, other.scores])
+            np.concatenate([self.kernels, other.kernels]), np.concatenate([self.scores, other.scores])
         )
 
 
 class Surrogate:
-    """Scores of schedules: the best measured time divided by their own. 1 is as good as the best, 0 is a failure.
+    """Scores of kernels: the best measured time divided by their own. 1 is as good as the best, 0 is a failure.
 
-    `experience`: with other tasks, if there is any.
+    `experience`: with other layers, if there is any.
     """
 
-    def __init__(self, space: Space, seed: int, experience: Experience | None = None) -> None:
+    def __init__(self, space: WaySpace, seed: int, experience: Experience | None = None) -> None:
         self.space, self._seed = space, seed % 2**31
         self._others = experience if experience is not None else Experience.none()
-        if len(self._others) and self._others.schedules.shape[1] != space.width:
-            raise ValueError("the experience is with another kind of space")
+        if len(self._others) and self._others.kernels.shape[1] != space.width:
+            raise ValueError("the experience is of another version")
         self._candidates: dict[str, Candidate] = {}
         self._seconds: dict[str, float] = {}
         # Decoded, but not measured.
         self._supposed: dict[str, Candidate] = {}
-        self._schedules: dict[str, Floats] = {}
+        self._descriptions: dict[str, Floats] = {}
         self._by_knobs: xgboost.Booster | None = None
-        self._by_schedule: xgboost.Booster | None = None
+        self._by_kernel: xgboost.Booster | None = None
 
     def add(self, measured: Sequence[tuple[Candidate, Measurement]]) -> None:
         """Learn from more measurements. If a kernel was measured before, the shorter time counts."""
@@ -93,10 +93,10 @@ class Surrogate:
             self._seconds[candidate.key] = min(before, outcome.median)
             self._supposed.pop(candidate.key, None)
         if measured:
-            self._by_knobs = self._by_schedule = None
+            self._by_knobs = self._by_kernel = None
 
     def suppose(self, candidates: Sequence[Candidate]) -> None:
-        """Let the model of knobs learn the scores that the model of schedules gives these, until they are measured."""
+        """Let the model of knobs learn the scores that the model of kernels gives these, until they are measured."""
         fresh = [c for c in candidates if c.vector is not None and c.key not in self._seconds]
         if fresh:
             self._supposed |= {c.key: c for c in fresh}
@@ -104,17 +104,17 @@ class Surrogate:
 
     @property
     def ready(self) -> bool:
-        """Whether there are enough measurements, of this task or of others, for a prediction."""
+        """Whether there are enough measurements, of this layer or of others, for a prediction."""
         times = self._seconds.values()
         enough = len(times) >= _FEWEST and len({t for t in times if math.isfinite(t)}) >= _FEWEST_FINE
         return enough or len(self._others) > 0
 
     @property
     def experience(self) -> Experience:
-        """All measurements and experience so far, for surrogates of other tasks."""
+        """All measurements and experience so far, for surrogates of other layers."""
         if not any(map(math.isfinite, self._seconds.values())):
             return self._others
-        own = self._schedules_of(list(self._candidates.values()))
+        own = self._described(list(self._candidates.values()))
         return self._others + Experience(own, self._scores(self._candidates))
 
     def best(self, count: int) -> list[Vector]:
@@ -124,7 +124,7 @@ class Surrogate:
         return [vector for vector in found if vector is not None][:count]
 
     def promising(self, count: int) -> list[tuple[Vector, float]]:
-        """The vectors of the best supposed schedules with their scores, best first."""
+        """The vectors of the best supposed kernels with their scores, best first."""
         supposed = list(self._supposed.values())
         scores = self.rank(supposed)
         order = np.argsort(-scores, kind="stable")[:count]
@@ -145,23 +145,23 @@ class Surrogate:
         return self._ask(self._by_knobs, self.space.features(vectors))
 
     def rank(self, candidates: Sequence[Candidate]) -> Floats:
-        """Scores of decoded candidates, by their knobs and their schedules: [N]. Zeros if it is not ready."""
+        """Scores of decoded candidates, by their knobs and descriptions: [N]. Zeros if it is not ready."""
         if not self.ready or not candidates:
             return np.zeros(len(candidates), np.float32)
-        if self._by_schedule is None:
-            self._by_schedule = self._learn_schedules()
-        return self._ask(self._by_schedule, self._describe(candidates))
+        if self._by_kernel is None:
+            self._by_kernel = self._learn_kernels()
+        return self._ask(self._by_kernel, self._describe(candidates))
 
-    def _learn_schedules(self) -> xgboost.Booster:
+    def _learn_kernels(self) -> xgboost.Booster:
         known, others = list(self._candidates.values()), self._others
         own = self._describe(known) if known else None
         if not len(others):
             assert own is not None
             return self._train(own, self._scores(self._candidates))
-        # Experience with other tasks has no knobs of this task: they are missing.
+        # Experience with other layers has no knobs of this layer: they are missing.
         width = len(self.space.features([(0,) * len(self.space.knobs)])[0])
         blank = np.full((len(others), width), np.nan, np.float32)
-        theirs = np.concatenate([blank, others.schedules], axis=1)
+        theirs = np.concatenate([blank, others.kernels], axis=1)
         if own is None:
             return self._train(theirs, others.scores)
         # No weight is below 1: with the minimum weight of a leaf, rare cases would have no effect.
@@ -179,18 +179,18 @@ class Surrogate:
         return np.array([best / self._seconds[key] for key in keys], np.float32)
 
     def _describe(self, candidates: Sequence[Candidate]) -> Floats:
-        """The features of candidates, [N, F]: knobs (missing if there is no vector), and the schedules."""
+        """The features of candidates, [N, F]: knobs (missing if there is no vector), and descriptions."""
         blank = (0,) * len(self.space.knobs)
         knobs = self.space.features([blank if c.vector is None else c.vector for c in candidates])
         knobs[[c.vector is None for c in candidates]] = np.nan
-        return np.concatenate([knobs, self._schedules_of(candidates)], axis=1)
+        return np.concatenate([knobs, self._described(candidates)], axis=1)
 
-    def _schedules_of(self, candidates: Sequence[Candidate]) -> Floats:
+    def _described(self, candidates: Sequence[Candidate]) -> Floats:
         """What the space says of kernels, [N, width], remembered."""
-        fresh = [c for c in candidates if c.key not in self._schedules]
+        fresh = [c for c in candidates if c.key not in self._descriptions]
         if fresh:
-            self._schedules |= zip((c.key for c in fresh), self.space.described(fresh))
-        return np.stack([self._schedules[c.key] for c in candidates])
+            self._descriptions |= zip((c.key for c in fresh), self.space.described(fresh))
+        return np.stack([self._descriptions[c.key] for c in candidates])
 
     def _train(self, features: Floats, scores: Floats, weights: Floats | None = None) -> xgboost.Booster:
         import xgboost

@@ -23,7 +23,6 @@ from xrlflow.tuning.one_shot.times import PredictedTimes, predicted
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
-from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import Method
 
@@ -141,15 +140,7 @@ def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: py
 def test_eight_kernels_of_a_layer_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", arbitrary)
     space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
-    task = Task("layer", None, MACHINE.target(), 1, "key")
     for method, count in ((Method.ONE_SHOT, 1), (Method.ONE_SHOT_8, 8)):
-        tuner = make_tuner(method, task, 0, space=space)
+        tuner = make_tuner(method, space, 0)
         assert len(tuner.propose(16)) == count
         assert tuner.propose(16) == []
-
-
-def test_other_spaces_are_not_predicted() -> None:
-    from tests.tuning.problems import matmul
-
-    with pytest.raises(ValueError, match="one-shot knows kernels of ours"):
-        make_tuner(Method.ONE_SHOT, matmul(), 0)

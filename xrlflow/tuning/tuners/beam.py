@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrlflow.tuning.knobs import Indices, Vector
-from xrlflow.tuning.space import Space
+from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.guided import Guided
 
 
@@ -35,11 +35,11 @@ class BeamConfig:
 
 
 class BeamTuner(Guided):
-    """Decides the sketch first, then one knob after the other, in a new random order for each pass."""
+    """Decides the algorithm first, then one knob after the other, in a new random order for each pass."""
 
     name = "beam"
 
-    def __init__(self, space: Space, seed: int, config: BeamConfig = BeamConfig()) -> None:
+    def __init__(self, space: WaySpace, seed: int, config: BeamConfig = BeamConfig()) -> None:
         super().__init__(space, seed)
         self._config = config
 

@@ -8,16 +8,16 @@ configurations that were visited k-means finds groups, as many as pay, and one o
 What differs from the paper, and why:
 - One small network is applied to every knob, with the mean over all knobs and features of the task beside it. So an
   agent serves tasks with any number of knobs, and what it has learned on some is of use on others.
-- A tile has one knob per loop with up to hundreds of values; moves begin wide and end at one place, so that a walk of a
-  few dozen steps can get from anywhere to anywhere. Walks from the best that was measured stay about there.
+- A knob has up to dozens of values; moves begin wide and end at one place, so that a walk of a few dozen steps can get
+  from anywhere to anywhere. Walks from the best that was measured stay about there.
 - The surrogate that is asked in a walk sees knobs alone (see `xrlflow.tuning.surrogate`): nothing is decoded.
 - Of the visited configurations those that the surrogate thinks best are grouped, and of a group not what is nearest to
-  its middle is measured: a few are decoded, and the best by the surrogate that sees schedules is. Both together led to
+  its middle is measured: a few are decoded, and the best by the surrogate that sees kernels is. Both together led to
   known optima sooner on analytic landscapes; neither was tried alone against the paper's way.
-- Some configurations that no walk has visited are decoded too, and what the surrogate that sees schedules thinks of
+- Some configurations that no walk has visited are decoded too, and what the surrogate that sees kernels thinks of
   them is learned by that which sees knobs: decoding takes a hundredth of measuring.
-- What an agent takes from task to task is its policy and what was measured: schedules are described alike for all
-  tasks, so that the surrogate that sees them knows good from bad before the first measurement of a task.
+- What an agent takes from layer to layer is its policy and what was measured: kernels are described alike for all
+  layers, so that the surrogate that sees them knows good from bad before the first measurement of a layer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
-from xrlflow.tuning.knobs import Candidate, Floats, Indices, KnobKind, Vector
-from xrlflow.tuning.space import Space
+from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
+from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.surrogate import Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -50,14 +50,12 @@ if TYPE_CHECKING:
 
 # Actions of a knob, in this order: decrease, stay, increase.
 _MOVES, _STAY = 3, 1
-# Levels of a tile that the agent sees; there are at most 4 in TVM's own sketches for CPUs.
-_LEVELS = 4
 # So many of the best measured have neighbours that are looked at.
 _BEST = 2
 # Features: of a knob's value, of a knob, of a task.
-_VALUE, _KNOB, _TASK = 1 + _LEVELS, len(KnobKind) + 4, 5
+_VALUE, _KNOB, _TASK = 2, 5, 4
 _AGENT = "kernel agent"
-_SCHEDULES, _SCORES = "experience.schedules", "experience.scores"
+_KERNELS, _SCORES = "experience.kernels", "experience.scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +72,9 @@ class ChameleonConfig:
     rest: float = 0.75
     # So many of the visited configurations, the best by the surrogate, are grouped.
     pool: int = 128
-    # Of a group so many are decoded, the best by their knobs; the best by their schedules is taken.
+    # Of a group so many are decoded, the best by their knobs; the best by their descriptions is taken.
     shortlist: int = 4
-    # Configurations that are drawn and decoded when the surrogate first has something to say of schedules.
+    # Configurations that are drawn and decoded when the surrogate first has something to say of kernels.
     imagined: int = 128
     # In each plan so many more are, of those one decision away from each of the two best that were measured.
     neighbours: int = 12
@@ -125,33 +123,18 @@ class View:
     task: Tensor  # [_TASK]
 
     @staticmethod
-    def of(space: Space) -> View:
+    def of(space: WaySpace) -> View:
         count = len(space.knobs)
         values = np.zeros((count, int(space.sizes.max()), _VALUE), np.float32)
         knobs = np.zeros((count, _KNOB), np.float32)
         for k, knob in enumerate(space.knobs):
             size = len(knob)
             values[k, :size, 0] = np.linspace(-1, 1, size) if size > 1 else 0
-            if knob.kind is KnobKind.TILE:
-                logs = np.log2(np.asarray(knob.values, np.float32))[:, -_LEVELS:]
-                values[k, :size, _VALUE - logs.shape[1] :] = logs / max(1.0, math.log2(knob.extent))
-            elif knob.kind is KnobKind.CATEGORICAL:
-                values[k, :size, -1] = knob.features()[:, 0] / 8
-            knobs[k, list(KnobKind).index(knob.kind)] = 1
-            knobs[k, len(KnobKind) :] = (
-                math.log2(size) / 8,
-                math.log2(knob.extent) / 12,
-                k / 16,
-                (count - k) / 16,
-            )
-        loops = [knob.extent for knob in space.knobs if knob.kind is KnobKind.TILE]
-        task = (
-            math.log2(1 + space.flops) / 32,
-            math.log2(space.size) / 32,
-            math.log2(math.prod(loops)) / 32,
-            count / 16,
-            space.kinds / 8,
-        )
+            if knob.ordered:
+                values[k, :size, 1] = np.log2(1 + np.abs(np.asarray(knob.levels))) / 8
+            knobs[k, int(knob.ordered)] = 1
+            knobs[k, 2:] = math.log2(size) / 8, k / 16, (count - k) / 16
+        task = (math.log2(1 + space.flops) / 32, math.log2(space.size) / 32, count / 16, space.kinds / 8)
         return View(torch.from_numpy(values), torch.from_numpy(knobs), torch.tensor(task))
 
 
@@ -215,7 +198,7 @@ class Agent(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the agent to a file. Raises CheckpointError if that fails."""
         config = {"hidden": self.hidden, "updates": self.updates}
-        measured = {_SCHEDULES: self.experience.schedules, _SCORES: self.experience.scores}
+        measured = {_KERNELS: self.experience.kernels, _SCORES: self.experience.scores}
         save_checkpoint(Checkpoint(_AGENT, config, {**to_arrays(self.state_dict()), **measured}), path)
 
     @classmethod
@@ -227,14 +210,14 @@ class Agent(nn.Module):
             raise CheckpointError(f"{path}: its configuration is damaged: {dict(found.config)}")
         agent = cls(0, hidden)
         tensors = dict(found.tensors)
-        schedules, scores = tensors.pop(_SCHEDULES, None), tensors.pop(_SCORES, None)
+        kernels, scores = tensors.pop(_KERNELS, None), tensors.pop(_SCORES, None)
         try:
             agent.load_state_dict(to_tensors(tensors))
         except RuntimeError as error:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow") from error
-        if schedules is None or scores is None or schedules.ndim != 2 or scores.shape != schedules.shape[:1]:
+        if kernels is None or scores is None or kernels.ndim != 2 or scores.shape != kernels.shape[:1]:
             raise CheckpointError(f"{path} is an agent of another version of xrlflow")
-        agent.updates, agent.experience = updates, Experience(schedules, scores)
+        agent.updates, agent.experience = updates, Experience(kernels, scores)
         return agent
 
 
@@ -255,7 +238,7 @@ class ChameleonTuner:
 
     def __init__(
         self,
-        space: Space,
+        space: WaySpace,
         seed: int,
         config: ChameleonConfig = ChameleonConfig(),
         agent: Agent | None = None,
@@ -300,7 +283,7 @@ class ChameleonTuner:
         self._surrogate.add(measured)
 
     def _imagine(self) -> None:
-        """Let the model of schedules score some configurations: once random ones, and then some that are one decision
+        """Let the model of kernels score some configurations: once random ones, and then some that are one decision
         away from the best measured. The model of knobs learns these scores."""
         if not self._surrogate.ready:
             return
@@ -318,7 +301,7 @@ class ChameleonTuner:
         config = self._config
         promising = self._surrogate.promising(config.pool)
         visited = [self._array([vector for vector, _ in promising])]
-        # A configuration's score by its schedule replaces the one by its knobs.
+        # A configuration's score by its kernel replaces the one by its knobs.
         scores = [np.array([score for _, score in promising], np.float32)]
         for _ in range(config.rounds if self._surrogate.ready else 1):
             starts, near = self._starts()
@@ -399,7 +382,7 @@ class ChameleonTuner:
 def walk(
     agent: Agent,
     view: View,
-    space: Space,
+    space: WaySpace,
     surrogate: Surrogate,
     starts: Indices,
     config: ChameleonConfig,
@@ -498,7 +481,7 @@ def _distances(points: Floats, centres: Floats) -> Floats:
     return found
 
 
-def _strides(space: Space, step: int, steps: int) -> Indices:
+def _strides(space: WaySpace, step: int, steps: int) -> Indices:
     """The length of a move at a step of a walk, for each knob [K]: a quarter of its values at first, halved repeatedly
     in the first half of the walk, then one."""
     halvings = np.log2(np.maximum(space.sizes / 4, 1))
@@ -508,7 +491,7 @@ def _strides(space: Space, step: int, steps: int) -> Indices:
 
 
 def _observe(
-    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: Space
+    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: WaySpace
 ) -> list[Observation]:
     relative = (strides / space.sizes).astype(np.float32)
     return [Observation(view, *seen) for seen in zip(points, movable, relative)]

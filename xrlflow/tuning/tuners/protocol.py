@@ -52,18 +52,14 @@ class Method(Enum):
     """The tuners, by their names on the command line."""
 
     CHAMELEON = "chameleon"
-    EVOLUTIONARY = "evolutionary"
     GENETIC = "genetic"
-    RANDOM = "random"
     ANNEALING = "annealing"
     BEAM = "beam"
+    RANDOM = "random"
     ONE_SHOT = "one-shot"
     ONE_SHOT_8 = "one-shot-8"
 
 
 SEARCHING = (Method.CHAMELEON, Method.GENETIC, Method.ANNEALING, Method.BEAM, Method.RANDOM)
-"""Those that learn from measurements of a layer's ways. EVOLUTIONARY is MetaSchedule's search, of TVM's own
-schedules."""
-LAYERS = (*SEARCHING, Method.ONE_SHOT, Method.ONE_SHOT_8)
-"""Those for the ways of layers. With ONE_SHOT a predictor chooses, and no kernel is measured; ONE_SHOT_8 measures the
-first eight of each layer."""
+"""Those that measure until trials or time are spent. With ONE_SHOT a predictor chooses, and no kernel is measured;
+ONE_SHOT_8 measures the first eight of each layer."""

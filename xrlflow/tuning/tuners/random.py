@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.space import Space
+from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class RandomTuner:
-    """Proposes random vectors (see Space.random), each kernel once."""
+    """Proposes random vectors (see WaySpace.random), each kernel once."""
 
     name = "random"
 
-    def __init__(self, space: Space, seed: int) -> None:
+    def __init__(self, space: WaySpace, seed: int) -> None:
         self._frontier = Frontier(space, np.random.default_rng(seed))
 
     def propose(self, count: int) -> Sequence[Candidate]:

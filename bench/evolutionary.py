@@ -4,7 +4,7 @@ Programs"): the baseline of TVM's users."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.tuning.knobs import Candidate, KnobSpace
-from xrlflow.tuning.tuners.frontier import Frontier
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Measurement
 
 # It wants to know the number of trials in advance. Here the caller decides that.
@@ -41,24 +41,17 @@ class EvolutionaryConfig:
 
 
 class EvolutionaryTuner:
-    """EvolutionarySearch with its mutators and its XGBoost cost model, over the same sketches as the other tuners.
-
-    A candidate has a vector only if one decodes to it: the search also mutates decisions that are no knobs (in how many
-    chunks a loop is parallel).
-    """
+    """EvolutionarySearch with its mutators and its XGBoost cost model, over TVM's own schedules of a task's module."""
 
     name = "evolutionary"
 
-    def __init__(
-        self, space: KnobSpace, seed: int, config: EvolutionaryConfig = EvolutionaryConfig()
-    ) -> None:
+    def __init__(self, task: Task, seed: int, config: EvolutionaryConfig = EvolutionaryConfig()) -> None:
         meta = tvm().s_tir.meta_schedule
-        self._space, self._config = space, config
-        self._frontier = Frontier(space, np.random.default_rng(seed))
+        self._task = task
         self._context = meta.TuneContext(
-            space.task.mod,
-            target=space.task.target,
-            space_generator=space.context.space_generator.clone(),
+            task.mod,
+            target=task.target,
+            space_generator=meta.space_generator.PostOrderApply(),
             search_strategy=meta.search_strategy.EvolutionarySearch(
                 population_size=config.population,
                 # The default, except for smaller populations.
@@ -68,17 +61,19 @@ class EvolutionaryTuner:
             ),
             rand_state=1 + seed % (2**31 - 2),
             num_threads=config.threads,
-            task_name=space.task.name,
+            task_name=task.name,
             logger=_silent(),
         )
         self._database = meta.database.MemoryDatabase()
-        self._workload = self._database.commit_workload(space.task.mod)
+        self._workload = self._database.commit_workload(task.mod)
         booster = meta.cost_model.xgb_model.XGBConfig(seed=seed % 2**31, nthread=1)
         self._model = meta.cost_model.XGBModel(
             config=booster, num_warmup_samples=config.warmup, num_tuning_cores=1
         )
         self._random = np.random.RandomState(seed % 2**32).get_state()
-        # Candidates that were generated but not yet asked for; and the search's own candidates, by key.
+        # What was generated, or measured by others; what was generated but not yet asked for; and the search's own
+        # candidates, by key.
+        self._known: set[str] = set()
         self._waiting: list[Candidate] = []
         self._theirs: dict[str, Any] = {}
         self._batch: int | None = None
@@ -117,12 +112,12 @@ class EvolutionaryTuner:
                     self._workload,
                     # MetaSchedule's AddToDatabase writes failures in this way.
                     seconds or [1e10],
-                    self._space.task.target,
+                    self._task.target,
                     theirs.args_info,
                 )
             )
         known = {candidate.key for candidate, _ in measured}
-        self._frontier.claim([candidate for candidate, _ in measured])
+        self._known |= known
         self._waiting = [c for c in self._waiting if c.key not in known]
         if candidates:
             with self._own_random_numbers():
@@ -134,27 +129,20 @@ class EvolutionaryTuner:
         """The new candidates of the next batch, claimed; empty if there are none."""
         with self._own_random_numbers():
             theirs = self._context.generate_measure_candidates() or ()
-        found: dict[str, Candidate] = {}
+        fresh = []
         for one in theirs:
-            candidate = self._space.candidate(one.sch)
-            if candidate.vector is not None and not self._decodes(candidate):
-                candidate = Candidate(None, candidate.steps, candidate.mod, candidate.key)
-            if not self._frontier.known(candidate) and candidate.key not in found:
-                found[candidate.key] = candidate
+            candidate = Candidate.of(None, plain(one.sch.trace.as_json()), one.sch.mod)
+            if candidate.key not in self._known:
+                self._known.add(candidate.key)
                 self._theirs[candidate.key] = one
-        fresh = list(found.values())
-        self._frontier.claim(fresh)
+                fresh.append(candidate)
         return fresh
-
-    def _decodes(self, candidate: Candidate) -> bool:
-        again = self._space.decode(candidate.vector or ())
-        return again is not None and again.key == candidate.key
 
     def _rebuild(self, candidate: Candidate) -> Any:
         """A candidate from elsewhere in MetaSchedule's form."""
         package = tvm()
         meta = package.s_tir.meta_schedule
-        schedule = package.s_tir.Schedule(self._space.task.mod)
+        schedule = package.s_tir.Schedule(self._task.mod)
         package.s_tir.schedule.Trace.apply_json_to_schedule(candidate.trace, schedule)
         return meta.MeasureCandidate(schedule, meta.arg_info.ArgInfo.from_entry_func(schedule.mod, True))
 
@@ -168,6 +156,19 @@ class EvolutionaryTuner:
         finally:
             self._random = np.random.get_state()
             np.random.set_state(before)
+
+
+def plain(value: Any) -> Any:
+    """TVM's containers and immediate numbers as values that JSON can hold."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if hasattr(value, "value"):
+        return value.value
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        return {str(k): plain(v) for k, v in value.items()}
+    return [plain(v) for v in value]
 
 
 def _silent() -> logging.Logger:
