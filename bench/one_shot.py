@@ -375,10 +375,11 @@ def limited(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """The table of variants, each with as many measurements of one machine and thread, on the held-out layers."""
+    """The table of variants, each with as many measurements of one machine and thread, on the held-out layers. All
+    kernels were timed in turns with the untuned one."""
     rows = [
         row for row in read(options.file)
-        if row["machine"]["cores"] == 1 and options.processor in (None, row["machine"]["cpu"])
+        if row["machine"]["cores"] == 1 and options.processor in (None, row["machine"]["cpu"]) and row.get("paired")
     ]  # fmt: skip
     _, held_out = all_known([row for row in rows if row["layers"] == "held-out"])
     sources = {

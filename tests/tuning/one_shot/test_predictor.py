@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm import direct, products
-from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
 from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape
@@ -70,16 +71,31 @@ def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
     space, form = space_of("steps"), FORMS["steps"]
     assert isinstance(form, direct.Form)
     kernel = tokens_of(space).kernel
-    for way, (sums, weights, registers, balance, computed, *_) in zip(space.ways, kernel.tolist()):
+    for way, row in zip(space.ways, kernel.tolist()):
         if not isinstance(way.plan, direct.Plan):
             continue
+        sums, weights, registers, balance, computed, _, _, size, turns, uses = row
         wide = way.plan.vectors * way.plan.lanes / MACHINE.lanes
         assert 2**sums - 1 == pytest.approx(min(way.plan.pixels, form.results[2]) * wide, rel=1e-3)
         assert 2**weights - 1 == pytest.approx(form.window[2] * wide, rel=1e-3)
         assert registers == pytest.approx((2**sums + 2**weights - 1) / MACHINE.registers, rel=1e-3)
         assert 1 <= balance <= MACHINE.cores
         assert computed > -1e-3, "no less than what is asked for"
+        read = form.terms * form.out[-1]
+        assert 2**size - 1 == pytest.approx(4 * read / MACHINE.second_level, rel=1e-3)
+        assert 2**turns >= 0.999, "each weight is read"
+        assert 2**uses >= 0.999 * math.prod(form.out) * form.terms / read, (
+            "each weight is used for each pixel"
+        )
     assert any(isinstance(way.plan, direct.Plan) for way in space.ways)
+
+
+def test_transformed_weights_are_more() -> None:
+    space = space_of("steps")
+    sizes = {way.algorithm: row[7] for way, row in zip(space.ways, tokens_of(space).kernel.tolist())}
+    plain = 2 ** sizes[Algorithm.DIRECT] - 1
+    assert 2 ** sizes[Algorithm.F23] - 1 == pytest.approx(plain * 16 / 9, rel=1e-2)
+    assert 2 ** sizes[Algorithm.F43] - 1 == pytest.approx(plain * 36 / 9, rel=1e-2)
 
 
 def test_it_orders_kernels_of_a_layer_that_it_has_not_seen(predictor: Predictor) -> None:

@@ -50,6 +50,13 @@ def loops_of(form: Form, way: Way) -> list[Loop]:
     return []
 
 
+def weights_of(form: Form, way: Way) -> int:
+    """How many weights a layer's kernel reads: those of Winograd's are transformed."""
+    m = way.algorithm.m
+    plain = form.terms * form.out[-1]
+    return plain if m is None else plain * (m + 2) ** 2 // 9
+
+
 def _product(form: products.Form, how: products.Plan) -> list[Loop]:
     """Tasks, panels, chunks, tiles of rows, terms."""
     block, columns, terms = min(how.block, form.rows), how.columns, form.terms
@@ -168,6 +175,13 @@ def loops_of_bands(form: bands.Form, how: bands.Plan) -> list[Loop]:
         ),
         Loop(how.band, project / how.band, out * how.block, how.block * leaving, out * leaving),
     ]
+
+
+def weights_of_bands(form: bands.Form) -> int:
+    """How many weights a block's kernel reads."""
+    wide = form.middle[3]
+    expand = form.image[3] if form.expand is not None else 0
+    return wide * (expand + math.prod(form.window) + (form.out[3] if form.project is not None else 0))
 
 
 def totals(loops: Sequence[Loop]) -> list[float]:

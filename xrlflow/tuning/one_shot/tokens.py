@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOOPS = 6
 """The most loops of a kernel."""
 LOOP_FEATURES = 8
-KERNEL_FEATURES = 7
+KERNEL_FEATURES = 10
 ALGORITHMS = 8
 """Algorithms, with those of blocks."""
 KNOB_FEATURES = ALGORITHMS + len(KNOBS)
@@ -66,7 +66,10 @@ def tokens_of(space: WaySpace, places: npt.NDArray[np.int64] | None = None) -> T
     estimates = np.log2(space.estimates[list(wanted)])
     knobs = np.concatenate([algorithm, estimates[:, None], logs[:, 1:]], axis=1)
     kernel = np.array(
-        [_of_kernel(some, layer, machine, estimate) for some, estimate in zip(each, estimates.tolist())]
+        [
+            _of_kernel(some, layer.weights(space.ways[i]), layer, machine, estimate)
+            for i, some, estimate in zip(wanted, each, estimates.tolist())
+        ]
     ).reshape(-1, KERNEL_FEATURES)
     return Tokens(
         loops.astype(np.float32),
@@ -87,11 +90,12 @@ def _of_loops(loops: Sequence[Loop]) -> npt.NDArray[np.float64]:
 
 
 def _of_kernel(
-    loops: Sequence[Loop], layer: Measurable[Any], machine: Machine, estimate: float
+    loops: Sequence[Loop], read: int, layer: Measurable[Any], machine: Machine, estimate: float
 ) -> tuple[float, ...]:
     """Vectors of sums and of weights in the innermost loop, the part of the registers that they take, how unevenly
     tasks are spread over the cores, what is computed over what is asked for, the multiplications for each number that
-    is read, and the estimate over what is computed: the last three, and the first two, as logarithms."""
+    is read, and the estimate over what is computed; of the weights that are `read`, their bytes over those of the
+    second-level cache, how often tasks read them, and the multiplications for each. All but two are logarithms."""
     if not loops:
         return (0.0,) * KERNEL_FEATURES
     outer, inner, tasks = loops[0], loops[-1], loops[0].extent
@@ -102,6 +106,8 @@ def _of_kernel(
         -(-tasks // machine.cores) * machine.cores / tasks,
         math.log2(computed * machine.lanes * layer.weight / layer.work),
         math.log2((1.0 + inner.work) / (1.0 + inner.image + weights)), estimate - math.log2(computed),
+        math.log2(1.0 + 4.0 * read / machine.second_level), math.log2(tasks * outer.weights / read),
+        math.log2(computed * machine.lanes / read),
     )  # fmt: skip
 
 
