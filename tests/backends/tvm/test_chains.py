@@ -23,13 +23,18 @@ LINKS = {
     "silu": " {y}_ = Sigmoid({x})\n {y} = Mul({y}_, {x})",
     "twice": " {y}_0 = Relu({x})\n {y}_1 = Neg({x})\n {y}_2 = Sub({y}_0, {y}_1)\n {y} = Mul({y}_2, half)",
     "power": " {y}_ = Mul({x}, {x})\n {y} = Mul({y}_, half)",
+    "choice": " {y}_0 = Greater({x}, half)\n {y}_1 = Neg({x})\n {y} = Where({y}_0, {x}, {y}_1)",
+    "whole, distance": " {y}_ = Abs({x})\n {y} = Sub({y}_, one)",
+    "whole, sign": " {y}_ = Sign({x})\n {y} = Sub({y}_, one)",
 }
 
 
 def chain(link: str, length: int) -> str:
     names = ["x", *(f"a{i}" for i in range(length - 1)), "y"]
     lines = [LINKS[link].format(x=x, y=y) for x, y in itertools.pairwise(names)]
-    return "(float[4,8] x) => (float[4,8] y) <float half = {0.5}> {" + "\n".join(lines) + " }"
+    kind = "int32" if link.startswith("whole") else "float"
+    constants = "float half = {0.5}, int32 one = {1}"
+    return f"({kind}[4,8] x) => ({kind}[4,8] y) <{constants}> {{" + "\n".join(lines) + " }"
 
 
 def primitive(module: Any) -> list[Any]:

@@ -21,6 +21,7 @@ _MOST = 8192
 # How many times longer a function of an expression takes to compile than the expression, by measured depths: four exp,
 # or five tanh, inside each other take as long as 2^12 products.
 _GROWTH = {"exp": 12, "sigmoid": 8, "tanh": 5, "erf": 5}
+_CHOICE = 3  # what is chosen by a condition: TVM's simplification looks at each part several times
 _OTHERS = 16  # functions of the C library: each lane is taken out of the vector
 
 
@@ -140,4 +141,4 @@ class _Terms:
             return growth * max(1.0, sum(map(self.of, expression.args)))
         names = ("a", "b", "value", "condition", "true_value", "false_value")
         parts = [part for name in names if isinstance(part := getattr(expression, name, None), ir.Expr)]
-        return 1.0 + sum(map(self.of, parts))
+        return (_CHOICE if isinstance(expression, tirx.Select) else 1) * (1.0 + sum(map(self.of, parts)))
