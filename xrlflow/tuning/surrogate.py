@@ -97,7 +97,7 @@ class Surrogate:
 
     def suppose(self, candidates: Sequence[Candidate]) -> None:
         """Let the model of knobs learn the scores that the model of kernels gives these, until they are measured."""
-        fresh = [c for c in candidates if c.vector is not None and c.key not in self._seconds]
+        fresh = [c for c in candidates if c.key not in self._seconds]
         if fresh:
             self._supposed |= {c.key: c for c in fresh}
             self._by_knobs = None
@@ -120,24 +120,22 @@ class Surrogate:
     def best(self, count: int) -> list[Vector]:
         """The vectors of the fastest measured kernels, fastest first, without failures."""
         order = sorted((t, key) for key, t in self._seconds.items() if math.isfinite(t))
-        found = (self._candidates[key].vector for _, key in order)
-        return [vector for vector in found if vector is not None][:count]
+        return _vectors([self._candidates[key] for _, key in order[:count]])
 
     def promising(self, count: int) -> list[tuple[Vector, float]]:
         """The vectors of the best supposed kernels with their scores, best first."""
         supposed = list(self._supposed.values())
         scores = self.rank(supposed)
         order = np.argsort(-scores, kind="stable")[:count]
-        return [(vector, float(scores[i])) for i in order if (vector := supposed[i].vector) is not None]
+        return list(zip(_vectors([supposed[i] for i in order]), scores[order].tolist()))
 
     def predict(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Scores of normal vectors [N, K], valid or not, without decoding them: [N]. Zeros if it is not ready."""
         if not self.ready:
             return np.zeros(len(vectors), np.float32)
         if self._by_knobs is None:
-            known = {k: c.vector for k, c in self._candidates.items() if c.vector is not None}
-            supposed = list(self._supposed.values())
-            places = [*known.values(), *(c.vector for c in supposed if c.vector is not None)]
+            known, supposed = self._candidates, list(self._supposed.values())
+            places = _vectors([*known.values(), *supposed])
             if not places:
                 return np.zeros(len(vectors), np.float32)
             scores = np.concatenate([self._scores(known), self.rank(supposed)])
@@ -179,10 +177,8 @@ class Surrogate:
         return np.array([best / self._seconds[key] for key in keys], np.float32)
 
     def _describe(self, candidates: Sequence[Candidate]) -> Floats:
-        """The features of candidates, [N, F]: knobs (missing if there is no vector), and descriptions."""
-        blank = (0,) * len(self.space.knobs)
-        knobs = self.space.features([blank if c.vector is None else c.vector for c in candidates])
-        knobs[[c.vector is None for c in candidates]] = np.nan
+        """The features of candidates, [N, F]: knobs and descriptions."""
+        knobs = self.space.features(_vectors(candidates))
         return np.concatenate([knobs, self._described(candidates)], axis=1)
 
     def _described(self, candidates: Sequence[Candidate]) -> Floats:
@@ -202,3 +198,10 @@ class Surrogate:
     def _ask(model: xgboost.Booster, features: Floats) -> Floats:
         found: Floats = model.inplace_predict(features)
         return found
+
+
+def _vectors(candidates: Sequence[Candidate]) -> list[Vector]:
+    """Those of candidates of the space, which all have one."""
+    found = [candidate.vector for candidate in candidates if candidate.vector is not None]
+    assert len(found) == len(candidates), "a kernel of another space"
+    return found
