@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -30,28 +32,28 @@ class PredictedTimes:
     predictor: Predictor
     machine: Machine
     measured: Timings | None = None
-    _known: dict[tuple[Form, bool], Times] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, form: Form, far: bool) -> Times:
         found = {} if self.measured is None else self.measured.of(form, far)
-        if not found:
-            found = self._known.get((form, far)) or self._predicted(Layer(form, far))
-            self._known[form, far] = found
-        return found
+        return found or _times(self.predictor, self.machine, form, far)
 
     def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
         return None if self.measured is None else self.measured.of_block(form, far)
 
-    def _predicted(self, layer: Layer) -> Times:
-        space = WaySpace.of(layer, self.machine)
-        usual = space.ways.index(layer.estimated(self.machine))
-        places, seconds = predicted(self.predictor, space, usual)
-        seconds[places == usual] *= WORTH
-        best: dict[Algorithm, Timed] = {}
-        for i in np.argsort(seconds, kind="stable"):
-            way = space.ways[places[i]]
-            best.setdefault(way.algorithm, Timed(float(seconds[i]), way.plan))
-        return best
+
+@lru_cache(maxsize=4096)
+def _times(predictor: Predictor, machine: Machine, form: Form, far: bool) -> Times:
+    """The predicted times of a layer. They are kept, since a search compiles many graphs with the same layers."""
+    layer = Layer(form, far)
+    space = WaySpace.of(layer, machine)
+    usual = space.ways.index(layer.estimated(machine))
+    places, seconds = predicted(predictor, space, usual)
+    seconds[places == usual] *= WORTH
+    best: dict[Algorithm, Timed] = {}
+    for i in np.argsort(seconds, kind="stable"):
+        way = space.ways[places[i]]
+        best.setdefault(way.algorithm, Timed(float(seconds[i]), way.plan))
+    return MappingProxyType(best)
 
 
 def predicted(
