@@ -43,7 +43,7 @@ from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
-from xrlflow.tuning.one_shot.times import WORTH
+from xrlflow.tuning.one_shot.times import LARGEST, WORTH, largest
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.one_shot.training import Measured, TrainingConfig, train
 from xrlflow.tuning.pool import Pool, PoolOptions
@@ -54,8 +54,8 @@ from xrlflow.tuning.tuners.protocol import Method
 
 Row: TypeAlias = "dict[str, Any]"
 HELD_OUT = ("resnet18", "squeezenet", "efficientnet-b0", "vit")
-# Multiplications of a layer, and floats of an operand, at most.
-_WORK, _FLOATS = 6e8, 2e7
+# Multiplications of a layer, at most.
+_WORK = 6e8
 _STEPS: Mapping[str, tuple[Step, ...]] = {
     "none": (),
     "bias": (Step("relax.add", (Earlier(0), Extra(True))),),
@@ -108,8 +108,7 @@ def layer_of(fields: Fields) -> Layer | None:
             (1, 1, 1), begin, groups, steps,
         )  # fmt: skip
     layer = Layer(form, fields["far"])
-    floats = max(math.prod(form.image), math.prod(form.out), form.terms * form.out[-1])
-    return layer if layer.work <= _WORK and floats <= _FLOATS else None
+    return layer if layer.work <= _WORK and largest(form) <= LARGEST else None
 
 
 def drawn(known: Sequence[Fields], prior: bool, rng: random.Random) -> Layer:
@@ -423,7 +422,8 @@ def arguments() -> argparse.Namespace:
         "--better-on",
         nargs="*",
         default=[],
-        help="processors where it was shown to choose better than estimates",
+        metavar="PROCESSOR:THREADS",
+        help="where it was shown to choose better than estimates, such as znver3:1",
     )
     third = commands.add_parser("compare")
     third.add_argument("--seeds", type=int, default=5)

@@ -38,7 +38,7 @@ from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, block_res
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, shipped
-from xrlflow.tuning.one_shot.times import PredictedTimes
+from xrlflow.tuning.one_shot.times import PredictedTimes, version_of
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
 from xrlflow.tuning.store import Store
@@ -253,7 +253,7 @@ class Lowering:
     def kernels_version(self) -> str:
         """Changes with the algorithms, and when kernels may have been tuned further."""
         exact = " exact" if self.algorithms.exact else ""
-        exact += " predicted" if self.predictor is not None else ""
+        exact += f" predicted {version_of(self.predictor)}" if self.predictor is not None else ""
         state = self.store.state(self.target.device or cpu_name())
         return f"tuned {self.store.path} {state}{exact}" if state is not None else f"untuned{exact}"
 
@@ -483,7 +483,9 @@ def tune_model(
     if predicted:
         found, layers = TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0), [() for _ in fused]
         how = replace(how, predictor=shipped())
-        remarks.append("a predictor chose the kernels of convolutions and products: none was measured")
+        remarks.append(
+            "a predictor chose the kernels of convolutions and products whose times are not stored: none was measured"
+        )
     else:
         found, layers = _tuned(how, fused, plan, listener)
     models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]

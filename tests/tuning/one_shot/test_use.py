@@ -14,6 +14,7 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_layers import FORMS
 from tests.tuning.test_models import network
 from xrlflow import api
+from xrlflow.backends.tvm import products, tiles
 from xrlflow.backends.tvm.algorithms import Algorithm, Timed, Times
 from xrlflow.backends.tvm.ways import Form, Way
 from xrlflow.lowering import ExecutionTarget, Lowering
@@ -50,17 +51,20 @@ class Known:
 def test_the_shipped_predictor_is_for_the_processors_that_it_knows() -> None:
     found = shipped()
     assert found.about["measurements"] >= 1000
-    assert {*found.about["better_on"]} <= {*found.about["processors"]}
-    for processor in found.about["better_on"]:
-        assert for_compiling(replace(MACHINE, cpu=processor)) is found
+    for setting in found.about["better_on"]:
+        processor, threads = setting.split(":")
+        assert processor in found.about["processors"]
+        assert for_compiling(replace(MACHINE, cpu=processor, cores=int(threads))) is found
+        assert for_compiling(replace(MACHINE, cpu=processor, cores=64)) is None
     assert for_compiling(replace(MACHINE, cpu="generic")) is None
 
 
 def test_it_is_used_where_it_was_shown_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = replace(arbitrary(), about={"processors": ["znver3", "znver5"], "better_on": ["znver5"]})
+    found = replace(arbitrary(), about={"processors": ["znver3", "znver5"], "better_on": ["znver5:2"]})
     monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", lambda: found)
-    assert for_compiling(replace(MACHINE, cpu="znver5")) is found
-    assert for_compiling(replace(MACHINE, cpu="znver3")) is None
+    assert for_compiling(replace(MACHINE, cpu="znver5", cores=2)) is found
+    assert for_compiling(replace(MACHINE, cpu="znver5", cores=4)) is None
+    assert for_compiling(replace(MACHINE, cpu="znver3", cores=2)) is None
 
 
 def test_what_was_measured_goes_before_what_is_predicted() -> None:
@@ -107,7 +111,23 @@ def test_untuned_compilations_have_the_predicted_kernels(tmp_path: Path) -> None
         plain = replace(how, predictor=None)
         assert plain.untuned_times is None
         assert plain.tuned_algorithms.timings == how.layer_times
-        assert plain.kernels_version != how.kernels_version
+        versions = {some.kernels_version for some in (plain, how, replace(how, predictor=arbitrary(2)))}
+        assert len(versions) == 3
+        assert replace(how, predictor=arbitrary(1)).kernels_version == how.kernels_version
+
+
+def test_layers_that_are_larger_than_any_that_it_learned_from_are_not_predicted() -> None:
+    times = PredictedTimes(arbitrary(), MACHINE)
+    assert times.of(products.Form((8, 768), (8, 50257)), False) == {}
+    assert times.of(products.Form((8, 76), (8, 502)), False)
+
+
+def test_predicting_keeps_the_weights_of_few_layers() -> None:
+    tiles.fused.cache_clear()
+    times = PredictedTimes(arbitrary(), MACHINE)
+    for rows in range(2, 6):
+        times.of(products.Form((rows, 64), (rows, 64)), False)
+    assert tiles.fused.cache_info().currsize <= 2
 
 
 @pytest.fixture

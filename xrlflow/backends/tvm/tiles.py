@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -142,9 +142,9 @@ def fuse_alone(form: Form, operands: Operands, machine: Machine) -> Any:
     return module
 
 
-@cache
+@lru_cache(maxsize=2)
 def fused(form: Form, machine: Machine) -> Any:
-    """The same with random operands."""
+    """The same with random operands. Few are kept, since each has all weights of a layer."""
     return fuse_alone(form, drawn(form), machine)
 
 

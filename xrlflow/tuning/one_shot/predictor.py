@@ -171,9 +171,9 @@ def shipped() -> Predictor:
 
 def for_compiling(machine: Machine) -> Predictor | None:
     """The predictor with which compilations for a machine choose kernels, if it was shown to be better than the
-    estimates there. None: estimates choose."""
+    estimates there, with as many threads. None: estimates choose."""
     found = shipped()
-    return found if machine.cpu in found.about["better_on"] else None
+    return found if f"{machine.cpu}:{machine.cores}" in found.about["better_on"] else None
 
 
 def _normalised(x: Floats, weights: Mapping[str, Floats], name: str) -> Floats:

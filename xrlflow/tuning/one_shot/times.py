@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -22,12 +25,18 @@ from xrlflow.tuning.space import WaySpace
 _MOST = 200
 WORTH = 0.95
 """Another kernel must be predicted to take less than this part of the time of the one that estimates choose."""
+LARGEST = 2e7
+"""Numbers of a layer's image, weights or result, at most: a predictor learned from none that are larger."""
+_CODE = (
+    *Path(__file__).parent.glob("*.py"),
+    *map(Path(__file__).parents[1].joinpath, ("layers.py", "space.py")),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedTimes:
     """The `Timings` of layers by a predictor: of each algorithm the blocking with the least predicted time. What
-    `measured` knows goes before. Blocks are not predicted."""
+    `measured` knows goes before. Blocks are not predicted, and no layer that is larger than `LARGEST`."""
 
     predictor: Predictor
     machine: Machine
@@ -35,10 +44,29 @@ class PredictedTimes:
 
     def of(self, form: Form, far: bool) -> Times:
         found = {} if self.measured is None else self.measured.of(form, far)
-        return found or _times(self.predictor, self.machine, form, far)
+        if found or largest(form) > LARGEST:
+            return found
+        return _times(self.predictor, self.machine, form, far)
 
     def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
         return None if self.measured is None else self.measured.of_block(form, far)
+
+
+def largest(form: Form) -> int:
+    """How many numbers the image, the weights or the result of a layer has, whichever has the most."""
+    return max(math.prod(form.image), math.prod(form.out), form.terms * form.out[-1])
+
+
+@cache
+def version_of(predictor: Predictor) -> str:
+    """Changes with what a predictor chooses: its weights, and the code that uses them."""
+    digest = hashlib.blake2b(digest_size=6)
+    digest.update(repr((predictor.shape, predictor.standard)).encode())
+    for name, array in sorted(predictor.weights.items()):
+        digest.update(name.encode() + array.tobytes())
+    for path in sorted(_CODE):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=4096)
