@@ -430,7 +430,9 @@ def arguments() -> argparse.Namespace:
     third.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     for command in (other, third):
         command.add_argument("--steps", type=int, default=4000)
-        command.add_argument("--processor", help="LLVM's name: only what was measured on it")
+        command.add_argument(
+            "--processor", required=command is third, help="LLVM's name: only what was measured on it"
+        )
     for command in (one, other, third):
         command.add_argument("file", type=Path)
     return parser.parse_args()
