@@ -378,7 +378,7 @@ def compare(options: argparse.Namespace) -> None:
     kernels were timed in turns with the untuned one."""
     rows = [
         row for row in read(options.file)
-        if row["machine"]["cores"] == 1 and options.processor in (None, row["machine"]["cpu"]) and row.get("paired")
+        if row["machine"]["cores"] == 1 and row["machine"]["cpu"] == options.processor and row.get("paired")
     ]  # fmt: skip
     _, held_out = all_known([row for row in rows if row["layers"] == "held-out"])
     sources = {
