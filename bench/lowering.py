@@ -5,7 +5,8 @@ Operators: single operators of sizes that are common in networks, with tensors t
 networks, from arrays to arrays, as a program calls them: ONNX Runtime on the original; TVM on the original graph,
 untuned; TVM on the graph that greedy search finds. With `--tune`, also the original graph with kernels tuned by each of
 `--methods` for so many seconds, or until nothing is left to measure, and the rewritten graph tuned by the first method;
-none knows the others' measurements. All variants are timed in turns in one process; A/A is ONNX Runtime against itself.
+none knows the others' measurements. Where compilations use a predictor, tuning begins with its choices; untuned kernels
+are those of the estimates. All variants are timed in turns in one process; A/A is ONNX Runtime against itself.
 Networks: every network of the zoo at full size, and every model of a package, as `optimize --backend tvm --search
 greedy --cost roofline --no-measure` handles it: compiled and verified, or the error. Bounds: the cost of moving indices
 inside their tables and checking them: models that look rows up, compiled with and without that, timed in turns.
@@ -46,6 +47,7 @@ from xrlflow.cost import Roofline
 from xrlflow.lowering import ExecutionTarget, Lowering, TuningPlan, tune_model
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
+from xrlflow.tuning.one_shot.predictor import for_compiling
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
 
@@ -127,7 +129,8 @@ def tuned(proto: onnx.ModelProto, seconds: float, threads: int, method: Method) 
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "tuning.sqlite") as store:
         path = str(Path(folder) / "model.onnx")
         onnx.save(proto, path)
-        how = Lowering(ExecutionTarget(detect(cores=threads)), {}, folder, store)
+        machine = detect(cores=threads)
+        how = Lowering(ExecutionTarget(machine), {}, folder, store, predictor=for_compiling(machine))
         begin = time.monotonic()
         found = tune_model(how, path, [path], None, plan)
         return Tuned(found.model, found.tuning.measured, time.monotonic() - begin)

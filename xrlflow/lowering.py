@@ -536,7 +536,7 @@ def _tuned(
     end, again = time.monotonic() + plan.time_limit, list(graphs)
     found: TuningResult | None = None
     with contextlib.ExitStack() as at_end:
-        tasks = LayerTasks(_together(again, ()), how.target.machine, untuned.way)
+        tasks = LayerTasks(_together(again, ()), how.target.machine, untuned.way, how.predictor)
         measurer = LayerMeasurer(tasks, plan.pool(how.threads, how.target.remote), at_end)
         tried: set[str] = set()
         # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
@@ -550,7 +550,7 @@ def _tuned(
             found = result if found is None else found.joined(result)
             tried.update(layer.key for layer in tasks.layers)
             again = [_fuse(how, graph.path, how.tuned_algorithms.timings) for graph in graphs]
-            tasks = LayerTasks(_together(again, tried), how.target.machine, untuned.way)
+            tasks = LayerTasks(_together(again, tried), how.target.machine, untuned.way, how.predictor)
             measurer.layers = tasks
     layers = [
         (

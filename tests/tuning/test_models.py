@@ -34,12 +34,14 @@ from xrlflow.tuning.layer_times import Seen, StoredTimes, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
+from xrlflow.tuning.one_shot.predictor import shipped
 from xrlflow.tuning.pool import Kernel, Pool
 from xrlflow.tuning.session import tune
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
+from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
@@ -155,6 +157,30 @@ def test_the_untuned_kernels_are_the_first_proposals(tasks: LayerTasks) -> None:
     assert [candidate.key for candidate in proposed][: len(untuned)] == untuned
     others = [*proposed[len(untuned) :], *tuner.propose(20)]
     assert len({candidate.key for candidate in others} - {*untuned}) == len(others) >= 23
+
+
+def test_what_a_predictor_chooses_is_measured_after_the_untuned_kernels(tasks: LayerTasks) -> None:
+    layer = tasks.layers[0]
+    space = WaySpace.of(layer, MACHINE)
+    untuned = [key_of(layer, way, MACHINE) for way in layer.untuned(MACHINE)]
+    chosen = [candidate.key for candidate in OneShotTuner(space, shipped()).propose(8)]
+    first = list(dict.fromkeys([*untuned, *chosen]))
+    assert len(first) > len(untuned)
+    tuner = replace(tasks, predictor=shipped()).maker(Method.RANDOM)(tasks.tasks[0], 3)
+    proposed = tuner.propose(len(first) + 3)
+    assert [candidate.key for candidate in proposed][: len(first)] == first
+    assert not {candidate.key for candidate in proposed[len(first) :]} & {*first}
+
+
+def test_layers_that_are_too_large_for_a_predictor_are_not_predicted(
+    tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.tuning.one_shot.times.LARGEST", 1)
+    first = [
+        each.maker(Method.RANDOM)(tasks.tasks[0], 3).propose(16)
+        for each in (tasks, replace(tasks, predictor=shipped()))
+    ]
+    assert [candidate.key for candidate in first[0]] == [candidate.key for candidate in first[1]]
 
 
 @pytest.mark.parametrize("method", SEARCHING)

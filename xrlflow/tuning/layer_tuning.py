@@ -16,25 +16,33 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.layer_times import deviation
+from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable
+from xrlflow.tuning.one_shot.predictor import Predictor
+from xrlflow.tuning.one_shot.times import predictable
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.session import MakeTuner, Outcomes
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Record
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.worker import Timing
+
+# So many kernels of a layer, the fastest by a predictor, are measured first.
+_PREDICTED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class LayerTasks:
     """Layers, each of a key of its own, as tasks of a session. `heuristic`: the way of a layer in an untuned
-    compilation."""
+    compilation. `predictor`: with one, its choices are measured first."""
 
     layers: Sequence[Measurable[Any]]
     machine: Machine
     heuristic: Callable[[Measurable[Any]], Any]
+    predictor: Predictor | None = None
 
     @cached_property
     def by_key(self) -> Mapping[str, Measurable[Any]]:
@@ -50,7 +58,7 @@ class LayerTasks:
 
     def maker(self, method: Method) -> MakeTuner:
         """Makes tuners that first propose the untuned kernels of each algorithm: the tuned kernel is never slower, and
-        those within a budget of errors can be compared."""
+        those within a budget of errors can be compared. Then they propose what the predictor thinks fastest."""
 
         def make(task: Task, seed: int) -> Tuner:
             layer = self.by_key[task.key]
@@ -59,6 +67,8 @@ class LayerTasks:
             first = [candidate for way in untuned if (candidate := space.candidate(way)) is not None]
             if self.usual(task) is None:
                 raise KnobError(f"{layer.name}: its untuned kernel cannot be measured alone")
+            if self.predictor is not None and isinstance(layer, Layer) and predictable(layer.form):
+                first += OneShotTuner(space, self.predictor).propose(_PREDICTED)
             return BeginWith(first, make_tuner(method, space, seed))
 
         return make

@@ -44,12 +44,17 @@ class PredictedTimes:
 
     def of(self, form: Form, far: bool) -> Times:
         found = {} if self.measured is None else self.measured.of(form, far)
-        if found or largest(form) > LARGEST:
+        if found or not predictable(form):
             return found
         return _times(self.predictor, self.machine, form, far)
 
     def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
         return None if self.measured is None else self.measured.of_block(form, far)
+
+
+def predictable(form: Form) -> bool:
+    """Whether a predictor learned from layers of such a size."""
+    return largest(form) <= LARGEST
 
 
 def largest(form: Form) -> int:
