@@ -1,10 +1,11 @@
 """How much the choice of algorithm and blocking is worth: `python bench/space.py --kept FILE [--threads N] [--write]`.
 
 Layers are those of `bench/convolutions.py` and the products and convolutions of `bench/operators.py`, and some that are
-drawn from networks of the zoo. Of each, the kernel of an untuned compilation and others are measured alone, as cold as
-between other kernels: the most promising of each algorithm by the estimate, and some that are drawn. All are compared
-with the expected results first. The fastest and the untuned one are then timed in turns; the best is chosen by half of
-these rounds, and its ratio is that of the other half, beside the untuned kernel against itself.
+drawn from networks of the zoo. Of each, the kernel of an untuned compilation (without a predictor) and others are
+measured alone, as cold as between other kernels: the most promising of each algorithm by the estimate, some that are
+drawn, the most promising by the One-Shot Tuner's predictor, and then neighbours of the fastest. All are compared with
+the expected results first. The fastest and the untuned one are then timed in turns; the best is chosen by half of these
+rounds, and its ratio is that of the other half, beside the untuned kernel against itself.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ from xrlflow.backends.tvm.ways import Way
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.tuning.blocks import Block, BlockWay
-from xrlflow.tuning.layer_times import Seen, deviation, together
+from xrlflow.tuning.knobs import Candidate
+from xrlflow.tuning.layer_times import Seen, together
+from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.one_shot.predictor import shipped
+from xrlflow.tuning.one_shot.times import predictable, predicted
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -53,8 +58,11 @@ NETWORKS = (
     "unet", "yolo", "bert", "vit", "gpt2",
 )  # fmt: skip
 _DRAWN = 40
-# Blockings of each algorithm: the most promising ones, and others at random.
-_LIKELY, _OTHERS = 8, 4
+# Blockings of each algorithm: the most promising ones, and others at random; and the most promising of all by a
+# predictor.
+_LIKELY, _OTHERS, _PREDICTED = 6, 3, 16
+# So many of the fastest have neighbours that are tried, so many of which at a time, so often.
+_BEST, _NEIGHBOURS, _STEPS = 3, 12, 3
 # The fastest ones are timed in so many rounds.
 _LEADERS, _ROUNDS = 6, 40
 # Milliseconds that rounds may take, without what flushes caches, and seconds with it.
@@ -102,51 +110,74 @@ def cases(machine: Machine, seed: int) -> Iterator[Case]:
         yield case(pool[key][0], pool[key][1], machine)
 
 
-def some_ways(layer: Layer | Block, machine: Machine, seed: int) -> list[Any]:
-    """Of each algorithm the ways with the least estimates, and random ones."""
-    space, rng = WaySpace.of(layer, machine), np.random.default_rng([seed, int(layer.key.split()[1][:8], 16)])
-    found: list[Any] = [*layer.untuned(machine)]
+def first_ways(one: Case, space: WaySpace, seed: int) -> list[Any]:
+    """The untuned way, of each algorithm those with the least estimates and random ones, and a predictor's choices."""
+    layer: Any = one.layer
+    rng = np.random.default_rng([seed, int(layer.key.split()[1][:8], 16)])
+    found: list[Any] = [one.usual, *layer.untuned(space.machine)]
     for kind in range(space.kinds):
         mine = np.flatnonzero(space.points[:, 0] == kind)
         likely = mine[np.argsort(space.estimates[mine], kind="stable")[:_LIKELY]]
         others = rng.choice(mine, size=min(_OTHERS, len(mine)), replace=False)
         found += [space.ways[place] for place in (*likely, *others)]
+    if isinstance(layer, Layer) and predictable(layer.form):
+        places, seconds = predicted(shipped(), space, space.ways.index(one.usual))
+        found += [space.ways[place] for place in places[np.argsort(seconds, kind="stable")[:_PREDICTED]]]
     return list(dict.fromkeys(found))
+
+
+def explored(one: Case, measurer: LayerMeasurer, seed: int) -> tuple[dict[Any, float], int]:
+    """The seconds of ways of a layer, each timed in turns with the untuned one, and how many failed. The first ones are
+    followed by neighbours of the fastest, again and again."""
+    space, (task,) = WaySpace.of(one.layer, measurer.layers.machine), measurer.layers.tasks
+    by_vector = dict(zip(map(tuple, space.points.tolist()), space.ways))
+    rng = np.random.default_rng(seed)
+    seconds: dict[Any, float] = {}
+    tried: set[Any] = set()
+    keys: set[str] = set()  # several ways may have the same kernel
+    failed, ways = 0, first_ways(one, space, seed)
+    for _ in range(1 + _STEPS):
+        tried.update(ways)
+        kernels: list[tuple[Any, Candidate]] = []
+        for way in ways:
+            if (kernel := space.candidate(way)) is not None and kernel.key not in keys:
+                keys.add(kernel.key)
+                kernels.append((way, kernel))
+        for place, outcome in measurer.outcomes(task, [kernel for _, kernel in kernels]):
+            if outcome.error is None:
+                seconds[kernels[place][0]] = outcome.median
+            else:
+                print(f"{one.layer.name}: {kernels[place][0]}: {outcome.error}", file=sys.stderr)
+                failed += 1
+        near: dict[Any, None] = {}
+        for way in sorted(seconds, key=seconds.__getitem__)[:_BEST]:
+            vectors = space.neighbours(space.points[space.ways.index(way)].tolist())
+            near |= dict.fromkeys(by_vector[vector] for vector in vectors)
+        fresh = [way for way in near if way not in tried]
+        ways = [fresh[i] for i in rng.permutation(len(fresh))[:_NEIGHBOURS]]
+    return seconds, failed
 
 
 def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
     """The row of a layer."""
     layer: Any = one.layer
     timing = replace(pool.options.timing, others=last_level() if layer.far else 0)
-    ways, modules, wrong = [], [], 0
-    for way in dict.fromkeys([one.usual, *some_ways(layer, machine, seed)]):
-        try:
-            modules.append(layer.kernel(way, machine))
-        except BackendError:  # there is no kernel of this blocking
-            continue
-        ways.append(way)
-    expected, seconds = layer.expected(machine), {}
-    with pool.built(machine.target(), modules) as built:
-        kernels = dict(zip(ways, built))
-        for way, kernel in kernels.items():
-            if not isinstance(kernel, Kernel):
-                continue
-            if (off := deviation(pool, kernel, layer.arguments(way, machine), expected)) is not None:
-                print(f"{layer.name}: {way}: {off}", file=sys.stderr)
-                wrong += 1
-                continue
-            seconds[way] = pool.timed(kernel, timing).median
-        leaders = [way for way in sorted(seconds, key=seconds.__getitem__) if way != one.usual][:_LEADERS]
-        order = [one.usual, *leaders, one.usual]
-        several = [kernel for way in order if isinstance(kernel := kernels[way], Kernel)]
+    tasks = LayerTasks([layer], machine, lambda _: one.usual)
+    with ExitStack() as stack:
+        seconds, failed = explored(one, LayerMeasurer(tasks, pool.options, stack, pool), seed)
+    leaders = [way for way in sorted(seconds, key=seconds.__getitem__) if way != one.usual][:_LEADERS]
+    order = [one.usual, *leaders, one.usual]
+    with pool.built(machine.target(), [layer.kernel(way, machine) for way in order]) as built:
+        several = [kernel for kernel in built if isinstance(kernel, Kernel)]
+        if len(several) < len(order):
+            raise BackendError(f"{layer.name}: a kernel that ran before cannot be built")
         rounds = pool.in_turns(several, replace(timing, samples=_ROUNDS, limit_ms=_LIMIT))
-        if isinstance(rounds, Measurement):
-            raise BackendError(f"{layer.name}: {rounds.error}")
-        *columns, again = map(list, zip(*rounds))
-        turns = dict(zip(map(str, order), columns))
+    if isinstance(rounds, Measurement):
+        raise BackendError(f"{layer.name}: {rounds.error}")
+    *columns, again = map(list, zip(*rounds))
     return {
-        "layer": layer.name, "source": one.source, "far": layer.far, "usual": str(one.usual), "turns": turns,
-        "again": again, "wrong": wrong, "ways": len(ways), "running": len(seconds),
+        "layer": layer.name, "source": one.source, "far": layer.far, "usual": str(one.usual),
+        "turns": dict(zip(map(str, order), columns)), "again": again, "failed": failed, "running": len(seconds),
         "convolution": isinstance(layer, Block) or not isinstance(layer.form, products.Form),
         "once": {str(way): value for way, value in seconds.items()}, "cpu": machine.cpu,
     }  # fmt: skip

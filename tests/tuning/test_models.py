@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -117,6 +119,38 @@ def test_kernels_are_timed_in_turns_with_the_untuned_one(
             assert outcomes[position].seconds == pytest.approx((2e-3, 2.4e-3, 2e-3))
     assert len({first.path for first, _ in pairs}) == 1
     assert len({kernel.path for pair in pairs for kernel in pair}) == 3
+
+
+def test_kernels_that_are_measured_again_are_not_built_again(
+    tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    build = Pool.built
+
+    def built(pool: Pool, target: Any, modules: Sequence[Any], until: float = math.inf) -> Any:
+        counts.append(len(modules))
+        return build(pool, target, modules, until)
+
+    monkeypatch.setattr(Pool, "built", built)
+    task = tasks.tasks[0]
+    space = WaySpace.of(tasks.layers[0], MACHINE)
+    a, b, c = [found for way in space.ways[:3] if (found := space.candidate(way)) is not None]
+    with measuring(tasks) as measurer:
+        assert sorted(position for position, _ in measurer.outcomes(task, [a, b])) == [0, 1]
+        again = dict(measurer.outcomes(task, [b, c, a]))
+        assert sorted(again) == [0, 1, 2]
+        assert all(outcome.error is None for outcome in again.values())
+        assert not [*measurer.outcomes(task, [a, b], until=time.monotonic())], "it is too late"
+        assert counts == [2, 1, 1]  # the second is the untuned kernel, with which all are timed
+        (folder,) = {
+            Path(kernel.path).parent for built in measurer._built for kernel in built.kernels.values()
+        }
+        assert len([*folder.iterdir()]) == 3
+        [*measurer.outcomes(task, [c])]
+        assert len([*folder.iterdir()]) == 2, "what is not asked for is removed"
+        [*measurer.outcomes(tasks.tasks[1], [])]
+        assert len([*folder.iterdir()]) == 1
+    assert not folder.exists()
 
 
 def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -129,6 +130,14 @@ class _Reference:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Built:
+    """Kernels that were built together and checked, by the keys of their layer and their code."""
+
+    files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    kernels: dict[tuple[str, str], Kernel] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class LayerMeasurer:
     """Checks and times kernels of layers (see `session.Measurer`). Weights of layers that are `far` come from memory.
@@ -136,15 +145,20 @@ class LayerMeasurer:
     A kernel's results are compared with the expected ones before it is timed, but not those of a remote device, where
     only whole models are verified. Here a kernel is timed in turns with the untuned one of its layer: a processor may
     change its rate from one second to the next by a third. Its time is the ratio of the two, times the untuned kernel's
-    time when the layer's first kernel was measured. The pool starts when there is something to measure.
+    time when the layer's first kernel was measured. `pool`: one with these options, which stays open; None: one starts
+    when there is something to measure. Kernels stay built as long as they are asked for in each call.
     """
 
     layers: LayerTasks
     options: PoolOptions
     at_end: contextlib.ExitStack
-    _pool: Pool | None = None
+    pool: Pool | None = None
     _expected: dict[str, Floats] = field(default_factory=dict)
     _references: dict[str, _Reference | None] = field(default_factory=dict)
+    _built: list[_Built] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.at_end.callback(self._keep, frozenset())
 
     @property
     def threads(self) -> int:
@@ -200,14 +214,32 @@ class LayerMeasurer:
     ) -> Iterator[tuple[int, Kernel | Measurement]]:
         """The kernels of candidates, by position, or what is wrong with them. Those that would begin after `until`
         (`time.monotonic`) are left out."""
-        layer = self.layers.by_key[task.key]
-        with self._started().built(task.target, [one.mod for one in candidates], until) as built:
-            for position, kernel in enumerate(built):
-                if isinstance(kernel, Kernel):
-                    wrong = self._wrong(layer, candidates[position], kernel)
-                    yield position, kernel if wrong is None else Measurement(error=wrong)
-                elif kernel is not None:
-                    yield position, kernel
+        layer, pool = self.layers.by_key[task.key], self._started()
+        self._keep({(task.key, one.key) for one in candidates})
+        known = {name: kernel for built in self._built for name, kernel in built.kernels.items()}
+        new = [i for i, one in enumerate(candidates) if (task.key, one.key) not in known]
+        for i, one in enumerate(candidates):
+            if (kernel := known.get((task.key, one.key))) is not None and time.monotonic() < until:
+                yield i, kernel
+        if not new:
+            return
+        self._built.append(built := _Built())
+        modules = [candidates[i].mod for i in new]
+        for i, found in zip(new, built.files.enter_context(pool.built(task.target, modules, until))):
+            if isinstance(found, Kernel):
+                if (wrong := self._wrong(layer, candidates[i], found)) is None:
+                    built.kernels[task.key, candidates[i].key] = found
+                yield i, found if wrong is None else Measurement(error=wrong)
+            elif found is not None:
+                yield i, found
+
+    def _keep(self, names: Collection[tuple[str, str]]) -> None:
+        """Remove the files of what was built, but for those that were built with one of these."""
+        kept = [built for built in self._built if not built.kernels.keys().isdisjoint(names)]
+        for built in self._built:
+            if built not in kept:
+                built.files.close()
+        self._built = kept
 
     def _wrong(self, layer: Measurable[Any], candidate: Candidate, kernel: Kernel) -> str | None:
         if self.options.remote is not None:
@@ -223,6 +255,6 @@ class LayerMeasurer:
         return deviation(self._started(), kernel, arguments, self._expected[layer.key])
 
     def _started(self) -> Pool:
-        if self._pool is None:
-            self._pool = self.at_end.enter_context(Pool(self.options))
-        return self._pool
+        if self.pool is None:
+            self.pool = self.at_end.enter_context(Pool(self.options))
+        return self.pool
