@@ -158,6 +158,12 @@ def explored(one: Case, measurer: LayerMeasurer, seed: int) -> tuple[dict[Any, f
     return seconds, failed
 
 
+def kind_of(layer: Layer | Block) -> str:
+    if isinstance(layer, Block):
+        return "block"
+    return "product" if isinstance(layer.form, products.Form) else "convolution"
+
+
 def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
     """The row of a layer."""
     layer: Any = one.layer
@@ -178,7 +184,7 @@ def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
     return {
         "layer": layer.name, "source": one.source, "far": layer.far, "usual": str(one.usual),
         "turns": dict(zip(map(str, order), columns)), "again": again, "failed": failed, "running": len(seconds),
-        "convolution": isinstance(layer, Block) or not isinstance(layer.form, products.Form),
+        "kind": kind_of(layer),
         "once": {str(way): value for way, value in seconds.items()}, "cpu": machine.cpu,
     }  # fmt: skip
 
@@ -200,21 +206,23 @@ def verdict(row: Row) -> tuple[str, float, float, float]:
 
 def table(rows: Sequence[Row]) -> str:
     lines = ["| layer | from | untuned | best | us | untuned / best | A/A |", "|" + "---|" * 7]
-    ratios: dict[bool, list[float]] = {True: [], False: []}
+    ratios: dict[str, list[float]] = {"convolution": [], "block": [], "product": []}
     controls = []
     for row in rows:
         best, us, ratio, control = verdict(row)
-        ratios[row["convolution"]].append(ratio)
+        ratios[row["kind"]].append(ratio)
         controls.append(control)
         far = ", weights from memory" if row["far"] else ""
         lines.append(
             f"| {row['layer']}{far} | {row['source']} | {row['usual']} | "
             f"{'the same' if best == row['usual'] else best} | {us:.0f} | {ratio:.3f} | {control:.3f} |"
         )
-    for name, kind in (("convolutions", True), ("products", False)):
-        if ratios[kind]:
-            mean = math.exp(statistics.fmean(map(math.log, ratios[kind])))
-            lines.append(f"| geometric mean, {len(ratios[kind])} {name} | | | | | {mean:.3f} | |")
+    groups = {f"{kind}s": some for kind, some in ratios.items()}
+    groups["convolutions and blocks"] = ratios["convolution"] + ratios["block"]
+    for name, some in groups.items():
+        if some:
+            mean = math.exp(statistics.fmean(map(math.log, some)))
+            lines.append(f"| geometric mean, {len(some)} {name} | | | | | {mean:.3f} | |")
     mean = math.exp(statistics.fmean(map(math.log, controls)))
     return "\n".join([*lines, f"| geometric mean, all | | | | | | {mean:.3f} |"])
 
