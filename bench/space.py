@@ -120,7 +120,7 @@ def first_ways(one: Case, space: WaySpace, seed: int) -> list[Any]:
         likely = mine[np.argsort(space.estimates[mine], kind="stable")[:_LIKELY]]
         others = rng.choice(mine, size=min(_OTHERS, len(mine)), replace=False)
         found += [space.ways[place] for place in (*likely, *others)]
-    if isinstance(layer, Layer) and predictable(layer.form):
+    if predictable(layer):
         places, seconds = predicted(shipped(), space, space.ways.index(one.usual))
         found += [space.ways[place] for place in places[np.argsort(seconds, kind="stable")[:_PREDICTED]]]
     return list(dict.fromkeys(found))
@@ -245,6 +245,8 @@ def main() -> None:
     rows = (
         [json.loads(line) for line in options.kept.read_text().splitlines()] if options.kept.exists() else []
     )
+    if any("kind" not in row for row in rows):
+        raise SystemExit(f"{options.kept} has rows of an earlier version: name another file")
     known = {(row["source"], row["layer"], row["far"]) for row in rows}
     with ExitStack() as stack:
         stack.enter_context(measuring(lambda holder: print(f"waiting: {holder}", file=sys.stderr)))

@@ -17,7 +17,6 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Floats
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.layer_times import deviation
-from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.times import predictable
@@ -68,7 +67,7 @@ class LayerTasks:
             first = [candidate for way in untuned if (candidate := space.candidate(way)) is not None]
             if self.usual(task) is None:
                 raise KnobError(f"{layer.name}: its untuned kernel cannot be measured alone")
-            if self.predictor is not None and isinstance(layer, Layer) and predictable(layer.form):
+            if self.predictor is not None and predictable(layer):
                 first += OneShotTuner(space, self.predictor).propose(_PREDICTED)
             return BeginWith(first, make_tuner(method, space, seed))
 
@@ -146,7 +145,8 @@ class LayerMeasurer:
     only whole models are verified. Here a kernel is timed in turns with the untuned one of its layer: a processor may
     change its rate from one second to the next by a third. Its time is the ratio of the two, times the untuned kernel's
     time when the layer's first kernel was measured. `pool`: one with these options, which stays open; None: one starts
-    when there is something to measure. Kernels stay built as long as they are asked for in each call.
+    when there is something to measure. Kernels stay built as long as they are asked for in each call; the outcomes of a
+    call end with the next one.
     """
 
     layers: LayerTasks

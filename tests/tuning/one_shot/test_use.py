@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.factory import make_tuner
+from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import Method
 
 
@@ -120,6 +122,21 @@ def test_layers_that_are_larger_than_any_that_it_learned_from_are_not_predicted(
     times = PredictedTimes(arbitrary(), MACHINE)
     assert times.of(products.Form((8, 768), (8, 50257)), False) == {}
     assert times.of(products.Form((8, 76), (8, 502)), False)
+
+
+def test_estimates_order_the_kernels_of_larger_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
+    stubborn = replace(arbitrary(), standard=Standard(30.0, 100.0))  # estimates count for little
+
+    def first() -> list[float]:
+        proposed = OneShotTuner(space, stubborn).propose(8)
+        ways = [Way.stored(json.dumps(one.trace)) for one in proposed]
+        return [float(space.estimates[space.ways.index(way)]) for way in ways]
+
+    assert first() != sorted(first())
+    monkeypatch.setattr("xrlflow.tuning.one_shot.times.LARGEST", 1)
+    assert first() == sorted(first())
+    assert first()[0] == space.estimates.min()
 
 
 def test_predicting_keeps_the_weights_of_few_layers() -> None:

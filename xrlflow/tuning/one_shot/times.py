@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from xrlflow.backends.tvm.algorithms import Algorithm, Timed, TimedBlock, Times,
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.ways import Form
 from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.measurable import Measurable
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.space import WaySpace
@@ -44,7 +46,7 @@ class PredictedTimes:
 
     def of(self, form: Form, far: bool) -> Times:
         found = {} if self.measured is None else self.measured.of(form, far)
-        if found or not predictable(form):
+        if found or not predictable(Layer(form, far)):
             return found
         return _times(self.predictor, self.machine, form, far)
 
@@ -52,9 +54,9 @@ class PredictedTimes:
         return None if self.measured is None else self.measured.of_block(form, far)
 
 
-def predictable(form: Form) -> bool:
-    """Whether a predictor learned from layers of such a size."""
-    return largest(form) <= LARGEST
+def predictable(layer: Measurable[Any]) -> TypeGuard[Layer]:
+    """Whether a predictor learned from layers of such a kind and size."""
+    return isinstance(layer, Layer) and largest(layer.form) <= LARGEST
 
 
 def largest(form: Form) -> int:

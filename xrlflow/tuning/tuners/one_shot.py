@@ -9,21 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
-from xrlflow.tuning.one_shot.times import predicted
+from xrlflow.tuning.one_shot.times import predictable, predicted
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.protocol import Measurement
 
 
 class OneShotTuner:
-    """Promising ways of the space are scored, once, and at most so many proposed. Blocks are not predicted: their
-    estimates order them."""
+    """Promising ways of the space are scored, once, and at most so many proposed. Estimates order those of blocks and
+    of layers that are too large for the predictor."""
 
     name = "one-shot"
 
     def __init__(self, space: WaySpace, predictor: Predictor, most: float = math.inf) -> None:
-        if isinstance(space.layer, Layer):
+        if predictable(space.layer):
             usual = space.ways.index(space.layer.estimated(space.machine))
             places, seconds = predicted(predictor, space, usual)
             order = places[np.argsort(seconds, kind="stable")]
