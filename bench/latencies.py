@@ -1,8 +1,10 @@
 """Measured latencies of rewritten graphs, the data of the learned cost model: `python bench/latencies.py FOLDER`.
 
-Networks of the zoo in several sizes, valleys and wheel models are rewritten by random walks, sweeps of rules and greedy
-search. Each variant is measured in turns with the network that it came from. A file per network and round; files that
-exist are not made again. Nothing else may run on the machine. `--list` names the networks.
+Networks of the zoo in several sizes, exports, valleys and wheel models are rewritten by searches, by sweeps of rules
+and by random walks. A search follows each cost model, the learned one included: a search goes where its costs are
+wrong, so that is what they must learn (as in DAgger; Ross, Gordon, Bagnell, 2011). Each variant is measured in turns
+with the network that it came from. A file per network and round; files that exist are not made again. Nothing else may
+run on the machine. `--list` names the networks.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +34,11 @@ from xrlflow.backends.results import SpeedUp
 from xrlflow.cost import Machine, Profiled, Roofline, calibrated
 from xrlflow.cost.calibrate import runtime
 from xrlflow.cost.comparisons import Comparisons
+from xrlflow.cost.learned import Learned, load_network
 from xrlflow.cost.machine import cpu_name
+from xrlflow.cost.model import AdditiveCost
 from xrlflow.cost.neighbourhoods import Neighbourhoods
+from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load, to_proto
 from xrlflow.rewrite import Library, RewriteState
@@ -47,7 +53,9 @@ _GROWTH, _MORE = 2.0, 16
 _AT_ONCE = 8  # variants that are measured in turns with the original
 _ROUNDS, _WIDTH = 24, 0.01
 _RADIUS = 3
-_PROPOSING = 12.0  # seconds to propose variants of a network
+_SEARCHING = 2.0  # seconds of each search
+_SEARCHED = 0.6  # the part of the variants that searches may give
+_PROPOSING = 6.0  # seconds to propose further variants of a network
 # A comparison whose control is off by more (logarithm) is thrown away.
 _OFF = 0.03
 _UNSEEN = ("mobilenetv2", "inceptionv3", "gru-unrolled", "dalle", "unet", "yolo")
@@ -120,28 +128,43 @@ def networks() -> Iterator[Network]:
                 yield network
 
 
-def variants(start: SearchNode, count: int, rng: random.Random) -> list[SearchNode]:
-    """Different rewritten graphs: ends of searches and their middles, sweeps of a few rules, random walks."""
-    seen = {start.state.fingerprint}
+def variants(starts: Sequence[SearchNode], count: int, rng: random.Random) -> list[SearchNode]:
+    """Different rewritten graphs: the shortlists of searches from each start (one for each cost model); then sweeps of
+    a few rules and random walks from the first start."""
+    first = starts[0]
+    seen = {first.state.fingerprint}
     found: list[SearchNode] = []
-    most = max(_GROWTH * start.state.graph.node_count, start.state.graph.node_count + _MORE)
+    most = max(_GROWTH * first.state.graph.node_count, first.state.graph.node_count + _MORE)
 
     def offer(node: SearchNode) -> None:
         if node.state.fingerprint not in seen and node.state.graph.node_count <= most:
             seen.add(node.state.fingerprint)
             found.append(node)
 
-    begin = time.monotonic()
-    limits = Limits(budget=60, deadline=begin + _PROPOSING / 4)
-    for search in (greedy, taso):
-        offer(search(start.state, start.cost, limits).best)
+    shortlists = []
+    for start in starts:
+        for search in (greedy, taso):
+            limits = Limits(budget=60, deadline=time.monotonic() + _SEARCHING)
+            shortlists.append(search(start.state, start.cost, limits).shortlist)
+    for node in chain.from_iterable(zip_longest(*shortlists)):
+        if node is not None and len(found) < _SEARCHED * count:
+            offer(node)
     attempts = 0
-    while len(found) < count and attempts < 4 * count and start.state.candidates:
-        if time.monotonic() > begin + _PROPOSING:
-            break
+    until = time.monotonic() + _PROPOSING
+    while len(found) < count and attempts < 4 * count and first.state.candidates and time.monotonic() < until:
         attempts += 1
-        offer(_swept(start, rng) if rng.random() < 0.55 else _walked(start, rng))
+        offer(_swept(first, rng) if rng.random() < 0.55 else _walked(first, rng))
     return found
+
+
+def cost_models(prices: Profiled, roofline: Roofline, rng: random.Random) -> list[AdditiveCost]:
+    """What searches follow: both kinds of prices, the network that corrects them, and one of its ensemble, drawn at
+    random, which is wrong elsewhere (as in Thompson sampling)."""
+    network = load_network(PRETRAINED)
+    drawn = rng.randrange(network.config.members)
+    arrays = {name: array[drawn : drawn + 1] for name, array in network.arrays.items()}
+    alone = replace(network, config=replace(network.config, members=1), arrays=arrays)
+    return [roofline, prices, Learned(prices, network), Learned(prices, alone)]
 
 
 def _swept(start: SearchNode, rng: random.Random) -> SearchNode:
@@ -178,13 +201,12 @@ def collect(network: Network, count: int, threads: int, machine: Machine, seed: 
     library = Library(LIBRARY)
     roofline = Roofline(machine, imported.bindings)
     graph, _ = simplify(imported.graph, library, roofline.cost)
-    start = SearchNode(RewriteState.start(graph, library, roofline.delta), None, roofline.cost(graph))
     feeds = network.feeds(imported)
 
-    def written(node: SearchNode) -> bytes:
-        return to_proto(imported, node.state.graph).SerializeToString()
+    def written(graph: Graph) -> bytes:
+        return to_proto(imported, graph).SerializeToString()
 
-    original = written(start)
+    original = written(graph)
     if not _runs(original, feeds, threads):
         return "the runtime refuses it with these sizes"
     quick = measure([original, original], feeds, threads=threads, time_limit=0.3, control=False)
@@ -192,12 +214,17 @@ def collect(network: Network, count: int, threads: int, machine: Machine, seed: 
     if not _FASTEST < latency < _SLOWEST:
         return f"{latency * 1e3:.3f} ms a run"
     rng = random.Random(f"{seed} {network.name}")
+    prices = Profiled(machine, bindings=imported.bindings, per_operator=0.015)
+    starts = [
+        SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+        for model in cost_models(prices, roofline, rng)
+    ]
     graphs: list[Graph] = [graph]
     logs: list[float] = []
     errors: list[float] = []
-    proposed = variants(start, count, rng)
+    proposed = variants(starts, count, rng)
     for first in range(0, len(proposed), _AT_ONCE):
-        files = {id(n): written(n) for n in proposed[first : first + _AT_ONCE]}
+        files = {id(n): written(n.state.graph) for n in proposed[first : first + _AT_ONCE]}
         runnable = [n for n in proposed[first : first + _AT_ONCE] if _runs(files[id(n)], feeds, threads)]
         if not runnable:
             continue
@@ -218,7 +245,7 @@ def collect(network: Network, count: int, threads: int, machine: Machine, seed: 
             errors.append(_error(speedup))
     if not logs:
         return "nothing could be measured"
-    known = Neighbourhoods(Profiled(machine, bindings=imported.bindings, per_operator=0.015), _RADIUS)
+    known = Neighbourhoods(prices, _RADIUS)
     counts = [known.view(g).counts() for g in graphs]
     about = {
         "name": network.name, "machine": cpu_name(), "runtime": runtime(), "threads": threads,

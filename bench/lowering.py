@@ -35,6 +35,7 @@ import onnx
 import models
 import xrlflow
 from bench import convolutions, pages
+from bench.latency import cell
 from bench.operators import OPERATORS, operator
 from models import wheels
 from xrlflow.api import UserError, VerificationFailed
@@ -170,12 +171,9 @@ def row(name: str, names: Sequence[str], comparison: Comparison, facts: Mapping[
     }  # fmt: skip
     for variant, speedup in zip(names, comparison.speedups):
         found[variant] = [speedup.median, speedup.low, speedup.high]
-    cells = [f"{s.median:.3f} [{s.low:.3f}, {s.high:.3f}]" for s in comparison.speedups]
-    shown = f"{control.median:.3f} [{control.low:.3f}, {control.high:.3f}]" if control else "-"
     star = " *" if comparison.load.disturbed else ""
-    found["line"] = (
-        f"| {name}{star} | {comparison.latencies[0].median_ms:.3f} | {shown} | " + " | ".join(cells) + " |"
-    )
+    shown = ["-" if control is None else cell(found["control"]), *(cell(found[v]) for v in names)]
+    found["line"] = f"| {name}{star} | {comparison.latencies[0].median_ms:.3f} | {' | '.join(shown)} |"
     print(found["line"], flush=True)
     return found
 

@@ -1,0 +1,41 @@
+"""Which graphs `bench/latencies.py` measures."""
+
+from __future__ import annotations
+
+import random
+
+import models
+from bench import latencies as bench
+from rewrite_rules import LIBRARY
+from xrlflow.cost import Machine, Profiled, Roofline
+from xrlflow.onnxio import load
+from xrlflow.rewrite import Library, RewriteState
+from xrlflow.search import Limits, SearchNode, greedy
+
+
+def starts() -> list[SearchNode]:
+    machine = Machine.reference()
+    library = Library(LIBRARY)
+    graph = load(models.small("squeezenet")).graph
+    prices = Profiled(machine, time_budget=0.0)  # measures nothing
+    return [
+        SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+        for model in bench.cost_models(prices, Roofline(machine), random.Random(1))
+    ]
+
+
+def test_variants_differ_and_hold_what_each_cost_model_leads_to() -> None:
+    found = starts()
+    variants = bench.variants(found, 30, random.Random(2))
+    prints = [v.state.fingerprint for v in variants]
+    assert len(set(prints)) == len(prints) == 30
+    assert found[0].state.fingerprint not in prints
+    best = [greedy(s.state, s.cost, Limits(budget=60)).best.state.fingerprint for s in found]
+    assert set(best) <= set(prints[: 2 * len(found)])
+    assert len(set(best)) > 1  # the network leads elsewhere than the prices
+
+
+def test_each_cost_model_costs_a_graph_differently() -> None:
+    costs = [s.cost for s in starts()]
+    assert costs[0] == costs[1]  # without measurements, the prices are the roofline's
+    assert len(set(costs)) == 3
