@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 import models
 from bench import latencies as bench
 from rewrite_rules import LIBRARY
@@ -17,25 +19,25 @@ def starts() -> list[SearchNode]:
     machine = Machine.reference()
     library = Library(LIBRARY)
     graph = load(models.small("squeezenet")).graph
-    prices = Profiled(machine, time_budget=0.0)  # measures nothing
+    prices = Profiled(machine, time_budget=0.0)  # measures what a call costs, and no operator
     return [
         SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
         for model in bench.cost_models(prices, Roofline(machine), random.Random(1))
     ]
 
 
-def test_variants_differ_and_hold_what_each_cost_model_leads_to() -> None:
+def test_variants_differ_and_hold_what_each_cost_model_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_SEARCHING", 120.0)
     found = starts()
     variants = bench.variants(found, 30, random.Random(2))
     prints = [v.state.fingerprint for v in variants]
     assert len(set(prints)) == len(prints) == 30
     assert found[0].state.fingerprint not in prints
-    best = [greedy(s.state, s.cost, Limits(budget=60)).best.state.fingerprint for s in found]
-    assert set(best) <= set(prints[: 2 * len(found)])
-    assert len(set(best)) > 1  # the network leads elsewhere than the prices
+    best = {greedy(s.state, s.cost, Limits(budget=60)).best.state.fingerprint for s in found}
+    led = best - {found[0].state.fingerprint}
+    assert led <= set(prints[: 2 * len(found)])
+    assert len(led) > 1  # the network leads elsewhere than the prices
 
 
 def test_each_cost_model_costs_a_graph_differently() -> None:
-    costs = [s.cost for s in starts()]
-    assert costs[0] == costs[1]  # without measurements, the prices are the roofline's
-    assert len(set(costs)) == 3
+    assert len({s.cost for s in starts()}) == 4
