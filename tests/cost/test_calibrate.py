@@ -10,7 +10,7 @@ import pytest
 
 from xrlflow.cost import calibrate
 from xrlflow.cost.calibrate import calibrated, from_json, machine_file, to_json
-from xrlflow.cost.machine import Machine, cache_bytes, cpu_name
+from xrlflow.cost.machine import Machine, cache_bytes, cpu_name, vector_lanes
 from xrlflow.cost.microbench import Sample
 from xrlflow.ops.work import OpKind
 
@@ -121,3 +121,16 @@ def test_beside_other_load_the_ratios_are_the_reference_s(
 def test_the_processor_has_a_name_and_a_cache() -> None:
     assert cpu_name()
     assert cache_bytes() >= 1024
+
+
+@pytest.mark.parametrize(
+    ("system", "flags", "lanes"),
+    [("x86_64", "fpu avx2 fma", 8), ("AMD64", "", 8), ("x86_64", "avx2 avx512f", 16), ("aarch64", "", 16)],
+)
+def test_blocks_of_channels_are_as_wide_as_the_processor_s_vectors(
+    system: str, flags: str, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.cost.machine._processor", lambda: {"flags": flags})
+    monkeypatch.setattr("platform.machine", lambda: system)
+    assert vector_lanes() == lanes
+    assert calibrate.calibrate(1, time_limit=0.005)[0].lanes == lanes

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from xrlflow import files
-from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name
+from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name, vector_lanes
 from xrlflow.cost.microbench import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.work import OpKind, Work, work
 from xrlflow.sqlite import cache_directory
 
-VERSION = 1
+VERSION = 2
 _TINY = 1e-7
 
 
@@ -195,6 +195,7 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
         fork=fork if threads > 1 else 0.0,
         speeds=MappingProxyType(speeds),
         grouped=grouped,
+        lanes=vector_lanes(),
     )
     if meter.noisy:  # a ratio of a quiet and a disturbed measurement is the least reliable figure
         machine = replace(machine, speeds=REFERENCE.speeds, grouped=REFERENCE.grouped)

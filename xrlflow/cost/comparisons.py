@@ -33,7 +33,7 @@ _UNREADABLE = (
 )  # fmt: skip
 
 # Of what the columns are: data of another version cannot be read.
-VERSION = 1
+VERSION = 2
 
 
 class ComparisonsError(ValueError):

@@ -58,6 +58,10 @@ class Learned(AdditiveCost):
     def name(self) -> str:
         return "learned"
 
+    @property
+    def lanes(self) -> int:
+        return self.prices.lanes
+
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         return self.prices.price(graph, node, in_types)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from math import fsum
 from typing import Literal, Protocol
 
+from xrlflow.cost.machine import Machine
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value
 
 Provenance = Literal["modelled", "measured"]
@@ -47,6 +48,11 @@ class AdditiveCost(ABC):
     @property
     @abstractmethod
     def name(self) -> str: ...
+
+    @property
+    def lanes(self) -> int:
+        """Float32 elements of a vector register of the machine whose seconds these are."""
+        return Machine.reference().lanes
 
     @abstractmethod
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:

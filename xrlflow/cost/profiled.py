@@ -101,6 +101,10 @@ class Profiled(AdditiveCost):
     def name(self) -> str:
         return "profiled"
 
+    @property
+    def lanes(self) -> int:
+        return self.machine.lanes
+
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         """As in `AdditiveCost`, but the values of integer constants (axes, shapes) matter as well."""
         if node.types[0].const:

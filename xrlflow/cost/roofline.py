@@ -41,6 +41,10 @@ class Roofline(AdditiveCost):
     def name(self) -> str:
         return "roofline"
 
+    @property
+    def lanes(self) -> int:
+        return self.machine.lanes
+
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
         if inside:
