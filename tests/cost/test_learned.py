@@ -21,7 +21,7 @@ import models
 from rewrite_rules import LIBRARY
 from tests.cost.graphs import Builder, random_edit, random_graph, t
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from xrlflow.cost import Learned, Roofline, load_network
+from xrlflow.cost import Learned, Machine, Profiled, Roofline, load_network
 from xrlflow.cost.comparisons import Comparisons, ComparisonsError
 from xrlflow.cost.fine_tuning import fine_tuned
 from xrlflow.cost.latency_network import Evaluator, NetworkConfig, NetworkParameters, shapes
@@ -112,19 +112,23 @@ def test_nodes_with_one_number_look_alike_and_others_do_not(radius: int) -> None
     assert len(narrow.keys() & deep.keys()) < len(deep) / 4
 
 
-class Narrow(Roofline):
-    """The reference machine's prices, as if its vectors were narrow."""
-
-    @property
-    def lanes(self) -> int:
-        return 8
-
-
-def test_a_network_sees_the_width_of_the_machine_s_vectors() -> None:
+def test_a_network_sees_the_lanes_of_the_machine() -> None:
     graph = small("squeezenet")
-    assert Narrow().cost(graph) == Roofline().cost(graph)
-    costs = [Learned(prices, network()).cost(graph) for prices in (Roofline(), Narrow())]
+    wide, narrow = Roofline(), Roofline()
+    narrow.lanes = 8
+    assert narrow.cost(graph) == wide.cost(graph)
+    costs = [Learned(prices, network()).cost(graph) for prices in (wide, narrow)]
     assert costs[0] != pytest.approx(costs[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_all_prices_have_the_lanes_of_their_machine(lanes: int) -> None:
+    machine = replace(Machine.reference(), lanes=lanes)
+    for prices in (Roofline(machine), Profiled(machine, time_budget=0.0)):
+        assert Learned(prices, network()).lanes == lanes
+        known = Neighbourhoods(prices, 1)
+        known.view(small("squeezenet")).counts()
+        assert {row[-1] for row in known.table.contents[2:]} == {lanes / 16}
 
 
 def test_a_network_without_corrections_costs_what_the_prices_say() -> None:

@@ -49,6 +49,7 @@ class Learned(AdditiveCost):
     def __init__(self, prices: AdditiveCost, parameters: NetworkParameters) -> None:
         super().__init__(prices.bindings)
         self.prices = prices
+        self.lanes = prices.lanes
         self.parameters = parameters
         self._neighbourhoods = Neighbourhoods(prices, parameters.config.radius)
         self._evaluator = Evaluator(parameters, self._neighbourhoods.table)
@@ -57,10 +58,6 @@ class Learned(AdditiveCost):
     @property
     def name(self) -> str:
         return "learned"
-
-    @property
-    def lanes(self) -> int:
-        return self.prices.lanes
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         return self.prices.price(graph, node, in_types)

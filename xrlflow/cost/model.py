@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import fsum
 from typing import Literal, Protocol
 
-from xrlflow.cost.machine import Machine
+from xrlflow.cost.machine import REFERENCE
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value
 
 Provenance = Literal["modelled", "measured"]
@@ -36,10 +36,12 @@ class AdditiveCost(ABC):
     """The sum of the costs of single operators (TASO, section 5), so that an edit is enough to price a successor.
 
     The price of an operator depends on its name, attributes and types, and is remembered for them. Constant nodes are
-    evaluated before the model runs and cost nothing. `bindings` gives symbolic dimensions a number.
+    evaluated before the model runs and cost nothing. `bindings` gives symbolic dimensions a number. `lanes` are
+    those of the machine whose seconds these are (see `Machine`).
     """
 
     provenance: Provenance = "modelled"
+    lanes = REFERENCE.lanes
 
     def __init__(self, bindings: Mapping[str, int] | None = None) -> None:
         self.bindings: dict[str, int] = dict(bindings or {})
@@ -48,11 +50,6 @@ class AdditiveCost(ABC):
     @property
     @abstractmethod
     def name(self) -> str: ...
-
-    @property
-    def lanes(self) -> int:
-        """Float32 elements of a vector register of the machine whose seconds these are."""
-        return Machine.reference().lanes
 
     @abstractmethod
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:

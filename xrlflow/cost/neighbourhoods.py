@@ -26,9 +26,9 @@ _NAMES = ("(input)", "(constant)")
 _SLOTS = 8  # further slots count as this one
 # Columns of an edge: its tensor; its slots at both ends; whether the reading slot is 0 or 1; direction.
 EDGE_COLUMNS = TYPE_COLUMNS + 6
-# Columns of a node alone: those of its content, whether it gives an output of the graph, and the machine's vectors.
+# Columns of a node alone: those of its content, whether it gives an output of the graph, and the machine's lanes.
 CONTENT_COLUMNS = NODE_COLUMNS + 2
-_LANES = 16  # of the widest vectors
+_LANES = 16  # the most
 
 _Key = tuple[object, ...]
 
@@ -113,7 +113,7 @@ class Neighbourhoods:
             level.inner.append(found)
             level.starts.append(0)
             table.ops.append(node.op)
-            # ONNX Runtime's layouts and kernels depend on the width of vectors, so what an edit is worth does, too.
+            # ONNX Runtime's layouts depend on the machine, and so does what an edit is worth.
             table.contents.append((*columns.row, float(given), self.prices.lanes / _LANES))
             table.seconds.append(seconds)
             table.moved.append(columns.bytes)

@@ -88,6 +88,7 @@ class Profiled(AdditiveCost):
         """
         super().__init__(bindings)
         self.machine = machine
+        self.lanes = machine.lanes
         self.database = database if database is not None else Database()
         self.time_budget = time_budget
         self.per_operator = per_operator
@@ -100,10 +101,6 @@ class Profiled(AdditiveCost):
     @property
     def name(self) -> str:
         return "profiled"
-
-    @property
-    def lanes(self) -> int:
-        return self.machine.lanes
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         """As in `AdditiveCost`, but the values of integer constants (axes, shapes) matter as well."""

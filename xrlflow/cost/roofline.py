@@ -36,14 +36,11 @@ class Roofline(AdditiveCost):
     def __init__(self, machine: Machine | None = None, bindings: Mapping[str, int] | None = None) -> None:
         super().__init__(bindings)
         self.machine = machine or Machine.reference()
+        self.lanes = self.machine.lanes
 
     @property
     def name(self) -> str:
         return "roofline"
-
-    @property
-    def lanes(self) -> int:
-        return self.machine.lanes
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
