@@ -3,8 +3,8 @@
 Trains a network on the comparisons that `bench/latencies.py` left in FOLDER, and judges it on architectures that it did
 not see (`HELD_OUT`), beside the profiled prices that it corrects: Spearman's correlation with what was measured,
 pairs of graphs that differ by more than 3% that are ordered right, and how many times faster than the original the
-graph is that each calls the fastest. Intervals are calibrated on folds of the other
-architectures. `--save` puts the network into the package.
+graph is that each calls the fastest. Intervals are calibrated on folds of the other architectures. `--save` puts the
+network into the package.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def line(judged: Judged, scale: float) -> str:
     for by in (judged.priced, judged.predicted):
         right, pairs = judged.ordered(by, _CLEAR)
         cells += [f"{judged.correlation(by):.2f}", f"{right / pairs:.0%}" if pairs else "-"]
-        cells.append(f"{math.exp(judged.chosen(by)[0]):.2f}")
+        cells.append(f"{math.exp(judged.chosen(by)):.2f}")
     return f"| {' | '.join([*cells, f'{judged.held(scale):.0%}'])} |"
 
 
@@ -84,7 +84,7 @@ def means(title: str, judged: Sequence[Judged], scale: float) -> str:
         counts = [j.ordered(getattr(j, by), _CLEAR) for j in judged]
         right, pairs = (sum(c) for c in zip(*counts))
         cells += [f"{np.nanmean(correlations):.3f}", f"{right / max(pairs, 1):.1%}"]
-        chosen = [j.chosen(getattr(j, by))[0] for j in judged]
+        chosen = [j.chosen(getattr(j, by)) for j in judged]
         slower = sum(c < -_SLOWER for c in chosen)
         cells.append(f"{math.exp(float(np.mean(chosen))):.3f}, {slower} slower")
     held = float(np.mean([j.held(scale) for j in judged]))

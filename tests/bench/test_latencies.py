@@ -40,3 +40,13 @@ def test_variants_differ_and_hold_what_each_cost_model_leads_to(monkeypatch: pyt
 
 def test_each_cost_model_costs_a_graph_differently() -> None:
     assert len({s.cost for s in starts()}) == 4
+
+
+def test_searches_give_six_of_ten_variants_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    walked = bench._walked
+    monkeypatch.setattr(bench, "_walked", lambda node, rng: asked.append(node) or walked(node, rng))
+    monkeypatch.setattr(bench, "_swept", bench._walked)
+    found = starts()
+    assert len(bench.variants(found, 10, random.Random(2))) == 10
+    assert len(asked) >= 4

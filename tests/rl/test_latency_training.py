@@ -83,9 +83,9 @@ def test_ranks_and_pairs() -> None:
     assert judged.ordered(judged.priced) == (0, 6)
     assert judged.ordered(judged.priced, least=0.15) == (0, 3)
     assert np.isnan(judged.correlation(np.zeros(3)))
-    assert judged.chosen(judged.predicted) == (0.2, 0.0)
-    assert judged.chosen(judged.priced) == pytest.approx((-0.1, -0.3))
-    assert judged.chosen(np.zeros(3)) == pytest.approx((0.0, -0.2))
+    assert judged.chosen(judged.predicted) == 0.2
+    assert judged.chosen(judged.priced) == -0.1
+    assert judged.chosen(np.zeros(3)) == 0.0
 
 
 def test_nothing_to_learn_from_is_an_error() -> None:

@@ -228,12 +228,9 @@ class Judged:
         right = apart * (other[first] - other[second]) > 0
         return int((right & clear).sum()), int(clear.sum())
 
-    def chosen(self, by: Doubles) -> tuple[float, float]:
-        """Of the graph that `by` calls the fastest (the first, if none is faster): how much faster it is than the first
-        (a log-ratio), and than the fastest of all (0 at most)."""
-        measured, other = np.append(0.0, self.measured), np.append(0.0, by)
-        found = measured[int(np.argmax(other))]
-        return float(found), float(found - measured.max())
+    def chosen(self, by: Doubles) -> float:
+        """The measured log-ratio of the graph that `by` calls the fastest; 0, the first graph's, if none is faster."""
+        return float(np.append(0.0, self.measured)[np.argmax(np.append(0.0, by))])
 
 
 def judge(parameters: NetworkParameters, found: Comparisons) -> Judged:
