@@ -8,8 +8,9 @@ import pytest
 
 import models
 import xrlflow
-from xrlflow.cost import AdditiveCost, Roofline
-from xrlflow.ir import Graph, Node
+from xrlflow.cost import AdditiveCost, Learned, Roofline, load_network
+from xrlflow.cost.pretrained import PRETRAINED
+from xrlflow.ir import Edit, Graph, Node
 from xrlflow.options import Options
 from xrlflow.pipeline import race
 from xrlflow.pipeline.choose import Trials
@@ -152,3 +153,22 @@ def test_the_report_names_the_leader() -> None:
         models.small("squeezenet"), search="greedy", cost="auto", measure=False, threads=1
     )
     assert result.report.cost_model == "profiled"
+
+
+def test_prices_that_take_too_long_cost_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are about two thousand substitutions in NasRNN whose layers share weights."""
+
+    class Slow(Learned):
+        def delta(self, graph: Graph, edit: Edit) -> float:
+            time.sleep(0.2)
+            return super().delta(graph, edit)
+
+    slow = Slow(Roofline(), load_network(PRETRAINED))
+    monkeypatch.setattr(race, "cost_models", lambda context: (Roofline(), slow))
+    with opened(models.small("nasrnn-shared"), OPTIONS, None, time.monotonic()) as context:
+        context = with_feeds(context)
+        begin, explored = race.searched(context)
+        assert time.monotonic() < context.clock.budget.search_until
+        assert begin.model.name == "roofline"
+        assert explored.proposals
+        assert "there was no time for a search by learned costs (--time-limit)" in context.notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.rl.test_strategy import PRICES, VALLEYS, valleys
 from tests.rules.harness import model
@@ -26,10 +28,10 @@ from xrlflow.rl.features import Featuriser, Vocabulary
 from xrlflow.rl.parameters import AgentConfig, EncoderConfig
 from xrlflow.rl.pretrained import DREAMER, PRETRAINED
 from xrlflow.rl.workers import play
-from xrlflow.rl.world_model.diagnostics import errors, f1
+from xrlflow.rl.world_model.diagnostics import TEMPERATURES, errors, f1, figures, promised
 from xrlflow.rl.world_model.dream import dream
 from xrlflow.rl.world_model.dynamics import Forecast, Truth, World, WorldConfig, latent_of
-from xrlflow.rl.world_model.experience import SCALE, explore
+from xrlflow.rl.world_model.experience import SCALE, Play, explore
 from xrlflow.rl.world_model.files import load_world, save_alone, save_world, world_path
 from xrlflow.rl.world_model.learning import Learner, LearningConfig, chunks, train_world_model
 from xrlflow.rl.world_model.planning import PlanConfig, Planner
@@ -198,12 +200,33 @@ def test_an_agent_that_dreamt_crosses_the_valley() -> None:
     """Each step into the valley is a loss. The engine is asked for 400 steps; the policy learns in dreams."""
     found, featuriser = problems((1,))
     dreamer = agent(3)
-    learner, _ = train_world_model(
+    learner, plays = train_world_model(
         dreamer, found, featuriser, steps=400, rounds=4, updates=150, config=SMALL, env=ENV, seed=0
     )
     outcome = play(dreamer, found, featuriser, ENV)[0]
     assert outcome.best < 0.9 * outcome.initial
     assert learner.agent is dreamer
+    assert promised(learner, plays) == pytest.approx(1 - outcome.best / outcome.initial, abs=0.05)
+
+
+def test_figures_for_a_log_are_those_of_plays_that_were_not_learned_from() -> None:
+    found, featuriser = problems((1,))
+    watched: list[tuple[int, dict[str, float]]] = []
+
+    def watch(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
+        watched.append((sum(map(len, plays)), figures(learner, plays)))
+        return watched[-1][1]
+
+    logged: list[dict[str, float]] = []
+    _, plays = train_world_model(
+        agent(), found, featuriser, steps=60, rounds=3, updates=60, config=replace(SMALL, dreams=1), env=ENV,
+        watch=watch, progress=lambda known, number, learner: logged.append(dict(known)),
+    )  # fmt: skip
+    assert sum(steps for steps, _ in watched) == sum(map(len, plays))
+    assert all(known.items() <= row.items() for (_, known), row in zip(watched, logged, strict=True))
+    first, *_, last = (known["errors/saving_1"] for _, known in watched)
+    assert last < first
+    assert {f"errors/latent_5_at_{t:g}" for t in TEMPERATURES if t} <= set(logged[-1])
 
 
 def test_imagined_states_have_a_row_for_each_rule_that_is_present() -> None:
@@ -264,7 +287,13 @@ def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: 
 
     model, output = tmp_path / "valley.onnx", tmp_path / "agent.safetensors"
     onnx.save(valleys(1, 1), model)
-    trained = xrlflow.train([model], output, iterations=2, steps=20, horizon=6, world_model=True, seed=1)
+    log = tmp_path / "log"
+    trained = xrlflow.train(
+        [model], output, iterations=2, steps=20, horizon=6, world_model=True, seed=1, log=log
+    )
+    curves = EventAccumulator(str(log)).Reload()
+    for tag in ("errors/saving_1", "errors/masks_5", "dream/saved", "evaluation/saved"):
+        assert len(curves.Scalars(tag)) == 2, tag
     assert trained.iterations == 2
     assert trained.steps == 40
     assert trained.score.gain >= 1.0

@@ -4,7 +4,7 @@ from xrlflow.cost.calibrate import calibrated
 from xrlflow.cost.database import Database
 from xrlflow.cost.in_context import InContextBenchmark
 from xrlflow.cost.kernels import KernelPrices
-from xrlflow.cost.learned import Learned, load_network
+from xrlflow.cost.learned import Learned, NoTimeLeft, load_network
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
@@ -21,6 +21,7 @@ __all__ = [
     "Learned",
     "Machine",
     "Measured",
+    "NoTimeLeft",
     "Placed",
     "Profiled",
     "Provenance",

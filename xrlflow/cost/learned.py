@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,10 @@ _KEPT = 64
 _INSTANT = 1e-9
 
 
+class NoTimeLeft(Exception):
+    """A cost model was asked for a price after the moment until which it was to give any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """How many times faster a graph is than another, as predicted: the median, and a 90% interval."""
@@ -43,7 +48,8 @@ class Learned(AdditiveCost):
     """A graph costs the sum of its nodes' seconds, each as the network sees it where it stands.
 
     `prices` gives operators their seconds when they run alone; a node that the network knows nothing about costs that.
-    The seconds are the means of an ensemble, so they add up, and an edit changes those of the nodes around it.
+    The seconds are the means of an ensemble, so they add up, and an edit changes those of the nodes around it. The
+    price of an edit takes about a millisecond. After the moment `until` (time.monotonic), `delta` raises NoTimeLeft.
     """
 
     def __init__(self, prices: AdditiveCost, parameters: NetworkParameters) -> None:
@@ -51,6 +57,7 @@ class Learned(AdditiveCost):
         self.prices = prices
         self.lanes = prices.lanes
         self.parameters = parameters
+        self.until = math.inf
         self._neighbourhoods = Neighbourhoods(prices, parameters.config.radius)
         self._evaluator = Evaluator(parameters, self._neighbourhoods.table)
         self._views: OrderedDict[int, View] = OrderedDict()
@@ -75,6 +82,8 @@ class Learned(AdditiveCost):
         return found | dict(zip((n.id for n in nodes), seconds.tolist()))
 
     def delta(self, graph: Graph, edit: Edit) -> float:
+        if time.monotonic() > self.until:
+            raise NoTimeLeft
         _, before, after = self._view(graph).successor(edit)
         seconds = self._evaluator.seconds([*before, *after]).mean(0)
         return fsum(seconds[len(before) :]) - fsum(seconds[: len(before)])
@@ -154,4 +163,4 @@ def _columns() -> dict[str, int]:
     return {"content": CONTENT_COLUMNS, "edge": EDGE_COLUMNS}
 
 
-__all__: Sequence[str] = ("KIND", "Learned", "Prediction", "load_network", "save_network")
+__all__: Sequence[str] = ("KIND", "Learned", "NoTimeLeft", "Prediction", "load_network", "save_network")

@@ -13,7 +13,7 @@ without content. Constant nodes do not run, so they are constants.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from xrlflow.cost.columns import NODE_COLUMNS, TYPE_COLUMNS, node_columns, type_columns
@@ -137,19 +137,15 @@ class Neighbourhoods:
 class View:
     """The numbers of one graph's nodes. They are found on demand and remembered.
 
-    A successor's view has the view of its parent as `base`, and asks it about nodes that are not in `near[r]`: those
-    whose neighbourhood of radius r the edit did not change.
+    A successor's view has the view of its parent as `base`, and asks it about nodes whose numbers it was not told.
+    `touched`: the nodes whose edges may differ from those in the base.
     """
 
     def __init__(
-        self,
-        owner: Neighbourhoods,
-        graph: Graph,
-        base: View | None = None,
-        near: tuple[set[Value], ...] = (),
+        self, owner: Neighbourhoods, graph: Graph, base: View | None = None, touched: Set[Value] = frozenset()
     ) -> None:
         self.owner, self.graph = owner, graph
-        self._base, self._near = base, near
+        self._base, self._touched = base, touched
         self._outputs = frozenset(graph.outputs)
         self._known: tuple[dict[Value, int], ...] = tuple({} for _ in range(owner.radius + 1))
         self._ends: dict[Value, tuple[_Reads, _Readers]] = {}
@@ -164,7 +160,7 @@ class View:
         known = self._known[radius]
         found = known.get(node.id)
         if found is None:
-            if self._base is not None and node.id not in self._near[radius]:
+            if self._base is not None:
                 return self._base.number(node, radius)
             found = known[node.id] = self._find(node, radius)
         return found
@@ -186,6 +182,8 @@ class View:
         found = self._ends.get(node.id)
         if found is not None:
             return found
+        if self._base is not None and node.id not in self._touched:
+            return self._base._ends_of(node)
         graph, edge = self.graph, self.owner.edge
         producers = graph.producers
         reads: _Reads = []
@@ -213,28 +211,65 @@ class View:
         return found
 
     def successor(self, edit: Edit) -> tuple[View, list[int], list[int]]:
-        """The view after an edit, and the numbers of the highest level that it takes away and brings."""
-        graph = self.graph
-        after, _ = apply_edit(graph, edit)
+        """The view after an edit, and the numbers of the highest level that it takes away and brings.
+
+        Level by level, only those nodes are numbered again whose edges may have changed, and neighbours of nodes whose
+        numbers did.
+        """
+        after, _ = apply_edit(self.graph, edit)
         leaving = [*edit.removed, *(old for old, _ in edit.rewired)]
         coming = [*edit.added, *(new for _, new in edit.rewired)]
-        values = {v for node in (*leaving, *coming) for v in (*node.inputs, *node.outputs)}
-        values.update(set(graph.outputs) ^ set(edit.outputs))
-        top = self.owner.radius
-        near = _spread(after, _touched(after, coming, values), top)
-        changed = _spread(graph, _touched(graph, leaving, values), top)[top] | near[top]
-        view = View(self.owner, after, self, near)
-        return view, self._numbers(changed), view._numbers(changed)
+        outputs = set(self.graph.outputs) ^ set(edit.outputs)
+        values = {v for node in (*leaving, *coming) for v in (*node.inputs, *node.outputs)} | outputs
+        touched = _touched(after, coming, values)
+        view = View(self.owner, after, self, touched)
+        changed = view._renumbered(self._unlike(after, coming, outputs), 0)
+        for radius in range(1, self.owner.radius + 1):
+            changed = view._renumbered(touched.union(changed, *map(view._around, changed)), radius)
+        gone = [node.id for node in leaving if view._running(node.id) is None]
+        return view, self._numbers({*gone, *changed}), view._numbers(changed)
+
+    def _unlike(self, after: Graph, coming: Iterable[Node], outputs: Iterable[Value]) -> set[Value]:
+        """The ids of nodes that alone may differ from those of this graph: what is new, what reads a value that has
+        another type now, and what gives values that only one of the graphs gives."""
+        before, producers = self.graph.producers, after.producers
+        found = {producers[v].id for v in outputs if v in producers}
+        for node in coming:
+            found.add(node.id)
+            for value, type in zip(node.outputs, node.types):
+                if value in before and self.graph.type(value) != type:
+                    found.update(after.uses.get(value, ()))
+        return found
+
+    def _renumbered(self, ids: Iterable[Value], radius: int) -> set[Value]:
+        """Number these nodes on a level, as far as they run; the ids of those whose number is not that of the base."""
+        base = self._base
+        assert base is not None
+        known, changed = self._known[radius], set()
+        for id in ids:
+            node = self._running(id)
+            if node is None:
+                continue
+            number = known[id] = self._find(node, radius)
+            earlier = base._running(id)
+            if earlier is None or base.number(earlier, radius) != number:
+                changed.add(id)
+        return changed
+
+    def _running(self, id: Value) -> Node | None:
+        """The node with this id, unless it is constant."""
+        node = self.graph.producers.get(id)
+        return None if node is None or node.const or node.id != id else node
+
+    def _around(self, id: Value) -> list[Value]:
+        """The ids of the neighbours of a node that runs."""
+        reads, readers = self._ends_of(self.graph.producers[id])
+        return [e.id for e, _ in (*reads, *readers) if not isinstance(e, int)]
 
     def _numbers(self, ids: Iterable[Value]) -> list[int]:
-        """The numbers of those of these nodes that the graph has and that run."""
-        producers, top = self.graph.producers, self.owner.radius
-        found = []
-        for id in ids:
-            node = producers.get(id)
-            if node is not None and node.id == id and not node.const:
-                found.append(self.number(node, top))
-        return found
+        """The numbers of the highest level of those of these nodes that the graph has and that run."""
+        top = self.owner.radius
+        return [self.number(node, top) for id in ids if (node := self._running(id)) is not None]
 
 
 def in_types(graph: Graph, node: Node) -> InTypes:
@@ -250,22 +285,3 @@ def _touched(graph: Graph, nodes: Iterable[Node], values: Iterable[Value]) -> se
             found.add(producers[value].id)
         found.update(uses.get(value, ()))
     return found
-
-
-def _spread(graph: Graph, ids: set[Value], radius: int) -> tuple[set[Value], ...]:
-    """For each level the nodes whose neighbourhood reaches one of these."""
-    levels = [ids]
-    last = ids
-    producers, uses = graph.producers, graph.uses
-    for _ in range(radius):
-        grown = set(levels[-1])
-        for id in last:
-            node = producers.get(id)
-            if node is None:
-                continue
-            grown.update(producers[v].id for v in node.inputs if v in producers)
-            for value in node.outputs:
-                grown.update(uses.get(value, ()))
-        last = grown - levels[-1]
-        levels.append(grown)
-    return tuple(levels)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
-from xrlflow.cost import Learned, Profiled
+from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled
 from xrlflow.cost.history import History
 from xrlflow.pipeline import history
 from xrlflow.pipeline.choose import Trials
@@ -27,9 +28,13 @@ def searched(context: Context) -> Searched:
         for number, model in enumerate(models[1:], start=1):
             if context.clock.hurried:
                 break
-            with context.clock.phase("calibrate"):
-                begin = start(context, model)
-            found.append((begin, explore(context, begin, _share(context, len(models) - number))))
+            until = _share(context, len(models) - number)
+            try:
+                begin = _begun(context, model, until)
+            except NoTimeLeft:
+                context.notes.append(f"there was no time for a search by {model.name} costs (--time-limit)")
+                continue
+            found.append((begin, explore(context, begin, until)))
     except KeyboardInterrupt:  # outside of what a search keeps: control-flow bodies, an agent that is loaded
         context.notes.append("interrupted: the best so far is kept")
         context.clock.hurry()
@@ -37,6 +42,19 @@ def searched(context: Context) -> Searched:
     if isinstance(prices, Profiled):
         context.notes.append(f"operators: {prices.tally}")
     return _fastest(context, found)
+
+
+def _begun(context: Context, model: CostModel, until: float) -> Start:
+    """The first node of a search that is over at `until`. Where there are thousands of substitutions, their prices take
+    seconds: raises NoTimeLeft if they take more than half of the time."""
+    with context.clock.phase("calibrate"):
+        if not isinstance(model, Learned):
+            return start(context, model)
+        now = time.monotonic()
+        model.until = now + (until - now) / 2
+        begin = start(context, model)
+        model.until = math.inf
+        return begin
 
 
 def _share(context: Context, searches: int) -> float:

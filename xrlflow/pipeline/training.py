@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -118,6 +119,9 @@ def _with_world_model(
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
     from xrlflow.rl.workers import play
+    from xrlflow.rl.world_model.diagnostics import figures as errors_of
+    from xrlflow.rl.world_model.diagnostics import promised
+    from xrlflow.rl.world_model.experience import Play
     from xrlflow.rl.world_model.files import save_alone, save_world
     from xrlflow.rl.world_model.learning import Learner, train_world_model
 
@@ -132,6 +136,11 @@ def _with_world_model(
     task = files(agent.vocabulary)
     env = EnvConfig(horizon=options.horizon)
     best: list[tuple[Score, Agent]] = []
+    latest: list[Play] = []
+
+    def watch(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
+        latest[:] = plays
+        return errors_of(learner, plays)
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
@@ -151,7 +160,12 @@ def _with_world_model(
         done = first + number + 1
         score = evaluated()
         keep(score, learner)
-        logs.scalars({**figures, "evaluation/gain": score.gain}, done)
+        # What the agent saves in dreams, and in the engine: parts of the initial cost.
+        saved = {
+            "dream/saved": promised(learner, latest),
+            "evaluation/saved": statistics.fmean(1 - 1 / o.gain for o in score.outcomes),
+        }
+        logs.scalars({**figures, "evaluation/gain": score.gain, **saved}, done)
         return time.monotonic() < deadline
 
     interrupted = False
@@ -161,7 +175,7 @@ def _with_world_model(
             rounds = max(options.iterations - first, 0)
             train_world_model(
                 agent, task.problems, task.observe, steps=options.steps * rounds, rounds=rounds, env=env,
-                seed=options.seed + first, deadline=deadline, progress=progress, world=world,
+                seed=options.seed + first, deadline=deadline, progress=progress, watch=watch, world=world,
             )  # fmt: skip
     except KeyboardInterrupt:  # the files hold the best so far
         interrupted = True

@@ -1,4 +1,5 @@
-"""How far a world model can be trusted: its errors by horizon and by temperature, on episodes that it did not see."""
+"""How far a world model can be trusted: its errors by horizon and by temperature, on episodes that it did not see, and
+what dreams promise."""
 
 from __future__ import annotations
 
@@ -8,12 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from xrlflow.rl.world_model.dream import dream
 from xrlflow.rl.world_model.dynamics import Truth, latent_of
 from xrlflow.rl.world_model.experience import SCALE, Play
 from xrlflow.rl.world_model.learning import Learner
 
 HORIZONS = (1, 5, 10, 20)
 TEMPERATURES = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0)
+# For a log while training: the number of episodes, and the imagined steps after which temperatures are compared.
+_WATCHED, _DIVERGED = 8, 5
+# Dreams from which `promised` takes the mean.
+_DREAMS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,34 @@ def errors(
         Errors(h, temperature, saving, masks, latent, len(rows[h]))
         for h, (saving, masks, latent) in means.items()
     ]
+
+
+def promised(learner: Learner, plays: Sequence[Play], seed: int = 0) -> float:
+    """The part of the initial cost that the agent saves in dreams: the mean over dreams that begin, by turns, where
+    these plays began."""
+    firsts = [play.observations[0] for play in plays if play.observations[0].candidates]
+    with torch.no_grad():
+        starts, _ = learner.embed([firsts[i % len(firsts)] for i in range(_DREAMS)])
+    episodes = dream(
+        learner.agent, learner.world, starts, horizon=learner.config.horizon,
+        temperature=learner.config.temperature, generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    return float(np.mean([episode.total for episode in episodes])) / SCALE
+
+
+def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
+    """For a log: the errors of a world model on some plays that it has not learned from yet."""
+    plays = plays[:_WATCHED]
+    found: dict[str, float] = {}
+    for temperature in TEMPERATURES:
+        for e in errors(learner, plays, HORIZONS if temperature == 0 else (_DIVERGED,), temperature):
+            if temperature == 0:
+                found[f"errors/saving_{e.horizon}"] = e.saving
+                found[f"errors/masks_{e.horizon}"] = e.masks
+                found[f"errors/latent_{e.horizon}"] = e.latent
+            else:
+                found[f"errors/latent_{e.horizon}_at_{temperature:g}"] = e.latent
+    return found
 
 
 def f1(said: torch.Tensor, right: torch.Tensor) -> float:

@@ -204,6 +204,7 @@ class Learner:
 
 
 Progress = Callable[[Mapping[str, float], int, Learner], bool | None]
+Watch = Callable[[Learner, Sequence[Play]], Mapping[str, float]]
 
 
 @permitted_threads()
@@ -220,24 +221,28 @@ def train_world_model(
     seed: int = 0,
     deadline: float = math.inf,
     progress: Progress | None = None,
+    watch: Watch | None = None,
     world: World | None = None,
 ) -> tuple[Learner, list[Play]]:
     """Train a world model on `steps` real steps, and the agent inside it. The agent is changed.
 
     In each round the agent plays its share of the steps, the world model makes `updates` updates on all plays so far,
     and the agent trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the
-    training by returning False. `world`: one that this agent has already. At `deadline` (time.monotonic) the round that
-    runs is cut short, and is the last.
+    training by returning False. `watch(learner, plays)` gives further figures from a round's plays before they are
+    learned from. `world`: one that this agent has already. At `deadline` (time.monotonic) the round that runs is cut
+    short, and is the last.
     Raises TrainingError if there is nothing to do in any of the problems, or if a loss is not finite.
     """
     learner = Learner(agent, config or LearningConfig(), seed, world)
     plays: list[Play] = []
     for number in range(rounds):
-        plays += explore(
+        new = explore(
             agent, problems, observe, math.ceil(steps / rounds), seed=seed * 1000 + number, config=env,
             deadline=deadline,
         )  # fmt: skip
-        figures = {f"world/{n}": x for n, x in learner.learn(plays, updates, deadline).items()}
+        figures = {} if watch is None else dict(watch(learner, new))
+        plays += new
+        figures |= {f"world/{n}": x for n, x in learner.learn(plays, updates, deadline).items()}
         figures |= learner.dream(plays, deadline)
         if progress is not None and progress(figures, number, learner) is False:
             break
