@@ -32,6 +32,22 @@ def test_a_fast_model_takes_no_minute() -> None:
     assert Budget(0.0, 5.0, 3e-3).end == 5.0
 
 
+@pytest.mark.parametrize("latency", LATENCIES)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_second_search_takes_no_time_from_the_first(latency: float, limit: float) -> None:
+    alone = Budget(100.0, limit, latency, 10 * latency)
+    both = Budget(100.0, limit, latency, 10 * latency, races=True)
+    assert both.search_until == alone.search_until
+    assert alone.end <= both.end <= both.until
+    until = both.second_until(both.search_until)
+    assert both.search_until <= until
+    assert until - both.search_until <= both.search_until - both.begin
+    assert until <= both.select_until
+    # Where the limit allows it, the selection has all the time that it had.
+    if both.end < both.until:
+        assert both.select_until - until >= alone.select_until - alone.search_until - 1e-9
+
+
 def test_what_is_not_known_takes_the_limit() -> None:
     assert Budget(0.0, 60.0).end == 60.0
 

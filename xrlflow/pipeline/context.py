@@ -35,7 +35,8 @@ class Clock:
 
     `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
     run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that finding and
-    compiling kernels are expected to take, and `reserved` what is left of them. `second`: seconds for a second search.
+    compiling kernels are expected to take, and `reserved` what is left of them. `races`: two cost models guide a search
+    each.
     """
 
     begin: float
@@ -46,7 +47,7 @@ class Clock:
     loading: float = 0.0
     compiling: float = 0.0
     reserved: float = 0.0
-    second: float = 0.0
+    races: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)
     _hurried_at: float | None = field(default=None, init=False)
@@ -67,7 +68,7 @@ class Clock:
         begin = self.begin if self._hurried_at is None else self._hurried_at
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
-            hurried=self.hurried, second=self.second, compiled=self.compiled,
+            hurried=self.hurried, races=self.races, compiled=self.compiled,
             compiling=0.0 if self.hurried else self.compiling,
             reserved=0.0 if self.hurried else self.reserved,
         )  # fmt: skip

@@ -23,12 +23,12 @@ def searched(context: Context) -> Searched:
     with context.clock.phase("calibrate"):
         models = cost_models(context)
         begin = start(context, models[0])
-    found = [(begin, explore(context, begin, _share(context, len(models))))]
+    found = [(begin, explore(context, begin))]
     try:
-        for number, model in enumerate(models[1:], start=1):
+        for model in models[1:]:
             if context.clock.hurried:
                 break
-            until = _share(context, len(models) - number)
+            until = context.clock.budget.second_until(time.monotonic())
             try:
                 begin = _begun(context, model, until)
             except NoTimeLeft:
@@ -55,12 +55,6 @@ def _begun(context: Context, model: CostModel, until: float) -> Start:
         begin = start(context, model)
         model.until = math.inf
         return begin
-
-
-def _share(context: Context, searches: int) -> float:
-    """When the next of so many searches is over."""
-    now = time.monotonic()
-    return now + (context.clock.budget.search_until - now) / searches
 
 
 def _fastest(context: Context, found: Sequence[Searched]) -> Searched:

@@ -15,7 +15,6 @@ from xrlflow.pipeline.prepare import opened, with_feeds
 from xrlflow.pipeline.race import searched
 from xrlflow.pipeline.results import Result, result_of
 from xrlflow.report import Listener
-from xrlflow.search.budget import SECOND_SEARCH
 
 FINISHERS: Mapping[str, Finisher] = {
     "auto": kernels.finish,
@@ -32,8 +31,7 @@ def optimize(source: Source, options: Options, listener: Listener | None = None)
         context = with_feeds(context)
         if options.with_kernels and missing_for_kernels() is None:
             context.clock.compiling = context.clock.reserved = compile_seconds(context)
-        if options.races:
-            context.clock.second = SECOND_SEARCH
+        context.clock.races = options.races
         begin, explored = searched(context)
         finished = FINISHERS[options.backend](context, begin, explored)
         return result_of(context, begin, explored, finished)

@@ -12,8 +12,9 @@ SEARCH_UNTIL = 0.3
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
 # What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
-SECOND_SEARCH = 8.0
-"""Seconds more for a fast model that is searched by two costs: the search, and the comparison of the results."""
+# A second search: seconds to compare what both found, and the part of the time until the selection must be over that it
+# may take.
+_RACING, _SECOND = 4.0, 1 / 3
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, turns).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
@@ -33,8 +34,8 @@ class Budget:
 
     `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
     the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
-    `second`: seconds for a second search. `compiled`: the processes of the last comparison load TVM. `compiling`:
-    seconds for finding and compiling kernels; `reserved`: those of them that are still needed.
+    `races`: two cost models guide a search each. `compiled`: the processes of the last comparison load TVM.
+    `compiling`: seconds for finding and compiling kernels; `reserved`: those of them that are still needed.
     """
 
     begin: float
@@ -43,7 +44,7 @@ class Budget:
     loading: float = 0.0
     verifying: bool = True
     hurried: bool = False
-    second: float = 0.0
+    races: bool = False
     compiled: bool = False
     compiling: float = 0.0
     reserved: float = 0.0
@@ -56,10 +57,20 @@ class Budget:
     @property
     def end(self) -> float:
         """The moment at which everything should be over. A fast model does not need all of a long limit."""
+        more = self._searching + _RACING if self.races else 0.0
+        return self.begin + min(self.limit, self._alone + more)
+
+    @property
+    def _alone(self) -> float:
+        """Seconds for everything if there is one search."""
         if not self.latency or self.hurried:
-            return self.until
+            return self.limit
         enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
-        return self.begin + min(self.limit, enough + self.second + self.compiling)
+        return min(self.limit, enough + self.compiling)
+
+    @property
+    def _searching(self) -> float:
+        return SEARCH_UNTIL * self._alone
 
     def part(self, share: float) -> float:
         """The moment at which this part of the time has passed."""
@@ -67,7 +78,12 @@ class Budget:
 
     @property
     def search_until(self) -> float:
-        return self.part(SEARCH_UNTIL)
+        """The moment at which the first search must be over: a second one takes no time from it."""
+        return self.begin + self._searching
+
+    def second_until(self, now: float) -> float:
+        """The moment at which a second search must be over that begins now. It has as long as the first one at most."""
+        return now + min(self._searching, _SECOND * max(self.select_until - now, 0.0))
 
     @property
     def verification(self) -> float:
