@@ -258,6 +258,20 @@ def test_a_scalar_exponent_is_passed_as_it_is(path: Path) -> None:
     assert model.tally.measured == 2
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT, DType.DOUBLE, DType.INT64, DType.INT32])
+@pytest.mark.parametrize("shape", [(), (64,)])
+def test_divisors_that_are_computed_are_measured(path: Path, dtype: DType, shape: tuple[int, ...]) -> None:
+    """They "did not run alone": NumPy draws a number where the shape is (), and 0 divides nothing."""
+    b = Builder()
+    x, divisor = b.input(t(64, dtype=dtype)), b.input(t(*shape, dtype=dtype))
+    y = b.node("Div", [x, divisor], t(64, dtype=dtype))
+    z = b.node("Mul", [divisor, divisor], t(*shape, dtype=dtype))
+    rest = b.node("Mod", [x, divisor], t(64, dtype=dtype), fmod=1)
+    model = profiled(path)
+    model.cost(b.graph(y.id, z.id, rest.id))
+    assert (model.tally.measured, model.tally.modelled.total()) == (3, 0)
+
+
 def test_attributes_that_hold_bodies_are_refused() -> None:
     b = Builder()
     branch = Body(MEASURED["mask"], ())

@@ -34,6 +34,8 @@ Array = npt.NDArray[Any]
 _INDEXED = frozenset(
     ["Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"]
 )
+# Operators that fail where an integer of their second input is 0.
+_DIVIDING = frozenset(["Div", "Mod"])
 # Only one session runs here, so its threads may spin between runs, as they do within a model.
 _SPIN = {"session.force_spinning_stop": "0"}
 
@@ -70,32 +72,40 @@ def sample_inputs(
     """The arrays that a node reads, by value: (inputs to feed, constants to build into the model).
 
     `known` has the constants whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
-    integers that are valid indices. Raises NotStandalone for element types that NumPy lacks.
+    integers that are valid indices, and no divisors that are 0. Raises NotStandalone for element types that NumPy
+    lacks.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
     bound = min((d for d in shapes[0] if d > 0), default=1) if shapes and node.op in _INDEXED else 2
     inputs: dict[Value, Array] = {}
     consts: dict[Value, Array] = {}
-    for value, type, shape in zip(node.inputs, in_types, shapes):
+    for slot, (value, type, shape) in enumerate(zip(node.inputs, in_types, shapes)):
         if type is None or value == ABSENT:
             continue
         array = known.get(value) if type.const else None
         if array is None:
-            array = _random(draw, type.dtype, shape, bound)
+            least = 1 if node.op in _DIVIDING and slot == 1 else 0
+            array = _random(draw, type.dtype, shape, least, least + bound)
         (consts if type.const else inputs)[value] = array
     return inputs, consts
 
 
-def _random(draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], bound: int) -> Array:
-    numpy = numpy_type(dtype)
+def _random(draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], least: int, bound: int) -> Array:
+    # NumPy draws no array of rank 0 but a number, which ONNX Runtime does not take.
+    return np.asarray(_drawn(draw, numpy_type(dtype), shape, least, bound))
+
+
+def _drawn(
+    draw: np.random.Generator, numpy: np.dtype[Any], shape: tuple[int, ...], least: int, bound: int
+) -> Array:
     if numpy.kind == "f":
         return (draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)).astype(numpy)
     if numpy.kind == "b":
         return draw.integers(0, 2, shape).astype(numpy)
     if numpy.itemsize == 1:  # quantised values
-        return draw.integers(0, 128, shape).astype(numpy)
-    return draw.integers(0, bound, shape).astype(numpy)
+        return draw.integers(least, 128, shape).astype(numpy)
+    return draw.integers(least, bound, shape).astype(numpy)
 
 
 def time_node(
