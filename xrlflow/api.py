@@ -141,8 +141,8 @@ def optimize(
     - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
       steps on this model first; with "rlflow" those that its world model learns from (default 200).
     - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
-      operators stand), "auto" (a search by each of the two, and the faster result leads; without `measure`, with
-      `train_steps` and with "rlflow": "profiled"), "roofline", "measured" (whole models, slow), or any CostModel.
+      operators stand), "roofline" (from the machine's figures), "auto" ("profiled"; if nothing is measured to be faster
+      and time is left, "learned", then "roofline"), "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
     - `time_limit`: seconds for everything. `seed`: the seed of everything random.
     - `replay`: apply the substitutions of this trace file instead of searching.

@@ -37,6 +37,8 @@ SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
+AUTO = ("profiled", "learned", "roofline")
+"""What `cost="auto"` tries, in this order."""
 """Auto: a search by profiled and one by learned costs, and what is measured to be faster leads."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
@@ -167,7 +169,7 @@ class Options(Common):
     )
     cost: str | CostModel = option(
         "profiled",
-        "What guides the search: auto (profiled and learned), roofline, profiled, learned or measured.",
+        "What guides the search: roofline, profiled, learned, measured; auto: profiled, others if nothing is faster.",
         str,
         values=COSTS,
     )
@@ -259,11 +261,13 @@ class Options(Common):
         return self.cost if isinstance(self.cost, str) else self.cost.name
 
     @property
-    def races(self) -> bool:
-        """Whether two cost models guide a search each. An agent that trains for the model, which takes most of the
-        time, does so once."""
+    def costs(self) -> tuple[str | CostModel, ...]:
+        """The cost models that guide a search each, one after the other, until a result is faster than the original.
+        There is only one where nothing is measured, and where an agent trains for the model, which takes the time."""
         once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
-        return self.cost == "auto" and self.measure and not self.compiling and not once
+        if self.cost != "auto":
+            return (self.cost,)
+        return AUTO[:1] if once or self.compiling or not self.measure else AUTO
 
     @property
     def compiling(self) -> bool:

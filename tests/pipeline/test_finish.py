@@ -13,10 +13,10 @@ from xrlflow.cost import Roofline
 from xrlflow.cost.model import InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.options import BACKENDS, OptionError, Options
+from xrlflow.pipeline.attempts import FINISHERS
 from xrlflow.pipeline.context import Clock
 from xrlflow.pipeline.explore import explore
-from xrlflow.pipeline.prepare import cost_models, opened, start, with_feeds
-from xrlflow.pipeline.run import FINISHERS
+from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
 
 
 def test_a_phase_does_not_count_those_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
     options = Options(search="greedy", cost="roofline", measure=False, threads=1, time_limit=30.0)
     with opened(proto, options, None, time.monotonic()) as context:
         assert with_feeds(context) is context  # nothing is measured
-        (prices,) = cost_models(context)
+        prices = cost_model(context, "roofline")
         begins = [start(context, prices) for _ in range(2)]
         found = [explore(context, begin) for begin in begins]
         assert begins[0].base.state.fingerprint == begins[1].base.state.fingerprint

@@ -32,20 +32,11 @@ def test_a_fast_model_takes_no_minute() -> None:
     assert Budget(0.0, 5.0, 3e-3).end == 5.0
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-@pytest.mark.parametrize("limit", LIMITS)
-def test_a_second_search_takes_no_time_from_the_first(latency: float, limit: float) -> None:
-    alone = Budget(100.0, limit, latency, 10 * latency)
-    both = Budget(100.0, limit, latency, 10 * latency, races=True)
-    assert both.search_until == alone.search_until
-    assert alone.end <= both.end <= both.until
-    until = both.second_until(both.search_until)
-    assert both.search_until <= until
-    assert until - both.search_until <= both.search_until - both.begin
-    assert until <= both.select_until
-    # Where the limit allows it, the selection has all the time that it had.
-    if both.end < both.until:
-        assert both.select_until - until >= alone.select_until - alone.search_until - 1e-9
+def test_what_is_too_short_to_compare_anything_is_of_no_use() -> None:
+    assert Budget(0.0, 60.0, 0.1).useful
+    assert Budget(0.0, 30.0, 3e-3).useful
+    assert not Budget(0.0, 20.0, 0.1, 0.1).useful
+    assert not Budget(0.0, 1.0, 3e-3).useful
 
 
 def test_what_is_not_known_takes_the_limit() -> None:

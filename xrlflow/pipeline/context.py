@@ -35,8 +35,7 @@ class Clock:
 
     `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
     run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that finding and
-    compiling kernels are expected to take, and `reserved` what is left of them. `races`: two cost models guide a search
-    each.
+    compiling kernels are expected to take, and `reserved` what is left of them.
     """
 
     begin: float
@@ -47,9 +46,9 @@ class Clock:
     loading: float = 0.0
     compiling: float = 0.0
     reserved: float = 0.0
-    races: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     deadline: float = field(init=False)
+    _begun_at: float | None = field(default=None, init=False)
     _hurried_at: float | None = field(default=None, init=False)
     _within: list[float] = field(
         default_factory=list, init=False
@@ -65,13 +64,22 @@ class Clock:
     @property
     def budget(self) -> Budget:
         """The budget of the time that is left."""
-        begin = self.begin if self._hurried_at is None else self._hurried_at
+        begin = next((at for at in (self._hurried_at, self._begun_at) if at is not None), self.begin)
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
-            hurried=self.hurried, races=self.races, compiled=self.compiled,
+            hurried=self.hurried, compiled=self.compiled,
             compiling=0.0 if self.hurried else self.compiling,
             reserved=0.0 if self.hurried else self.reserved,
         )  # fmt: skip
+
+    def again(self) -> bool:
+        """Share the time that is left out anew, for another attempt. False, and nothing changes, if it is too short for
+        one, and after Ctrl-C."""
+        earlier, self._begun_at = self._begun_at, time.monotonic()
+        if not self.hurried and self.budget.useful:
+            return True
+        self._begun_at = earlier
+        return False
 
     def hurry(self) -> None:
         """After Ctrl-C: leave only the time to compare, verify and measure what was found so far."""

@@ -230,35 +230,29 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
     return load(context.source, shapes={**context.shapes, **shapes})
 
 
-def cost_models(context: Context) -> tuple[CostModel, ...]:
-    """The cost models that the options ask for, with this machine's figures: one, or two if they race.
-
-    Raises OptionError.
-    """
+def cost_model(context: Context, cost: str | CostModel) -> CostModel:
+    """The cost model of this name, with this machine's figures, or one of the user's own. Raises OptionError."""
     options, bindings = context.options, context.imported.bindings
-    if not isinstance(options.cost, str):
-        if isinstance(options.cost, AdditiveCost):
-            _check_prices(options.cost, context.imported.graph)
-        return (options.cost,)
+    if not isinstance(cost, str):
+        if isinstance(cost, AdditiveCost):
+            _check_prices(cost, context.imported.graph)
+        return cost
     machine = calibrated(context.threads)
-    if options.cost == "roofline":
-        return (Roofline(machine, bindings),)
-    if options.cost in ("auto", "profiled", "learned"):
+    if cost == "roofline":
+        return Roofline(machine, bindings)
+    if cost in ("profiled", "learned"):
         left = context.clock.budget.search_until - time.monotonic()
         prices = Profiled(
             machine, database=context.database, bindings=bindings, time_budget=_PROFILING * left
         )
-        if options.cost == "learned":
-            return (_learned(context, prices),)
-        return (prices, _learned(context, prices)) if options.races else (prices,)
+        return _learned(context, prices) if cost == "learned" else prices
     assert context.feeds is not None
-    measured = Measured(
+    return Measured(
         lambda graph: to_proto(context.imported, graph).SerializeToString(),
         dict(context.feeds),
         threads=context.threads,
         session_options=options.session_options,
     )
-    return (measured,)
 
 
 def _check_prices(model: AdditiveCost, graph: Graph) -> None:

@@ -12,9 +12,6 @@ SEARCH_UNTIL = 0.3
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
 # What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
-# A second search: seconds to compare what both found, and the part of the time until the selection must be over that it
-# may take.
-_RACING, _SECOND = 4.0, 1 / 3
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, turns).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
@@ -34,8 +31,8 @@ class Budget:
 
     `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
     the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
-    `races`: two cost models guide a search each. `compiled`: the processes of the last comparison load TVM.
-    `compiling`: seconds for finding and compiling kernels; `reserved`: those of them that are still needed.
+    `compiled`: the processes of the last comparison load TVM. `compiling`: seconds for finding and compiling kernels;
+    `reserved`: those of them that are still needed.
     """
 
     begin: float
@@ -44,7 +41,6 @@ class Budget:
     loading: float = 0.0
     verifying: bool = True
     hurried: bool = False
-    races: bool = False
     compiled: bool = False
     compiling: float = 0.0
     reserved: float = 0.0
@@ -57,20 +53,10 @@ class Budget:
     @property
     def end(self) -> float:
         """The moment at which everything should be over. A fast model does not need all of a long limit."""
-        more = self._searching + _RACING if self.races else 0.0
-        return self.begin + min(self.limit, self._alone + more)
-
-    @property
-    def _alone(self) -> float:
-        """Seconds for everything if there is one search."""
         if not self.latency or self.hurried:
-            return self.limit
+            return self.until
         enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
-        return min(self.limit, enough + self.compiling)
-
-    @property
-    def _searching(self) -> float:
-        return SEARCH_UNTIL * self._alone
+        return self.begin + min(self.limit, enough + self.compiling)
 
     def part(self, share: float) -> float:
         """The moment at which this part of the time has passed."""
@@ -78,12 +64,7 @@ class Budget:
 
     @property
     def search_until(self) -> float:
-        """The moment at which the first search must be over: a second one takes no time from it."""
-        return self.begin + self._searching
-
-    def second_until(self, now: float) -> float:
-        """The moment at which a second search must be over that begins now. It has as long as the first one at most."""
-        return now + min(self._searching, _SECOND * max(self.select_until - now, 0.0))
+        return self.part(SEARCH_UNTIL)
 
     @property
     def verification(self) -> float:
@@ -127,6 +108,11 @@ class Budget:
         """Seconds that one comparison of whole models may take."""
         most = 2 * self.loading + _COMPARE_RUNS * self.latency
         return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
+
+    @property
+    def useful(self) -> bool:
+        """Whether there is time to search and then to compare whole models once."""
+        return self.begin_comparing_until - self.search_until >= self.each_comparison
 
     def final(self, now: float) -> float:
         """Seconds for verification and the last comparison if they begin now: all that is left of the limit.
