@@ -96,7 +96,7 @@ def optimize(
     model: Source,
     *,
     search: str = "xrlflow",
-    cost: str | CostModel = "profiled",
+    cost: str | CostModel = "auto",
     backend: str = "auto",
     portable: bool = False,
     cpu: str | None = None,

@@ -168,7 +168,7 @@ class Options(Common):
         values=SEARCHES,
     )
     cost: str | CostModel = option(
-        "profiled",
+        "auto",
         "What guides the search: roofline, profiled, learned, measured; auto: profiled, others if nothing is faster.",
         str,
         values=COSTS,

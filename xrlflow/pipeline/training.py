@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -119,28 +118,21 @@ def _with_world_model(
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
     from xrlflow.rl.workers import play
-    from xrlflow.rl.world_model.diagnostics import figures as errors_of
-    from xrlflow.rl.world_model.diagnostics import promised
-    from xrlflow.rl.world_model.experience import Play
+    from xrlflow.rl.world_model.diagnostics import Watching
     from xrlflow.rl.world_model.files import save_alone, save_world
     from xrlflow.rl.world_model.learning import Learner, train_world_model
 
     started = time.monotonic()
     deadline = math.inf if options.time_limit is None else started + options.time_limit
     earlier = None if options.restart else _earlier(output)
-    world, done = None, 0
+    world, first = None, 0
     if earlier is not None:
-        begin, world, done = earlier[0].extended(files.library()), *earlier[1:]
-    first = done
+        begin, world, first = earlier[0].extended(files.library()), *earlier[1:]
+    done = first
     agent = random_agent(Vocabulary.of(files.library()), options.seed) if begin is None else begin
     task = files(agent.vocabulary)
-    env = EnvConfig(horizon=options.horizon)
+    env, watching = EnvConfig(horizon=options.horizon), Watching()
     best: list[tuple[Score, Agent]] = []
-    latest: list[Play] = []
-
-    def watch(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
-        latest[:] = plays
-        return errors_of(learner, plays)
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
@@ -160,12 +152,7 @@ def _with_world_model(
         done = first + number + 1
         score = evaluated()
         keep(score, learner)
-        # What the agent saves in dreams, and in the engine: parts of the initial cost.
-        saved = {
-            "dream/saved": promised(learner, latest),
-            "evaluation/saved": statistics.fmean(1 - 1 / o.gain for o in score.outcomes),
-        }
-        logs.scalars({**figures, "evaluation/gain": score.gain, **saved}, done)
+        logs.scalars({**figures, **score.figures, "dream/saved": watching.promised(learner)}, done)
         return time.monotonic() < deadline
 
     interrupted = False
@@ -175,7 +162,7 @@ def _with_world_model(
             rounds = max(options.iterations - first, 0)
             train_world_model(
                 agent, task.problems, task.observe, steps=options.steps * rounds, rounds=rounds, env=env,
-                seed=options.seed + first, deadline=deadline, progress=progress, watch=watch, world=world,
+                seed=options.seed + first, deadline=deadline, progress=progress, watch=watching, world=world,
             )  # fmt: skip
     except KeyboardInterrupt:  # the files hold the best so far
         interrupted = True

@@ -4,7 +4,7 @@ what dreams promise."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -101,6 +101,21 @@ def figures(learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
             else:
                 found[f"errors/latent_{e.horizon}_at_{temperature:g}"] = e.latent
     return found
+
+
+@dataclass(slots=True)
+class Watching:
+    """Gives a training's log the figures of each round's plays, and keeps these plays."""
+
+    plays: list[Play] = field(default_factory=list)
+
+    def __call__(self, learner: Learner, plays: Sequence[Play]) -> dict[str, float]:
+        self.plays = list(plays)
+        return figures(learner, plays)
+
+    def promised(self, learner: Learner) -> float:
+        """See `promised`: of the latest plays."""
+        return promised(learner, self.plays)
 
 
 def f1(said: torch.Tensor, right: torch.Tensor) -> float:
