@@ -206,7 +206,10 @@ def test_an_agent_that_dreamt_crosses_the_valley() -> None:
     outcome = play(dreamer, found, featuriser, ENV)[0]
     assert outcome.best < 0.9 * outcome.initial
     assert learner.agent is dreamer
-    assert promised(learner, plays) == pytest.approx(1 - outcome.best / outcome.initial, abs=0.05)
+    # In dreams actions are drawn, so that some end early.
+    saved = 1 - outcome.best / outcome.initial
+    assert 0.7 * saved < promised(learner, plays) < 1.05 * saved
+    assert promised(Learner(agent(3), SMALL), plays) < 0.2 * saved
 
 
 def test_figures_for_a_log_are_those_of_plays_that_were_not_learned_from() -> None:
@@ -292,7 +295,7 @@ def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: 
         [model], output, iterations=2, steps=20, horizon=6, world_model=True, seed=1, log=log
     )
     curves = EventAccumulator(str(log)).Reload()
-    for tag in ("errors/saving_1", "errors/masks_5", "dream/saved", "evaluation/saved"):
+    for tag in ("errors/saving_1", "errors/masks_1", "dream/saved", "evaluation/saved"):
         assert len(curves.Scalars(tag)) == 2, tag
     assert trained.iterations == 2
     assert trained.steps == 40
