@@ -1,11 +1,12 @@
 """Which search and cost model should be the default: `python bench/defaults.py [NAMES] [--json FILE] [--write]`.
 
-Each model is optimised with today's default and with its rivals, all within the same time limit and into one ONNX file
-without kernels. Each begins as on a machine that is calibrated and has measured nothing else: what one has measured
-would help those that follow. The results are then measured in many fresh processes, on 2 threads, against today's, with
-today's against itself as the control (A/A): two sessions of one file in one process may differ by 1.5%, whatever their
-intervals say. A ratio above 1 is faster than today's default. What is equal to today's result node by node is not
-measured: its ratio is 1.
+Each model is optimised with a baseline (`--today`) and with its rivals, all within the same time limit and into one
+ONNX file without kernels. Each begins as on a machine that is calibrated and has measured nothing else: what one has
+measured would help those that follow. The results are then measured in many fresh processes, on 2 threads, against the
+baseline's, with the baseline's against itself as the control (A/A): two sessions of one file in one process may differ
+by 1.5%, whatever their intervals say. A ratio above 1 is faster than the baseline. What is equal to its result node by
+node is not measured: its ratio is 1. Two runs of one choice differ, too: as a control, `--choices` may name the
+baseline with 0 steps.
 
 A choice is SEARCH/COST, or SEARCH/COST/STEPS: then an agent is first trained on the model, for so many steps. The
 table of rewards that are measured, of which the agent that trains in a world model is one and model-free PPO the
