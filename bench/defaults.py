@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--kept", action="store_true", help="measure nothing: only the rows that are kept")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks")
     options = parser.parse_args()
+    if len({options.today, *options.choices}) <= len(options.choices):
+        parser.error("each choice has another name, and not the baseline's: add /0 (no steps) for a control")
     if unknown := set(options.names) - set(names()):
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}

@@ -38,8 +38,7 @@ ASSUMPTIONS = frozenset({"finite", "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 AUTO = ("profiled", "learned", "roofline")
-"""What `cost="auto"` tries, in this order."""
-"""Auto: a search by profiled and one by learned costs, and what is measured to be faster leads."""
+"""What `cost="auto"` tries, in this order, until a result is measured to be faster."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
 """Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
@@ -263,11 +262,12 @@ class Options(Common):
     @property
     def costs(self) -> tuple[str | CostModel, ...]:
         """The cost models that guide a search each, one after the other, until a result is faster than the original.
-        There is only one where nothing is measured, and where an agent trains for the model, which takes the time."""
+        There is only one where nothing is measured, where kernels of our own are wanted in any case, and where an agent
+        trains for the model, which takes the time."""
         once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
         if self.cost != "auto":
             return (self.cost,)
-        return AUTO[:1] if once or self.compiling or not self.measure else AUTO
+        return AUTO[:1] if once or self.backend in ("hybrid", "tvm") or not self.measure else AUTO
 
     @property
     def compiling(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +65,7 @@ def finishing(monkeypatch: pytest.MonkeyPatch, *kept: bool, interrupting: int = 
         return Finished(found, f"as {start.model.name} says")
 
     monkeypatch.setitem(attempts.FINISHERS, "onnxruntime", finish)  # type: ignore[arg-type]
+    monkeypatch.setattr("xrlflow.pipeline.confirm.finish", finish)
     return judged
 
 
@@ -76,16 +79,37 @@ def test_the_first_result_that_is_kept_is_the_last_attempt(
         assert judged == list(AUTO[: len(kept)])
         assert found.start.model.name == judged[-1]
         assert found.finished.kept is not None
-        said = [f"by {name} costs, after that: as {name} says" for name in judged[1:]]
-        assert [note for note in known.notes if "after that" in note] == said
+        said = [f"by {name} costs: as {name} says" for name in judged[:-1]]
+        assert [note for note in known.notes if note.startswith("by ")] == said
 
 
 def test_if_nothing_is_kept_the_first_attempt_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = finishing(monkeypatch, False, False, False)
     with context() as known:
         found = attempted(known)
+        assert [n for n in known.notes if n.startswith("by ")] == [
+            f"by {c} costs: as {c} says" for c in AUTO[1:]
+        ]
     assert judged == list(AUTO)
     assert found.finished == Finished(None, "as profiled says")
+
+
+def test_later_attempts_make_no_kernels_and_have_the_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = finishing(monkeypatch, False, True)
+    reserved: list[float] = []
+
+    def with_kernels(context: Context, start: Start, explored: Explored) -> Finished:
+        reserved.append(context.clock.reserved)
+        return attempts.confirm.finish(context, start, explored)
+
+    monkeypatch.setitem(attempts.FINISHERS, "auto", with_kernels)  # type: ignore[arg-type]
+    monkeypatch.setattr(attempts, "missing_for_kernels", lambda: None)
+    monkeypatch.setattr(attempts, "compile_seconds", lambda context: 5.0)
+    with context(replace(OPTIONS, backend="auto")) as known:
+        attempted(known)
+        assert known.clock.reserved == known.clock.compiling == 0.0
+    assert reserved == [5.0]
+    assert judged == ["profiled", "learned"]
 
 
 def test_learned_costs_that_were_asked_for_have_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,19 +159,19 @@ def test_without_time_there_is_no_other_attempt(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_later_attempt_shares_out_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[tuple[float, float]] = []
+    start = SimpleNamespace(model=SimpleNamespace(name="x"))
 
-    def attempt(known: Context, cost: str, hasty: bool = False) -> Attempt:
+    def attempt(known: Context, cost: str, later: bool = False) -> Attempt:
         budget = known.clock.budget
         begun.append((budget.begin, budget.until))
-        return Attempt(None, None, Finished(None, ""))  # type: ignore[arg-type]
+        return Attempt(start, None, Finished(None, ""))  # type: ignore[arg-type]
 
     monkeypatch.setattr(attempts, "_attempt", attempt)
     with context() as known:
         begin, until = known.clock.budget.begin, known.clock.budget.until
-        with pytest.raises(AttributeError):  # this attempt has no cost model to name
-            attempted(known)
-    assert [u for _, u in begun] == [until, until]
-    assert begun[0][0] == begin < begun[1][0]
+        attempted(known)
+    assert [u for _, u in begun] == [until, until, until]
+    assert begun[0][0] == begin < begun[1][0] < begun[2][0]
 
 
 def test_prices_that_take_too_long_end_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +202,8 @@ def test_what_several_attempts_say_is_said_once() -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [({}, AUTO), ({"cost": "learned"}, ("learned",)), ({"measure": False}, AUTO[:1]), ({"search": "random"}, AUTO[:1]),
-     ({"search": "rlflow"}, AUTO[:1]), ({"search": "mcts"}, AUTO), ({"train_steps": 8}, AUTO[:1])],
+     ({"search": "rlflow"}, AUTO[:1]), ({"search": "mcts"}, AUTO), ({"train_steps": 8}, AUTO[:1]),
+     ({"backend": "hybrid"}, AUTO[:1]), ({"backend": "tvm"}, AUTO[:1])],
 )  # fmt: skip
 def test_which_costs_are_tried(changed: dict[str, object], expected: tuple[str, ...]) -> None:
     assert Options(**({"cost": "auto"} | changed)).costs == expected  # type: ignore[arg-type]

@@ -34,8 +34,8 @@ Array = npt.NDArray[Any]
 _INDEXED = frozenset(
     ["Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND", "TensorScatter"]
 )
-# Operators that fail where an integer of their second input is 0.
-_DIVIDING = frozenset(["Div", "Mod"])
+# Operators that fail where an integer of this input is 0.
+_POSITIVE = {"Div": 1, "Mod": 1, "OneHot": 1, "Range": 2}
 # Only one session runs here, so its threads may spin between runs, as they do within a model.
 _SPIN = {"session.force_spinning_stop": "0"}
 
@@ -72,8 +72,8 @@ def sample_inputs(
     """The arrays that a node reads, by value: (inputs to feed, constants to build into the model).
 
     `known` has the constants whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
-    integers that are valid indices, and no divisors that are 0. Raises NotStandalone for element types that NumPy
-    lacks.
+    integers that are valid indices, and no divisor, depth or step that is 0. Raises NotStandalone for element types
+    that NumPy lacks.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
@@ -85,7 +85,7 @@ def sample_inputs(
             continue
         array = known.get(value) if type.const else None
         if array is None:
-            least = 1 if node.op in _DIVIDING and slot == 1 else 0
+            least = 1 if _POSITIVE.get(node.op) == slot else 0
             array = _random(draw, type.dtype, shape, least, least + bound)
         (consts if type.const else inputs)[value] = array
     return inputs, consts

@@ -36,43 +36,45 @@ class Attempt:
 def attempted(context: Context) -> Attempt:
     """The first attempt whose result is kept, or the first of all if none is.
 
-    A later attempt has the time that an earlier one left. After Ctrl-C none begins. Raises what `Finisher` raises, and
-    OptionError.
+    A later attempt has the time that an earlier one left, and makes no kernels. After Ctrl-C none begins. Raises what
+    `Finisher` raises, and OptionError.
     """
     options, clock = context.options, context.clock
-    costs = options.costs
     if options.with_kernels and missing_for_kernels() is None:
         clock.compiling = clock.reserved = compile_seconds(context)
-        costs = costs[:1]  # compiling leaves no time for another attempt
-    first = _attempt(context, costs[0])
-    last = first
-    for cost in costs[1:]:
-        if last.finished.kept is not None or not clock.again():
+    first, *others = options.costs
+    made = [_attempt(context, first)]
+    clock.compiling = clock.reserved = 0.0
+    for cost in others:
+        if made[-1].finished.kept is not None or not clock.again():
             break
         try:
-            last = _attempt(context, cost, hasty=True)
+            made.append(_attempt(context, cost, later=True))
         except NoTimeLeft:
             context.notes.append(f"there was no time for a search by {cost} costs (--time-limit)")
-            continue
         except KeyboardInterrupt:
             context.notes.append("interrupted: the original is kept")
             break
-        context.notes.append(f"by {last.start.model.name} costs, after that: {last.finished.reason}")
-    return last if last.finished.kept is not None else first
+    found = made[-1] if made[-1].finished.kept is not None else made[0]
+    context.notes.extend(
+        f"by {each.start.model.name} costs: {each.finished.reason}" for each in made if each is not found
+    )
+    return found
 
 
-def _attempt(context: Context, cost: str | CostModel, hasty: bool = False) -> Attempt:
-    """Search, choose, verify and measure. `hasty`: raises NoTimeLeft where the learned prices of all substitutions, of
-    which there may be thousands, take as long as the search may."""
+def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> Attempt:
+    """Search, choose, verify and measure. `later`: without kernels. It raises NoTimeLeft where the learned prices of
+    all substitutions, of which there may be thousands, take as long as the search may."""
     with context.clock.phase("calibrate"):
         model = cost_model(context, cost)
-        if hasty and isinstance(model, Learned):
+        if later and isinstance(model, Learned):
             model.until = context.clock.budget.search_until
         begin = start(context, model)
         if isinstance(model, Learned):
             model.until = math.inf
     explored = explore(context, begin)
     prices = model.prices if isinstance(model, Learned) else model
-    if isinstance(prices, Profiled):
+    if isinstance(prices, Profiled) and not later:
         context.notes.append(f"operators: {prices.tally}")
-    return Attempt(begin, explored, FINISHERS[context.options.backend](context, begin, explored))
+    finish = confirm.finish if later else FINISHERS[context.options.backend]
+    return Attempt(begin, explored, finish(context, begin, explored))
