@@ -272,6 +272,13 @@ def test_divisors_that_are_computed_are_measured(path: Path, dtype: DType, shape
     assert (model.tally.measured, model.tally.modelled.total()) == (3, 0)
 
 
+def test_a_depth_that_is_computed_is_measured() -> None:
+    b = Builder()
+    types = (t(4, dtype=DType.INT64), t(dtype=DType.INT64), t(2))
+    node = b.node("OneHot", [b.input(type) for type in types], t(4, "D"))
+    assert time_node(node, types, {}, threads=1, time_limit=0.001).count >= 1
+
+
 def test_attributes_that_hold_bodies_are_refused() -> None:
     b = Builder()
     branch = Body(MEASURED["mask"], ())
