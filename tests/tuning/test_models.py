@@ -382,7 +382,7 @@ def test_a_file_that_is_something_else_is_no_store(
     def never(*_: object) -> None:
         raise AssertionError("it began")
 
-    for module in ("race", "tuning"):
+    for module in ("attempts", "tuning"):
         monkeypatch.setattr(f"xrlflow.pipeline.{module}.start", never)
     before = file.read_bytes()
     for command in (["tune"], ["optimize", "--backend", "tvm"]):

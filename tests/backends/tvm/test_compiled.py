@@ -411,7 +411,7 @@ def test_open_dimensions_are_asked_for_before_any_work(
     def never(*_: object) -> NoReturn:
         raise AssertionError("it began")
 
-    for module in ("race", "tuning"):
+    for module in ("attempts", "tuning"):
         monkeypatch.setattr(f"xrlflow.pipeline.{module}.start", never)
     model = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> agraph (float[n,8] x) => (float[n,8] y) { y = Relu(x) }'
