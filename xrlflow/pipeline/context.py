@@ -73,8 +73,8 @@ class Clock:
         )  # fmt: skip
 
     def again(self) -> bool:
-        """Share the time that is left out anew, for another attempt. False, and nothing changes, if it is too short for
-        one, and after Ctrl-C."""
+        """Share the time that is left out anew: after training, and for another attempt. False, and nothing changes, if
+        it is too short to search and to compare, and after Ctrl-C."""
         earlier, self._begun_at = self._begun_at, time.monotonic()
         if not self.hurried and self.budget.useful:
             return True

@@ -33,13 +33,15 @@ if TYPE_CHECKING:
 
 # Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
+# The part of the search's time that greedy search may take before an agent is trained.
+_GREEDY_AT_MOST = 0.3
 # Seconds that loading the agent takes.
 _AGENT_LOADING = 0.5
-# Of the time until searching must be over, what fine-tuning an agent may take.
+# Of the time until searching must be over, what training may take that belongs to the search, or that has its end.
 _TRAIN_AT_MOST = 0.6
 # What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in rounds of
-# so many updates.
-_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES = 200, 5, 30
+# so many updates; more updates where the user asked for training.
+_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES, _MORE_UPDATES = 200, 5, 30, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def search(
     if options.search in LOOKAHEAD:
         return lookahead(base.state, base.cost, limits, LOOKAHEAD[options.search])
     if options.search in WITH_AGENT:
-        return _with_agent(context, base, model, limits)
+        return _with_agent(context, base, model, limits, until)
     return taso(base.state, base.cost, limits, options.alpha)
 
 
@@ -112,13 +114,26 @@ def _at_least(context: Context, until: float) -> float:
     return max(until, min(time.monotonic() + _SEARCH_AT_LEAST, context.clock.budget.select_until))
 
 
-def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Limits) -> SearchResult:
+def _train_until(context: Context, until: float | None) -> float:
+    """When training is over. Training that the user asked for has time of its own, unless the search has its end."""
+    if until is not None:
+        return time.monotonic() + _TRAIN_AT_MOST * (until - time.monotonic())
+    budget = context.clock.budget
+    return budget.train_until if context.options.train_steps else budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST)
+
+
+def _with_agent(
+    context: Context, base: SearchNode, model: CostModel, limits: Limits, until: float | None
+) -> SearchResult:
     """Search with the agent that was asked for, or what greedy search finds if that is better."""
     options = context.options
     if not base.state.candidates and options.agent is None:
         return SearchResult(base, (base,), 0, 0, 0.0, False)
     # On a busy machine, and with a short limit, loading the agent may leave it no time: then there is this.
-    quick = greedy(base.state, base.cost, Limits(options.budget, limits.deadline))
+    quickly = limits.deadline
+    if options.train_steps and quickly is not None:  # by costs that are slow, greedy search would take it all
+        quickly = time.monotonic() + _GREEDY_AT_MOST * (quickly - time.monotonic())
+    quick = greedy(base.state, base.cost, Limits(options.budget, quickly))
     if quick.interrupted:
         return quick
     late = time.monotonic() + _AGENT_LOADING > context.clock.budget.begin_comparing_until
@@ -126,7 +141,7 @@ def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Li
         context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
     try:
-        result = _by_agent(context, base, model, limits)
+        result = _by_agent(context, base, model, limits, until)
     except KeyboardInterrupt:  # while the agent was loaded, which takes seconds where torch is needed
         return replace(quick, interrupted=True)
     if quick.best.cost < result.best.cost:
@@ -135,7 +150,9 @@ def _with_agent(context: Context, base: SearchNode, model: CostModel, limits: Li
     return result
 
 
-def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limits) -> SearchResult:
+def _by_agent(
+    context: Context, base: SearchNode, model: CostModel, limits: Limits, until: float | None
+) -> SearchResult:
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
     from xrlflow.checkpoint import CheckpointError
@@ -160,11 +177,16 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
         # Where nothing can be done, there is nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:
-            parameters, interrupted = _dreamt(context, base, path, featuriser)
+            parameters, interrupted = _dreamt(context, base, path, featuriser, _train_until(context, until))
         elif usable and options.train_steps:
-            parameters, interrupted = _fine_tuned(context, base, parameters, featuriser)
+            parameters, interrupted = _fine_tuned(
+                context, base, parameters, featuriser, _train_until(context, until)
+            )
         if interrupted:
             limits.deadline = time.monotonic()
+        elif options.train_steps and until is None:
+            context.clock.again()
+            limits.deadline = _at_least(context, context.clock.budget.search_until)
         network = Network(parameters)
         if options.search == TREE:
             result = tree_search(base.state, base.cost, limits, network, featuriser)
@@ -178,9 +200,10 @@ def _by_agent(context: Context, base: SearchNode, model: CostModel, limits: Limi
 
 
 def _fine_tuned(
-    context: Context, base: SearchNode, parameters: Parameters, featuriser: Featuriser
+    context: Context, base: SearchNode, parameters: Parameters, featuriser: Featuriser, until: float
 ) -> tuple[Parameters, bool]:
-    """The agent's parameters after training on this model, and whether that was interrupted. Raises OptionError."""
+    """The agent's parameters after training on this model until then, and whether that was interrupted. Raises
+    OptionError."""
     from xrlflow.learn.threads import one_thread
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import Problem
@@ -195,8 +218,7 @@ def _fine_tuned(
     try:
         with one_thread():
             trained = fine_tune(
-                Agent.of(parameters), task, options.train_steps, seed=options.seed,
-                deadline=context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
+                Agent.of(parameters), task, options.train_steps, seed=options.seed, deadline=until,
                 progress=lambda values, done: context.say("train", done, 0, f"gain {values['evaluation/gain']:.3f}"),
             )  # fmt: skip
     except TrainingError as error:
@@ -206,9 +228,9 @@ def _fine_tuned(
 
 
 def _dreamt(
-    context: Context, base: SearchNode, path: str | os.PathLike[str], featuriser: Featuriser
+    context: Context, base: SearchNode, path: str | os.PathLike[str], featuriser: Featuriser, until: float
 ) -> tuple[Parameters, bool]:
-    """The agent's parameters after training in a world model of this model, and whether that was interrupted.
+    """The agent's parameters after training in a world model of this model until then, and whether that was interrupted.
 
     An agent without a world model gets a new one. Raises CheckpointError, and OptionError.
     """
@@ -238,8 +260,8 @@ def _dreamt(
         with one_thread():
             train_world_model(
                 agent, [problem], featuriser, steps=options.train_steps or _DREAM_STEPS, rounds=_DREAM_ROUNDS,
-                updates=_DREAM_UPDATES, seed=options.seed, world=world, progress=progress,
-                deadline=context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST),
+                updates=_MORE_UPDATES if options.train_steps else _DREAM_UPDATES,
+                seed=options.seed, world=world, progress=progress, deadline=until,
             )  # fmt: skip
     except TrainingError as error:
         raise OptionError(f"search 'rlflow': {error}") from error

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 DEFAULT_LIMIT = 60.0
 # The part of the limit after which searching must be over.
 SEARCH_UNTIL = 0.3
+# The part of the limit that training may take where it was asked for, however fast the model is.
+_TRAIN_UNTIL = 0.5
 # At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
 # slow (seconds of a run) that the selection could compare little.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
@@ -61,6 +63,11 @@ class Budget:
     def part(self, share: float) -> float:
         """The moment at which this part of the time has passed."""
         return self.begin + share * (self.end - self.begin)
+
+    @property
+    def train_until(self) -> float:
+        """The moment after which training that the user asked for is cut short."""
+        return self.begin + _TRAIN_UNTIL * self.limit
 
     @property
     def search_until(self) -> float:
