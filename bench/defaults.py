@@ -8,12 +8,12 @@ by 1.5%, whatever their intervals say. A ratio above 1 is faster than the baseli
 node is not measured: its ratio is 1. Two runs of one choice differ, too: as a control, `--choices` may name the
 baseline with 0 steps.
 
-A choice is SEARCH/COST, or SEARCH/COST/STEPS: then an agent is first trained on the model, for so many steps. The
-table of rewards that are measured, of which the agent that trains in a world model is one and model-free PPO the
-baseline:
+A choice is SEARCH/COST, or SEARCH/COST/STEPS: then an agent is first trained on the model, for so many steps.
+`ppo/profiled` is model-free PPO with measured rewards (`bench/model_free.py`). The table of measured rewards, with an
+agent that trains in a world model:
 
     python bench/defaults.py open-nsfw mobilenetv2 bert vit-classifier rapidocr-det minilm-int8 squeezenet resnext50 \
-      --today xrlflow/measured/5000 --choices rlflow/learned/2000 --time-limit 600 --table measured-reward \
+      --today ppo/profiled --choices rlflow/learned/2000 --time-limit 600 --table measured-reward \
       --json out/measured-reward.json --write
 """
 
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,7 +36,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout
 
 import xrlflow
-from bench import pages
+from bench import model_free, pages
 from bench.latency import cell, circumstances, names, said, source
 from xrlflow.backends import SpeedUp
 from xrlflow.backends.onnxruntime import measure_in_fresh_processes
@@ -45,6 +45,7 @@ from xrlflow.sqlite import cache_directory
 
 TODAY = "xrlflow/profiled"
 ORIGINAL = "original"
+PPO = "ppo"
 RIVALS = ("xrlflow/auto", "xrlflow/learned", "mcts/profiled", "mcts/learned", "rlflow/learned")
 
 
@@ -69,10 +70,15 @@ def row(name: str, today: str, choices: Sequence[str], time_limit: float, second
         for choice in (today, *choices):
             search, cost, *steps = choice.split("/")
             begin = time.monotonic()
-            with nothing_measured(folder / f"cache-{choice.replace('/', '-')}"):
+            ppo = search == PPO
+            with (
+                nothing_measured(folder / f"cache-{choice.replace('/', '-')}"),
+                model_free.instead_of_search() if ppo else nullcontext(),
+            ):
                 result = xrlflow.optimize(
-                    path, search=search, cost=cost, backend="onnxruntime", time_limit=time_limit, shapes=shapes,
-                    inputs=feeds, threads=2, train_steps=int(steps[0]) if steps else 0,
+                    path, search="xrlflow" if ppo else search, cost=cost, backend="onnxruntime",
+                    time_limit=time_limit, shapes=shapes, inputs=feeds, threads=2,
+                    train_steps=int(steps[0]) if steps else 0,
                 )  # fmt: skip
             output = str(folder / f"{choice.replace('/', '-')}.onnx")
             result.save(output)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from xrlflow.api import OptionError
 from xrlflow.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
+from xrlflow.pipeline import explore
 from xrlflow.rewrite import Library
+from xrlflow.rl import strategy
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.parameters import KIND
 from xrlflow.rl.pretrained import PRETRAINED
+from xrlflow.search import Limits
 from xrlflow.search.result import SearchNode, SearchResult
 
 
@@ -71,6 +76,48 @@ def test_training_on_the_model_is_told(tmp_path: Path) -> None:
     )
     assert any("trained on this model for" in note for note in found.report.notes)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("search", "trainer"),
+    [("xrlflow", "xrlflow.rl.train.fine_tune"), ("rlflow", "xrlflow.rl.world_model.learning.train_world_model")],
+)
+def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
+    search: str, trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = trainer.rsplit(".", 1)
+    train = getattr(importlib.import_module(module), name)
+    given: dict[str, float | None] = {}
+
+    def training(*args: Any, deadline: float, **options: Any) -> Any:
+        given["trained"] = deadline
+        found = train(*args, deadline=deadline, **options)
+        time.sleep(1.0)
+        given["over"] = time.monotonic()
+        return found
+
+    def searching(function: Any) -> Any:
+        def search(state: Any, cost: float, limits: Limits, *args: Any, **options: Any) -> SearchResult:
+            given[function.__name__] = limits.deadline
+            found: SearchResult = function(state, cost, limits, *args, **options)
+            return found
+
+        return search
+
+    monkeypatch.setattr(trainer, training)
+    monkeypatch.setattr("xrlflow.pipeline.explore.greedy", searching(explore.greedy))
+    monkeypatch.setattr("xrlflow.rl.strategy.agent_search", searching(strategy.agent_search))
+    begin = time.monotonic()
+    optimize("squeezenet", search=search, train_steps=4, budget=10, time_limit=200.0)
+    trained, over, quick, searched = (given[n] for n in ("trained", "over", "greedy", "agent_search"))
+    assert trained is not None
+    assert over is not None
+    assert quick is not None
+    assert searched is not None
+    begun = trained - 100.0
+    assert 0.0 <= begun - begin < 10.0
+    assert quick - begun < 30.0
+    assert searched - over == pytest.approx(0.3 * (begun + 200.0 - over), abs=0.2)
 
 
 def spoiled(path: Path) -> Path:

@@ -32,6 +32,11 @@ def test_a_fast_model_takes_no_minute() -> None:
     assert Budget(0.0, 5.0, 3e-3).end == 5.0
 
 
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_training_that_was_asked_for_has_half_of_the_limit(latency: float) -> None:
+    assert Budget(100.0, 60.0, latency).train_until == 130.0
+
+
 def test_what_is_too_short_to_compare_anything_is_of_no_use() -> None:
     assert Budget(0.0, 60.0, 0.1).useful
     assert Budget(0.0, 30.0, 3e-3).useful

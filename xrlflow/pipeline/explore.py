@@ -230,9 +230,9 @@ def _fine_tuned(
 def _dreamt(
     context: Context, base: SearchNode, path: str | os.PathLike[str], featuriser: Featuriser, until: float
 ) -> tuple[Parameters, bool]:
-    """The agent's parameters after training in a world model of this model until then, and whether that was interrupted.
+    """The agent's parameters after training in a world model until then, and whether that was interrupted.
 
-    An agent without a world model gets a new one. Raises CheckpointError, and OptionError.
+    The world model is of this model; an agent without one gets a new one. Raises CheckpointError, and OptionError.
     """
     from xrlflow.learn.threads import one_thread
     from xrlflow.rl.agent import Agent
