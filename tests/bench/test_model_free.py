@@ -1,0 +1,57 @@
+"""PPO with measured rewards in the place of a search."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import models
+import xrlflow
+from bench import model_free
+from rewrite_rules import LIBRARY
+from xrlflow.cost import Roofline
+from xrlflow.ir import Graph
+from xrlflow.onnxio import load
+from xrlflow.pipeline import attempts
+from xrlflow.rewrite import Library, RewriteState
+from xrlflow.search import Limits, SearchNode, greedy, replay
+
+
+def test_graphs_that_were_measured_are_kept_with_their_paths() -> None:
+    graph, prices = load(models.small("resnext50")).graph, Roofline()
+    base = SearchNode(RewriteState.start(graph, Library(LIBRARY), prices.delta), None, prices.cost(graph))
+    steps = greedy(base.state, base.cost, Limits(100)).best.trace
+    assert len(steps) > 6
+    asked: list[int] = []
+
+    def latency(graph: Graph) -> float:
+        asked.append(graph.fingerprint)
+        return 0.5
+
+    found = model_free.Measured(base, latency)  # type: ignore[arg-type]
+    found.note(SimpleNamespace(info={"trace": steps}))  # type: ignore[arg-type]
+    found.note(SimpleNamespace(info={"trace": ()}))  # type: ignore[arg-type]
+    assert len(found.nodes) == len(steps) // 5 + (len(steps) % 5 > 0)
+    assert asked == list(found.nodes)
+    for fingerprint, node in found.nodes.items():
+        assert node.cost == 0.5 * base.cost
+        assert node.state.fingerprint == fingerprint
+        assert [base.state, *replay(base.state, node.trace)][-1].fingerprint == fingerprint
+
+
+def test_it_takes_the_place_of_the_search_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    explore, given = attempts.explore, []
+
+    def learn(policy: Any, environments: Any, steps: int, seed: int, seconds: float, note: Any) -> Any:
+        given.append(seconds)
+        return {"steps": 0, "seconds": 0.0}
+
+    monkeypatch.setattr(model_free, "learn", learn)
+    with model_free.instead_of_search():
+        result = xrlflow.optimize(models.small("squeezenet"), cost="profiled", threads=1, time_limit=20.0)
+    assert attempts.explore is explore
+    assert "PPO took 0 steps and measured 0 graphs" in result.report.notes
+    assert result.returned_original
+    assert 0.0 < given[0] <= 14.0
