@@ -14,7 +14,7 @@ agent that trains in a world model:
 
     python bench/defaults.py open-nsfw mobilenetv2 bert vit-classifier rapidocr-det minilm-int8 squeezenet resnext50 \
       --today ppo/profiled --choices rlflow/learned/2000 --time-limit 600 --table measured-reward \
-      --json out/measured-reward.json --write
+      --json docs/benchmarks/data/measured-reward.json --write
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def row(name: str, today: str, choices: Sequence[str], time_limit: float, second
                 )  # fmt: skip
             output = str(folder / f"{choice.replace('/', '-')}.onnx")
             result.save(output)
-            found["reports"][choice] = result.report.to_json() | {"wall": time.monotonic() - begin}
+            wall = time.monotonic() - begin
+            found["reports"][choice] = result.report.to_json() | {"model": name, "wall": wall}
             # What reading a file folds is not seen in its graph.
             prints[choice] = (result.report.returned_original, load(output).graph.fingerprint)
             variants[choice] = output

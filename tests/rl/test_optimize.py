@@ -80,7 +80,10 @@ def test_training_on_the_model_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("search", "trainer"),
-    [("xrlflow", "xrlflow.rl.train.fine_tune"), ("rlflow", "xrlflow.rl.world_model.learning.train_world_model")],
+    [
+        ("xrlflow", "xrlflow.rl.train.fine_tune"),
+        ("rlflow", "xrlflow.rl.world_model.learning.train_world_model"),
+    ],
 )
 def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
     search: str, trainer: str, monkeypatch: pytest.MonkeyPatch
