@@ -5,7 +5,6 @@ Everything before and after it is what `optimize` does: simplification, comparis
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections.abc import Iterator
@@ -48,10 +47,9 @@ def instead_of_search() -> Iterator[None]:
         yield
 
 
-def explore(context: Context, start: Start, until: float | None = None) -> Explored:
+def explore(context: Context, start: Start) -> Explored:
     """Train the shipped agent by measured rewards. The graphs that were measured to be fastest are proposed; their
     costs are those of the start times the measured part."""
-    assert until is None
     assert context.feeds is not None
     assert isinstance(start.model, AdditiveCost)
     base = start.base
@@ -67,9 +65,7 @@ def explore(context: Context, start: Start, until: float | None = None) -> Explo
     budget = context.clock.budget
     seconds = budget.begin + TRAIN_UNTIL * budget.limit - begin
     with context.clock.phase("search"), one_thread():
-        row = learn(
-            copy.deepcopy(agent).train(), [environment], STEPS, context.options.seed, seconds, found.note
-        )
+        row = learn(agent.train(), [environment], STEPS, context.options.seed, seconds, found.note)
     context.notes.append(f"PPO took {row['steps']} steps and measured {len(found.nodes)} graphs")
     context.clock.again()
     fastest = sorted(found.nodes.values(), key=lambda node: node.cost)[:SHORTLIST]

@@ -1,5 +1,7 @@
 """The sum over nodes and its difference by an edit agree, whatever a node costs."""
 
+import math
+import time
 from random import Random
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cost.graphs import SHAPE, Builder, random_edit, random_graph, t
-from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.cost.model import AdditiveCost, InTypes, NoTimeLeft, in_time
 from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Graph, Node, Value, apply_edit, digest, plan_edit
 
@@ -80,6 +82,16 @@ def test_a_price_is_asked_for_once() -> None:
     graph = b.graph(value)
     assert model.cost(graph) == model.cost(graph) == pytest.approx(10 * model.breakdown(graph)[value])
     assert model.asked == 1
+
+
+def test_no_price_is_given_too_late() -> None:
+    b = Builder()
+    x = b.input(SHAPE)
+    graph = b.graph(b.node("Relu", [x], SHAPE).id)
+    edit = plan_edit(graph, "nothing", (), {})
+    assert in_time(lambda graph, edit: 5.0, math.inf)(graph, edit) == 5.0
+    with pytest.raises(NoTimeLeft):
+        in_time(lambda graph, edit: 5.0, time.monotonic() - 1e-3)(graph, edit)
 
 
 def test_an_absent_input_is_priced() -> None:

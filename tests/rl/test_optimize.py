@@ -20,8 +20,10 @@ from tests.rules.harness import model
 from xrlflow.api import OptionError
 from xrlflow.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
-from xrlflow.cost import Roofline
+from xrlflow.cost import NoTimeLeft, Roofline
+from xrlflow.ir import Edit, Graph
 from xrlflow.pipeline import explore
+from xrlflow.pipeline.context import Clock
 from xrlflow.rewrite import Library
 from xrlflow.rl import strategy
 from xrlflow.rl.agent import Agent
@@ -96,8 +98,11 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
         given["trained"] = deadline
         found = train(*args, deadline=deadline, **options)
         time.sleep(1.0)
-        given["over"] = time.monotonic()
         return found
+
+    def again(clock: Clock) -> bool:
+        given["over"] = time.monotonic()
+        return share(clock)
 
     def searching(function: Any) -> Any:
         def search(state: Any, cost: float, limits: Limits, *args: Any, **options: Any) -> SearchResult:
@@ -107,6 +112,8 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
 
         return search
 
+    share = Clock.again
+    monkeypatch.setattr(Clock, "again", again)
     monkeypatch.setattr(trainer, training)
     monkeypatch.setattr("xrlflow.pipeline.explore.greedy", searching(explore.greedy))
     monkeypatch.setattr("xrlflow.rl.strategy.agent_search", searching(strategy.agent_search))
@@ -121,6 +128,26 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
     assert 0.0 <= begun - begin < 10.0
     assert quick - begun < 30.0
     assert searched - over == pytest.approx(0.3 * (begun + 200.0 - over), abs=0.2)
+
+
+def test_training_by_slow_prices_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline comes within an iteration: what it learned does not count."""
+    priced = []
+
+    def in_time(delta: Any, until: float) -> Any:
+        def timely(graph: Graph, edit: Edit) -> float:
+            priced.append(edit)
+            if len(priced) > 20:
+                raise NoTimeLeft
+            return float(delta(graph, edit))
+
+        return timely
+
+    monkeypatch.setattr("xrlflow.pipeline.explore.in_time", in_time)
+    found = optimize("squeezenet", train_steps=200)
+    assert len(priced) == 21
+    assert "the agent was trained on this model for 0 steps" in found.report.notes
+    assert found.report.cost_after < found.report.cost_before
 
 
 def spoiled(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -429,6 +430,15 @@ def test_there_is_nothing_to_learn_where_nothing_can_be_done() -> None:
     found, _ = problems((1,))
     plays = explore(agent(), [hopeless, *found], featuriser, 20, seed=0, config=ENV)
     assert {p.problem for p in plays} == {found[0].name}
+
+
+@pytest.mark.parametrize(("deadline", "expected"), [(0.0, 1), (math.inf, 60)])
+def test_an_episode_ends_at_the_deadline(deadline: float, expected: int) -> None:
+    found, featuriser = problems()
+    plays = explore(agent(), found, featuriser, 60, seed=0, config=ENV, deadline=deadline)
+    assert all(len(p.observations) == len(p) + 1 for p in plays)
+    steps = sum(map(len, plays))
+    assert steps == 1 if expected == 1 else steps >= expected
 
 
 def test_a_deadline_cuts_a_round_short() -> None:

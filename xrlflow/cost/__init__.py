@@ -4,10 +4,10 @@ from xrlflow.cost.calibrate import calibrated
 from xrlflow.cost.database import Database
 from xrlflow.cost.in_context import InContextBenchmark
 from xrlflow.cost.kernels import KernelPrices
-from xrlflow.cost.learned import Learned, NoTimeLeft, load_network
+from xrlflow.cost.learned import Learned, load_network
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
-from xrlflow.cost.model import AdditiveCost, CostModel, Provenance
+from xrlflow.cost.model import AdditiveCost, CostModel, NoTimeLeft, Provenance, in_time
 from xrlflow.cost.placed import Placed
 from xrlflow.cost.profiled import Profiled, Tally
 from xrlflow.cost.roofline import Roofline
@@ -28,5 +28,6 @@ __all__ = [
     "Roofline",
     "Tally",
     "calibrated",
+    "in_time",
     "load_network",
 ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost.latency_network import Evaluator, NetworkConfig, NetworkParameters, shapes
-from xrlflow.cost.model import AdditiveCost, InTypes
+from xrlflow.cost.model import AdditiveCost, InTypes, NoTimeLeft
 from xrlflow.cost.neighbourhoods import CONTENT_COLUMNS, EDGE_COLUMNS, Neighbourhoods, View
 from xrlflow.ir import Edit, Graph, Node, Value
 
@@ -29,10 +29,6 @@ HALF_OF_90 = 1.645
 _KEPT = 64
 # Seconds of a graph where nothing runs, so that ratios are finite.
 _INSTANT = 1e-9
-
-
-class NoTimeLeft(Exception):
-    """A cost model was asked for a price after the moment until which it was to give any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,4 +159,4 @@ def _columns() -> dict[str, int]:
     return {"content": CONTENT_COLUMNS, "edge": EDGE_COLUMNS}
 
 
-__all__: Sequence[str] = ("KIND", "Learned", "NoTimeLeft", "Prediction", "load_network", "save_network")
+__all__: Sequence[str] = ("KIND", "Learned", "Prediction", "load_network", "save_network")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import fsum
 from typing import Literal, Protocol
 
@@ -30,6 +31,21 @@ class CostModel(Protocol):
     def delta(self, graph: Graph, edit: Edit) -> float:
         """Seconds of the successor minus those of the graph: negative if the edit pays."""
         ...
+
+
+class NoTimeLeft(Exception):
+    """A cost model was asked for a price after the moment until which it was to give any."""
+
+
+def in_time(delta: Callable[[Graph, Edit], float], until: float) -> Callable[[Graph, Edit], float]:
+    """The `delta` of a cost model that raises NoTimeLeft after `until` (time.monotonic)."""
+
+    def timely(graph: Graph, edit: Edit) -> float:
+        if time.monotonic() > until:
+            raise NoTimeLeft
+        return delta(graph, edit)
+
+    return timely
 
 
 class AdditiveCost(ABC):

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrlflow.cost import AdditiveCost, CostModel, Roofline
+from xrlflow.cost import AdditiveCost, CostModel, Roofline, in_time
 from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
@@ -37,7 +37,7 @@ _SEARCH_AT_LEAST = 2.0
 _GREEDY_AT_MOST = 0.3
 # Seconds that loading the agent takes.
 _AGENT_LOADING = 0.5
-# Of the time until searching must be over, what training may take that belongs to the search, or that has its end.
+# Of the time until searching must be over, what training may take that has no time of its own.
 _TRAIN_AT_MOST = 0.6
 # What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in rounds of
 # so many updates; more updates where the user asked for training.
@@ -58,18 +58,16 @@ class Explored:
     progress: tuple[tuple[int, float], ...] = ()
 
 
-def explore(context: Context, start: Start, until: float | None = None) -> Explored:
-    """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError.
-
-    `until`: when searching is over, if that is not when the time limit says (time.monotonic).
-    """
+def explore(context: Context, start: Start) -> Explored:
+    """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError."""
     model = start.model
-    clock = context.clock
+    clock, options = context.clock, context.options
     in_time = time.monotonic() < clock.budget.select_until
     progress: list[tuple[int, float]] = []
     with clock.phase("search"):
-        if context.options.replay is None:
-            result = search(context, start.base, model, progress, until)
+        if options.replay is None:
+            train_until = clock.budget.train_until if options.train_steps else None
+            result = search(context, start.base, model, progress, train_until)
         else:
             result = _replayed(start)
     if result.interrupted:
@@ -77,18 +75,22 @@ def explore(context: Context, start: Start, until: float | None = None) -> Explo
         clock.hurry()
     proposals = tuple(f for f in (result.best, *result.shortlist) if context.fits(f))
     if not context.fits(result.best):
-        growth = context.options.max_growth
+        growth = options.max_growth
         context.notes.append(f"the best graph exceeds {growth:g} times the input's size (--max-growth)")
     return Explored(result, proposals, in_time, tuple(progress))
 
 
 def search(
     context: Context, base: SearchNode, model: CostModel, history: list[tuple[int, float]] | None = None,
-    until: float | None = None,
+    train_until: float | None = None,
 ) -> SearchResult:  # fmt: skip
-    """Search from a state, by the strategy that was asked for. `history` gets what `Explored.progress` is."""
+    """Search from a state, by the strategy that was asked for. `history` gets what `Explored.progress` is.
+
+    `train_until`: an agent trains on this state until then (time.monotonic), and the search shares what is left of the
+    limit. By default training has a part of the search's time.
+    """
     options, clock = context.options, context.clock
-    limits = Limits(options.budget, _at_least(context, clock.budget.search_until if until is None else until))
+    limits = Limits(options.budget, _at_least(context, clock.budget.search_until))
     if options.search == "random":
         limits.deadline = clock.deadline
 
@@ -105,7 +107,7 @@ def search(
     if options.search in LOOKAHEAD:
         return lookahead(base.state, base.cost, limits, LOOKAHEAD[options.search])
     if options.search in WITH_AGENT:
-        return _with_agent(context, base, model, limits, until)
+        return _with_agent(context, base, model, limits, train_until)
     return taso(base.state, base.cost, limits, options.alpha)
 
 
@@ -114,16 +116,8 @@ def _at_least(context: Context, until: float) -> float:
     return max(until, min(time.monotonic() + _SEARCH_AT_LEAST, context.clock.budget.select_until))
 
 
-def _train_until(context: Context, until: float | None) -> float:
-    """When training is over. Training that the user asked for has time of its own, unless the search has its end."""
-    if until is not None:
-        return time.monotonic() + _TRAIN_AT_MOST * (until - time.monotonic())
-    budget = context.clock.budget
-    return budget.train_until if context.options.train_steps else budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST)
-
-
 def _with_agent(
-    context: Context, base: SearchNode, model: CostModel, limits: Limits, until: float | None
+    context: Context, base: SearchNode, model: CostModel, limits: Limits, train_until: float | None
 ) -> SearchResult:
     """Search with the agent that was asked for, or what greedy search finds if that is better."""
     options = context.options
@@ -131,7 +125,9 @@ def _with_agent(
         return SearchResult(base, (base,), 0, 0, 0.0, False)
     # On a busy machine, and with a short limit, loading the agent may leave it no time: then there is this.
     quickly = limits.deadline
-    if options.train_steps and quickly is not None:  # by costs that are slow, greedy search would take it all
+    if (
+        train_until is not None and quickly is not None
+    ):  # by costs that are slow, greedy search would take it all
         quickly = time.monotonic() + _GREEDY_AT_MOST * (quickly - time.monotonic())
     quick = greedy(base.state, base.cost, Limits(options.budget, quickly))
     if quick.interrupted:
@@ -141,7 +137,7 @@ def _with_agent(
         context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
     try:
-        result = _by_agent(context, base, model, limits, until)
+        result = _by_agent(context, base, model, limits, train_until)
     except KeyboardInterrupt:  # while the agent was loaded, which takes seconds where torch is needed
         return replace(quick, interrupted=True)
     if quick.best.cost < result.best.cost:
@@ -151,7 +147,7 @@ def _with_agent(
 
 
 def _by_agent(
-    context: Context, base: SearchNode, model: CostModel, limits: Limits, until: float | None
+    context: Context, base: SearchNode, model: CostModel, limits: Limits, train_until: float | None
 ) -> SearchResult:
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
@@ -174,17 +170,18 @@ def _by_agent(
         featuriser = Featuriser(parameters.vocabulary, prices)
         if limits.deadline is not None:  # loading the agent took a while
             limits.deadline = _at_least(context, limits.deadline)
+        until = train_until
+        if until is None:
+            until = context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST)
         # Where nothing can be done, there is nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:
-            parameters, interrupted = _dreamt(context, base, path, featuriser, _train_until(context, until))
+            parameters, interrupted = _dreamt(context, base, path, featuriser, until)
         elif usable and options.train_steps:
-            parameters, interrupted = _fine_tuned(
-                context, base, parameters, featuriser, _train_until(context, until)
-            )
+            parameters, interrupted = _fine_tuned(context, base, parameters, featuriser, until)
         if interrupted:
             limits.deadline = time.monotonic()
-        elif options.train_steps and until is None:
+        elif train_until is not None:
             context.clock.again()
             limits.deadline = _at_least(context, context.clock.budget.search_until)
         network = Network(parameters)
@@ -213,7 +210,7 @@ def _fine_tuned(
 
     assert base.state.delta is not None, "candidates have no prices"
     options = context.options
-    state = replace(base.state, delta=Pricing.of(base.state.delta))
+    state = replace(base.state, delta=Pricing(in_time(base.state.delta, until)))
     task = Task([Problem(context.imported.name, state, base.cost)], (), featuriser)
     try:
         with one_thread():

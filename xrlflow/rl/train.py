@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from xrlflow.cost import AdditiveCost
+from xrlflow.cost import AdditiveCost, NoTimeLeft
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
 from xrlflow.learn.states import adam_state, check_weights, number, under
@@ -341,6 +341,8 @@ def train(
                     run.iterate(logs)
         except KeyboardInterrupt:  # the files hold the state of the last iteration and the best agent
             interrupted = True
+        except NoTimeLeft:  # in an iteration whose prices take long: the best agent so far counts
+            pass
     return Trained(run.best, run.score, trainer.iteration, trainer.steps, trainer.seconds, interrupted)
 
 
@@ -439,7 +441,7 @@ def fine_tune(
     """Train an agent on one task for at least `steps` steps, in this process, by the modelled reward.
 
     Returns the agent that did best on the task; it may be the given one. No iteration begins after `deadline`
-    (time.monotonic).
+    (time.monotonic), and one in which a cost model raises NoTimeLeft does not count.
     """
     per_iteration = min(256, max(1, steps))
     config = TrainConfig(

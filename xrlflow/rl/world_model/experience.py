@@ -54,7 +54,8 @@ def explore(
     deadline: float = math.inf,
 ) -> list[Play]:
     """Play episodes with at least `steps` steps in all: the agent draws, and with probability `curious` chance does.
-    After `deadline` (time.monotonic) no second one begins. Raises TrainingError if nothing can be done anywhere.
+    At `deadline` (time.monotonic) the episode is cut short, but not before its first step if it is the first. Raises
+    TrainingError if nothing can be done anywhere.
 
     An episode lasts until the horizon or until nothing is left to do: where the agent would stop, it goes on with its
     likeliest substitution, because what comes after must be known, too.
@@ -82,7 +83,7 @@ def explore(
             play.actions.append(action)
             play.savings.append(SCALE * (before - info["cost"]) / max(info["initial"], 1e-30))
             taken += 1
-            if terminated or truncated:
+            if terminated or truncated or time.monotonic() >= deadline:
                 break
         play.ended = observation.candidates == 0
     return plays
