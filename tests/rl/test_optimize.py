@@ -96,6 +96,7 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
 
     def training(*args: Any, deadline: float, **options: Any) -> Any:
         given["trained"] = deadline
+        given["updates"] = options.get("updates")
         found = train(*args, deadline=deadline, **options)
         time.sleep(1.0)
         return found
@@ -124,6 +125,7 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
     assert over is not None
     assert quick is not None
     assert searched is not None
+    assert given["updates"] == (100 if search == "rlflow" else None)
     begun = trained - 100.0
     assert 0.0 <= begun - begin < 10.0
     assert quick - begun < 30.0
