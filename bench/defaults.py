@@ -164,6 +164,11 @@ def main() -> None:
     options = parser.parse_args()
     if len({options.today, *options.choices}) <= len(options.choices):
         parser.error("each choice has another name, and not the baseline's: add /0 (no steps) for a control")
+    ppo = [choice for choice in (options.today, *options.choices) if choice.startswith(f"{PPO}/")]
+    if set(ppo) - {f"{PPO}/profiled"}:
+        parser.error(
+            f"{ppo[0]}: its features have profiled costs, and it has no number of steps: {PPO}/profiled"
+        )
     if unknown := set(options.names) - set(names()):
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}

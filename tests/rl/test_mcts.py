@@ -181,7 +181,7 @@ def test_what_greedy_found_is_kept_if_the_agent_is_interrupted(monkeypatch: pyte
     context = Mock()
     context.options.budget, context.options.agent = 50, "a"
     context.clock.budget.begin_comparing_until = time.monotonic() + 60
-    found = explore._with_agent(context, base, cost, Limits(50))
+    found = explore._with_agent(context, base, cost, Limits(50), None)
     assert found.interrupted
     assert found.best.cost == greedy(base.state, base.cost, Limits(50)).best.cost < base.cost
 

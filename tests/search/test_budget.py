@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from xrlflow.search import Budget
@@ -33,8 +35,27 @@ def test_a_fast_model_takes_no_minute() -> None:
 
 
 @pytest.mark.parametrize("latency", LATENCIES)
-def test_training_that_was_asked_for_has_half_of_the_limit(latency: float) -> None:
-    assert Budget(100.0, 60.0, latency).train_until == 130.0
+@pytest.mark.parametrize("limit", [*LIMITS, 120.0])
+@pytest.mark.parametrize("compiling", [0.0, 17.0])
+def test_training_leaves_the_time_for_all_else(latency: float, limit: float, compiling: float) -> None:
+    budget = Budget(100.0, limit, latency, 2 * latency, compiling=compiling, reserved=compiling)
+    until = budget.train_until
+    if until is None:
+        return
+    assert budget.train_in_search_until < until <= 100.0 + limit / 2
+    rest, least = replace(budget, begin=until, limit=budget.until - until), replace(budget, limit=60.0)
+    assert rest.useful >= budget.useful
+    assert rest.end - rest.begin >= least.end - least.begin - 1e-9
+    assert rest.select_until - rest.search_until >= least.select_until - least.search_until - 1e-9
+
+
+def test_training_that_was_asked_for_has_half_of_a_limit_that_is_long_enough() -> None:
+    assert Budget(0.0, 60.0, 3e-3).train_until == 30.0
+    assert Budget(0.0, 60.0, 3e-3, compiling=17.0, reserved=17.0).train_until == pytest.approx(26.0)
+    assert Budget(0.0, 600.0, 0.15).train_until == 300.0
+    for short in (Budget(0.0, 60.0, 0.1), Budget(0.0, 10.0, 3e-3)):
+        assert short.train_until is None
+        assert short.train_in_search_until == pytest.approx(0.18 * short.end)
 
 
 def test_what_is_too_short_to_compare_anything_is_of_no_use() -> None:

@@ -72,10 +72,15 @@ class Clock:
             reserved=0.0 if self.hurried else self.reserved,
         )  # fmt: skip
 
+    def share(self) -> None:
+        """Share the time that is left out anew."""
+        self._begun_at = time.monotonic()
+
     def again(self) -> bool:
-        """Share the time that is left out anew: after training, and for another attempt. False, and nothing changes, if
-        it is too short to search and to compare, and after Ctrl-C."""
-        earlier, self._begun_at = self._begun_at, time.monotonic()
+        """Share the time that is left out anew, for another attempt. False, and nothing changes, if it is too short for
+        one, and after Ctrl-C."""
+        earlier = self._begun_at
+        self.share()
         if not self.hurried and self.budget.useful:
             return True
         self._begun_at = earlier

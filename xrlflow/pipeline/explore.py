@@ -12,7 +12,6 @@ from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
 from xrlflow.search import (
-    SEARCH_UNTIL,
     Limits,
     SearchNode,
     SearchResult,
@@ -37,11 +36,9 @@ _SEARCH_AT_LEAST = 2.0
 _GREEDY_AT_MOST = 0.3
 # Seconds that loading the agent takes.
 _AGENT_LOADING = 0.5
-# Of the time until searching must be over, what training may take that has no time of its own.
-_TRAIN_AT_MOST = 0.6
 # What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in rounds of
-# so many updates; more updates where the user asked for training.
-_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES, _MORE_UPDATES = 200, 5, 30, 100
+# so many updates.
+_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES = 200, 5, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +83,8 @@ def search(
 ) -> SearchResult:  # fmt: skip
     """Search from a state, by the strategy that was asked for. `history` gets what `Explored.progress` is.
 
-    `train_until`: an agent trains on this state until then (time.monotonic), and the search shares what is left of the
-    limit. By default training has a part of the search's time.
+    `train_until`: an agent trains on this state until then (time.monotonic), and what is left of the limit is shared
+    out anew. By default training has a part of the search's time.
     """
     options, clock = context.options, context.clock
     limits = Limits(options.budget, _at_least(context, clock.budget.search_until))
@@ -172,7 +169,7 @@ def _by_agent(
             limits.deadline = _at_least(context, limits.deadline)
         until = train_until
         if until is None:
-            until = context.clock.budget.part(SEARCH_UNTIL * _TRAIN_AT_MOST)
+            until = context.clock.budget.train_in_search_until
         # Where nothing can be done, there is nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:
@@ -182,7 +179,7 @@ def _by_agent(
         if interrupted:
             limits.deadline = time.monotonic()
         elif train_until is not None:
-            context.clock.again()
+            context.clock.share()
             limits.deadline = _at_least(context, context.clock.budget.search_until)
         network = Network(parameters)
         if options.search == TREE:
@@ -220,7 +217,10 @@ def _fine_tuned(
             )  # fmt: skip
     except TrainingError as error:
         raise OptionError(f"train_steps: {error}") from error
-    context.notes.append(f"the agent was trained on this model for {trained.steps} steps")
+    if trained.steps or trained.interrupted:
+        context.notes.append(f"the agent was trained on this model for {trained.steps} steps")
+    else:
+        context.notes.append("the agent did not learn: there was no time for an iteration (--time-limit)")
     return trained.agent.arrays(), trained.interrupted
 
 
@@ -243,7 +243,7 @@ def _dreamt(
     options = context.options
     agent, world = load_world(path) if world_path(path).exists() else (Agent.load(path), None)
     agent = agent.extended(context.library)
-    state = replace(base.state, delta=Pricing.of(base.state.delta))
+    state = replace(base.state, delta=Pricing(in_time(base.state.delta, until)))
     problem = Problem(context.imported.name, state, base.cost)
     done = 0
 
@@ -257,8 +257,7 @@ def _dreamt(
         with one_thread():
             train_world_model(
                 agent, [problem], featuriser, steps=options.train_steps or _DREAM_STEPS, rounds=_DREAM_ROUNDS,
-                updates=_MORE_UPDATES if options.train_steps else _DREAM_UPDATES,
-                seed=options.seed, world=world, progress=progress, deadline=until,
+                updates=_DREAM_UPDATES, seed=options.seed, world=world, progress=progress, deadline=until,
             )  # fmt: skip
     except TrainingError as error:
         raise OptionError(f"search 'rlflow': {error}") from error

@@ -1,7 +1,7 @@
 """Search strategies over rewrite states and cost models."""
 
 from xrlflow.search.bodies import simplify, with_bodies
-from xrlflow.search.budget import SEARCH_UNTIL, Budget
+from xrlflow.search.budget import Budget
 from xrlflow.search.greedy import greedy
 from xrlflow.search.lookahead import lookahead
 from xrlflow.search.random import random_walk
@@ -23,7 +23,6 @@ from xrlflow.search.sweep import sweep
 from xrlflow.search.taso import taso
 
 __all__ = [
-    "SEARCH_UNTIL",
     "Budget",
     "Limits",
     "Ratio",

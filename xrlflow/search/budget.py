@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 DEFAULT_LIMIT = 60.0
 # The part of the limit after which searching must be over.
-SEARCH_UNTIL = 0.3
-# The part of the limit that training may take where it was asked for, however fast the model is.
-_TRAIN_UNTIL = 0.5
+_SEARCH_UNTIL = 0.3
+# The part of the limit that training may take where it was asked for, and its part of the search's time otherwise.
+_TRAINING, _TRAINING_IN_SEARCH = 0.5, 0.6
 # At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
 # slow (seconds of a run) that the selection could compare little.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
@@ -65,13 +65,25 @@ class Budget:
         return self.begin + share * (self.end - self.begin)
 
     @property
-    def train_until(self) -> float:
-        """The moment after which training that the user asked for is cut short."""
-        return self.begin + _TRAIN_UNTIL * self.limit
+    def train_until(self) -> float | None:
+        """The moment at which training is over that the user asked for, before all else begins: half of the limit, but
+        an optimisation with the default limit must have its time afterwards. None: there is no such time."""
+        wanted = min(_ENOUGH + _ENOUGH_RUNS * self.latency, DEFAULT_LIMIT) + self.compiling
+        own = min(_TRAINING * self.limit, self.limit - wanted)
+        until = self.begin + own
+        if until <= self.train_in_search_until:
+            return None
+        rest = replace(self, begin=until, limit=self.limit - own)
+        return until if rest.useful or not self.useful else None
+
+    @property
+    def train_in_search_until(self) -> float:
+        """The moment at which training is over that has a part of the search's time."""
+        return self.part(_TRAINING_IN_SEARCH * _SEARCH_UNTIL)
 
     @property
     def search_until(self) -> float:
-        return self.part(SEARCH_UNTIL)
+        return self.part(_SEARCH_UNTIL)
 
     @property
     def verification(self) -> float:
@@ -92,7 +104,7 @@ class Budget:
         wanted = self.verification + self.comparison
         if self.hurried:
             return wanted
-        most = 1.0 - SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST
+        most = 1.0 - _SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST
         return min(wanted, most * (self.end - self.begin))
 
     @property

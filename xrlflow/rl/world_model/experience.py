@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from xrlflow.cost import NoTimeLeft
 from xrlflow.learn.ppo import TrainingError
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
@@ -54,8 +55,8 @@ def explore(
     deadline: float = math.inf,
 ) -> list[Play]:
     """Play episodes with at least `steps` steps in all: the agent draws, and with probability `curious` chance does.
-    At `deadline` (time.monotonic) the episode is cut short, but not before its first step if it is the first. Raises
-    TrainingError if nothing can be done anywhere.
+    At `deadline` (time.monotonic) the episode is cut short, but not before its first step if it is the first; where a
+    price raises NoTimeLeft, before this step. Raises TrainingError if nothing can be done anywhere.
 
     An episode lasts until the horizon or until nothing is left to do: where the agent would stop, it goes on with its
     likeliest substitution, because what comes after must be known, too.
@@ -78,7 +79,10 @@ def explore(
         while observation.candidates and len(play) < config.horizon:
             action = _action(agent, observation, generator, rng, curious)
             before = info["cost"]
-            observation, _, terminated, truncated, info = env.step(action)
+            try:
+                observation, _, terminated, truncated, info = env.step(action)
+            except NoTimeLeft:
+                return [p for p in plays if len(p)]
             play.observations.append(observation)
             play.actions.append(action)
             play.savings.append(SCALE * (before - info["cost"]) / max(info["initial"], 1e-30))

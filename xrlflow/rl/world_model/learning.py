@@ -240,8 +240,10 @@ def train_world_model(
             agent, problems, observe, math.ceil(steps / rounds), seed=seed * 1000 + number, config=env,
             deadline=deadline,
         )  # fmt: skip
-        figures = {} if watch is None else dict(watch(learner, new))
         plays += new
+        if not plays:  # no price came in time
+            break
+        figures = {} if watch is None else dict(watch(learner, new))
         figures |= {f"world/{n}": x for n, x in learner.learn(plays, updates, deadline).items()}
         figures |= learner.dream(plays, deadline)
         if progress is not None and progress(figures, number, learner) is False:
