@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 DEFAULT_LIMIT = 60.0
 # The part of the limit after which searching must be over.
 _SEARCH_UNTIL = 0.3
-# The part of the limit that training may take where it was asked for, and its part of the search's time otherwise.
-_TRAINING, _TRAINING_IN_SEARCH = 0.5, 0.6
+# The parts of the limit that training may take where it was asked for, the first that leaves enough, and its part of
+# the search's time otherwise.
+_TRAINING, _TRAINING_IN_SEARCH = (0.5, 0.4, 0.3, 0.2), 0.6
 # At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
 # slow (seconds of a run) that the selection could compare little.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
@@ -66,15 +67,16 @@ class Budget:
 
     @property
     def train_until(self) -> float | None:
-        """The moment at which training is over that the user asked for, before all else begins: half of the limit, but
-        an optimisation with the default limit must have its time afterwards. None: there is no such time."""
+        """The moment at which training is over that the user asked for, before all else begins: at most half of the
+        limit, but an optimisation with the default limit must have its time afterwards, and what is useful before must
+        be useful then. None: there is no such time."""
         wanted = min(_ENOUGH + _ENOUGH_RUNS * self.latency, DEFAULT_LIMIT) + self.compiling
-        own = min(_TRAINING * self.limit, self.limit - wanted)
-        until = self.begin + own
-        if until <= self.train_in_search_until:
-            return None
-        rest = replace(self, begin=until, limit=self.limit - own)
-        return until if rest.useful or not self.useful else None
+        for part in _TRAINING:
+            own = min(part * self.limit, self.limit - wanted)
+            rest = replace(self, begin=self.begin + own, limit=self.limit - own)
+            if rest.begin > self.train_in_search_until and (rest.useful or not self.useful):
+                return rest.begin
+        return None
 
     @property
     def train_in_search_until(self) -> float:
