@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+
+from xrlflow.sqlite import cache_directory
 
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
@@ -26,6 +32,32 @@ EXTRAS = {
     "mkdocs": ("repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests have a cache of their own, with the user's calibrations and downloads. What they measure beside other tests
+    is not kept, and what the user has measured does not decide whether they pass."""
+    if hasattr(config, "workerinput"):  # the processes of pytest-xdist have the environment of the first
+        return
+    known = cache_directory()
+    folder = Path(tempfile.mkdtemp(prefix="xrlflow-tests-"))
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    cache_directory().mkdir(parents=True)
+    for calibration in known.glob("machine-*.json"):
+        shutil.copy(calibration, cache_directory())
+    downloads = known / "wheels"
+    downloads.mkdir(parents=True, exist_ok=True)
+    (cache_directory() / "wheels").symlink_to(downloads)
+
+    def remove() -> None:
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
+        shutil.rmtree(folder)
+
+    config.add_cleanup(remove)
 
 
 @pytest.hookimpl(wrapper=True)

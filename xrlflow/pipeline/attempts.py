@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled
 from xrlflow.lowering import missing_for_kernels
 from xrlflow.pipeline import compiled, confirm, kernels
 from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.correct import corrected
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.finish import Finished, Finisher
 from xrlflow.pipeline.kernels import compile_seconds
@@ -22,6 +24,9 @@ FINISHERS: Mapping[str, Finisher] = {
     "tvm": compiled.finish,
 }
 """What follows the search, by backend."""
+
+# The part of an agent's training time in which the costs that it learns from are corrected.
+_CORRECTING = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,21 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
         begin = start(context, model)
         if isinstance(model, Learned):
             model.until = math.inf
+    if isinstance(model, Learned):
+        begin = _corrected(context, begin, model)
     explored = explore(context, begin)
     prices = model.prices if isinstance(model, Learned) else model
     if isinstance(prices, Profiled) and not later:
         context.notes.append(f"operators: {prices.tally}")
     finish = confirm.finish if later else FINISHERS[context.options.backend]
     return Attempt(begin, explored, finish(context, begin, explored))
+
+
+def _corrected(context: Context, start: Start, model: Learned) -> Start:
+    """The start with costs that were fitted to this model where an agent will learn from them, has time of its own for
+    it, and models can be measured."""
+    until = context.clock.budget.train_until
+    if not context.options.train_steps or context.feeds is None or until is None:
+        return start
+    now = time.monotonic()
+    return corrected(context, start, model, now + _CORRECTING * (until - now))

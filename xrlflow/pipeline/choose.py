@@ -53,7 +53,7 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
 class Trials:
     """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
 
-    `known` keeps the comparisons. `best`: of the speed-ups over the original so far.
+    `known` keeps the comparisons, so many so far (`kept`). `best`: of the speed-ups over the original so far.
     """
 
     context: Context
@@ -61,6 +61,7 @@ class Trials:
     known: History
     deadline: float
     count: int = field(default=0, init=False)
+    kept: int = field(default=0, init=False)
     best: float | None = field(default=None, init=False)
 
     def say(self) -> None:
@@ -98,7 +99,7 @@ class Trials:
             self.best = max(ratio.median, self.best or 0.0)
         before = self._of(against)
         if before is not None and not measured.load.disturbed:
-            history.keep(self.known, context, self.start.model, before, found.state.graph, ratio)
+            self.kept += history.keep(self.known, context, self.start.model, before, found.state.graph, ratio)
         return ratio
 
     def _of(self, against: SearchNode | None) -> Graph | None:

@@ -15,11 +15,10 @@ from xrlflow.search import (
     Limits,
     SearchNode,
     SearchResult,
-    extend,
     greedy,
     lookahead,
     random_walk,
-    retrace,
+    retraced,
     taso,
 )
 
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 # Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
-# The part of the search's time that greedy search may take before an agent is trained.
-_GREEDY_AT_MOST = 0.3
+# The part of an agent's training time that greedy search may take before.
+_GREEDY_AT_MOST = 0.1
 # Seconds that loading the agent takes.
 _AGENT_LOADING = 0.5
 # What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in rounds of
@@ -59,18 +58,19 @@ def explore(context: Context, start: Start) -> Explored:
     """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError."""
     model = start.model
     clock, options = context.clock, context.options
-    in_time = time.monotonic() < clock.budget.select_until
+    train_until = clock.budget.train_until if options.train_steps and not clock.hurried else None
+    in_time = train_until is not None or time.monotonic() < clock.budget.select_until
     progress: list[tuple[int, float]] = []
     with clock.phase("search"):
         if options.replay is None:
-            train_until = clock.budget.train_until if options.train_steps else None
             result = search(context, start.base, model, progress, train_until)
         else:
             result = _replayed(start)
     if result.interrupted:
         context.notes.append("interrupted: the best so far is kept")
         clock.hurry()
-    proposals = tuple(f for f in (result.best, *result.shortlist) if context.fits(f))
+    known = sorted((*start.measured, result.best, *result.shortlist), key=lambda found: found.cost)
+    proposals = tuple(f for f in known if context.fits(f))
     if not context.fits(result.best):
         growth = options.max_growth
         context.notes.append(f"the best graph exceeds {growth:g} times the input's size (--max-growth)")
@@ -122,15 +122,13 @@ def _with_agent(
         return SearchResult(base, (base,), 0, 0, 0.0, False)
     # On a busy machine, and with a short limit, loading the agent may leave it no time: then there is this.
     quickly = limits.deadline
-    if (
-        train_until is not None and quickly is not None
-    ):  # by costs that are slow, greedy search would take it all
-        quickly = time.monotonic() + _GREEDY_AT_MOST * (quickly - time.monotonic())
+    if train_until is not None:  # by costs that are slow, greedy search would take it all
+        quickly = time.monotonic() + _GREEDY_AT_MOST * (train_until - time.monotonic())
     quick = greedy(base.state, base.cost, Limits(options.budget, quickly))
     if quick.interrupted:
         return quick
     late = time.monotonic() + _AGENT_LOADING > context.clock.budget.begin_comparing_until
-    if options.agent is None and late:
+    if options.agent is None and train_until is None and late:
         context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
     try:
@@ -268,11 +266,6 @@ def _dreamt(
 
 
 def _replayed(start: Start) -> SearchResult:
-    base, steps = start.base, start.to_replay
-    state, path, cost = base.state, None, base.cost
-    for before, match, successor in retrace(state, steps, len(start.early) + 1):
-        cost += before.priced(match)[1]
-        path = extend(path, match, cost)
-        state = successor
-    found = SearchNode(state, path, cost)
+    steps = start.to_replay
+    found = retraced(start.base, steps, len(start.early) + 1)
     return SearchResult(found, (found,), len(steps), len(steps), 0.0, False)

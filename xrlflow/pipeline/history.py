@@ -24,18 +24,20 @@ def opened(context: Context) -> History:
 
 def keep(
     known: History, context: Context, model: CostModel, before: Graph, after: Graph, ratio: Ratio
-) -> None:
-    """Keep in `known` that `after` was measured to be so many times faster than `before`. Comparisons with other
-    options of the session, or without measured prices of operators, are not comparable with others and are left out."""
+) -> bool:
+    """Keep in `known` that `after` was measured to be so many times faster than `before`. False, if it is not kept:
+    comparisons with other options of the session, or without measured prices of operators, are not comparable with
+    others, and vague ones say nothing."""
     prices = prices_of(model)
     if prices is None or context.options.session_options is not None:
-        return
+        return False
     if not 0.0 < ratio.low <= ratio.high < math.inf:
-        return
+        return False
     width = math.log(ratio.high / ratio.low)
     if width > _VAGUE:
-        return
+        return False
     known.keep(prices, before, after, math.log(ratio.median), max(width / _WIDTH, 1e-3))
+    return True
 
 
 def prices_of(model: CostModel) -> AdditiveCost | None:

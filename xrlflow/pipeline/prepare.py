@@ -28,6 +28,7 @@ from xrlflow.cost import (
     load_network,
 )
 from xrlflow.cost.fine_tuning import fine_tuned
+from xrlflow.cost.history import History
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget
@@ -83,13 +84,14 @@ class Early:
 class Start:
     """The node that the search begins with, its cost model, and the substitutions that were made before the search.
 
-    `to_replay`: what a trace has after those.
+    `to_replay`: what a trace has after those. `measured`: what was measured to be faster than `base`, best first.
     """
 
     base: SearchNode
     model: CostModel
     before: tuple[Early, ...] = ()
     to_replay: tuple[TraceStep, ...] = ()
+    measured: tuple[SearchNode, ...] = ()
 
     @property
     def early(self) -> tuple[TraceStep, ...]:
@@ -241,7 +243,9 @@ def cost_model(context: Context, cost: str | CostModel) -> CostModel:
     if cost == "roofline":
         return Roofline(machine, bindings)
     if cost in ("profiled", "learned"):
-        left = context.clock.budget.search_until - time.monotonic()
+        budget = context.clock.budget
+        until = (budget.train_until if options.train_steps else None) or budget.search_until
+        left = until - time.monotonic()
         prices = Profiled(
             machine, database=context.database, bindings=bindings, time_budget=_PROFILING * left
         )
@@ -270,8 +274,14 @@ def _learned(context: Context, prices: Profiled) -> Learned:
     with history.opened(context) as known:
         now = time.monotonic()
         until = now + _FITTING * (context.clock.budget.search_until - now)
-        network = fine_tuned(load_network(PRETRAINED), known.latest(_REMEMBERED), until)
-    return Learned(prices, network)
+        return fitted(prices, known, until)
+
+
+def fitted(prices: AdditiveCost, known: History, until: float, also: int = 0) -> Learned:
+    """The network of the package, fitted until then (time.monotonic) to the latest comparisons, and to so many more
+    (`also`)."""
+    comparisons = known.latest(_REMEMBERED + also)
+    return Learned(prices, fine_tuned(load_network(PRETRAINED), comparisons, until))
 
 
 def start(context: Context, model: CostModel) -> Start:

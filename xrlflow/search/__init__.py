@@ -16,6 +16,7 @@ from xrlflow.search.result import (
     extend,
     replay,
     retrace,
+    retraced,
     steps_of,
 )
 from xrlflow.search.select import Ratio, Selection, Survey, Trial, select
@@ -41,6 +42,7 @@ __all__ = [
     "random_walk",
     "replay",
     "retrace",
+    "retraced",
     "select",
     "simplify",
     "steps_of",

@@ -133,6 +133,16 @@ def retrace(
         state = successor
 
 
+def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> SearchNode:
+    """The node that a trace leads to from `base`, with the costs of its cost model. Raises TraceError as `retrace`
+    does."""
+    found = base
+    for before, match, successor in retrace(base.state, trace, first):
+        cost = found.cost + before.priced(match)[1]
+        found = SearchNode(successor, extend(found.path, match, cost), cost)
+    return found
+
+
 def replay(state: RewriteState, trace: Sequence[TraceStep]) -> Iterator[RewriteState]:
     """The state after each step of a trace. Raises TraceError as `retrace` does."""
     return (successor for _, _, successor in retrace(state, trace))
