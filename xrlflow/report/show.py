@@ -119,8 +119,9 @@ def _algorithms(chosen: Sequence[Chosen]) -> Table:
 
 # The names of an optimisation's phases, in order.
 _PHASES = {
-    "import": "import", "inputs": "inputs", "calibrate": "operators", "search": "search", "select": "selection",
-    "compile": "compilation", "verify": "verification", "measure": "last comparison",
+    "import": "import", "inputs": "inputs", "calibrate": "operators", "correct": "correction of costs",
+    "search": "search", "select": "selection", "compile": "compilation", "profile": "profile",
+    "verify": "verification", "measure": "last comparison",
 }  # fmt: skip
 
 
