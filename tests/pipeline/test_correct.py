@@ -96,6 +96,24 @@ def test_costs_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert after.before == begin.before
 
 
+def test_the_last_comparisons_count_where_time_ends_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(tmp_path) as (context, begin, model):
+        until = time.monotonic() + 6
+
+        def ratio(node: SearchNode) -> float:
+            if len(compared) == 8:  # the last of the first round
+                time.sleep(max(0.0, until - time.monotonic()))
+            return 1.1
+
+        compared = measuring(monkeypatch, ratio)
+        after = corrected(context, begin, model, until)
+    assert isinstance(after.model, Learned)
+    moved = after.model.parameters.arrays["head.weight"] - model.parameters.arrays["head.weight"]
+    assert abs(moved).max() > 0
+
+
 def test_what_was_not_kept_corrects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some operators had no measured price in time."""
     monkeypatch.setattr(history, "prices_of", lambda model: None)

@@ -91,7 +91,8 @@ def _corrected(context: Context, start: Start, model: Learned) -> Start:
     """The start with costs that were fitted to this model where an agent will learn from them, has time of its own for
     it, and models can be measured."""
     until = context.clock.budget.train_until
-    if not context.options.train_steps or context.feeds is None or until is None:
+    options = context.options
+    if not options.train_steps or options.replay is not None or context.feeds is None or until is None:
         return start
     now = time.monotonic()
     return corrected(context, start, model, now + _CORRECTING * (until - now))

@@ -49,7 +49,7 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
                     seen.add(node.state.fingerprint)
                     measured.append((trials.compare(start.base, node), node))
                 if trials.kept >= LEAST:
-                    start = _with_costs(start, fitted(model.prices, known, until, also=trials.kept))
+                    start = _with_costs(start, fitted(model.prices, known, also=trials.kept))
                     fits = trials.kept
     except KeyboardInterrupt:
         context.notes.append("interrupted while learned costs were corrected")

@@ -274,10 +274,10 @@ def _learned(context: Context, prices: Profiled) -> Learned:
     with history.opened(context) as known:
         now = time.monotonic()
         until = now + _FITTING * (context.clock.budget.search_until - now)
-        return fitted(prices, known, until)
+        return fitted(prices, known, until=until)
 
 
-def fitted(prices: AdditiveCost, known: History, until: float, also: int = 0) -> Learned:
+def fitted(prices: AdditiveCost, known: History, *, also: int = 0, until: float = math.inf) -> Learned:
     """The network of the package, fitted until then (time.monotonic) to the latest comparisons, and to so many more
     (`also`)."""
     comparisons = known.latest(_REMEMBERED + also)
