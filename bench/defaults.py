@@ -13,7 +13,7 @@ A choice is SEARCH/COST, or SEARCH/COST/STEPS: then an agent is first trained on
 agent that trains in a world model:
 
     python bench/defaults.py open-nsfw mobilenetv2 bert vit-classifier rapidocr-det minilm-int8 squeezenet resnext50 \
-      --today ppo/profiled --choices rlflow/learned/2000 --time-limit 600 --table measured-reward \
+      --today ppo/profiled --choices rlflow/learned/20000 --time-limit 600 --table measured-reward \
       --json docs/benchmarks/data/measured-reward.json --write
 """
 
@@ -46,6 +46,13 @@ from xrlflow.sqlite import cache_directory
 TODAY = "xrlflow/profiled"
 ORIGINAL = "original"
 PPO = "ppo"
+# Notes of a report that say what an agent learned from.
+_OF_TRAINING = (
+    "whole models were measured",
+    "costs were not corrected",
+    "the agent trained",
+    "agent was trained",
+)
 RIVALS = ("xrlflow/auto", "xrlflow/learned", "mcts/profiled", "mcts/learned", "rlflow/learned")
 
 
@@ -132,10 +139,15 @@ def cells(row: dict[str, Any], choice: str) -> str:
     return f"{cell(found['ratio'])}{mark}, A/A {cell(found['control'])}"
 
 
+def line(row: dict[str, Any], choices: Sequence[str]) -> str:
+    """The row of a table."""
+    return f"| {row['model']} | {' | '.join(cells(row, c) for c in (ORIGINAL, *choices))} |"
+
+
 def table(rows: Sequence[dict[str, Any]], choices: Sequence[str]) -> str:
     """A row for each model, the geometric means, and the worst ratio of each choice, in Markdown."""
     lines = [f"| model | the original | {' | '.join(choices)} |", "|---" * (len(choices) + 2) + "|"]
-    lines += [f"| {r['model']} | {' | '.join(cells(r, c) for c in (ORIGINAL, *choices))} |" for r in rows]
+    lines += [line(r, choices) for r in rows]
     for title, of in (
         ("geometric mean", lambda v: math.exp(sum(map(math.log, v)) / len(v))),
         ("least", lambda v: math.nan if any(map(math.isnan, v)) else min(v)),
@@ -143,7 +155,18 @@ def table(rows: Sequence[dict[str, Any]], choices: Sequence[str]) -> str:
         lines.append(
             f"| {title} | | {' | '.join(f'{of([ratio(r, c) for r in rows]):.3f}' for c in choices)} |"
         )
-    return f"{said(rows)}. A star: other programs used the processor.\n\n" + "\n".join(lines)
+    lines += ["", *training(rows, choices)]
+    return f"{said(rows)}. A star: other programs used the processor.\n\n" + "\n".join(lines).rstrip()
+
+
+def training(rows: Sequence[dict[str, Any]], choices: Sequence[str]) -> list[str]:
+    """What the reports say of agents that were trained, and of the costs that they learned from: a line for each."""
+    return [
+        f"- {row['model']}, {choice}: {'; '.join(notes)}."
+        for row in rows
+        for choice in choices
+        if (notes := [n for n in row["reports"][choice]["notes"] if any(word in n for word in _OF_TRAINING)])
+    ]
 
 
 def main() -> None:
@@ -178,7 +201,7 @@ def main() -> None:
         if name not in kept:
             kept[name] = row(name, options.today, options.choices, options.time_limit, options.seconds)
             options.json.write_text(json.dumps(kept, indent=1))
-            print(table([kept[name]], options.choices).splitlines()[-3], flush=True)
+            print(line(kept[name], options.choices), flush=True)
     text = table([kept[n] for n in wanted if n in kept], options.choices)
     print(text)
     if options.write:

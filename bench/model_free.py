@@ -70,10 +70,10 @@ def explore(context: Context, start: Start) -> Explored:
         row = learn(agent.train(), [environment], STEPS, context.options.seed, until - begin, found.note)
     context.notes.append(f"PPO took {row['steps']} steps and measured {len(found.known)} graphs")
     clock.share()
-    faster = [node for node in found.nodes.values() if node.cost < base.cost]
+    faster = [node for node in found.nodes.values() if node.cost < base.cost and context.fits(node)]
     shortlist = tuple(sorted([base, *faster], key=lambda node: node.cost)[:SHORTLIST])
     result = SearchResult(shortlist[0], shortlist, row["steps"], row["steps"], row["seconds"], False)
-    return Explored(result, tuple(f for f in shortlist if context.fits(f)), in_time=True)
+    return Explored(result, shortlist, in_time=True)
 
 
 class Measured:

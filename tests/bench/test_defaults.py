@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.defaults import nothing_measured
+from bench.defaults import nothing_measured, training
 from xrlflow.sqlite import cache_directory
 
 
@@ -25,3 +25,14 @@ def test_a_choice_knows_the_machine_and_nothing_that_another_one_has_measured(
             (cache_directory() / "comparisons.sqlite").touch()
     assert cache_directory() == mine
     assert len(list(mine.iterdir())) == 3
+
+
+def test_the_table_says_what_agents_learned_from() -> None:
+    notes = [
+        "8 whole models were measured, and learned costs corrected by 0 of them",
+        "verified with batch=1",
+    ]
+    row = {"model": "bert", "reports": {"rlflow/learned/9": {"notes": notes}, "taso/roofline": {"notes": []}}}
+    assert training([row], ["taso/roofline", "rlflow/learned/9"]) == [
+        f"- bert, rlflow/learned/9: {notes[0]}."
+    ]

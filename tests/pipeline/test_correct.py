@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 import models
+from xrlflow.backends import BackendError
 from xrlflow.cost import Database, Learned, Machine, Profiled, load_network
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.options import Options
 from xrlflow.pipeline import attempts, correct, history
 from xrlflow.pipeline.attempts import attempted
 from xrlflow.pipeline.context import Context
-from xrlflow.pipeline.correct import corrected
+from xrlflow.pipeline.correct import corrected, measured_first
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start, opened, start, with_feeds
@@ -114,18 +115,66 @@ def test_the_last_comparisons_count_where_time_ends_with_them(
     assert abs(moved).max() > 0
 
 
-def test_what_was_not_kept_corrects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some operators had no measured price in time."""
+def test_without_prices_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some operators had no measured price in time: comparisons would correct nothing, and training has the time."""
     monkeypatch.setattr(history, "prices_of", lambda model: None)
     with begun(tmp_path) as (context, begin, model):
         compared = measuring(monkeypatch, lambda node: 1.1)
-        after = corrected(context, begin, model, time.monotonic() + 3)
+        after = corrected(context, begin, model, time.monotonic() + 10)
         assert after.model is model
-        said = f"{len(compared)} whole models were measured, and learned costs corrected by 0 of them"
+        assert not compared
+        assert context.notes == ["learned costs were not corrected: no whole model was measured"]
+
+
+def test_it_ends_with_a_round_that_corrects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where others use the processors."""
+    monkeypatch.setattr(history, "keep", lambda *_: False)
+    with begun(tmp_path) as (context, begin, model):
+        compared = measuring(monkeypatch, lambda node: 1.1)
+        after = corrected(context, begin, model, time.monotonic() + 60)
+        assert after.model is model
+        assert len(compared) == len(after.measured) == 8
+        said = "8 whole models were measured, and learned costs corrected by 0 of them"
         assert context.notes == [said]
 
 
-def test_what_was_measured_to_be_faster_is_proposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_are_refused_are_not_measured_and_leave_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    def refuse(models: Sequence[str], *_: Any, **__: Any) -> None:
+        written.extend(models)
+        raise BackendError(f"refused number {len(written) // 2}")
+
+    monkeypatch.setattr("xrlflow.pipeline.choose.measure", refuse)
+    with begun(tmp_path) as (context, begin, model):
+        after = corrected(context, begin, model, time.monotonic() + 60)
+        assert written
+        assert not any(Path(path).exists() for path in written)
+    assert after.measured == ()
+    assert context.notes == [
+        "8 graphs could not be measured; the first: refused number 1",
+        "learned costs were not corrected: no whole model was measured",
+    ]
+
+
+def found_by_taso(context: Context, start: Start) -> Explored:
+    """What TASO's search finds, each graph once, without the start."""
+    explored = explore(
+        replace(context, options=replace(OPTIONS, search="taso", budget=30, train_steps=0)), start
+    )
+    once = {node.state.fingerprint: node for node in explored.proposals if node.path is not None}
+    return replace(explored, proposals=tuple(once.values()))
+
+
+def fingerprints(nodes: Iterable[SearchNode]) -> list[int]:
+    return [node.state.fingerprint for node in nodes]
+
+
+def test_what_was_measured_to_be_faster_is_proposed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faster: dict[int, float] = {}
 
     def ratio(node: SearchNode) -> float:
@@ -136,12 +185,54 @@ def test_what_was_measured_to_be_faster_is_proposed(tmp_path: Path, monkeypatch:
     with begun(tmp_path) as (context, begin, model):
         measuring(monkeypatch, ratio)
         after = corrected(context, begin, model, time.monotonic() + 10)
-        assert [n.state.fingerprint for n in after.measured] == list(reversed(faster))[:4]
-        for node in after.measured:
-            assert node.cost == pytest.approx(after.model.cost(node.state.graph))
-        found = explore(replace(context, options=replace(OPTIONS, search="greedy", train_steps=0)), after)
-    assert {n.state.fingerprint for n in after.measured} <= {n.state.fingerprint for n in found.proposals}
-    assert [n.cost for n in found.proposals] == sorted(n.cost for n in found.proposals)
+        found = measured_first(context, after, found_by_taso(context, after))
+    assert fingerprints(found.proposals)[:4] == list(reversed(faster))[:4]
+    for node in found.proposals:
+        assert node.cost == pytest.approx(after.model.cost(node.state.graph))
+
+
+def test_proposals_of_the_search_are_measured_and_the_fastest_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(tmp_path) as (context, begin, _):
+        explored = found_by_taso(context, begin)
+        *quick, last = explored.proposals
+        assert len(quick) >= 2
+        compared = measuring(monkeypatch, lambda node: 1.2 if node is last else 0.8)
+        begin = replace(
+            begin, measured=((Ratio(1.1, 1.09, 1.11), quick[1]), (Ratio(0.9, 0.8, 1.0), quick[0]))
+        )
+        found = measured_first(context, begin, explored)
+        assert fingerprints(found.proposals[:2]) == fingerprints([last, quick[1]])
+        assert fingerprints(compared) == fingerprints([*quick[2:], last])
+        assert sorted(fingerprints(found.proposals)) == sorted({*fingerprints(explored.proposals)})
+        assert context.notes[-1] == f"{len(compared)} of the search's proposals were measured"
+
+
+def test_what_was_not_measured_comes_before_what_may_be_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(tmp_path) as (context, begin, _):
+        explored = found_by_taso(context, begin)
+        first, *others = explored.proposals
+        context.clock.hurry()  # nothing is measured
+        assert not measuring(monkeypatch, lambda node: 1.0)
+        found = measured_first(context, replace(begin, measured=((Ratio(1.0, 0.9, 1.1), first),)), explored)
+        assert fingerprints(found.proposals) == [*fingerprints(others), first.state.fingerprint]
+
+
+def test_an_interrupt_while_proposals_are_measured_keeps_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(node: SearchNode) -> float:
+        raise KeyboardInterrupt
+
+    with begun(tmp_path) as (context, begin, _):
+        explored = found_by_taso(context, begin)
+        measuring(monkeypatch, interrupt)
+        found = measured_first(context, begin, explored)
+        assert context.clock.hurried
+        assert fingerprints(found.proposals) == fingerprints(explored.proposals)
 
 
 def test_it_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +242,7 @@ def test_it_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         corrected(context, begin, model, now + 3)
         assert time.monotonic() - now < 5
         assert compared
-        assert corrected(context, begin, model, time.monotonic()) is begin
+        assert corrected(context, begin, model, time.monotonic()).model is model
 
 
 def test_few_comparisons_change_no_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

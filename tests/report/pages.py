@@ -111,9 +111,9 @@ def measured(result: xrlflow.Result) -> xrlflow.Result:
         ratios=tuple(1.84 * np.exp(rng.normal(0, 0.03, 20))), controls=tuple(np.exp(rng.normal(0, 0.02, 20))),
     )  # fmt: skip
     trials = (
-        Trial("the best by modelled cost", "the original", Ratio(1.8, 1.6, 2.0), True),
-        Trial("the best by modelled cost - CancelTransposes", "the best", Ratio(0.97, 0.93, 1.01), False),
-        Trial("number 2 by modelled cost", "the best", Ratio(1.0, 0.0, float("inf")), False),
+        Trial("the best proposal", "the original", Ratio(1.8, 1.6, 2.0), True),
+        Trial("the best proposal - CancelTransposes", "the best", Ratio(0.97, 0.93, 1.01), False),
+        Trial("proposal 2", "the best", Ratio(1.0, 0.0, float("inf")), False),
     )
     report = replace(
         result.report, speedup=speedup, control=control, decided=decided, latency_before=before, latency_after=after,

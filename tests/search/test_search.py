@@ -269,7 +269,7 @@ def test_selection_begins_without_what_costs_time_where_it_stands() -> None:
     selection = select(
         base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60, survey=survey
     )
-    assert selection.trials[0].proposal == "the best by modelled cost - ReplaceReluByMax"
+    assert selection.trials[0].proposal == "the best proposal - ReplaceReluByMax"
     assert selection.trials[0].kept
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
@@ -293,7 +293,7 @@ def test_drops_begin_with_what_costs_time_where_it_stands() -> None:
         return [t.proposal for t in selection.trials]
 
     # By the model CancelTransposes weighs more: 2 against 0.9.
-    best_alone = "the best by modelled cost"
+    best_alone = "the best proposal"
     assert proposals({})[:2] == [best_alone, f"{best_alone} - CancelTransposes"]
     # Without both it is the original.
     both = proposals({"CancelTransposes": -1.0, "ReplaceReluByMax": -2.0})
@@ -320,7 +320,7 @@ def test_selection_begins_with_what_saves_time_where_it_stands() -> None:
         tolerance=0.5,
         survey=survey,
     )
-    assert selection.trials[0].proposal == "the best by modelled cost + ReplaceReluByLeakyRelu"
+    assert selection.trials[0].proposal == "the best proposal + ReplaceReluByLeakyRelu"
     assert selection.trials[0].kept
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]

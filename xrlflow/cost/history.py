@@ -46,12 +46,13 @@ class History:
         self._storage = opened(where, cache_directory() / "comparisons.sqlite", _LAYOUT, _PATIENCE)
         self.path = self._storage.path
 
-    def keep(self, prices: AdditiveCost, before: Graph, after: Graph, log: float, error: float) -> None:
-        """Keep that `after` is exp(`log`) times as fast as `before`; `error` is the standard deviation of `log`."""
+    def keep(self, prices: AdditiveCost, before: Graph, after: Graph, log: float, error: float) -> bool:
+        """Keep that `after` is exp(`log`) times as fast as `before`; `error` is the standard deviation of `log`. False:
+        it says nothing about any node, and is not kept."""
         known = Neighbourhoods(prices, RADIUS)
         counts = [known.view(graph).counts() for graph in (before, after)]
-        if counts[0] == counts[1] or not all(counts):  # it says nothing about any node
-            return
+        if counts[0] == counts[1] or not all(counts):
+            return False
         found = Comparisons.of(known, counts, [log], [error], {"name": ""})
         now = time.time()
         # Written twice, where a server has gone before it answered, it is there once.
@@ -65,6 +66,7 @@ class History:
             f" (SELECT taken FROM comparison WHERE {_OURS} ORDER BY taken DESC LIMIT ?) AS latest)",
             (*self._key, *self._key, MOST),
         )
+        return True
 
     def latest(self, count: int) -> list[Comparisons]:
         """The latest comparisons of this device, runtime and threads. Those of another version are left out."""

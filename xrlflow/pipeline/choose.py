@@ -45,6 +45,7 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
             start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline,
             _TOLERANCE, tidying, _Survey(in_context, start.base, deadline, trials.say),
         )  # fmt: skip
+    context.notes.extend(f"a proposal was dropped: {refusal}" for refusal in dict.fromkeys(trials.refused))
     context.notes.extend(f"not measured where it stands: {refusal}" for refusal in in_context.refused)
     return selection
 
@@ -54,6 +55,7 @@ class Trials:
     """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
 
     `known` keeps the comparisons, so many so far (`kept`). `best`: of the speed-ups over the original so far.
+    `refused`: why graphs could not be measured.
     """
 
     context: Context
@@ -63,6 +65,7 @@ class Trials:
     count: int = field(default=0, init=False)
     kept: int = field(default=0, init=False)
     best: float | None = field(default=None, init=False)
+    refused: list[str] = field(default_factory=list, init=False)
 
     def say(self) -> None:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
@@ -72,9 +75,7 @@ class Trials:
         context = self.context
         if not context.fits(found):
             growth = context.options.max_growth
-            context.notes.append(
-                f"a proposal was dropped: over {growth:g} times the input's size (--max-growth)"
-            )
+            self.refused.append(f"over {growth:g} times the input's size (--max-growth)")
             return _REFUSED
         self.count += 1
         best = "" if self.best is None else f", best so far {self.best:.3f} times as fast"
@@ -90,10 +91,11 @@ class Trials:
                 margin=_DECIDED, session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
             )  # fmt: skip
         except BackendError as error:  # the original ran, so the runtime refuses the proposal
-            context.notes.append(f"a proposal was dropped: {error}")
+            self.refused.append(str(error))
             return _REFUSED
-        for path in written:
-            context.remove(path)
+        finally:
+            for path in written:
+                context.remove(path)
         ratio = Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
         if against is None:
             self.best = max(ratio.median, self.best or 0.0)

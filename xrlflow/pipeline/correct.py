@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 
@@ -13,6 +13,7 @@ from xrlflow.cost.fine_tuning import LEAST
 from xrlflow.pipeline import history
 from xrlflow.pipeline.choose import Trials
 from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start, fitted
 from xrlflow.rewrite import RewriteState
 from xrlflow.search import Limits, Ratio, SearchNode, greedy, random_walk, retraced, taso
@@ -25,42 +26,101 @@ _SEARCHING, _EXPANDED = 0.1, 100
 _WALKS, _STEPS = 24, 16
 # So many of the graphs that were measured to be faster are proposed.
 _PROPOSED = 4
+# The part of the selection's time in which the first proposals of a search are measured.
+_ORDERING = 0.2
 
 
 def corrected(context: Context, start: Start, model: Learned, until: float) -> Start:
     """Search by learned costs, measure what was found against the graph where the search begins, fit the costs to that,
     and search again, as a search goes where its costs are wrong (DAgger; Ross, Gordon, Bagnell, 2011). Random graphs
-    are measured, too. It ends when there is nothing new, and at `until` (time.monotonic).
+    are measured, too. It ends when there is nothing new, when nothing can be learned from a round (some operators have
+    no measured price, or others use the processors), and at `until` (time.monotonic).
 
-    The start has the costs that were fitted last, and what was measured to be faster, best first (`Start.measured`).
-    After Ctrl-C the clock is hurried.
+    The start has the costs that were fitted last, and what was measured (`Start.measured`). After Ctrl-C the clock is
+    hurried.
     """
     measured: list[tuple[Ratio, SearchNode]] = []
-    fits = 0
     rng = random.Random(context.options.seed)
     seen = {start.base.state.fingerprint}
+    fits = 0
     try:
         with context.clock.phase("correct"), history.opened(context) as known:
             trials = Trials(context, start, known, until)
             while time.monotonic() < until and (new := _found(context, start, until, seen, rng)):
+                if history.prices_of(start.model) is None:
+                    break
+                before = trials.kept
                 for node in new:
                     if time.monotonic() >= until:
                         break
                     seen.add(node.state.fingerprint)
-                    measured.append((trials.compare(start.base, node), node))
+                    ratio = trials.compare(start.base, node)
+                    if ratio.ran:
+                        measured.append((ratio, node))
+                if trials.kept == before:
+                    break
                 if trials.kept >= LEAST:
                     start = _with_costs(start, fitted(model.prices, known, also=trials.kept))
                     fits = trials.kept
+            context.notes.extend(_refused(trials.refused))
     except KeyboardInterrupt:
         context.notes.append("interrupted while learned costs were corrected")
         context.clock.hurry()
-    if not measured:
-        return start
-    context.notes.append(
-        f"{len(measured)} whole models were measured, and learned costs corrected by {fits} of them"
-    )
-    faster = sorted((m for m in measured if m[0].low > 1.0), key=lambda m: m[0].median, reverse=True)
-    return replace(start, measured=tuple(retraced(start.base, node.trace) for _, node in faster[:_PROPOSED]))
+    if measured:
+        context.notes.append(
+            f"{len(measured)} whole models were measured, and learned costs corrected by {fits} of them"
+        )
+    else:
+        context.notes.append("learned costs were not corrected: no whole model was measured")
+    return replace(start, measured=tuple(measured))
+
+
+def measured_first(context: Context, start: Start, explored: Explored) -> Explored:
+    """What was found, with proposals in this order: what was measured to be faster than the start, fastest first; what
+    was not measured, by its modelled cost; what was measured and may be slower.
+
+    The first of the search's proposals are measured for it; the fastest that were measured before are proposed, too.
+    After Ctrl-C the clock is hurried, and nothing is measured.
+    """
+    ratios = {node.state.fingerprint: ratio for ratio, node in start.measured}
+    proposals = {node.state.fingerprint: node for node in explored.proposals}
+    before = len(ratios)
+    now = time.monotonic()
+    until = now + _ORDERING * (context.clock.budget.begin_comparing_until - now)
+    try:
+        with context.clock.phase("select"), history.opened(context) as known:
+            faster = sorted(
+                (m for m in start.measured if m[0].low > 1.0), key=lambda m: m[0].median, reverse=True
+            )
+            for _, node in faster[:_PROPOSED]:
+                proposals.setdefault(node.state.fingerprint, retraced(start.base, node.trace))
+            trials = Trials(context, start, known, until)
+            for node in explored.proposals[:_AT_ONCE]:
+                if context.clock.hurried or time.monotonic() >= until:
+                    break
+                if node.state.fingerprint not in ratios and node.path is not None:
+                    ratios[node.state.fingerprint] = trials.compare(start.base, node)
+            context.notes.extend(_refused(trials.refused))
+    except KeyboardInterrupt:
+        context.notes.append("interrupted while proposals were measured")
+        context.clock.hurry()
+    if len(ratios) > before:
+        context.notes.append(f"{len(ratios) - before} of the search's proposals were measured")
+
+    def place(node: SearchNode) -> tuple[int, float]:
+        ratio = ratios.get(node.state.fingerprint)
+        if ratio is None:
+            return 1, node.cost
+        return (0 if ratio.low > 1.0 else 2), -ratio.median
+
+    return replace(explored, proposals=tuple(sorted(proposals.values(), key=place)))
+
+
+def _refused(refusals: Sequence[str]) -> list[str]:
+    """One note for all graphs that were refused."""
+    if not refusals:
+        return []
+    return [f"{len(refusals)} graphs could not be measured; the first: {refusals[0]}"]
 
 
 def _found(
@@ -83,10 +143,12 @@ def _found(
 
     for node in chain.from_iterable(zip_longest(*shortlists)):
         offer(node)
+    now = time.monotonic()
+    walking_until = now + _SEARCHING * (until - now)
     for _ in range(_WALKS):
-        if len(new) >= _AT_ONCE:
+        if len(new) >= _AT_ONCE or (new and time.monotonic() >= walking_until):
             break
-        limits = Limits(rng.randint(1, _STEPS), until)
+        limits = Limits(rng.randint(1, _STEPS), walking_until if new else until)
         walk = random_walk(base.state, base.cost, limits, rng.getrandbits(32))
         if walk.interrupted:
             raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 _SEARCH_AT_LEAST = 2.0
 # The part of an agent's training time that greedy search may take before.
 _GREEDY_AT_MOST = 0.1
-# Seconds that loading the agent takes.
-_AGENT_LOADING = 0.5
-# What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in rounds of
-# so many updates.
-_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_UPDATES = 200, 5, 30
+# Seconds that loading the agent takes, and torch with one that is trained.
+_AGENT_LOADING, _TORCH_LOADING = 0.5, 3.0
+# What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in so many
+# rounds at least, each of so many steps at most and so many updates.
+_DREAM_STEPS, _DREAM_ROUNDS, _DREAM_ROUND, _DREAM_UPDATES = 200, 5, 400, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ def explore(context: Context, start: Start) -> Explored:
     if result.interrupted:
         context.notes.append("interrupted: the best so far is kept")
         clock.hurry()
-    known = sorted((*start.measured, result.best, *result.shortlist), key=lambda found: found.cost)
-    proposals = tuple(f for f in known if context.fits(f))
+    proposals = tuple(f for f in (result.best, *result.shortlist) if context.fits(f))
     if not context.fits(result.best):
         growth = options.max_growth
         context.notes.append(f"the best graph exceeds {growth:g} times the input's size (--max-growth)")
@@ -127,7 +127,8 @@ def _with_agent(
     quick = greedy(base.state, base.cost, Limits(options.budget, quickly))
     if quick.interrupted:
         return quick
-    late = time.monotonic() + _AGENT_LOADING > context.clock.budget.begin_comparing_until
+    loading = _TORCH_LOADING if options.search == RLFLOW or options.train_steps else _AGENT_LOADING
+    late = time.monotonic() + loading > context.clock.budget.begin_comparing_until
     if options.agent is None and train_until is None and late:
         context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
@@ -243,18 +244,20 @@ def _dreamt(
     agent = agent.extended(context.library)
     state = replace(base.state, delta=Pricing(in_time(base.state.delta, until)))
     problem = Problem(context.imported.name, state, base.cost)
+    steps = options.train_steps or _DREAM_STEPS
+    rounds = max(_DREAM_ROUNDS, math.ceil(steps / _DREAM_ROUND))
     done = 0
 
     def progress(figures: Mapping[str, float], number: int, learner: Learner) -> None:
         nonlocal done
         done = number + 1
-        context.say("train", done, _DREAM_ROUNDS, f"savings {figures['world/saving']:.4f}")
+        context.say("train", done, rounds, f"savings {figures['world/saving']:.4f}")
 
     interrupted = False
     try:
         with one_thread():
             train_world_model(
-                agent, [problem], featuriser, steps=options.train_steps or _DREAM_STEPS, rounds=_DREAM_ROUNDS,
+                agent, [problem], featuriser, steps=steps, rounds=rounds,
                 updates=_DREAM_UPDATES, seed=options.seed, world=world, progress=progress, deadline=until,
             )  # fmt: skip
     except TrainingError as error:

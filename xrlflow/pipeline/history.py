@@ -36,8 +36,7 @@ def keep(
     width = math.log(ratio.high / ratio.low)
     if width > _VAGUE:
         return False
-    known.keep(prices, before, after, math.log(ratio.median), max(width / _WIDTH, 1e-3))
-    return True
+    return known.keep(prices, before, after, math.log(ratio.median), max(width / _WIDTH, 1e-3))
 
 
 def prices_of(model: CostModel) -> AdditiveCost | None:

@@ -43,6 +43,7 @@ from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import (
     Limits,
+    Ratio,
     SearchNode,
     TraceError,
     TraceStep,
@@ -84,14 +85,14 @@ class Early:
 class Start:
     """The node that the search begins with, its cost model, and the substitutions that were made before the search.
 
-    `to_replay`: what a trace has after those. `measured`: what was measured to be faster than `base`, best first.
+    `to_replay`: what a trace has after those. `measured`: how many times faster than `base` graphs were measured to be.
     """
 
     base: SearchNode
     model: CostModel
     before: tuple[Early, ...] = ()
     to_replay: tuple[TraceStep, ...] = ()
-    measured: tuple[SearchNode, ...] = ()
+    measured: tuple[tuple[Ratio, SearchNode], ...] = ()
 
     @property
     def early(self) -> tuple[TraceStep, ...]:

@@ -34,6 +34,11 @@ class Ratio:
     high: float
 
     @property
+    def ran(self) -> bool:
+        """Whether it was measured: the median is 0 if the runtime refuses the model or the file is too large."""
+        return self.median > 0.0
+
+    @property
     def promising(self) -> bool:
         """Certainly faster, or by so much that a longer measurement is profitable: the last comparison decides."""
         return self.low > 1.0 or (self.median > _WORTH_A_LOOK and self.high > 1.0)
@@ -81,8 +86,7 @@ class Trial:
 
     @property
     def measured(self) -> bool:
-        """Whether it ran: the ratio is 0 if the runtime refuses the model or the file is too large."""
-        return self.ratio.median > 0.0
+        return self.ratio.ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class Selection:
     """The chosen node, and every comparison on the way. None: nothing can be faster than the original.
 
     If nothing was measured to be faster, the choice is what may be faster: noise hides a gain of a few percent, and the
-    last comparison, which decides, has more time. If there was no time to measure, it is the best by modelled cost.
+    last comparison, which decides, has more time. If there was no time to measure, it is the first proposal.
     """
 
     chosen: SearchNode | None
@@ -217,7 +221,7 @@ def select(
 ) -> Selection:
     """Choose what runs fastest. No comparison begins after `deadline` (time.monotonic).
 
-    `base` is the original as imported. `proposals` are states that a search found, the best by modelled cost first.
+    `base` is the original as imported. `proposals` are states that a search found, the most promising first.
     `search(found, rules)` improves a state by its modelled cost, with these rules only.
 
     1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that cost time
@@ -276,7 +280,7 @@ class _Selecting:
 
     def improve(self, best: SearchNode) -> None:
         """Measure the best proposal, as it is or mended, and then change one thing at a time."""
-        what = "the best by modelled cost"
+        what = "the best proposal"
         recipe = _recipe(best)
         kept = False
         lost = self._look_back(best)
@@ -315,10 +319,10 @@ class _Selecting:
     def try_others(self, proposals: Sequence[SearchNode]) -> None:
         for index, found in enumerate(proposals):
             if found.state.fingerprint not in self.seen:
-                self._challenge(found, f"number {index + 2} by modelled cost")
+                self._challenge(found, f"proposal {index + 2}")
 
     def take_the_likeliest(self, proposals: Sequence[SearchNode]) -> None:
-        """If nothing is chosen: choose what may be faster, or the best by modelled cost if nothing was measured."""
+        """If nothing is chosen: choose what may be faster, or the first proposal if nothing was measured."""
         if self.current is None and self.undecided:
             self.current = max(self.undecided, key=lambda u: u[0])[1]
         if not self.trials and proposals and proposals[0].state.fingerprint != self.base.state.fingerprint:
