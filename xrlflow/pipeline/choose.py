@@ -55,13 +55,15 @@ class Trials:
     """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
 
     `known` keeps the comparisons, so many so far (`kept`). `best`: of the speed-ups over the original so far.
-    `refused`: why graphs could not be measured.
+    `refused`: why graphs could not be measured. `careful`: each comparison has the time for an interval, without which
+    it is not kept.
     """
 
     context: Context
     start: Start
     known: History
     deadline: float
+    careful: bool = False
     count: int = field(default=0, init=False)
     kept: int = field(default=0, init=False)
     best: float | None = field(default=None, init=False)
@@ -83,11 +85,13 @@ class Trials:
         written = [context.write(f.state.graph) for f in (against, found) if f is not None]
         models = written if against is not None else [context.original, *written]
         left = max(_COMPARE_AT_LEAST, self.deadline - time.monotonic())
+        budget = context.clock.budget
+        most = budget.careful_comparison if self.careful else budget.each_comparison
         assert context.feeds is not None
         try:
             measured = measure(
                 models, dict(context.feeds), threads=context.threads,
-                time_limit=min(context.clock.budget.each_comparison, left), target_width=_NARROW, control=False,
+                time_limit=min(most, left), target_width=_NARROW, control=False,
                 margin=_DECIDED, session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
             )  # fmt: skip
         except BackendError as error:  # the original ran, so the runtime refuses the proposal

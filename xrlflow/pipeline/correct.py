@@ -45,7 +45,7 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
     fits = 0
     try:
         with context.clock.phase("correct"), history.opened(context) as known:
-            trials = Trials(context, start, known, until)
+            trials = Trials(context, start, known, until, careful=True)
             while time.monotonic() < until and (new := _found(context, start, until, seen, rng)):
                 if history.prices_of(start.model) is None:
                     break

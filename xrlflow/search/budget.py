@@ -127,8 +127,13 @@ class Budget:
     @property
     def each_comparison(self) -> float:
         """Seconds that one comparison of whole models may take."""
-        most = 2 * self.loading + _COMPARE_RUNS * self.latency
+        most = self.careful_comparison
         return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
+
+    @property
+    def careful_comparison(self) -> float:
+        """Seconds that one comparison takes which has enough runs for an interval, also of a slow model."""
+        return max(_COMPARE_AT_LEAST, 2 * self.loading + _COMPARE_RUNS * self.latency)
 
     @property
     def useful(self) -> bool:
