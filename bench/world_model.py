@@ -113,10 +113,8 @@ def dreamt(agent: Agent, on: Subject, steps: int, seed: int, world: World | None
         nonlocal best
         best = max(best, gain(agent, on))
 
-    env = EnvConfig(horizon=HORIZON)
-    train_world_model(
-        agent, [on.problem], on.featuriser, steps=steps, env=env, seed=seed, progress=progress, world=world
-    )
+    learner = Learner(agent, LearningConfig(env=EnvConfig(horizon=HORIZON)), seed, world)
+    train_world_model(learner, [on.problem], on.featuriser, steps=steps, progress=progress)
     return best
 
 
@@ -235,9 +233,8 @@ def model_errors(name: str, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
     row: dict[str, Any] = {"network": name, "errors": [], "promised": [], "given": [], "planned": []}
     for seed in seeds:
         agent = fresh(vocabulary, seed)
-        learner, _ = train_world_model(
-            agent, [on.problem], on.featuriser, steps=steps, env=env, seed=seed, config=LearningConfig()
-        )
+        learner = Learner(agent, LearningConfig(env=env), seed)
+        train_world_model(learner, [on.problem], on.featuriser, steps=steps)
         unseen = explore(agent, [on.problem], on.featuriser, 10 * HORIZON, seed=seed + 10_000, config=env)
         for temperature in TEMPERATURES:
             for e in errors(learner, unseen, HORIZONS, temperature, seed):
@@ -286,9 +283,10 @@ def pretrain(output: Path, steps: int, rounds: int, problems: int, seed: int) ->
         about = {"steps": steps, "rounds": rounds, "problems": problems, "seed": seed, "round": number + 1}
         save_world(agent, learner.world, output, about)
 
+    config = LearningConfig(updates=200, env=env, learning_rate=2e-3, encoder=False, dreams=0)
     train_world_model(
-        agent, list(task.problems), task.observe, steps=steps, rounds=rounds, updates=200, seed=seed,
-        config=LearningConfig(learning_rate=2e-3, encoder=False, dreams=0), env=env, progress=progress,
+        Learner(agent, config, seed), list(task.problems), task.observe,
+        steps=steps, rounds=rounds, progress=progress,
     )  # fmt: skip
 
 

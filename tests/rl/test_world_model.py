@@ -42,7 +42,7 @@ torch.set_num_threads(1)
 LIBRARY = Library(VALLEYS)
 WORDS = Vocabulary.of(LIBRARY)
 ENV = EnvConfig(horizon=8)
-SMALL = LearningConfig(hidden=64, mixtures=1, chunk=4, dreams=30, starts=32, horizon=8)
+SMALL = LearningConfig(60, ENV, hidden=64, mixtures=1, chunk=4, dreams=30, starts=32, horizon=8)
 
 
 @pytest.fixture
@@ -201,12 +201,10 @@ def test_an_agent_that_dreamt_crosses_the_valley() -> None:
     """Each step into the valley is a loss. The engine is asked for 400 steps; the policy learns in dreams."""
     found, featuriser = problems((1,))
     dreamer = agent(3)
-    learner, plays = train_world_model(
-        dreamer, found, featuriser, steps=400, rounds=4, updates=150, config=SMALL, env=ENV, seed=0
-    )
+    learner = Learner(dreamer, replace(SMALL, updates=150))
+    plays = train_world_model(learner, found, featuriser, steps=400, rounds=4)
     outcome = play(dreamer, found, featuriser, ENV)[0]
     assert outcome.best < 0.9 * outcome.initial
-    assert learner.agent is dreamer
     # In dreams actions are drawn, so that some end early.
     saved = 1 - outcome.best / outcome.initial
     assert 0.7 * saved < promised(learner, plays) < 1.05 * saved
@@ -222,8 +220,8 @@ def test_figures_for_a_log_are_those_of_plays_that_were_not_learned_from() -> No
         return watched[-1][1]
 
     logged: list[dict[str, float]] = []
-    _, plays = train_world_model(
-        agent(), found, featuriser, steps=60, rounds=3, updates=60, config=replace(SMALL, dreams=1), env=ENV,
+    plays = train_world_model(
+        Learner(agent(), replace(SMALL, dreams=1)), found, featuriser, steps=60, rounds=3,
         watch=watch, progress=lambda known, number, learner: logged.append(dict(known)),
     )  # fmt: skip
     assert sum(steps for steps, _ in watched) == sum(map(len, plays))
@@ -328,11 +326,12 @@ def test_rlflow_goes_on_with_the_world_model_of_its_agent_and_begins_one_for_oth
     world = World(WorldConfig(mine.config.encoder.width, rules, hidden=24, mixtures=2))
     given: list[World | None] = []
 
-    def noting(*args: Any, **options: Any) -> Any:
-        given.append(options["world"])
-        return train_world_model(*args, **options | {"updates": 1, "rounds": 1})
+    class Noting(Learner):
+        def __init__(self, agent: Agent, config: LearningConfig, seed: int, world: World | None) -> None:
+            given.append(world)
+            super().__init__(agent, replace(config, updates=1, dreams=1), seed, world)
 
-    monkeypatch.setattr("xrlflow.rl.world_model.learning.train_world_model", noting)
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.Learner", Noting)
     mine.save(path)
     xrlflow.optimize(model, search="rlflow", agent=path, cost="roofline", measure=False, budget=5)
     save_world(mine, world, path)
@@ -392,9 +391,8 @@ def test_an_encoder_that_stays_as_it_is() -> None:
     config = replace(SMALL, encoder=False, dreams=0)
     dreamer = agent()
     before = {name: p.clone() for name, p in dreamer.named_parameters()}
-    learner, _ = train_world_model(
-        dreamer, found, featuriser, steps=60, rounds=1, updates=60, config=config, env=ENV
-    )
+    learner = Learner(dreamer, config)
+    train_world_model(learner, found, featuriser, steps=60, rounds=1)
     assert all(torch.equal(p, before[name]) for name, p in dreamer.named_parameters())
     fresh = Learner(agent(), config)
     others = explore(dreamer, found, featuriser, 40, seed=9, config=ENV)
@@ -445,8 +443,8 @@ def test_a_deadline_cuts_a_round_short() -> None:
     found, featuriser = problems((1,))
     rounds: list[int] = []
     begin = time.monotonic()
-    _, plays = train_world_model(
-        agent(), found, featuriser, steps=10**6, rounds=5, updates=10**6, config=SMALL, env=ENV,
+    plays = train_world_model(
+        Learner(agent(), replace(SMALL, updates=10**6)), found, featuriser, steps=10**6,
         deadline=begin + 0.5, progress=lambda figures, number, learner: rounds.append(number),
     )  # fmt: skip
     assert rounds == [0]
@@ -525,11 +523,12 @@ def test_a_run_with_a_world_model_goes_on_from_its_best_agent(
     monkeypatch.setattr(workers, "play", play)
     given: list[tuple[Any, World | None]] = []
 
-    def noting(agent: Agent, *args: Any, **options: Any) -> Any:
-        given.append((agent.arrays(), options["world"]))
-        return train_world_model(agent, *args, **options)
+    class Noting(Learner):
+        def __init__(self, agent: Agent, config: LearningConfig, seed: int, world: World | None) -> None:
+            given.append((agent.arrays(), world))
+            super().__init__(agent, config, seed, world)
 
-    monkeypatch.setattr("xrlflow.rl.world_model.learning.train_world_model", noting)
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.Learner", Noting)
     before = output.read_bytes()
     stopped = xrlflow.train([proto], output, iterations=3, time_limit=1e-9, **run)
     assert stopped.iterations == 2

@@ -236,7 +236,7 @@ def _dreamt(
     from xrlflow.rl.features import Pricing
     from xrlflow.rl.train import TrainingError
     from xrlflow.rl.world_model.files import load_world, world_path
-    from xrlflow.rl.world_model.learning import train_world_model
+    from xrlflow.rl.world_model.learning import Learner, LearningConfig, train_world_model
 
     assert base.state.delta is not None, "candidates have no prices"
     options = context.options
@@ -257,8 +257,8 @@ def _dreamt(
     try:
         with one_thread():
             train_world_model(
-                agent, [problem], featuriser, steps=steps, rounds=rounds,
-                updates=_DREAM_UPDATES, seed=options.seed, world=world, progress=progress, deadline=until,
+                Learner(agent, LearningConfig(updates=_DREAM_UPDATES), options.seed, world), [problem], featuriser,
+                steps=steps, rounds=rounds, deadline=until, progress=progress,
             )  # fmt: skip
     except TrainingError as error:
         raise OptionError(f"search 'rlflow': {error}") from error

@@ -120,7 +120,7 @@ def _with_world_model(
     from xrlflow.rl.workers import play
     from xrlflow.rl.world_model.diagnostics import Watching
     from xrlflow.rl.world_model.files import save_alone, save_world
-    from xrlflow.rl.world_model.learning import Learner, train_world_model
+    from xrlflow.rl.world_model.learning import Learner, LearningConfig, train_world_model
 
     started = time.monotonic()
     deadline = math.inf if options.time_limit is None else started + options.time_limit
@@ -161,8 +161,8 @@ def _with_world_model(
             keep(evaluated(), None)
             rounds = max(options.iterations - first, 0)
             train_world_model(
-                agent, task.problems, task.observe, steps=options.steps * rounds, rounds=rounds, env=env,
-                seed=options.seed + first, deadline=deadline, progress=progress, watch=watching, world=world,
+                Learner(agent, LearningConfig(env=env), options.seed + first, world), task.problems, task.observe,
+                steps=options.steps * rounds, rounds=rounds, deadline=deadline, progress=progress, watch=watching,
             )  # fmt: skip
     except KeyboardInterrupt:  # the files hold the best so far
         interrupted = True

@@ -34,12 +34,15 @@ def _ppo() -> PPOConfig:
 class LearningConfig:
     """How a world model learns.
 
+    - `updates`: in each round, on the plays so far. `env`: of the plays.
     - `chunk`: steps of an episode that are learned from at once; `batch`: chunks of a minibatch.
     - `weights`: of the parts of the loss; the parts not named here have 1.
     - `encoder`: whether the agent's encoder learns, too.
     - `dreams`: PPO updates between two plays, each with `starts` dreams of up to `horizon` steps at `temperature`.
     """
 
+    updates: int = 100
+    env: EnvConfig = EPISODES
     hidden: int = 256
     mixtures: int = 8
     chunk: int = 8
@@ -92,7 +95,7 @@ class Learner:
     def __init__(
         self, agent: Agent, config: LearningConfig, seed: int = 0, world: World | None = None
     ) -> None:
-        self.agent, self.config = agent, config
+        self.agent, self.config, self.seed = agent, config, seed
         rules = len(agent.vocabulary.rules) + 1
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -209,45 +212,39 @@ Watch = Callable[[Learner, Sequence[Play]], Mapping[str, float]]
 
 @permitted_threads()
 def train_world_model(
-    agent: Agent,
+    learner: Learner,
     problems: Sequence[Problem],
     observe: Callable[[Situation], Observation],
     *,
     steps: int,
     rounds: int = 5,
-    updates: int = 100,
-    config: LearningConfig | None = None,
-    env: EnvConfig = EPISODES,
-    seed: int = 0,
     deadline: float = math.inf,
     progress: Progress | None = None,
     watch: Watch | None = None,
-    world: World | None = None,
-) -> tuple[Learner, list[Play]]:
-    """Train a world model on `steps` real steps, and the agent inside it. The agent is changed.
+) -> list[Play]:
+    """Train a world model on `steps` real steps, and the learner's agent inside it. Returns what was played.
 
-    In each round the agent plays its share of the steps, the world model makes `updates` updates on all plays so far,
-    and the agent trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the
-    training by returning False. `watch(learner, plays)` gives further figures from a round's plays before they are
-    learned from. `world`: one that this agent has already. At `deadline` (time.monotonic) the round that runs is cut
-    short, and is the last.
+    In each round the agent plays its share of the steps, the world model learns from all plays so far, and the agent
+    trains in dreams. `progress(figures, round, learner)` is called after each round, and may end the training by
+    returning False. `watch(learner, plays)` gives further figures from a round's plays before they are learned from. At
+    `deadline` (time.monotonic) the round that runs is cut short, and is the last.
     Raises TrainingError if there is nothing to do in any of the problems, or if a loss is not finite.
     """
-    learner = Learner(agent, config or LearningConfig(), seed, world)
+    config = learner.config
     plays: list[Play] = []
     for number in range(rounds):
         new = explore(
-            agent, problems, observe, math.ceil(steps / rounds), seed=seed * 1000 + number, config=env,
-            deadline=deadline,
+            learner.agent, problems, observe, math.ceil(steps / rounds), seed=learner.seed * 1000 + number,
+            config=config.env, deadline=deadline,
         )  # fmt: skip
         plays += new
         if not plays:  # no price came in time
             break
         figures = {} if watch is None else dict(watch(learner, new))
-        figures |= {f"world/{n}": x for n, x in learner.learn(plays, updates, deadline).items()}
+        figures |= {f"world/{n}": x for n, x in learner.learn(plays, config.updates, deadline).items()}
         figures |= learner.dream(plays, deadline)
         if progress is not None and progress(figures, number, learner) is False:
             break
         if time.monotonic() >= deadline:
             break
-    return learner, plays
+    return plays
