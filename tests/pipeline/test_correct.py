@@ -191,6 +191,26 @@ def test_what_was_measured_to_be_faster_is_proposed_first(
         assert node.cost == pytest.approx(after.model.cost(node.state.graph))
 
 
+def test_a_slow_model_is_compared_for_as_long_as_an_interval_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparisons without an interval are not kept."""
+    limits: list[float] = []
+
+    def refuse(*_: Any, time_limit: float, **__: Any) -> None:
+        limits.append(time_limit)
+        raise BackendError("refused")
+
+    monkeypatch.setattr("xrlflow.pipeline.choose.measure", refuse)
+    with begun(tmp_path) as (context, begin, model):
+        context.clock.latency, context.clock.loading = 0.2, 0.5
+        corrected(context, begin, model, time.monotonic() + 600)
+        careful = context.clock.budget.careful_comparison
+        assert limits == [careful] * len(limits) != []
+        # Fewer than six rounds, each of two turns with two runs, have no interval.
+        assert careful > max(context.clock.budget.each_comparison, 2 * 0.5 + 6 * 4 * 0.2)
+
+
 def test_proposals_of_the_search_are_measured_and_the_fastest_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
