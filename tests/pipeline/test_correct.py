@@ -20,7 +20,7 @@ from xrlflow.options import Options
 from xrlflow.pipeline import attempts, correct, history
 from xrlflow.pipeline.attempts import attempted
 from xrlflow.pipeline.context import Context
-from xrlflow.pipeline.correct import corrected, measured_first
+from xrlflow.pipeline.correct import corrected, ordered
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start, opened, start, with_feeds
@@ -185,7 +185,7 @@ def test_what_was_measured_to_be_faster_is_proposed_first(
     with begun(tmp_path) as (context, begin, model):
         measuring(monkeypatch, ratio)
         after = corrected(context, begin, model, time.monotonic() + 10)
-        found = measured_first(context, after, found_by_taso(context, after))
+        found = ordered(context, after, found_by_taso(context, after))
     assert fingerprints(found.proposals)[:4] == list(reversed(faster))[:4]
     for node in found.proposals:
         assert node.cost == pytest.approx(after.model.cost(node.state.graph))
@@ -222,7 +222,7 @@ def test_proposals_of_the_search_are_measured_and_the_fastest_comes_first(
         begin = replace(
             begin, measured=((Ratio(1.1, 1.09, 1.11), quick[1]), (Ratio(0.9, 0.8, 1.0), quick[0]))
         )
-        found = measured_first(context, begin, explored)
+        found = ordered(context, begin, explored)
         assert fingerprints(found.proposals[:2]) == fingerprints([last, quick[1]])
         assert fingerprints(compared) == fingerprints([*quick[2:], last])
         assert sorted(fingerprints(found.proposals)) == sorted({*fingerprints(explored.proposals)})
@@ -237,8 +237,23 @@ def test_what_was_not_measured_comes_before_what_may_be_slower(
         first, *others = explored.proposals
         context.clock.hurry()  # nothing is measured
         assert not measuring(monkeypatch, lambda node: 1.0)
-        found = measured_first(context, replace(begin, measured=((Ratio(1.0, 0.9, 1.1), first),)), explored)
+        found = ordered(context, replace(begin, measured=((Ratio(1.0, 0.9, 1.1), first),)), explored)
         assert fingerprints(found.proposals) == [*fingerprints(others), first.state.fingerprint]
+
+
+@pytest.mark.parametrize(("low", "high", "wanted"), [(0.3, 4.8, 0), (1.19, 1.21, -1), (0.0, math.inf, 0)])
+def test_a_vague_measurement_outweighs_no_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, high: float, wanted: int
+) -> None:
+    """The last seems to be 1.2 times faster than costs expect of the first."""
+    with begun(tmp_path) as (context, begin, model):
+        explored = found_by_taso(context, begin)
+        first, *_, last = explored.proposals
+        context.clock.hurry()  # nothing is measured
+        factor = model.predict(begin.base.state.graph, first.state.graph).median
+        ratio = Ratio(1.2 * factor, low * factor, high * factor)
+        found = ordered(context, replace(begin, measured=((ratio, last),)), explored)
+        assert found.proposals[0].state.fingerprint == explored.proposals[wanted].state.fingerprint
 
 
 def test_an_interrupt_while_proposals_are_measured_keeps_their_order(
@@ -250,7 +265,7 @@ def test_an_interrupt_while_proposals_are_measured_keeps_their_order(
     with begun(tmp_path) as (context, begin, _):
         explored = found_by_taso(context, begin)
         measuring(monkeypatch, interrupt)
-        found = measured_first(context, begin, explored)
+        found = ordered(context, begin, explored)
         assert context.clock.hurried
         assert fingerprints(found.proposals) == fingerprints(explored.proposals)
 

@@ -39,6 +39,11 @@ class Prediction:
     low: float
     high: float
 
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the logarithm."""
+        return math.log(self.high / self.low) / (2 * HALF_OF_90)
+
 
 class Learned(AdditiveCost):
     """A graph costs the sum of its nodes' seconds, each as the network sees it where it stands.

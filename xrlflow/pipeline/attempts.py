@@ -11,7 +11,7 @@ from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled
 from xrlflow.lowering import missing_for_kernels
 from xrlflow.pipeline import compiled, confirm, kernels
 from xrlflow.pipeline.context import Context
-from xrlflow.pipeline.correct import corrected, measured_first
+from xrlflow.pipeline.correct import corrected, ordered
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.finish import Finished, Finisher
 from xrlflow.pipeline.kernels import compile_seconds
@@ -81,7 +81,7 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
         begin = _corrected(context, begin, model)
     explored = explore(context, begin)
     if begin.measured:
-        explored = measured_first(context, begin, explored)
+        explored = ordered(context, begin, explored)
     prices = model.prices if isinstance(model, Learned) else model
     if isinstance(prices, Profiled) and not later:
         context.notes.append(f"operators: {prices.tally}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Collection, Sequence
@@ -26,6 +27,8 @@ _SEARCHING, _EXPANDED = 0.1, 100
 _WALKS, _STEPS = 24, 16
 # So many of the graphs that were measured to be faster are proposed.
 _PROPOSED = 4
+# Two sessions of one file differ by so much (logarithm, standard deviation), whatever the interval of their ratio is.
+_SESSIONS = 0.01
 # The part of the selection's time in which the first proposals of a search are measured.
 _ORDERING = 0.2
 
@@ -75,9 +78,9 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
     return replace(start, measured=tuple(measured))
 
 
-def measured_first(context: Context, start: Start, explored: Explored) -> Explored:
-    """What was found, with proposals in this order: what was measured to be faster than the start, fastest first; what
-    was not measured, by its modelled cost; what was measured and may be slower.
+def ordered(context: Context, start: Start, explored: Explored) -> Explored:
+    """What was found, with the proposals first that are expected to be fastest, by learned costs and by what was
+    measured. Each has the weight of its error: that of a slow model may be larger than what proposals gain.
 
     The first of the search's proposals are measured for it; the fastest that were measured before are proposed, too.
     After Ctrl-C the clock is hurried, and nothing is measured.
@@ -94,7 +97,7 @@ def measured_first(context: Context, start: Start, explored: Explored) -> Explor
             )
             for _, node in faster[:_PROPOSED]:
                 proposals.setdefault(node.state.fingerprint, retraced(start.base, node.trace))
-            trials = Trials(context, start, known, until)
+            trials = Trials(context, start, known, until, careful=True)
             for node in explored.proposals[:_AT_ONCE]:
                 if context.clock.hurried or time.monotonic() >= until:
                     break
@@ -107,13 +110,23 @@ def measured_first(context: Context, start: Start, explored: Explored) -> Explor
     if len(ratios) > before:
         context.notes.append(f"{len(ratios) - before} of the search's proposals were measured")
 
-    def place(node: SearchNode) -> tuple[int, float]:
-        ratio = ratios.get(node.state.fingerprint)
-        if ratio is None:
-            return 1, node.cost
-        return (0 if ratio.low > 1.0 else 2), -ratio.median
+    best = sorted(proposals.items(), key=lambda p: _expected(start, p[1], ratios.get(p[0])), reverse=True)
+    return replace(explored, proposals=tuple(node for _, node in best))
 
-    return replace(explored, proposals=tuple(sorted(proposals.values(), key=place)))
+
+def _expected(start: Start, node: SearchNode, ratio: Ratio | None) -> float:
+    """The logarithm of how many times faster than the start a graph is: the mean of the prediction and of what was
+    measured (None: nothing), weighted by their variances."""
+    assert isinstance(start.model, Learned)
+    predicted = start.model.predict(start.base.state.graph, node.state.graph)
+    mean, spread = math.log(predicted.median), predicted.spread
+    if ratio is None:
+        return mean
+    if not ratio.ran:
+        return -math.inf
+    error = math.hypot(history.error_of(ratio), _SESSIONS)
+    weight = spread**2 / (spread**2 + error**2)
+    return (1.0 - weight) * mean + weight * math.log(ratio.median)
 
 
 def _refused(refusals: Sequence[str]) -> list[str]:

@@ -14,8 +14,8 @@ from xrlflow.search import Ratio
 
 # An interval of 95% has so many standard deviations.
 _WIDTH = 3.92
-# Wider intervals (logarithm) say too little.
-_VAGUE = 0.2
+# A ratio whose logarithm has a larger standard deviation says too little.
+_VAGUE = 0.05
 
 
 def opened(context: Context) -> History:
@@ -31,12 +31,17 @@ def keep(
     prices = prices_of(model)
     if prices is None or context.options.session_options is not None:
         return False
+    error = error_of(ratio)
+    if not ratio.ran or error > _VAGUE:
+        return False
+    return known.keep(prices, before, after, math.log(ratio.median), max(error, 1e-3))
+
+
+def error_of(ratio: Ratio) -> float:
+    """The standard deviation of the logarithm of a ratio that was measured; inf if it has no interval."""
     if not 0.0 < ratio.low <= ratio.high < math.inf:
-        return False
-    width = math.log(ratio.high / ratio.low)
-    if width > _VAGUE:
-        return False
-    return known.keep(prices, before, after, math.log(ratio.median), max(width / _WIDTH, 1e-3))
+        return math.inf
+    return math.log(ratio.high / ratio.low) / _WIDTH
 
 
 def prices_of(model: CostModel) -> AdditiveCost | None:

@@ -21,8 +21,9 @@ _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
 _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
-# One comparison of whole models in one process: the fewest and the most runs.
+# One comparison of whole models in one process: the fewest and the most runs, and those that an interval takes.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
+_INTERVAL_RUNS = 40
 _COMPARE_AT_LEAST, _COMPARE_AT_MOST = 1.5, 5.0
 # After an interrupt: comparisons of the best proposal with the original.
 _HURRIED_COMPARISONS = 2
@@ -127,13 +128,13 @@ class Budget:
     @property
     def each_comparison(self) -> float:
         """Seconds that one comparison of whole models may take."""
-        most = self.careful_comparison
+        most = 2 * self.loading + _COMPARE_RUNS * self.latency
         return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
 
     @property
     def careful_comparison(self) -> float:
         """Seconds that one comparison takes which has enough runs for an interval, also of a slow model."""
-        return max(_COMPARE_AT_LEAST, 2 * self.loading + _COMPARE_RUNS * self.latency)
+        return max(self.each_comparison, 2 * self.loading + _INTERVAL_RUNS * self.latency)
 
     @property
     def useful(self) -> bool:
