@@ -23,7 +23,7 @@ from tests.cost.graphs import Builder, random_edit, random_graph, t
 from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost import Learned, Machine, Profiled, Roofline, load_network
 from xrlflow.cost.comparisons import Comparisons, ComparisonsError
-from xrlflow.cost.fine_tuning import fine_tuned
+from xrlflow.cost.fine_tuning import LEAST, fine_tuned
 from xrlflow.cost.latency_network import Evaluator, NetworkConfig, NetworkParameters, shapes
 from xrlflow.cost.learned import KIND, save_network
 from xrlflow.cost.neighbourhoods import Neighbourhoods
@@ -316,14 +316,15 @@ def off(parameters: NetworkParameters, truth: Learned, name: str) -> float:
     return float(np.abs(wrong).mean())
 
 
-def test_a_few_comparisons_of_a_machine_correct_the_network() -> None:
+@pytest.mark.parametrize(("count", "left"), [(LEAST, 0.9), (24, 0.5)])
+def test_a_few_comparisons_of_a_machine_correct_the_network(count: int, left: float) -> None:
     parameters = network(spread=0.2)
     parameters = replace(parameters, arrays={**parameters.arrays, "noise": np.full((3, 2), 2e-3, np.float32)})
     truth = Learned(Roofline(), shifted(parameters, 1.0))
-    known = [compared(truth, "squeezenet", 24, 0)]
+    known = [compared(truth, "squeezenet", count, 0)]
     better = fine_tuned(parameters, known)
-    assert off(better, truth, "squeezenet") < 0.5 * off(parameters, truth, "squeezenet")
-    assert fine_tuned(parameters, []) is parameters
+    assert off(better, truth, "squeezenet") < left * off(parameters, truth, "squeezenet")
+    assert fine_tuned(parameters, [compared(truth, "squeezenet", LEAST - 1, 0)]) is parameters
 
 
 def test_without_time_nothing_is_learned() -> None:

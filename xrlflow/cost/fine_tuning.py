@@ -26,7 +26,7 @@ _PRIOR = 0.3
 # Degrees of freedom of the errors, as in training; and how often comparisons are weighed anew.
 _FREEDOM, _ROUNDS = 4.0, 4
 # Fewer comparisons than this say little about a machine.
-LEAST = 8
+LEAST = 4
 
 
 def fine_tuned(
