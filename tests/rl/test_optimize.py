@@ -115,6 +115,8 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
     share = Clock.share
     monkeypatch.setattr(Clock, "share", sharing)
     monkeypatch.setattr(trainer, training)
+    monkeypatch.setattr(explore, "_DREAM_ROUNDS", 1)
+    monkeypatch.setattr(explore, "_DREAM_UPDATES", 1)
     monkeypatch.setattr("xrlflow.pipeline.explore.greedy", searching(explore.greedy))
     monkeypatch.setattr("xrlflow.rl.strategy.agent_search", searching(strategy.agent_search))
     begin = time.monotonic()
@@ -128,6 +130,19 @@ def test_training_has_half_of_the_limit_and_the_search_its_part_of_the_rest(
     assert 0.0 <= begun - begin < 10.0
     assert quick - begun < 30.0
     assert searched - over == pytest.approx(0.3 * (begun + 200.0 - over), abs=0.2)
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(4, 5), (2000, 5), (4001, 11)])
+def test_a_long_training_in_a_world_model_has_more_rounds(
+    steps: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "xrlflow.rl.world_model.learning.train_world_model",
+        lambda *_, steps, rounds, **__: given.append((steps, rounds)),
+    )
+    optimize("squeezenet", search="rlflow", train_steps=steps, budget=10)
+    assert given == [(steps, rounds)]
 
 
 def test_training_by_slow_prices_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
