@@ -18,6 +18,7 @@ from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, Op, RewriteState, Rule, Val
 from xrlflow.search import Limits, Ratio, SearchNode, extend, greedy, random_walk, replay, select, sweep, taso
+from xrlflow.search.result import leave_out
 from xrlflow.search.select import Compare, sweeping_rules
 
 
@@ -212,6 +213,49 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
     assert selection.trials[0].kept is (loss == 20.0)
+
+
+def found_by_lookahead() -> tuple[SearchNode, SearchNode]:
+    """A start, and what greedy search does not find there: transposes cancel after a level step. Then a bargain."""
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Relu(a)\n y = Transpose<perm=[0,2,1]>(b) }"
+    )
+    rules = (PushTransposeThroughRelu(), CancelTransposes(), ReplaceReluByMax())
+    base = start(proto, rules, Weighted(Max=0.1))
+    found = base
+    for rule in ("PushTransposeThroughRelu", "CancelTransposes", "ReplaceReluByMax"):
+        (match,) = [m for m in found.state.candidates if m.rule.name == rule]
+        cost = found.cost + match.delta
+        found = SearchNode(found.state.apply(match), extend(found.path, match, cost), cost)
+    assert [n.op for n in found.state.graph.nodes() if not n.const] == ["Max"]
+    return base, found
+
+
+def test_selection_without_a_rule_keeps_what_greedy_search_does_not_find() -> None:
+    base, best = found_by_lookahead()
+    modelled, truth = Weighted(Max=0.1), Weighted(Transpose=10.0, Max=5.0)
+    assert any(n.op == "Transpose" for n in greedy_from(base).state.graph.nodes())
+
+    selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
+    (trial,) = [t for t in selection.trials if t.proposal == "the best proposal - ReplaceReluByMax"]
+    assert trial.kept
+    assert selection.chosen is not None
+    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+
+
+def test_steps_that_do_not_apply_without_a_rule_are_left_out() -> None:
+    base, best = found_by_lookahead()
+
+    def rules(left: SearchNode) -> list[str]:
+        return [step.rule for step in left.trace]
+
+    without = leave_out(base, best.trace, {"PushTransposeThroughRelu"})
+    assert rules(without) == []  # nothing else has the ids that pushing the transpose made
+    without = leave_out(base, best.trace, {"ReplaceReluByMax"})
+    assert rules(without) == ["PushTransposeThroughRelu", "CancelTransposes"]
+    assert without.cost == Weighted(Max=0.1).cost(without.state.graph)
+    assert leave_out(base, best.trace, ()).state.fingerprint == best.state.fingerprint
 
 
 class ReplaceReluByLeakyRelu(Rule):

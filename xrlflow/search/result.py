@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xrlflow.rewrite import Match, RewriteState
@@ -140,6 +140,19 @@ def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> Se
     for before, match, successor in retrace(base.state, trace, first):
         cost = found.cost + before.priced(match)[1]
         found = SearchNode(successor, extend(found.path, match, cost), cost)
+    return found
+
+
+def leave_out(base: SearchNode, trace: Sequence[TraceStep], rules: Collection[str]) -> SearchNode:
+    """The node that a trace leads to from `base` without the steps of some rules, and without those that then no longer
+    apply. The ids of nodes and values are hashes of their contents, so other steps keep their keys."""
+    found = base
+    for step in trace:
+        match = None if step.rule in rules else found.state.find(step.key)
+        if match is not None:
+            edit, delta = found.state.priced(match)
+            cost = found.cost + delta
+            found = SearchNode(found.state.apply(match, edit), extend(found.path, match, cost), cost)
     return found
 
 

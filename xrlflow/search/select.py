@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from xrlflow.search.result import Limits, SearchNode
+from xrlflow.search.result import Limits, SearchNode, leave_out
 from xrlflow.search.sweep import sweep
 
 # A short measurement of a slow model cannot prove a gain of this size, but it is more than noise.
@@ -117,7 +117,7 @@ def sweeping_rules(found: SearchNode, at_most: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How a state is made: a greedy search with `rules`, then sweeps of rules.
+    """How a state is made: what a search found, improved with `rules`, then sweeps of rules.
 
     `dropped`: rules that may not be used when the graph is tidied up after a sweep.
     """
@@ -132,7 +132,7 @@ class _Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One thing to try: further sweeps of rules, or a search without some rules."""
+    """One thing to try: further sweeps of rules, or to do without some rules."""
 
     text: str
     sweeps: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def _recipe(found: SearchNode) -> _Recipe:
 
 
 def _drops(recipe: _Recipe, found: SearchNode, cost: float, surveyed: Mapping[str, float]) -> list[_Change]:
-    """Searches without a family or rule that `found` used.
+    """Changes that do without a family or rule that `found` used.
 
     First come rules that cost time when they were measured, then those with the largest modelled gains: a large error
     of the model must be in a large gain.
@@ -329,12 +329,18 @@ class _Selecting:
             self.current = proposals[0]
 
     def _build(self, start: SearchNode, recipe: _Recipe, changed: _Recipe) -> SearchNode:
-        found = start if recipe.rules == changed.rules else self.search(self.base, changed.rules)
+        found = start if recipe.rules == changed.rules else self._without(start, changed)
         for rule in changed.sweeps[len(recipe.sweeps) if recipe.rules == changed.rules else 0 :]:
             swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
             if swept.path is not found.path:
                 found = self.search(swept, changed.rules | (self.tidying - changed.dropped))
         return found
+
+    def _without(self, found: SearchNode, changed: _Recipe) -> SearchNode:
+        """A state without the substitutions of the rules that are dropped. Of the others those are kept that still
+        apply: a greedy search from the start need not find again what another search found. The cheaper one of both."""
+        rest = self.search(leave_out(self.base, found.trace, changed.dropped), changed.rules)
+        return min(rest, self.search(self.base, changed.rules), key=lambda node: node.cost)
 
     def _faster(self, found: SearchNode, proposal: str, than: SearchNode | None, name: str) -> Trial:
         """Measure, and measure again if it looks faster.
