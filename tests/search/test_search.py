@@ -17,7 +17,19 @@ from tests.rules.harness import model
 from xrlflow.ir import Edit, Graph
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, Op, RewriteState, Rule, Val
-from xrlflow.search import Limits, Ratio, SearchNode, extend, greedy, random_walk, replay, select, sweep, taso
+from xrlflow.search import (
+    Limits,
+    Ratio,
+    SearchNode,
+    append,
+    extend,
+    greedy,
+    random_walk,
+    replay,
+    select,
+    sweep,
+    taso,
+)
 from xrlflow.search.result import leave_out
 from xrlflow.search.select import Compare, sweeping_rules
 
@@ -55,11 +67,15 @@ def timed(truth: Weighted, base: SearchNode) -> Compare:
 
 
 def searching(modelled: Weighted) -> Callable[[SearchNode, frozenset[str]], SearchNode]:
-    """Greedy search with some of the rules."""
+    """Greedy search with some of the rules. Its result has the candidates of all rules, and the whole path."""
 
     def search(found: SearchNode, rules: frozenset[str]) -> SearchNode:
-        state = RewriteState.start(found.state.graph, found.state.library.only(rules), modelled.delta)
-        return greedy(state, found.cost, Limits()).best
+        library, path = found.state.library, found.path
+        state = RewriteState.start(found.state.graph, library.only(rules), modelled.delta)
+        best = greedy(state, found.cost, Limits()).best
+        for step in best.trace:
+            path = append(path, step)
+        return SearchNode(RewriteState.start(best.state.graph, library, modelled.delta), path, best.cost)
 
     return search
 
@@ -217,12 +233,7 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
 
 def found_by_lookahead() -> tuple[SearchNode, SearchNode]:
     """A start, and what greedy search does not find there: transposes cancel after a level step. Then a bargain."""
-    proto = model(
-        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
-        " a = Transpose<perm=[0,2,1]>(x)\n b = Relu(a)\n y = Transpose<perm=[0,2,1]>(b) }"
-    )
-    rules = (PushTransposeThroughRelu(), CancelTransposes(), ReplaceReluByMax())
-    base = start(proto, rules, Weighted(Max=0.1))
+    base = start(valley(), (*RULES, ReplaceReluByMax()), Weighted(Max=0.1))
     found = base
     for rule in ("PushTransposeThroughRelu", "CancelTransposes", "ReplaceReluByMax"):
         (match,) = [m for m in found.state.candidates if m.rule.name == rule]
@@ -242,6 +253,37 @@ def test_selection_without_a_rule_keeps_what_greedy_search_does_not_find() -> No
     assert trial.kept
     assert selection.chosen is not None
     assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+
+
+class SwapMax(Rule, family="swaps"):
+    """max(x, y) -> max(y, x): twice is nothing."""
+
+    def source(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Max(x, y)
+
+    def target(self, op: Op, x: Val, y: Val) -> Any:
+        return op.Max(y, x)
+
+
+def test_selection_without_a_rule_does_not_repeat_sweeps() -> None:
+    """A sweep that was measured to be faster is among the substitutions that are kept."""
+    proto = model("agraph (float[4] x, float[4] z) => (float[4] y) { a = Max(x, z)\n y = Relu(a) }")
+    modelled, truth = Weighted(LeakyRelu=0.5), Weighted(LeakyRelu=2.0)
+    base = start(proto, (SwapMax(), ReplaceReluByLeakyRelu()), modelled)
+    best = greedy(base.state, base.cost, Limits()).best
+
+    def seconds(graph: Graph) -> float:
+        (maximum,) = [n for n in graph.nodes() if n.op == "Max"]
+        return truth.cost(graph) + (0.0 if maximum.inputs[0] == graph.inputs[1] else 3.0)
+
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
+        median = seconds((against or base).state.graph) / seconds(found.state.graph)
+        return Ratio(median, median * 0.99, median * 1.01)
+
+    swaps = Surveyed({"SwapMax": 1.0}, {})
+    selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60, survey=swaps)
+    kept = [t.proposal for t in selection.trials if t.kept]
+    assert kept == ["the best proposal + SwapMax", "the best proposal + SwapMax - ReplaceReluByLeakyRelu"]
 
 
 def test_steps_that_do_not_apply_without_a_rule_are_left_out() -> None:

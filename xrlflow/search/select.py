@@ -329,18 +329,26 @@ class _Selecting:
             self.current = proposals[0]
 
     def _build(self, start: SearchNode, recipe: _Recipe, changed: _Recipe) -> SearchNode:
-        found = start if recipe.rules == changed.rules else self._without(start, changed)
-        for rule in changed.sweeps[len(recipe.sweeps) if recipe.rules == changed.rules else 0 :]:
+        """A state that `start`, made as `recipe` says, becomes by a change.
+
+        If rules are dropped, the other substitutions that still apply are kept: a greedy search from the original need
+        not find again what another search found. Of the two the cheaper one that was not tried yet.
+        """
+        new = changed.sweeps[len(recipe.sweeps) :]
+        if recipe.rules == changed.rules:
+            return self._swept(start, new, changed)
+        rest = self.search(leave_out(self.base, start.trace, changed.dropped), changed.rules)
+        anew = self.search(self.base, changed.rules)
+        both = self._swept(rest, new, changed), self._swept(anew, changed.sweeps, changed)
+        return min(both, key=lambda node: (node.state.fingerprint in self.seen, node.cost))
+
+    def _swept(self, found: SearchNode, rules: Sequence[str], changed: _Recipe) -> SearchNode:
+        """A state after sweeps of rules, each followed by a search."""
+        for rule in rules:
             swept = sweep(found, rule, Limits(deadline=self.deadline), self.at_most)
             if swept.path is not found.path:
                 found = self.search(swept, changed.rules | (self.tidying - changed.dropped))
         return found
-
-    def _without(self, found: SearchNode, changed: _Recipe) -> SearchNode:
-        """A state without the substitutions of the rules that are dropped. Of the others those are kept that still
-        apply: a greedy search from the start need not find again what another search found. The cheaper one of both."""
-        rest = self.search(leave_out(self.base, found.trace, changed.dropped), changed.rules)
-        return min(rest, self.search(self.base, changed.rules), key=lambda node: node.cost)
 
     def _faster(self, found: SearchNode, proposal: str, than: SearchNode | None, name: str) -> Trial:
         """Measure, and measure again if it looks faster.
