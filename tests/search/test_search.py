@@ -234,11 +234,7 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
 def found_by_lookahead() -> tuple[SearchNode, SearchNode]:
     """A start, and what greedy search does not find there: transposes cancel after a level step. Then a bargain."""
     base = start(valley(), (*RULES, ReplaceReluByMax()), Weighted(Max=0.1))
-    found = base
-    for rule in ("PushTransposeThroughRelu", "CancelTransposes", "ReplaceReluByMax"):
-        (match,) = [m for m in found.state.candidates if m.rule.name == rule]
-        cost = found.cost + match.delta
-        found = SearchNode(found.state.apply(match), extend(found.path, match, cost), cost)
+    found = made(base, "PushTransposeThroughRelu", "CancelTransposes", "ReplaceReluByMax")
     assert [n.op for n in found.state.graph.nodes() if not n.const] == ["Max"]
     return base, found
 
@@ -276,12 +272,10 @@ def test_selection_without_a_rule_does_not_repeat_sweeps() -> None:
         (maximum,) = [n for n in graph.nodes() if n.op == "Max"]
         return truth.cost(graph) + (0.0 if maximum.inputs[0] == graph.inputs[1] else 3.0)
 
-    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
-        median = seconds((against or base).state.graph) / seconds(found.state.graph)
-        return Ratio(median, median * 0.99, median * 1.01)
-
     swaps = Surveyed({"SwapMax": 1.0}, {})
-    selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60, survey=swaps)
+    selection = select(
+        base, [best], by_graph(seconds, base), searching(modelled), time.monotonic() + 60, survey=swaps
+    )
     kept = [t.proposal for t in selection.trials if t.kept]
     assert kept == ["the best proposal + SwapMax", "the best proposal + SwapMax - ReplaceReluByLeakyRelu"]
 
@@ -311,6 +305,89 @@ class ReplaceReluByLeakyRelu(Rule):
 
 
 ALTERNATIVES = (ReplaceReluByLeakyRelu(), ReplaceReluByMax())
+
+
+class ReplaceLeakyReluByThresholdedRelu(Rule):
+    """leakyrelu(x, 0) -> thresholdedrelu(x, 0)"""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.LeakyRelu(x, alpha=0.0)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return op.ThresholdedRelu(x, alpha=0.0)
+
+
+class CancelNeg(Rule):
+    """-(-x) -> x"""
+
+    def source(self, op: Op, x: Val) -> Any:
+        return op.Neg(op.Neg(x))
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+def by_graph(seconds: Callable[[Graph], float], base: SearchNode) -> Compare:
+    """Comparisons of graphs whose seconds are known."""
+
+    def compare(against: SearchNode | None, found: SearchNode) -> Ratio:
+        median = seconds((against or base).state.graph) / seconds(found.state.graph)
+        return Ratio(median, median * 0.99, median * 1.01)
+
+    return compare
+
+
+def made(base: SearchNode, *rules: str) -> SearchNode:
+    """The node after one substitution of each rule."""
+    for rule in rules:
+        (match,) = [m for m in base.state.candidates if m.rule.name == rule]
+        cost = base.cost + match.delta
+        base = SearchNode(base.state.apply(match), extend(base.path, match, cost), cost)
+    return base
+
+
+def test_selection_without_a_rule_does_not_keep_a_loss_that_prepared_for_it() -> None:
+    """Then greedy search finds a cheaper graph, and the sweeps that were kept are made there, too."""
+    proto = model("agraph (float[4] x, float[4] z) => (float[4] y) { a = Max(x, z)\n y = Relu(a) }")
+    rules = (SwapMax(), ReplaceReluByLeakyRelu(), ReplaceLeakyReluByThresholdedRelu())
+    modelled = Weighted(LeakyRelu=3.0, ThresholdedRelu=0.1)
+    truth = Weighted(LeakyRelu=3.0, ThresholdedRelu=4.0)
+    base = start(proto, rules, modelled)
+    best = made(base, "ReplaceReluByLeakyRelu", "ReplaceLeakyReluByThresholdedRelu")
+
+    def seconds(graph: Graph) -> float:
+        (maximum,) = [n for n in graph.nodes() if n.op == "Max"]
+        return truth.cost(graph) + (0.0 if maximum.inputs[0] == graph.inputs[1] else 10.0)
+
+    swaps = Surveyed({"SwapMax": 1.0}, {})
+    selection = select(
+        base, [best], by_graph(seconds, base), searching(modelled), time.monotonic() + 60, survey=swaps
+    )
+    without = "the best proposal + SwapMax - ReplaceLeakyReluByThresholdedRelu"
+    (trial,) = [t for t in selection.trials if t.proposal == without]
+    assert trial.ratio.median == 5.0 / 2.0  # the maximum and its threshold, over the maximum and relu
+
+
+def test_selection_without_a_rule_tries_what_it_has_not_tried() -> None:
+    """What is cheaper by the model was measured already: without what costs time where it stands."""
+    proto = model(
+        "agraph (float[2,3,4] x) => (float[2,3,4] y) {"
+        " a = Transpose<perm=[0,2,1]>(x)\n b = Relu(a)\n c = Transpose<perm=[0,2,1]>(b)\n"
+        " d = Neg(c)\n y = Neg(d) }"
+    )
+    modelled = Weighted(Max=0.1)
+    base = start(proto, (*RULES, CancelNeg(), ReplaceReluByMax()), modelled)
+    best = made(base, "PushTransposeThroughRelu", "CancelTransposes", "CancelNeg", "ReplaceReluByMax")
+
+    def seconds(graph: Graph) -> float:
+        ops = sorted(n.op for n in graph.nodes() if not n.const)
+        return 1.0 if ops == ["Relu", "Transpose", "Transpose"] else 5.0
+
+    loses = Surveyed({}, {"ReplaceReluByMax": -1.0})
+    selection = select(
+        base, [best], by_graph(seconds, base), searching(modelled), time.monotonic() + 60, survey=loses
+    )
+    assert [t.proposal for t in selection.trials if t.kept][:1] == ["the best proposal - ReplaceReluByMax"]
 
 
 def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:

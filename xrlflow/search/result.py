@@ -145,7 +145,7 @@ def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> Se
 
 def leave_out(base: SearchNode, trace: Sequence[TraceStep], rules: Collection[str]) -> SearchNode:
     """The node that a trace leads to from `base` without the steps of some rules, and without those that then no longer
-    apply. The ids of nodes and values are hashes of their contents, so other steps keep their keys."""
+    apply. The others keep their keys: an id says how its node was made, not when."""
     found = base
     for step in trace:
         match = None if step.rule in rules else found.state.find(step.key)
