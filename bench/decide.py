@@ -79,6 +79,7 @@ WORLDS = (
     World("neighbours", 0.01, 0.05, 12, 40, 0.4, tail=2.0, disturbed=0.15, blow=0.10),
     World("drift, and a wave", 0.005, 0.02, 12, 40, 0.25, order=0.005, wander=0.003),
     World("slow model", 0.006, 0.02, 3, 10, 3.0, disturbed=0.1, blow=0.05),
+    World("slow model, noisy", 0.006, 0.10, 3, 16, 1.2),
     World("very slow model", 0.006, 0.03, 1, 6, 8.0),
     World("very slow, two layouts", 0.01, 0.01, 1, 6, 8.0, two_sided=True),
 )

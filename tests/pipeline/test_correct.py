@@ -226,7 +226,7 @@ def test_proposals_of_the_search_are_measured_and_the_fastest_comes_first(
         assert fingerprints(found.proposals[:2]) == fingerprints([last, quick[1]])
         assert fingerprints(compared) == fingerprints([*quick[2:], last])
         assert sorted(fingerprints(found.proposals)) == sorted({*fingerprints(explored.proposals)})
-        assert context.notes[-1] == f"{len(compared)} of the search's proposals were measured"
+        assert context.notes[-1] == f"measured of the search's proposals: {len(compared)}"
 
 
 def test_what_was_not_measured_comes_before_what_may_be_slower(

@@ -32,9 +32,9 @@ class Rule:
     """When a new model is accepted: it is faster by more than `bar` (a logarithm), and at most `error` are wrong.
 
     The bar exists because two sessions of one model differ by half a percent, and a smaller gain is not worth a new
-    file. `first`: the number of processes at the first look; `growth`: the ratio of the numbers at two looks. After the
-    part t of the processes, t ** `spending` of `error` has been spent. The comparison is given up when not even the
-    mean plus `hope` standard errors would suffice after all processes.
+    file. `first`: the number of processes at the first look, or half of them if that is fewer; `growth`: the ratio of
+    the numbers at two looks. After the part t of the processes, t ** `spending` of `error` has been spent. The
+    comparison is given up when not even the mean plus `hope` standard errors would suffice after all processes.
     """
 
     bar: float = math.log(1.003)
@@ -42,12 +42,12 @@ class Rule:
     first: int = 8
     growth: float = 1.5
     spending: float = 1.5
-    hope: float = 1.5
+    hope: float = 2.0
 
     def looks(self, most: int) -> tuple[int, ...]:
-        """The numbers of processes, up to `most`, after which to look."""
+        """The numbers of processes, up to `most`, after which to look: once if half of them are too few to look."""
         found: list[int] = []
-        count = self.first
+        count = min(self.first, most // 2) if most >= 2 * FEWEST else most
         # A look shortly before the last one would spend the error that the last one needs.
         while count * math.sqrt(self.growth) < most:
             found.append(count)
@@ -108,6 +108,9 @@ def _hopeless(found: Pooled, count: int, most: int, rule: Rule) -> bool:
 WIDTH = 0.005
 """The wanted half width of `confirm`'s interval, as a logarithm, if time and machine allow it."""
 _CONFIRM_AT_LEAST, _CONFIRM_AT_MOST = 8, 40
+DECIDE_AT_MOST = 40
+"""The most processes of a decision. Where there is time for no more, it may take all: a result with a gain but without a
+figure is better than the original."""
 
 
 def needed(estimates: Sequence[float]) -> int:
@@ -122,14 +125,6 @@ def confirm(draw: Draw, count: int) -> SpeedUp | None:
     while len(estimates) < count and (estimate := draw()) is not None:
         estimates.append(estimate)
     return pool(estimates).interval(0.025) if len(estimates) >= FEWEST else None
-
-
-def share_out(affordable: int) -> int:
-    """How many of the affordable processes may be used to decide; the others are for the reported figure.
-
-    If they do not suffice for both, all are used to decide.
-    """
-    return affordable // 2 if affordable >= 2 * FEWEST else affordable
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +142,13 @@ class Answer:
 
 
 def settle(draw: Draw, affordable: int, rule: Rule = SHIP, check: Callable[[], bool] | None = None) -> Answer:
-    """Decide, and measure again if the decision is "faster". `affordable`: the number of processes there is time for.
+    """Decide, and measure again if the decision is "faster" and there is time: `affordable` processes in all.
 
     `check` is called in between, if something is faster, and returns whether it is of use; if not, there is no figure.
     A model that is certainly slower in the second set is not faster after all. The second set changes nothing else, so
     that the reported figures are not the better half of all figures.
     """
-    decision = decide(draw, share_out(affordable), rule)
+    decision = decide(draw, min(affordable, DECIDE_AT_MOST), rule)
     if decision.verdict is not Verdict.FASTER:
         return Answer(decision, decision.verdict, None)
     if check is not None and not check():

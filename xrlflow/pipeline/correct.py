@@ -108,7 +108,7 @@ def ordered(context: Context, start: Start, explored: Explored) -> Explored:
         context.notes.append("interrupted while proposals were measured")
         context.clock.hurry()
     if len(ratios) > before:
-        context.notes.append(f"{len(ratios) - before} of the search's proposals were measured")
+        context.notes.append(f"measured of the search's proposals: {len(ratios) - before}")
 
     best = sorted(proposals.items(), key=lambda p: _expected(start, p[1], ratios.get(p[0])), reverse=True)
     return replace(explored, proposals=tuple(node for _, node in best))

@@ -181,6 +181,21 @@ def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Tol
     assert clock.now - 100.0 <= 51.0
 
 
+@pytest.mark.parametrize(
+    ("noise", "start", "each", "left", "turns"),
+    [
+        (0.0, 0.1, 0.004, 30.0, 12),  # little noise: enough for a robust median
+        (0.1, 0.1, 0.004, 30.0, 50),  # sqrt(variance within / between * start / each)
+        (0.1, 0.7, 0.1, 25.0, 14),  # 12 processes
+        (0.1, 2.1, 0.3, 24.0, 8),  # as long as starting
+        (0.1, 2.1, 0.3, 20.0, 6),  # 5 processes
+        (0.1, 2.1, 0.3, 9.0, 4),  # fewer in any case
+    ],
+)
+def test_turns_of_a_process(noise: float, start: float, each: float, left: float, turns: int) -> None:
+    assert processes._turns(noise, start, each, left, 4) == turns
+
+
 def test_what_a_child_cannot_load_is_said_as_here() -> None:
     with pytest.raises(BackendError, match="ONNX Runtime cannot load") as caught:
         measure_in_fresh_processes(b"bad", matmuls(1), feeds(), time_limit=10.0)
