@@ -11,12 +11,18 @@ import pytest
 
 from bench.decide import WORLDS, World, simulate
 from xrlflow.backends.decision import DECIDE_AT_MOST, FEWEST, SHIP, Rule, confirm, decide, needed, settle
+from xrlflow.backends.pairs import Estimate
 from xrlflow.backends.results import Verdict
 from xrlflow.backends.statistics import Pooled, pool
 
 
-def drawing(estimates: Sequence[float]) -> Callable[[], float | None]:
-    left = iter(estimates)
+def exact(ratios: Sequence[float]) -> list[Estimate]:
+    """Estimates without noise of their own."""
+    return [Estimate(ratio, None, 1, 0.0) for ratio in ratios]
+
+
+def drawing(ratios: Sequence[float]) -> Callable[[], Estimate | None]:
+    left = iter(exact(ratios))
     return lambda: next(left, None)
 
 
@@ -89,7 +95,7 @@ def test_the_figure_has_nothing_of_what_decided() -> None:
     answer = settle(drawing([*deciding, *after]), 60)
     assert answer.faster
     assert answer.figure == confirm(drawing(after), answer.confirming)
-    assert answer.confirming == needed(deciding)
+    assert answer.confirming == needed(exact(deciding))
 
 
 def test_how_many_confirm_is_known_before_the_first_does() -> None:
@@ -98,7 +104,7 @@ def test_how_many_confirm_is_known_before_the_first_does() -> None:
     counts = {
         settle(drawing([*deciding, *around(mean, 0.02, 60)]), 60).confirming for mean in (-0.05, 0.0, 0.2)
     }
-    assert counts == {needed(deciding)}
+    assert counts == {needed(exact(deciding))}
 
 
 def test_what_is_slower_when_measured_again_is_not_faster() -> None:
@@ -139,9 +145,9 @@ def test_a_doubt_does_not_take_all_time() -> None:
 def test_what_does_not_stand_the_check_is_not_measured_again() -> None:
     drawn: list[float] = []
 
-    def draw() -> float:
+    def draw() -> Estimate:
         drawn.append(0.05)
-        return 0.05 + 1e-4 * len(drawn)
+        return Estimate(0.05 + 1e-4 * len(drawn), None, 1, 0.0)
 
     answer = settle(draw, 60, check=lambda: False)
     assert answer.figure is None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from xrlflow.backends.pairs import Turn, estimate, take_turns
+from xrlflow.backends.pairs import Estimate, Turn, errors, estimate, take_turns
 
 
 @dataclass
@@ -123,3 +123,14 @@ def test_linux_says_how_long_a_thread_waited() -> None:
         other.kill()
         other.wait()
     assert any(t.held_up > 0.0 for t in turns)
+
+
+def test_errors_of_few_pairs_are_near_the_mean_of_all() -> None:
+    """The noise of one pair is not known: it is not a precise estimate."""
+    single, quiet, noisy = (
+        Estimate(0.0, None, 1, 0.0), Estimate(0.0, None, 100, 0.01), Estimate(0.0, None, 100, 0.1)
+    )  # fmt: skip
+    of_single, of_quiet, of_noisy = errors([single, quiet, noisy])
+    assert of_quiet < of_noisy < of_single
+    assert of_noisy == pytest.approx(math.sqrt(0.5 * math.pi / 100) * 0.1, rel=0.02)
+    assert errors([single, single]) == [0.0, 0.0]

@@ -116,3 +116,33 @@ def test_pooled_intervals_cover(count: int) -> None:
         interval = pool(rng.normal(0.0, 0.01, count).tolist()).interval(0.025)
         hits += interval.low <= 1.0 <= interval.high
     assert 0.93 <= hits / 1000 <= 0.98
+
+
+def test_equal_errors_are_none() -> None:
+    values = np.random.default_rng(0).normal(0.0, 0.03, 23).tolist()
+    with_them, without = pool(values, [0.02] * 23), pool(values)
+    assert with_them.mean == pytest.approx(without.mean)
+    assert with_them.error == pytest.approx(without.error)
+    assert with_them.freedom == without.freedom
+
+
+def test_a_noisy_estimate_has_little_weight() -> None:
+    values, errors = [0.05, 0.04, 0.06, 0.05, 0.35], [0.005] * 4 + [0.2]
+    assert pool(values, errors).mean == pytest.approx(0.05, abs=0.002)
+    assert pool(values, errors).error < 0.01 < pool(values).error
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.3])
+@pytest.mark.parametrize("count", [3, 6, 12, 24])
+def test_weighted_intervals_cover(count: int, noise: float) -> None:
+    """Also where the errors are those of other estimates."""
+    rng = np.random.default_rng(count)
+    right, mistaken = 0, 0
+    for _ in range(2000):
+        errors = np.where(rng.random(count) < 0.7, noise, 0.01)
+        values = (errors * rng.standard_normal(count)).tolist()
+        known = pool(values, errors.tolist()).interval(0.025)
+        right += known.low <= 1.0 <= known.high
+        wrong = pool(values, rng.permutation(errors).tolist()).interval(0.025)
+        mistaken += wrong.low <= 1.0 <= wrong.high
+    assert min(right, mistaken) / 2000 > 0.955

@@ -1,8 +1,8 @@
 """Whether a model is faster than another, and by how much: two questions, answered by two sets of fresh processes.
 
-Each process gives one estimate: the logarithm of how many times faster the new model ran in it. Estimates differ mostly
-by what is fixed for the life of a process (addresses of weights, CPUs of threads). So a process counts as one estimate,
-however many runs it makes, and intervals come from the spread between processes.
+Each process gives one estimate: the logarithm of how many times faster the new model ran in it, with its noise.
+Estimates differ by what is fixed for the life of a process (addresses of weights, CPUs of threads). So a process counts
+as one estimate, however many runs it makes, and intervals come from the spread between processes.
 
 `decide` looks at the estimates several times and stops as soon as they suffice. Looking often and stopping at a good
 moment is wrong more often than looking once. So the admitted error of 2.5% is divided among the looks, little for the
@@ -17,10 +17,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from xrlflow.backends.pairs import Estimate, errors
 from xrlflow.backends.results import SpeedUp, Verdict
 from xrlflow.backends.statistics import Pooled, pool
 
-Draw = Callable[[], float | None]
+Draw = Callable[[], Estimate | None]
 """Returns the estimate of one more process; None if there is no time left for one."""
 
 FEWEST = 3
@@ -67,8 +68,13 @@ class Decision:
     """The verdict of `decide`, and its interval, which allows for all looks; None if there are too few estimates."""
 
     verdict: Verdict
-    estimates: tuple[float, ...]
+    estimates: tuple[Estimate, ...]
     interval: SpeedUp | None
+
+
+def pooled(estimates: Sequence[Estimate]) -> Pooled:
+    """The mean of estimates and its error (`statistics.pool`)."""
+    return pool([e.ratio for e in estimates], errors(estimates))
 
 
 def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
@@ -77,7 +83,7 @@ def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
     If `draw` ends the series earlier, that is the last look, and it may spend all of `rule.error`: the time has ended
     it, not the result.
     """
-    estimates: list[float] = []
+    estimates: list[Estimate] = []
     looks = rule.looks(most)
     before = 0.0
     interval: SpeedUp | None = None
@@ -88,7 +94,7 @@ def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
             return Decision(Verdict.TOO_FEW, tuple(estimates), None)
         last = len(estimates) < look or look == looks[-1]
         after = rule.error if last else rule.spent(look, most)
-        found = pool(estimates)
+        found = pooled(estimates)
         interval = found.interval(after - before)
         if interval.low > math.exp(rule.bar):
             return Decision(Verdict.FASTER, tuple(estimates), interval)
@@ -109,22 +115,22 @@ WIDTH = 0.005
 """The wanted half width of `confirm`'s interval, as a logarithm, if time and machine allow it."""
 _CONFIRM_AT_LEAST, _CONFIRM_AT_MOST = 8, 40
 DECIDE_AT_MOST = 40
-"""The most processes of a decision. Where there is time for no more, it may take all: a result with a gain but without a
-figure is better than the original."""
+"""The most processes of a decision. Where there is no time for more, it may take all: a faster result without a figure
+is better than the original."""
 
 
-def needed(estimates: Sequence[float]) -> int:
+def needed(estimates: Sequence[Estimate]) -> int:
     """How many processes `confirm` should use after a decision on these estimates."""
-    spread = pool(estimates).error * math.sqrt(len(estimates))
+    spread = pooled(estimates).error * math.sqrt(len(estimates))
     return max(_CONFIRM_AT_LEAST, min(math.ceil((2.0 * spread / WIDTH) ** 2), _CONFIRM_AT_MOST))
 
 
 def confirm(draw: Draw, count: int) -> SpeedUp | None:
     """The 95% interval of `count` estimates, without intermediate looks; None if there was time for too few."""
-    estimates: list[float] = []
+    estimates: list[Estimate] = []
     while len(estimates) < count and (estimate := draw()) is not None:
         estimates.append(estimate)
-    return pool(estimates).interval(0.025) if len(estimates) >= FEWEST else None
+    return pooled(estimates).interval(0.025) if len(estimates) >= FEWEST else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ HELD_UP = 0.02
 _WARM_UP = 0.03
 """Seconds of untimed runs of each model; at most three runs."""
 
+_PRIOR = 2
+
 Waits = Callable[[], Sequence[float]]
 """Returns the seconds that each thread of this process has waited for a CPU so far, the calling thread first."""
 
@@ -128,6 +130,17 @@ def estimate(turns: Sequence[Turn]) -> Estimate:
     deviations = [abs(difference - ratio) for kind in kinds for difference in kind]
     noise = 1.4826 * statistics.median(deviations) if len(pairs) > 1 else 0.0
     return Estimate(ratio, statistics.median(among) if among else None, len(pairs), noise)
+
+
+def errors(estimates: Sequence[Estimate]) -> list[float]:
+    """The standard errors of estimates by the noise in their processes.
+
+    Few pairs say little of their noise: the mean of all processes counts as much as two pairs.
+    """
+    mean = statistics.fmean(e.noise**2 for e in estimates)
+    variances = [(e.pairs * e.noise**2 + _PRIOR * mean) / (e.pairs + _PRIOR) for e in estimates]
+    # The variance of a median is pi / 2 times that of a mean.
+    return [math.sqrt(0.5 * math.pi * v / e.pairs) for v, e in zip(variances, estimates)]
 
 
 def _undisturbed(pairs: Sequence[tuple[Turn, Turn]]) -> Sequence[tuple[Turn, Turn]]:

@@ -74,8 +74,13 @@ TRIMMED = 0.1
 """The part of the estimates that is trimmed on either side, because another program may have disturbed them."""
 _ENOUGH_PROCESSES = 8
 """Biased estimates agree by luck once in 128 times with this number: fewer prove less."""
-_SPREAD = 0.01
-"""The least standard deviation assumed for fewer estimates: sessions of one model may differ so much."""
+SPREAD = 0.01
+"""Sessions of one model may differ by so much (logarithm, standard deviation). It is the least that is assumed of fewer
+estimates."""
+_MOST_PRECISE = 0.5
+"""An estimate has no more weight than one of this part of the median error: a quiet process may be quiet by luck."""
+_LEAST_FREEDOM = 0.5
+"""If one weight is almost everything, the error would be infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class Pooled:
 
     mean: float
     error: float
-    freedom: int
+    freedom: float
 
     def quantile(self, tail: float) -> float:
         """The number of standard errors above the mean that is exceeded with probability `tail`."""
@@ -98,24 +103,39 @@ class Pooled:
         return SpeedUp(math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half))
 
 
-def pool(estimates: Sequence[float]) -> Pooled:
+def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> Pooled:
     """Combine estimates of one quantity, each from a different process.
 
-    Estimates differ by what differs between processes, and by the noise of the few runs in each. Their spread contains
-    both, so nothing else is needed: this is the estimate of a random effects model whose processes have equally many
-    runs. The result is the mean without the highest and the lowest tenth (of fewer than 10 estimates: the mean), with
-    the standard error from the winsorised variance (Tukey and McLaughlin 1963). Fewer than 8 estimates may be close by
-    luck, so their standard deviation is taken to be at least 1%. Raises ValueError for fewer than 2.
+    Estimates differ by what differs between processes (`SPREAD`), and by the noise of the few runs in each. `errors`:
+    standard errors by that noise; None: all alike. They give the estimates' weights. The error of the mean comes from
+    the spread of the estimates, which contains both (White 1980: whatever the weights), with as many degrees of freedom
+    as the weights leave (Kish 1965, effective sample size). So `errors` that are wrong, but do not depend on the
+    estimates, make the mean less precise, and its error not too small. The highest and the lowest tenth are left out of
+    the mean (of fewer than 10: none) and winsorised in its error (Tukey and McLaughlin 1963). Fewer than 8 estimates
+    may be close by luck, so their standard deviation is taken to be at least `SPREAD`. Raises ValueError for fewer than
+    2.
     """
     count = len(estimates)
     if count < 2:
         raise ValueError("a spread needs two estimates at least")
-    ordered = np.sort(np.asarray(estimates, dtype=np.float64))
+    order = np.argsort(estimates)
+    values = np.asarray(estimates, dtype=np.float64)[order]
+    within = np.zeros(count) if errors is None else np.asarray(errors, dtype=np.float64)[order]
+    weights = 1.0 / (max(SPREAD, _MOST_PRECISE * float(np.median(within))) ** 2 + within**2)
     cut = int(TRIMMED * count)
-    kept = ordered[cut : count - cut]
-    winsorised = np.clip(ordered, kept[0], kept[-1])
-    spread = float(winsorised.std(ddof=1))
+    kept = slice(cut, count - cut)
+    winsorised = np.clip(values, values[cut], values[count - cut - 1])
+    parts = weights / weights.sum()
+    effective = _effective(parts)
+    off = winsorised - np.sum(parts * winsorised)
+    variance = float(np.sum((parts * off) ** 2)) * effective / max(effective - 1.0, _LEAST_FREEDOM)
     if count < _ENOUGH_PROCESSES:
-        spread = max(spread, _SPREAD)
-    error = spread / ((1.0 - 2.0 * cut / count) * math.sqrt(count))
-    return Pooled(float(kept.mean()), error, len(kept) - 1)
+        variance = max(variance, SPREAD**2 / effective)
+    error = math.sqrt(variance) / (1.0 - 2.0 * cut / count)
+    mean = float(np.average(values[kept], weights=weights[kept]))
+    return Pooled(mean, error, max(_effective(weights[kept]) - 1.0, 1.0))
+
+
+def _effective(weights: Floats) -> float:
+    """How many equal weights would leave as much variance as these."""
+    return float(weights.sum() ** 2 / np.sum(weights**2))

@@ -20,15 +20,15 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from xrlflow.backends.children import command, environment
-from xrlflow.backends.decision import FEWEST, Answer, confirm, settle
+from xrlflow.backends.decision import FEWEST, Answer, confirm, pooled, settle
 from xrlflow.backends.interleave import SETTLE_BELOW
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
 from xrlflow.backends.onnxruntime.timing import Sample, sample
 from xrlflow.backends.onnxruntime.wire import from_json, save_feeds
-from xrlflow.backends.pairs import Estimate, estimate
+from xrlflow.backends.pairs import Estimate, errors, estimate
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
 from xrlflow.backends.results import Latency, RepeatedComparison, SpeedUp, Verdict
-from xrlflow.backends.statistics import pool
+from xrlflow.backends.statistics import SPREAD, pool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,8 +43,6 @@ measure, unless even then there are too few processes."""
 _FEWEST_TURNS, _ROBUST_TURNS, _MOST_TURNS = 4, 12, 80
 """The median of few turns is not robust. Where other programs slow single turns by half, processes of an unchanged
 ResNeXt-50 (47 ms) differed by 11% with 4 turns, 2.5% with 8, and 0.6% with 16, and took 1.1, 1.5 and 2.2 s."""
-_BETWEEN = 0.01
-"""The standard deviation between processes that the number of turns is chosen for."""
 _PRECISE = 0.005
 """The standard error of a mean (a logarithm) above which more processes are worth the time."""
 _FIGURE_ALONE = 24
@@ -120,7 +118,7 @@ class _Drawing:
     turns: int | None = None
     samples: list[Sample] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
-    waiting: list[float] = field(default_factory=list)  # measured, but not yet drawn
+    waiting: list[Estimate] = field(default_factory=list)  # measured, but not yet drawn
     longest: float = 0.0
     patient_until: float = math.inf
 
@@ -147,7 +145,7 @@ class _Drawing:
         self.longest = start + self.turns * each
         return min(len(self.waiting) + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
 
-    def draw(self) -> float | None:
+    def draw(self) -> Estimate | None:
         if self.waiting:
             return self.waiting.pop()
         now = time.monotonic()
@@ -160,26 +158,31 @@ class _Drawing:
 
     def _precise(self) -> bool:
         """Whether the estimates are close together. Their mean must not matter, or it would be selected."""
-        return len(self.estimates) > FEWEST and pool([e.ratio for e in self.estimates]).error <= _PRECISE
+        return len(self.estimates) > FEWEST and pooled(self.estimates).error <= _PRECISE
 
-    def _measure(self) -> float | None:
+    def _measure(self) -> Estimate | None:
         found = self.source(len(self.samples), self.turns, self.deadline + self.grace)
         if found is None:
             return None
         self.samples.append(found)
         self.estimates.append(estimate(found.turns))
-        return self.estimates[-1].ratio
+        return self.estimates[-1]
 
     def summary(
         self, answer: Answer | SpeedUp | None, seconds: float, threads: int, deciding: bool, fresh: bool
     ) -> RepeatedComparison:
-        controls = [e.control for e in self.estimates if e.control is not None]
+        controlled = [(e.control, e) for e in self.estimates if e.control is not None]
+        controls = [control for control, _ in controlled]
         disturbed = sum(s.load.disturbed for s in self.samples)
         decision = answer if isinstance(answer, Answer) else None
         verdict = (decision.verdict if decision else Verdict.TOO_FEW) if deciding else None
         return RepeatedComparison(
             speedup=answer.figure if isinstance(answer, Answer) else answer,
-            control=pool(controls).interval(0.025) if len(controls) >= FEWEST else None,
+            control=(
+                pool(controls, errors([e for _, e in controlled])).interval(0.025)
+                if len(controls) >= FEWEST
+                else None
+            ),
             before=_latency(self.samples, 0),
             after=_latency(self.samples, 1),
             seconds=seconds,
@@ -201,8 +204,8 @@ def _turns(noise: float, start: float, each: float, left: float, fewest: int) ->
     `noise`: the standard deviation of a pair of turns; the others are seconds: to start a process, of each turn, and
     that are left for all processes.
     """
-    # This number minimises variance (between**2 + noise**2 / turns) times cost (start + turns * each).
-    best = max(noise / _BETWEEN * math.sqrt(start / max(each, 1e-6)), _ROBUST_TURNS)
+    # This number minimises variance (SPREAD**2 + noise**2 / turns) times cost (start + turns * each).
+    best = max(noise / SPREAD * math.sqrt(start / max(each, 1e-6)), _ROBUST_TURNS)
     measuring = max(left / _ENOUGH_PROCESSES, min(2.0 * start, left / _FEWEST_PROCESSES)) - start
     room = measuring / max(each, 1e-6)
     return max(fewest, min(2 * round(min(best, room) / 2), _MOST_TURNS))
