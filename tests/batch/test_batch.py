@@ -23,6 +23,7 @@ from xrlflow.exclusive import locked
 from xrlflow.files import UNFINISHED
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError, Options
+from xrlflow.report import show
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 QUICK = [
@@ -222,6 +223,17 @@ def test_figures(tmp_path: Path) -> None:
     assert data["mean_speedup"] == pytest.approx(2.0)
     assert data["waiting"] == ["d"]
     assert Batch(tmp_path, (), ()).mean is None
+
+
+def test_what_was_decided_without_a_figure_is_shown() -> None:
+    measured = row("a").report
+    assert measured is not None
+    nothing = {**measured, "speedup": None, "speedup_low": None, "speedup_high": None}
+    decided = {**nothing, "decided": 1.2, "decided_low": 1.1, "decided_high": 1.31}
+    assert show._gained(measured) == "2.000 [1.900, 2.100]"
+    assert show._gained(decided) == "decided at 1.200 [1.100, 1.310]"
+    assert show._gained({**decided, "returned_original": True}) == "the original"
+    assert show._gained(nothing) == "not measured"
 
 
 # --- the command ---

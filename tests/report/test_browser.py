@@ -343,6 +343,8 @@ def many(tmp_path: Path) -> Batch:
             "threads": 2,
         }  # fmt: skip
 
+    decided = report(None, None) | {"decided": 1.2, "decided_low": 1.1, "decided_high": 1.31}
+
     def row(name: str, **given: Any) -> Row:
         values = {
             "error": None,
@@ -358,6 +360,7 @@ def many(tmp_path: Path) -> Batch:
         row("c.onnx", report=report(None, None, original=True), machine="another"),
         row(HOSTILE[1], error=f"broken: {HOSTILE[0]}", files=()),
         row(HOSTILE[4], report=report(0.9, 0.95), earlier=True),
+        row("d.onnx", report=decided),
     )
     return Batch(tmp_path / "fast", (*(r.name for r in rows), "waiting.onnx"), rows, 99.0, interrupted=True)
 
@@ -368,13 +371,14 @@ def test_the_page_of_a_batch(chromium: Browser, tmp_path: Path) -> None:
     page = Opened(chromium, file.as_uri())
     found = page.tab.evaluate("[...document.querySelectorAll('main > section')].map(s => s.id)")
     assert found == ["summary", "models", "faster", "failures", "notes", "environment"]
-    assert page.text("h1") == "1 of 6 models clearly faster"
+    assert page.text("h1") == "2 of 7 models clearly faster"
     assert "1 model to go: the same command goes on" in page.text("#summary")
     names = "#models tbody tr th"
-    assert page.count(names) == 6
+    assert page.count(names) == 7
+    assert "1.100 to 1.310, as decided" in page.text("#models")
     assert page.text(f"{names} >> nth=3") == HOSTILE[1]
     assert page.tab.locator(f"{names} a").first.get_attribute("href") == "./a%20%231/x.onnx.html"
-    assert page.count(f"{names} a") == 4
+    assert page.count(f"{names} a") == 5
     page.tab.get_by_role("button", name="times as fast").click()
     assert page.text(f"{names} >> nth=0") == "a/x.onnx"  # the fastest first
     assert page.tab.evaluate("window.broken") is None

@@ -36,7 +36,7 @@ def compared(verdict: Verdict | None, decided: SpeedUp | None, figure: SpeedUp |
     ("verdict", "decided", "figure", "said"),
     [
         (Verdict.FASTER, DECIDED, FIGURE, "measured 1.040x [1.030, 1.050]"),
-        (Verdict.FASTER, DECIDED, None, "clearly faster (1.050x [1.020, 1.080]), without a figure"),
+        (Verdict.FASTER, DECIDED, None, "decided at 1.050x [1.020, 1.080]; there was no time"),
         (Verdict.NOT_FASTER, SpeedUp(1.01, 0.9, 1.1), None, "measured 1.010x [0.900, 1.100]: not clearly faster"),
         (Verdict.NOT_FASTER, SpeedUp(0.9, 0.8, 1.1), None, "measured 0.900x [0.800, 1.100]: not faster"),
         (Verdict.REFUTED, DECIDED, SpeedUp(0.9, 0.8, 0.95), "but 0.900x [0.800, 0.950] when it was measured again"),

@@ -108,7 +108,7 @@ class Batch:
 
 _SHOWN = (
     "nodes_before", "nodes_after", "latency_before_ms", "latency_after_ms", "speedup", "speedup_low", "speedup_high",
-    "verified", "returned_original", "reason",
+    "decided", "decided_low", "decided_high", "verified", "returned_original", "reason",
 )  # fmt: skip
 
 

@@ -44,9 +44,7 @@ def compared_with(compared: RepeatedComparison) -> str:
         case Verdict.FASTER:
             if compared.speedup is not None:
                 return f"measured {compared.speedup}"
-            return (
-                f"clearly faster ({decided}), without a figure: there was no time to measure again ({_MORE})"
-            )
+            return f"decided at {decided}; there was no time to measure it again ({_MORE})"
 
 
 def not_verified_in_time(compared: RepeatedComparison) -> str:

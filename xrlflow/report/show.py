@@ -229,11 +229,13 @@ def _gained(report: Mapping[str, Any]) -> str:
     """What a result gained, from `Report.to_json`."""
     if report["returned_original"]:
         return "the original"
-    if report["speedup"] is None:
+    found = next((name for name in ("speedup", "decided") if report.get(name) is not None), None)
+    if found is None:
         return "not measured"
-    low, high = report["speedup_low"], report["speedup_high"]
+    low, high = report[f"{found}_low"], report[f"{found}_high"]
     known = low is not None and high is not None
-    return f"{report['speedup']:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known else "")
+    said = f"{report[found]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known else "")
+    return said if found == "speedup" else f"decided at {said}"
 
 
 def rules(listed: Sequence[Mapping[str, Any]]) -> None:

@@ -670,10 +670,13 @@ function strategiesSection(index) {
 
 // --- a batch: many models ---
 
+// How many times as fast a result is, and the interval: measured after the decision, or as decided if there was no time.
+const gained = (r) => r.speedup !== null ? [r.speedup, r.speedup_low, r.speedup_high] : r.decided !== null && !r.returned_original ? [r.decided, r.decided_low, r.decided_high] : [null, null, null];
+
 function batchHero(b) {
   const measured = b.rows.filter((r) => r.speedup !== null), unchanged = b.rows.filter((r) => r.returned_original).length;
   const best = Math.max(...measured.map((r) => r.speedup)), least = Math.min(...measured.map((r) => r.speedup));
-  const faster = b.rows.filter((r) => r.speedup_low !== null && r.speedup_low > 1).length;
+  const faster = b.rows.filter((r) => gained(r)[1] !== null && gained(r)[1] > 1).length;
   const title = faster ? `${faster} of ${plural(b.models, "model")} clearly faster` : b.done ? `${b.done} of ${plural(b.models, "model")} done` : b.failed ? "No model could be done" : "Nothing is done yet";
   const lead = [
     measured.length ? `${plural(measured.length, "result")} measured: from ${least.toFixed(3)} to ${best.toFixed(3)} times as fast, ${b.mean_speedup.toFixed(3)} in the geometric mean.` : null,
@@ -693,15 +696,15 @@ const named = (r) => el("bdi", {title: r.name}, cut(r.name, 120));
 
 function batchTable(b) {
   const ms = (v) => v === null ? "–" : v.toFixed(3), machines = new Set(b.rows.map((r) => r.machine).filter(Boolean));
-  const rows = [...b.rows, ...b.waiting.map((name) => ({name, error: null, link: null, waiting: true, speedup: null, speedup_low: null, latency_before_ms: null, latency_after_ms: null, seconds: null, notes: []}))];
-  const state = (r) => r.waiting ? "waiting" : r.error !== null ? "failed" : r.returned_original ? "unchanged" : r.speedup === null ? "not measured" : r.speedup_low !== null && r.speedup_low > 1 ? "faster" : "measured";
+  const rows = [...b.rows, ...b.waiting.map((name) => ({name, error: null, link: null, waiting: true, speedup: null, decided: null, latency_before_ms: null, latency_after_ms: null, seconds: null, notes: []}))];
+  const state = (r) => r.waiting ? "waiting" : r.error !== null ? "failed" : r.returned_original ? "unchanged" : gained(r)[0] === null ? "not measured" : gained(r)[1] !== null && gained(r)[1] > 1 ? "faster" : "measured";
   const tone = {failed: "bad", faster: "good", waiting: "soft"};
   return section("models", "Models", "Each name leads to the model's own page, which lies beside this one. Latencies are measured.",
     table("Models", [
       {name: "model", key: (r) => r.name, cell: (r) => r.link ? el("a", {href: r.link}, named(r)) : named(r)},
       {name: "result", key: state, cell: (r) => el("span", {class: tone[state(r)] || null}, state(r))},
-      {name: "times as fast", num: true, key: (r) => r.speedup, cell: (r) => r.speedup === null ? "–" : r.speedup.toFixed(3)},
-      {name: "95% interval", num: true, key: (r) => r.speedup_low, cell: (r) => r.speedup_low === null ? "–" : `${r.speedup_low.toFixed(3)} to ${r.speedup_high.toFixed(3)}`},
+      {name: "times as fast", num: true, key: (r) => gained(r)[0], cell: (r) => gained(r)[0] === null ? "–" : gained(r)[0].toFixed(3)},
+      {name: "95% interval", num: true, key: (r) => gained(r)[1], cell: (r) => gained(r)[1] === null ? "–" : `${gained(r)[1].toFixed(3)} to ${gained(r)[2].toFixed(3)}${r.speedup === null ? ", as decided" : ""}`},
       {name: "before, ms", num: true, key: (r) => r.latency_before_ms, cell: (r) => ms(r.latency_before_ms)},
       {name: "after, ms", num: true, key: (r) => r.latency_after_ms, cell: (r) => ms(r.latency_after_ms)},
       {name: "operators", num: true, key: (r) => r.nodes_before, cell: (r) => typeof r.nodes_before === "number" ? `${r.nodes_before} → ${r.nodes_after}` : "–"},
