@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from bench.decide import WORLDS, World, simulate
-from xrlflow.backends.decision import DECIDE_AT_MOST, FEWEST, SHIP, Rule, confirm, decide, needed, settle
+from xrlflow.backends.decision import (
+    DECIDE_AT_MOST,
+    FEWEST,
+    SHIP,
+    Rule,
+    confirm,
+    decide,
+    needed,
+    pooled,
+    settle,
+)
 from xrlflow.backends.pairs import Estimate
 from xrlflow.backends.results import Verdict
 from xrlflow.backends.statistics import Pooled, pool
@@ -135,6 +145,19 @@ def test_a_clear_gain_leaves_few_processes_for_the_figure() -> None:
     assert len(answer.decision.estimates) == 4
     assert answer.confirming == 4
     assert answer.figure is not None
+
+
+def test_what_is_slower_next_to_neighbours_is_not_faster_on_average() -> None:
+    """Weights prefer quiet processes; the mean of all must be faster, too."""
+    rng = np.random.default_rng(0)
+    quiet = [Estimate(r, None, 11, 0.005) for r in rng.normal(0.02, 0.003, 24)]
+    noisy = [Estimate(r, None, 11, 0.15) for r in rng.normal(-0.08, 0.02, 16)]
+    both = [e for i in range(8) for e in (*quiet[3 * i : 3 * i + 3], *noisy[2 * i : 2 * i + 2])]
+    assert pooled(both).interval(0.01).low > math.exp(SHIP.bar)
+    left = iter(both)
+    assert decide(lambda: next(left, None), 40).verdict is Verdict.NOT_FASTER
+    left = iter(quiet)
+    assert decide(lambda: next(left, None), 24).verdict is Verdict.FASTER
 
 
 def test_a_doubt_does_not_take_all_time() -> None:

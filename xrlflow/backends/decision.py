@@ -96,7 +96,8 @@ def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
         after = rule.error if last else rule.spent(look, most)
         found = pooled(estimates)
         interval = found.interval(after - before)
-        if interval.low > math.exp(rule.bar):
+        # Weights alone decide nothing: noisy processes may be those in which the new model is slower.
+        if interval.low > math.exp(rule.bar) and pool([e.ratio for e in estimates]).mean > rule.bar:
             return Decision(Verdict.FASTER, tuple(estimates), interval)
         if last or _hopeless(found, len(estimates), most, rule):
             break

@@ -196,6 +196,31 @@ def test_turns_of_a_process(noise: float, start: float, each: float, left: float
     assert processes._turns(noise, start, each, left, 4) == turns
 
 
+def test_ended_processes_are_not_asked_again(told: Callable[[float, float], Told]) -> None:
+    """A process that is not over in time is killed with the fork server: the time of the check does not revive it."""
+    clock = told(1.0, 1.5)
+    asked: list[Sample | None] = []
+    tell = type(clock).__call__
+
+    def once_slow(self: Told, index: int, turns: int | None, deadline: float) -> Sample | None:
+        assert None not in asked
+        if index == 4:
+            self.now = deadline + 0.1
+            asked.append(None)
+            return None
+        asked.append(tell(self, index, turns, deadline))
+        return asked[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Told, "__call__", once_slow)
+        found = measure_in_fresh_processes(
+            matmuls(1), matmuls(1), feeds(), check=lambda: True, check_seconds=30.0, time_limit=45.0
+        )
+    assert asked[-1] is None
+    assert found.verdict is Verdict.FASTER
+    assert found.speedup is None
+
+
 def test_what_a_child_cannot_load_is_said_as_here() -> None:
     with pytest.raises(BackendError, match="ONNX Runtime cannot load") as caught:
         measure_in_fresh_processes(b"bad", matmuls(1), feeds(), time_limit=10.0)

@@ -121,6 +121,7 @@ class _Drawing:
     waiting: list[Estimate] = field(default_factory=list)  # measured, but not yet drawn
     longest: float = 0.0
     patient_until: float = math.inf
+    ended: bool = False  # a sample was not over in time: its processes have been ended
 
     def plan(self) -> int:
         """Measure once, and choose `turns`. Returns the number of processes that there is time for.
@@ -149,7 +150,7 @@ class _Drawing:
         if self.waiting:
             return self.waiting.pop()
         now = time.monotonic()
-        if now + self.longest > self.deadline or (now > self.patient_until and self._precise()):
+        if self.ended or now + self.longest > self.deadline or (now > self.patient_until and self._precise()):
             return None
         started = time.monotonic()
         found = self._measure()
@@ -163,6 +164,7 @@ class _Drawing:
     def _measure(self) -> Estimate | None:
         found = self.source(len(self.samples), self.turns, self.deadline + self.grace)
         if found is None:
+            self.ended = True
             return None
         self.samples.append(found)
         self.estimates.append(estimate(found.turns))
