@@ -160,8 +160,16 @@ def test_what_is_slower_next_to_neighbours_is_not_faster_on_average() -> None:
     assert decide(lambda: next(left, None), 24).verdict is Verdict.FASTER
 
 
+def test_one_bad_process_of_three_ends_nothing() -> None:
+    """The error of three estimates is hardly known: with the other three they are clearly faster."""
+    left = iter([Estimate(r, None, 12, 0.005) for r in (0.05, -0.05, 0.05, 0.055, 0.045, 0.05, 0.055, 0.05)])
+    assert len(decide(lambda: next(left, None), 8).estimates) == 8
+    slower = iter([Estimate(r, None, 12, 0.005) for r in (-0.04, -0.05, -0.06, -0.05, -0.05, -0.05)])
+    assert len(decide(lambda: next(slower, None), 6).estimates) == 3
+
+
 def test_a_doubt_does_not_take_all_time() -> None:
-    answer = settle(drawing(around(0.006, 0.02, 80)), 80, Rule(hope=math.inf))
+    answer = settle(drawing(around(0.006, 0.02, 80)), 80, Rule(hope=0.0))
     assert len(answer.decision.estimates) == DECIDE_AT_MOST
 
 
@@ -194,7 +202,7 @@ def test_the_original_against_itself_is_not_shipped(world: World) -> None:
 
 def test_the_simulation_sees_who_looks_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: where each look spends all of the error, and any gain will do, more is shipped."""
-    eager, interval = Rule(bar=0.0, hope=10.0), Pooled.interval
+    eager, interval = Rule(bar=0.0, hope=1e-12), Pooled.interval
     monkeypatch.setattr("bench.decide.settle", lambda draw, affordable: settle(draw, affordable, eager))
     fair = simulate(WORLDS[0], 0.0, 400, seed=1).shipped
     monkeypatch.setattr(Pooled, "interval", lambda self, tail: interval(self, 0.025))

@@ -35,7 +35,8 @@ class Rule:
     The bar exists because two sessions of one model differ by half a percent, and a smaller gain is not worth a new
     file. `first`: the number of processes at the first look, or half of them if that is fewer; `growth`: the ratio of
     the numbers at two looks. After the part t of the processes, t ** `spending` of `error` has been spent. The
-    comparison is given up when not even the mean plus `hope` standard errors would suffice after all processes.
+    comparison is given up when not even a mean that is exceeded with probability `hope` would suffice after all
+    processes.
     """
 
     bar: float = math.log(1.003)
@@ -43,7 +44,7 @@ class Rule:
     first: int = 8
     growth: float = 1.5
     spending: float = 1.5
-    hope: float = 2.0
+    hope: float = 0.025
 
     def looks(self, most: int) -> tuple[int, ...]:
         """The numbers of processes, up to `most`, after which to look: once if half of them are too few to look."""
@@ -106,10 +107,13 @@ def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
 
 
 def _hopeless(found: Pooled, count: int, most: int, rule: Rule) -> bool:
-    """Whether even a better estimate than the present one would not suffice at the last look."""
+    """Whether even the upper end of the present estimate would not suffice at the last look, which has more processes:
+    a smaller error, and more degrees of freedom."""
+    more = most / count
+    upper = found.mean + found.quantile(rule.hope) * found.error
+    last = Pooled(upper, found.error / math.sqrt(more), (found.freedom + 1.0) * more - 1.0)
     share = rule.error - rule.spent(rule.looks(most)[-2], most)
-    at_last = found.error * math.sqrt(count / most)
-    return found.mean + rule.hope * found.error - found.quantile(share) * at_last <= rule.bar
+    return last.mean - last.quantile(share) * last.error <= rule.bar
 
 
 WIDTH = 0.005
