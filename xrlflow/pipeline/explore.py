@@ -264,7 +264,8 @@ def _dreamt(
         raise OptionError(f"search 'rlflow': {error}") from error
     except KeyboardInterrupt:  # the agent is as far as it got
         interrupted = True
-    context.notes.append(f"the agent trained in a world model of this model for {'1 round' if done == 1 else f'{done} rounds'}")
+    trained = "1 round" if done == 1 else f"{done} rounds"
+    context.notes.append(f"the agent trained in a world model of this model for {trained}")
     return agent.arrays(), interrupted
 
 
