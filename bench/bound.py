@@ -1,11 +1,12 @@
 """How much there is to find: `python bench/bound.py [NAMES] [--seconds 3600] [--json FILE] [--write]`.
 
 Tree search with the engine, which is given an hour and no patience, against what greedy search, TASO's search and the
-agent find in a minute. All go by learned costs of the network as it is shipped, and
-share the prices of operators, which are measured once with one thread (so two networks may be searched side by side).
-The gain is the modelled cost of the original over that of the cheapest graph; what tree search had after one, ten and
-sixty minutes comes with the number of states. Where the last two are equal, the rules give no more by these costs, as
-far as tree search sees; it is no proof.
+agent find in a minute; the agent has its patience, as in `optimize`. All go by learned costs of the network as it is
+shipped, and share the prices of operators, which are measured with one thread when a search first meets them, in that
+order. The gain is the modelled cost of the original, after the rules that need no price, over that of the cheapest
+graph; what tree search had after one, ten and sixty minutes comes with the number of states. Where the last two are
+equal, the rules give no more by these costs, as far as tree search sees; it is no proof. Networks may be searched side
+by side, each with a `--json` file of its own.
 
 Nothing here is a measurement of a whole model.
 """
@@ -100,6 +101,7 @@ def row(name: str, seconds: float) -> dict[str, Any]:
         "hour": gain(found.best.cost),
         "states": found.expanded,
         "seconds": found.seconds,
+        "limit": seconds,
         "last gain": watched.history[-1][0],
     }
 
@@ -133,6 +135,8 @@ def main() -> None:
         json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     )
     wanted = options.names or NETWORKS
+    if other := [name for name in wanted if name in kept and kept[name]["limit"] != options.seconds]:
+        parser.error(f"{options.json} has other --seconds of {', '.join(other)}: give another file")
     for name in wanted:
         if name not in kept:
             kept[name] = row(name, options.seconds)

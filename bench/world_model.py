@@ -7,7 +7,7 @@
   that it did not see; and what the agent saves in dreams, in the engine, and in the engine when it plans each step in
   latents (`rl/world_model/planning.py`).
 - modelled: what `optimize` finds by modelled cost (roofline) in a minute, on the convolutional networks of the zoo at
-  full size: TASO's search, the agent, tree search, and the agent that trains in the world model.
+  full size: greedy search, TASO's search, the agent, tree search, and the agent that trains in the world model.
 
 `pretrain -o FILE` makes the world model that is shipped, of the shipped agent, which stays as it is. It learns from
 `--steps` steps of the curriculum that the agent was trained on (`models/training.py`).
@@ -64,7 +64,7 @@ CONVOLUTIONAL = (
     "resnet18", "resnet50", "resnext50", "inceptionv3", "squeezenet", "mobilenetv2", "efficientnet-b0", "nasnet-a",
     "unet", "yolo",
 )  # fmt: skip
-SEARCHES = ("taso", "xrlflow", "mcts", "rlflow")
+SEARCHES = ("greedy", "taso", "xrlflow", "mcts", "rlflow")
 HORIZON = 30
 _PART = 5
 METHODS = {

@@ -13,9 +13,8 @@ _TRAINING, _TRAINING_IN_SEARCH = (0.5, 0.4, 0.3, 0.2), 0.6
 # At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
 # slow (seconds of a run) that the selection could compare little.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
-# What a fast model may use of a limit of 60 s: seconds besides runs, runs, and times that it is loaded (two models in
-# each process of the last comparison and in each of eight comparisons before). A model of 3 ms needs no minute.
-_ENOUGH, _ENOUGH_RUNS, _ENOUGH_LOADINGS = 14.0, 1000, 64
+# What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no minute.
+_ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, turns).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
@@ -57,17 +56,11 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """The moment at which everything should be over. A model that runs and loads fast does not need all of a long
-        limit."""
+        """The moment at which everything should be over. A fast model does not need all of a long limit."""
         if not self.latency or self.hurried:
             return self.until
-        enough = self._enough * max(1.0, self.limit / DEFAULT_LIMIT)
+        enough = (_ENOUGH + _ENOUGH_RUNS * self.latency) * max(1.0, self.limit / DEFAULT_LIMIT)
         return self.begin + min(self.limit, enough + self.compiling)
-
-    @property
-    def _enough(self) -> float:
-        """Seconds of the default limit that are enough without kernels, also if they are more than the limit."""
-        return _ENOUGH + _ENOUGH_RUNS * self.latency + _ENOUGH_LOADINGS * self.loading
 
     def part(self, share: float) -> float:
         """The moment at which this part of the time has passed."""
@@ -78,7 +71,7 @@ class Budget:
         """The moment at which training is over that the user asked for, before all else begins: at most half of the
         limit, but an optimisation with the default limit must have its time afterwards, and what is useful before must
         be useful then. None: there is no such time."""
-        wanted = min(self._enough, DEFAULT_LIMIT) + self.compiling
+        wanted = min(_ENOUGH + _ENOUGH_RUNS * self.latency, DEFAULT_LIMIT) + self.compiling
         for part in _TRAINING:
             own = min(part * self.limit, self.limit - wanted)
             rest = replace(self, begin=self.begin + own, limit=self.limit - own)
