@@ -168,6 +168,15 @@ def test_one_bad_process_of_three_ends_nothing() -> None:
     assert len(decide(lambda: next(slower, None), 6).estimates) == 3
 
 
+@pytest.mark.parametrize(("mean", "drawn"), [(-0.03, 6), (-0.05, 3)])
+def test_hope_counts_on_the_processes_to_come(mean: float, drawn: int) -> None:
+    """Six processes have a smaller error than the three so far, and more degrees of freedom: either alone is too little
+    for -3%."""
+    off = 0.02 * math.sqrt(3.0)
+    left = iter([Estimate(mean + d, None, 12, 0.005) for d in (-off, 0.0, off, -off, 0.0, off)])
+    assert len(decide(lambda: next(left, None), 6).estimates) == drawn
+
+
 def test_a_doubt_does_not_take_all_time() -> None:
     answer = settle(drawing(around(0.006, 0.02, 80)), 80, Rule(hope=0.0))
     assert len(answer.decision.estimates) == DECIDE_AT_MOST
