@@ -296,20 +296,21 @@ def test_a_head_that_starts_again(ours: None) -> None:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="xr", dir="/tmp") as folder:
         heads = [Head(port, f"{folder}/a")]
+        said, errors = Path(folder, "said"), Path(folder, "errors")
         try:
             listening(port)
-            driver = subprocess.Popen(
-                [sys.executable, "-c", DRIVER, f"127.0.0.1:{port}"],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            assert driver.stdout is not None
-            said = [driver.stdout.readline() for _ in range(10)]
+            with said.open("w") as out, errors.open("w") as err:
+                driver = subprocess.Popen(
+                    [sys.executable, "-c", DRIVER, f"127.0.0.1:{port}"], cwd=ROOT, stdout=out, stderr=err
+                )
+            while said.read_text().count("\n") < 10:
+                assert driver.poll() is None, errors.read_text()
+                time.sleep(0.01)
             heads[0].kill()
             heads.append(Head(port, f"{folder}/b"))
-            rest, errors = driver.communicate(timeout=200)
-            assert driver.returncode == 0, errors
-            lines = [*said, *rest.splitlines(keepends=True)]
-            assert sorted(lines) == sorted(f"{n} {n * n}\n" for n in range(80))
+            assert driver.wait(timeout=200) == 0, errors.read_text()
+            lines = said.read_text().splitlines()
+            assert sorted(lines) == sorted(f"{n} {n * n}" for n in range(80))
         finally:
             for head in heads:
                 if head.process.poll() is None:
