@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from xrlflow.backends import RepeatedComparison
-from xrlflow.backends.onnxruntime import measure_in_fresh_processes
+from xrlflow.backends.onnxruntime import Deciding, measure_in_fresh_processes
 from xrlflow.backends.results import Verdict
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, check_result
@@ -170,22 +169,17 @@ def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedC
     """Whether a result is faster than the original; if so, and if `check` admits it, also by how much."""
     now, left = time.monotonic(), context.clock.budget
     patience = max(left.end - left.verification - now, 0.0)
-    return _compared(context, path, left.final(now), check, left.verification, patience)
+    return _compared(context, path, left.final(now), Deciding(check, left.verification, patience))
 
 
 def _compared(
-    context: Context,
-    path: str,
-    seconds: float,
-    check: Callable[[], bool] | None = None,
-    check_seconds: float = 0.0,
-    patience: float = math.inf,
+    context: Context, path: str, seconds: float, deciding: Deciding | None = None
 ) -> RepeatedComparison:
     assert context.feeds is not None
     with context.clock.phase("measure"):
         original = context.original_file()
         context.say("measure", note="in fresh processes")
         return measure_in_fresh_processes(
-            original, path, dict(context.feeds), check=check, check_seconds=check_seconds, patience=patience,
-            threads=context.threads, time_limit=seconds, session_options=context.options.session_options,
+            original, path, dict(context.feeds), deciding=deciding, threads=context.threads, time_limit=seconds,
+            session_options=context.options.session_options,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 
 from tests.backends.models import feeds, matmuls, strings
 from xrlflow.backends import BackendError
-from xrlflow.backends.onnxruntime import measure, measure_in_fresh_processes, processes, wire
+from xrlflow.backends.onnxruntime import Deciding, measure, measure_in_fresh_processes, processes, wire
 from xrlflow.backends.onnxruntime.timing import Sample, sample
 from xrlflow.backends.pairs import Turn
 from xrlflow.backends.results import Load, SpeedUp, Verdict
@@ -58,7 +58,9 @@ def test_fresh_processes(tmp_path: Path) -> None:
         return True
 
     start = time.monotonic()
-    found = measure_in_fresh_processes(path, matmuls(1), feeds(), check=check, threads=1, time_limit=6.0)
+    found = measure_in_fresh_processes(
+        path, matmuls(1), feeds(), deciding=Deciding(check), threads=1, time_limit=6.0
+    )
     assert time.monotonic() - start < 6.0 + 5.0
     assert found.verdict is not None
     assert len(checked) == (found.verdict in (Verdict.FASTER, Verdict.REFUTED))
@@ -133,7 +135,9 @@ def test_what_would_not_be_over_in_time_is_not_begun(
 ) -> None:
     """Processes of a second, of models that are as fast as each other."""
     clock = told(1.0, 1.0)
-    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=limit)
+    found = measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=limit
+    )
     assert clock.now - 100.0 <= max(1.1 * limit, 1.0)
     assert found.processes <= limit
     assert (found.verdict is Verdict.TOO_FEW) == (limit < 3)
@@ -142,7 +146,9 @@ def test_what_would_not_be_over_in_time_is_not_begun(
 def test_what_is_decided_ends_it(told: Callable[[float, float], Told]) -> None:
     """Within an hour, of which it takes some seconds."""
     clock = told(0.1, 1.5)
-    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=3600.0)
+    found = measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=3600.0
+    )
     assert found.verdict is Verdict.FASTER
     assert found.speedup is not None
     assert found.speedup.median == pytest.approx(1.5, rel=0.01)
@@ -157,7 +163,7 @@ def test_patience_is_for_those_with_neighbours(
     clock = told(0.5, ratio)
     clock.spread = spread
     measure_in_fresh_processes(
-        matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=60.0, patience=5.0
+        matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True, patience=5.0), time_limit=60.0
     )
     assert clock.now - 100.0 < 60.0
     assert (clock.now - 100.0 > 7.0) is patient
@@ -173,7 +179,7 @@ def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Tol
         return True
 
     found = measure_in_fresh_processes(
-        matmuls(1), matmuls(1), feeds(), check=check, check_seconds=30.0, time_limit=50.0
+        matmuls(1), matmuls(1), feeds(), deciding=Deciding(check, 30.0), time_limit=50.0
     )
     assert began[0] <= 20.0
     assert found.verdict is Verdict.FASTER
@@ -214,7 +220,7 @@ def test_ended_processes_are_not_asked_again(told: Callable[[float, float], Told
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Told, "__call__", once_slow)
         found = measure_in_fresh_processes(
-            matmuls(1), matmuls(1), feeds(), check=lambda: True, check_seconds=30.0, time_limit=45.0
+            matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True, 30.0), time_limit=45.0
         )
     assert asked[-1] is None
     assert found.verdict is Verdict.FASTER
@@ -250,7 +256,9 @@ def test_a_child_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_a_child_that_takes_too_long_is_ended() -> None:
     start = time.monotonic()
-    found = measure_in_fresh_processes(matmuls(1), matmuls(1), feeds(), check=lambda: True, time_limit=0.01)
+    found = measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True), time_limit=0.01
+    )
     assert found.verdict is Verdict.TOO_FEW
     assert found.before is None
     assert time.monotonic() - start < 5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.onnxruntime.kernels import supports
-from xrlflow.backends.onnxruntime.processes import measure_in_fresh_processes
+from xrlflow.backends.onnxruntime.processes import Deciding, measure_in_fresh_processes
 from xrlflow.backends.onnxruntime.session import (
     CPU,
     Optimization,
@@ -21,6 +21,7 @@ from xrlflow.backends.onnxruntime.timing import measure, time_model
 from xrlflow.backends.protocol import ModelSource
 
 __all__ = [
+    "Deciding",
     "OnnxRuntime",
     "Optimization",
     "Options",

@@ -49,14 +49,25 @@ _FIGURE_ALONE = 24
 """The number of processes for a figure without a decision."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """How to decide whether a model is accepted: if it is measured to be faster, and if `check` returns True.
+
+    `check_seconds`: how long `check` takes. A decision takes more than `patience` seconds only if other programs spread
+    the estimates so much that their mean is uncertain by 0.5%; smaller doubts are hardly worth more time.
+    """
+
+    check: Callable[[], bool]
+    check_seconds: float = 0.0
+    patience: float = math.inf
+
+
 def measure_in_fresh_processes(
     before: ModelSource,
     after: ModelSource,
     feeds: Feeds,
     *,
-    check: Callable[[], bool] | None = None,
-    check_seconds: float = 0.0,
-    patience: float = math.inf,
+    deciding: Deciding | None = None,
     threads: int | None = None,
     time_limit: float = 60.0,
     optimization: Optimization = Optimization.ALL,
@@ -67,14 +78,12 @@ def measure_in_fresh_processes(
     What is fixed for the life of a process (addresses of weights, CPUs of threads) can make one session a percent or
     more faster than another of the same model, so a single process cannot tell a small speed-up from luck. Each process
     opens two sessions, every other one in reverse order, and takes a few turns (`pairs`): more if the first process
-    found them noisy, or if starting takes long. The number of processes follows from `decision`. With `check`, they
-    first decide whether `after` is faster; if so, and if `check` returns True, further processes tell by how much.
-    Without `check` they only measure by how much.
+    found them noisy, or if starting takes long. The number of processes follows from `decision`. With `deciding`, they
+    first decide whether `after` is accepted; if so, further processes tell by how much it is faster. Without it they
+    only measure by how much.
 
-    `time_limit`: seconds for everything, including the `check_seconds` that `check` takes. It ends earlier when enough
-    is known, or when the first processes show that there is no time for another. A decision takes more than `patience`
-    seconds only if other programs spread the estimates so much that their mean is uncertain by 0.5%; smaller doubts are
-    hardly worth more time. Ctrl-C ends the running process.
+    `time_limit`: seconds for everything, the check included. It ends earlier when enough is known, or when the first
+    processes show that there is no time for another. Ctrl-C ends the running process.
 
     A SessionOptions object cannot be sent to another process. With one, each sample uses new sessions in this process,
     and the result's `fresh_processes` is False; a mapping of configuration entries is better.
@@ -87,21 +96,13 @@ def measure_in_fresh_processes(
     setup = _Setup(before, after, feeds, threads, optimization, session_options)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(FreshProcesses(setup)).sample if setup.portable else setup.sample_here
-        deadline = started + time_limit - check_seconds
-        drawing = _Drawing(source, deadline, GRACE * time_limit, patient_until=started + patience)
-
-        def checked() -> bool:
-            drawing.deadline = started + time_limit
-            drawing.patient_until = math.inf
-            return check is None or check()
-
+        drawing = _Drawing(source, started + time_limit, GRACE * time_limit)
         answer: Answer | SpeedUp | None = None
-        affordable = drawing.plan()
-        if affordable and check is not None:
-            answer = settle(drawing.draw, affordable, check=checked)
-        elif affordable:
+        if deciding is not None:
+            answer = drawing.decided(deciding, started)
+        elif affordable := drawing.plan():
             answer = confirm(drawing.draw, min(affordable, _FIGURE_ALONE))
-    return drawing.summary(answer, time.monotonic() - started, threads, check is not None, setup.portable)
+    return drawing.summary(answer, time.monotonic() - started, threads, deciding is not None, setup.portable)
 
 
 # source(index, turns, deadline): the turns of a sample; None if they were not over at `deadline` (time.monotonic).
@@ -122,6 +123,18 @@ class _Drawing:
     longest: float = 0.0
     patient_until: float = math.inf
     ended: bool = False  # a sample was not over in time: its processes have been ended
+
+    def decided(self, deciding: Deciding, started: float) -> Answer | None:
+        """The answer of a decision that was begun at `started`; None if there is no time for one."""
+        end = self.deadline
+        self.deadline, self.patient_until = end - deciding.check_seconds, started + deciding.patience
+
+        def check() -> bool:
+            self.deadline, self.patient_until = end, math.inf
+            return deciding.check()
+
+        affordable = self.plan()
+        return settle(self.draw, affordable, check=check) if affordable else None
 
     def plan(self) -> int:
         """Measure once, and choose `turns`. Returns the number of processes that there is time for.
