@@ -53,6 +53,17 @@ def save_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Non
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
 
 
+def check_savable(path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError if a checkpoint could not be written to `path`. Its folder may be missing. Nothing is
+    changed."""
+    target = Path(path)
+    folder = next(parent for parent in target.absolute().parents if parent.exists())
+    try:
+        files.check(target if target.parent.exists() else folder / target.name)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
 def load_checkpoint(path: str | os.PathLike[str], kind: str) -> Checkpoint:
     """Read a checkpoint of this kind. Raises CheckpointError if the file is anything else."""
     try:

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from typer.testing import CliRunner
 
 from tests.rl.test_strategy import PRICES, VALLEYS, valleys
 from tests.rules.harness import model
 from xrlflow.checkpoint import CheckpointError
+from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.learn.ppo import TrainingError
 from xrlflow.onnxio import load
@@ -494,6 +496,55 @@ def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) 
         xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True)
     assert output.read_bytes() == before
     xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True, restart=True)
+
+
+@pytest.mark.usefixtures("brief_learning")
+def test_a_training_that_fails_changes_no_file(tmp_path: Path) -> None:
+    """It used to begin with writing an untrained agent, and with removing the world model of the one before."""
+    import onnx
+
+    import xrlflow
+
+    proto, output = tmp_path / "valley.onnx", tmp_path / "a.safetensors"
+    onnx.save(model("agraph (float[2,3,4] x) => (float[2,3,4] y) { y = Exp(x) }"), proto)
+    run = {"iterations": 1, "steps": 5, "horizon": 6, "world_model": True}
+    with pytest.raises(OptionError, match="nothing to learn"):
+        xrlflow.train([proto], output, **run)
+    assert list(tmp_path.iterdir()) == [proto]
+    output.write_bytes(b"an agent")
+    world_path(output).write_bytes(b"its world model")
+    with pytest.raises(OptionError, match="nothing to learn"):
+        xrlflow.train([proto], output, **run, restart=True)
+    assert (output.read_bytes(), world_path(output).read_bytes()) == (b"an agent", b"its world model")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(OptionError, match=r"folder\.safetensors cannot be written: Is a directory"):
+        xrlflow.train([proto], tmp_path / "folder.safetensors", **run)
+
+
+@pytest.mark.usefixtures("brief_learning")
+def test_it_is_said_that_no_round_was_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    from xrlflow.rl import workers
+
+    proto, output = tmp_path / "valley.onnx", tmp_path / "new" / "a.safetensors"
+    onnx.save(valleys(1, 1), proto)
+    play = workers.play
+    for change, saved in ((1.0, False), (0.5, True)):
+        played: list[float] = []
+
+        def steadily(*args: Any, factor: float = change, done: list[float] = played, **options: Any) -> Any:
+            done.append(factor)
+            return [replace(o, best=o.initial * factor ** len(done)) for o in play(*args, **options)]
+
+        monkeypatch.setattr(workers, "play", steadily)
+        asked = ["train", str(proto), "-o", str(output), "--world-model", "--restart", "--iterations", "1"]
+        said = CliRunner().invoke(app, [*asked, "--steps", "5", "--horizon", "6"])
+        assert said.exit_code == 0, said.output
+        assert Agent.load(output)
+        assert world_path(output).exists() == saved
+        line = f"{output} has no world model: no round was better than the beginning"
+        assert (line in said.output.splitlines()) != saved
 
 
 @pytest.mark.usefixtures("brief_learning")

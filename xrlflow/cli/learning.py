@@ -40,6 +40,14 @@ def tune(
             show.tuned(tuned.to_json(), tuned.speedup, tuned.control, str(output))
 
 
+def _world_of(agent: Path) -> Path | None:
+    """The file of an agent's world model, if there is one."""
+    from xrlflow.rl.world_model.files import world_path
+
+    found = world_path(agent)
+    return found if found.exists() else None
+
+
 @taking(TrainOptions)
 def train(
     models: Annotated[list[Path], typer.Argument(help="The ONNX files to learn from.")],
@@ -53,10 +61,13 @@ def train(
         from xrlflow import pipeline
 
         check_files("training reads and writes its files many times", output, *models)
-        trained = pipeline.train(models, output, TrainOptions(**options), quiet=as_json or quiet)
+        given = TrainOptions(**options)
+        trained = pipeline.train(models, output, given, quiet=as_json or quiet)
+        world = _world_of(output) if given.world_model else None
         if as_json:
             print_json({
                 "agent": str(output),
+                "world_model": None if world is None else str(world),
                 "iterations": trained.iterations,
                 "steps": trained.steps,
                 "seconds": trained.seconds,
@@ -69,3 +80,5 @@ def train(
                 typer.echo(f"{outcome.problem}: {outcome.gain:.4f} times cheaper by the model")
             stopped = " (interrupted: run the same command to go on)" if trained.interrupted else ""
             typer.echo(f"{output}: after {trained.iterations} iterations, {trained.steps} steps{stopped}")
+            if given.world_model and world is None:
+                typer.echo(f"{output} has no world model: no round was better than the beginning")

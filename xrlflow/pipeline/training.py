@@ -6,7 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rewrite_rules import LIBRARY
@@ -112,14 +113,16 @@ def _with_world_model(
     files: Files, begin: Agent | None, output: str | os.PathLike[str], options: TrainOptions, quiet: bool
 ) -> Trained:
     """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far, and
-    a later run goes on from there."""
+    a later run goes on from there. If no round is better than the beginning, its agent is written at the end, alone.
+    What was there before stays if the training fails."""
+    from xrlflow.checkpoint import check_savable
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
     from xrlflow.rl.workers import play
     from xrlflow.rl.world_model.diagnostics import Watching
-    from xrlflow.rl.world_model.files import save_alone, save_world
+    from xrlflow.rl.world_model.files import save_alone, save_world, world_path
     from xrlflow.rl.world_model.learning import Learner, LearningConfig, train_world_model
 
     started = time.monotonic()
@@ -133,19 +136,28 @@ def _with_world_model(
     task = files(agent.vocabulary)
     env, watching = EnvConfig(horizon=options.horizon), Watching()
     best: list[tuple[Score, Agent]] = []
+    unsaved: list[Callable[[], None]] = []  # how to write the best agent, until it is written
+    for path in (output, world_path(output)):
+        check_savable(path)
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
 
     def keep(score: Score, learner: Learner | None) -> None:
-        if not best or score.gain > best[-1][0].gain:
-            best.append((score, Agent.of(agent.arrays())))
-            about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": options.seed, _ROUNDS: done}
-            if learner is None:  # now, so that an output that cannot be written is known before the training
-                if earlier is None:
-                    save_alone(agent, output, about)
-            else:
-                save_world(agent, learner.world, output, about)
+        if best and score.gain <= best[-1][0].gain:
+            return
+        best.append((score, Agent.of(agent.arrays())))
+        about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": options.seed, _ROUNDS: done}
+        if learner is not None:
+            unsaved[:] = [partial(save_world, best[-1][1], learner.world, output, about)]
+            save()
+        elif earlier is None:
+            unsaved[:] = [partial(save_alone, best[-1][1], output, about)]
+
+    def save() -> None:
+        for write in unsaved:
+            write()
+        unsaved.clear()
 
     def progress(figures: Mapping[str, float], number: int, learner: Learner) -> bool:
         nonlocal done
@@ -164,8 +176,9 @@ def _with_world_model(
                 Learner(agent, LearningConfig(env=env), options.seed + first, world), task.problems, task.observe,
                 steps=options.steps * rounds, rounds=rounds, deadline=deadline, progress=progress, watch=watching,
             )  # fmt: skip
-    except KeyboardInterrupt:  # the files hold the best so far
+    except KeyboardInterrupt:
         interrupted = True
+    save()
     score, kept = best[-1] if best else (Score(()), agent)
     return Trained(kept, score, done, options.steps * done, time.monotonic() - started, interrupted)
 
