@@ -307,8 +307,7 @@ class Options(Common):
             raise OptionError(f"budget {self.budget} is negative")
         if self.train_steps < 0:
             raise OptionError(f"train_steps {self.train_steps} is negative: give steps of training, or 0")
-        if self.threads is not None and self.threads < 1:
-            raise OptionError(f"threads {self.threads} is not positive: give 1 or more")
+        check_threads(self.threads, self.remote)
         if not 0 < self.time_limit < math.inf:
             raise OptionError(f"time_limit {self.time_limit:g} is not positive: give seconds")
         if not 1 <= self.alpha < math.inf:
@@ -360,6 +359,7 @@ class TuneOptions(Common):
         if self.trials < 0 or self.batch < 1 or not 0 < self.time_limit < math.inf:
             raise OptionError("trials must not be negative, the batch and the time limit must be above zero")
         check_seed(self.seed)
+        check_threads(self.threads, self.remote)
         check_installed("tuning", "tvm", *TUNING)
         check_ray(self.ray)
 
@@ -432,6 +432,18 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
         found = importlib.util.find_spec(package)
         if found is None or found.origin is None:  # a folder of that name is no package
             raise OptionError(f"{what} needs {package}: install it with `pip install 'xrlflow[{extra}]'`")
+
+
+def check_threads(threads: int | None, remote: str | Remote | None) -> None:
+    """Raise OptionError unless a runtime can have so many threads; how many a remote device has is not known here."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise OptionError(f"threads {threads} is not positive: give 1 or more")
+    from xrlflow.backends.limits import most_threads  # with NumPy, which takes a while
+
+    if remote is None and threads > (most := most_threads()):
+        raise OptionError(f"threads {threads} is too many for this machine: give at most {most}")
 
 
 def check_seed(seed: int) -> None:

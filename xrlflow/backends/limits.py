@@ -63,6 +63,12 @@ def default_threads(root: Path = ROOT) -> int:
     return _paid(min(physical, len(one_cpu_a_core(allowed_cpus()))), root)
 
 
+def most_threads() -> int:
+    """The threads of a runtime that are accepted. More than the processors never help, and each one waits actively: an
+    ONNX Runtime with a thousand threads on two processors takes 16 s to open a small model."""
+    return max(64, 4 * (os.cpu_count() or 1))
+
+
 def available_memory(root: Path = ROOT) -> int:
     """Bytes that this process and others may still take: of the machine, and of its control groups."""
     free = int(psutil.virtual_memory().available)

@@ -114,6 +114,9 @@ def test_a_users_options_object_is_completed_and_not_overruled() -> None:
         open_model(matmuls(1), threads=3, session_options=options)
     with pytest.raises(BackendError, match="at least 1"):
         open_model(matmuls(1), threads=0)
+    options.intra_op_num_threads = 100_000
+    with pytest.raises(BackendError, match="100000 threads are too many for this machine"):
+        open_model(matmuls(1), session_options=options)
 
 
 def test_timing_one_model() -> None:

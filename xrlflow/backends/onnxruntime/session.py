@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow.backends.limits import default_threads
+from xrlflow.backends.limits import default_threads, most_threads
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
 
 if TYPE_CHECKING:
@@ -206,7 +206,8 @@ def reason(error: BaseException) -> str:
 
 
 def resolve_threads(threads: int | None, session_options: Options | None) -> int:
-    """The thread count that `open_model` would use. Raises BackendError when the arguments contradict each other."""
+    """The thread count that `open_model` would use. Raises BackendError when the arguments contradict each other, and
+    for more than `most_threads`."""
     own = 0
     if session_options is not None and not isinstance(session_options, Mapping):
         own = session_options.intra_op_num_threads
@@ -214,7 +215,10 @@ def resolve_threads(threads: int | None, session_options: Options | None) -> int
         raise BackendError(f"the thread count must be at least 1, not {threads}")
     if threads is not None and own not in (0, threads):
         raise BackendError(f"{threads} threads were asked for, but the session options say {own}")
-    return threads or own or default_threads()
+    count = threads or own or default_threads()
+    if count > (most := most_threads()):
+        raise BackendError(f"{count} threads are too many for this machine: give at most {most}")
+    return count
 
 
 def _options(
