@@ -226,6 +226,18 @@ def test_no_kernels_where_none_may_be(option: dict[str, Any], monkeypatch: pytes
     assert result.hybrid is None
 
 
+def test_kernels_that_could_not_be_compared_in_time_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took longer than a limit of four seconds, and the time of what was found without them."""
+    made: list[str] = []
+    true = kernels.Lowering.hybrid
+    monkeypatch.setattr(kernels.Lowering, "hybrid", lambda how, *given: made.append("") or true(how, *given))
+    late = "no kernels of our own: there was no time (--time-limit)"
+    for seconds, compiled in ((4.0, False), (30.0, True)):
+        result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=seconds, threads=1)
+        assert (late in result.report.notes) != compiled
+        assert bool(made) == compiled
+
+
 def interrupt(*_: Any, **__: Any) -> Any:
     raise KeyboardInterrupt
 
@@ -242,7 +254,7 @@ def test_ctrl_c_while_kernels_compile_keeps_the_plain_file(monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "propose", lambda *given: proposals.append(propose(*given)) or proposals[0])
     monkeypatch.setattr(kernels, "judged", judged)
     monkeypatch.setattr(kernels.Lowering, "hybrid", interrupt)
-    result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=10.0, threads=1)
+    result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=30.0, threads=1)
     assert result.hybrid is None
     assert judging == [(proposals[0], True)]
     assert "interrupted while kernels were compiled: the plain file is kept" in result.report.notes

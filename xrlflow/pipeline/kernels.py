@@ -108,8 +108,10 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     lacking = missing_for_kernels()
     if lacking is not None and asked:
         raise BackendError(f"kernels of our own: {lacking}")
-    if lacking is not None or (context.clock.hurried and not asked):
-        context.notes.append(f"no kernels of our own: {lacking or 'interrupted'}")
+    if lacking is None and not asked:
+        lacking = _too_late(context, [f.state.graph for f in (start.base, proposal.chosen) if f is not None])
+    if lacking is not None:
+        context.notes.append(f"no kernels of our own: {lacking}")
         return judged(context, start, explored, proposal)
     made = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
@@ -126,6 +128,23 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         context = replace(context, options=replace(context.options, exact_kernels=True))
         made = _best(context, start, explored, proposal, made)
     return judged(context, start, explored, proposal)
+
+
+def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
+    """Why none of these graphs could be compiled, verified and compared any more, if that is so.
+
+    Large graphs have many equal kernels, which are compiled once: they are given the benefit of the doubt.
+    """
+    clock = context.clock
+    if clock.hurried:
+        return "interrupted"
+    if not context.options.measure:
+        return None
+    nodes = min(sum(1 for _ in graph.nodes()) for graph in graphs)
+    compiling = _LOADING + min(_COMPILE * nodes, _AT_MOST / 2 * (clock.limit - clock.begin))
+    if time.monotonic() + compiling + _comparing(context) + clock.budget.verification > clock.budget.until:
+        return "there was no time (--time-limit)"
+    return None
 
 
 def _judged(context: Context, start: Start, made: _Made) -> Finished:
