@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log1p
 
@@ -161,7 +161,7 @@ def tell(seen: Embedded, costs: Sequence[float], left: float) -> None:
 def train_in_dreams(
     agent: Agent,
     world: World,
-    starts: Sequence[Embedded],
+    starts: Sequence[Callable[[], Embedded]],
     config: PPOConfig,
     *,
     horizon: int,
@@ -169,15 +169,15 @@ def train_in_dreams(
     generator: torch.Generator,
     deadline: float = math.inf,
 ) -> list[Stats]:
-    """One PPO update of the agent's heads for each batch of starts; after `deadline` (time.monotonic) no second one
-    begins. Raises TrainingError as `ppo.update` does."""
+    """One PPO update of the agent's heads for each batch of starts, which is embedded when its turn comes; after
+    `deadline` (time.monotonic) no second one begins. Raises TrainingError as `ppo.update` does."""
     heads = Heads(agent)
     optimizer = config.optimizer(heads)
     found: list[Stats] = []
-    for number, batch in enumerate(starts):
+    for number, start in enumerate(starts):
         if found and time.monotonic() >= deadline:
             break
-        episodes = dream(agent, world, batch, horizon=horizon, temperature=temperature, generator=generator)
+        episodes = dream(agent, world, start(), horizon=horizon, temperature=temperature, generator=generator)
         rollout = Rollout.of(episodes, config)
         found.append(update(heads, optimizer, rollout, config, generator, number / len(starts)))
     return found

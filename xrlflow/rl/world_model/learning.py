@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -176,19 +177,16 @@ class Learner:
             terms["imagined"].append(wrong)
         return parts | {name: torch.cat(each).mean() for name, each in terms.items()}
 
-    def starts(self, plays: Sequence[Play]) -> list[Embedded]:
-        """Embedded real states where dreams begin: first states of episodes and later ones, for each PPO update."""
-        found = []
-        for _ in range(self.config.dreams):
-            chosen = []
-            for index in self.rng.integers(len(plays), size=self.config.starts).tolist():
-                play = plays[index]
-                usable = [o for o in play.observations if o.candidates]
-                first = self.rng.random() < 0.5
-                chosen.append(usable[0 if first else int(self.rng.integers(len(usable)))])
-            with torch.no_grad():
-                found.append(self.embed(chosen)[0])
-        return found
+    def start(self, plays: Sequence[Play]) -> Embedded:
+        """Embedded real states where the dreams of one PPO update begin: first states of episodes and later ones."""
+        chosen = []
+        for index in self.rng.integers(len(plays), size=self.config.starts).tolist():
+            play = plays[index]
+            usable = [o for o in play.observations if o.candidates]
+            first = self.rng.random() < 0.5
+            chosen.append(usable[0 if first else int(self.rng.integers(len(usable)))])
+        with torch.no_grad():
+            return self.embed(chosen)[0]
 
     def dream(self, plays: Sequence[Play], deadline: float = math.inf) -> dict[str, float]:
         """Train the agent's heads in dreams that begin in these plays."""
@@ -196,7 +194,7 @@ class Learner:
         if not config.dreams:
             return {}
         stats = train_in_dreams(
-            self.agent, self.world, self.starts(plays), config.ppo, horizon=config.horizon,
+            self.agent, self.world, [partial(self.start, plays)] * config.dreams, config.ppo, horizon=config.horizon,
             temperature=config.temperature, generator=self.generator, deadline=deadline,
         )  # fmt: skip
         return {
