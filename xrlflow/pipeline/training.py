@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from xrlflow.pipeline.places import place_of
 if TYPE_CHECKING:
     from xrlflow.learn.log import Logs
     from xrlflow.rl.agent import Agent
-    from xrlflow.rl.train import Files, Trained
+    from xrlflow.rl.train import Files, Score, Trained
     from xrlflow.rl.world_model.dynamics import World
 
 # Where an agent that trained in a world model says after how many rounds it was the best.
@@ -109,20 +110,54 @@ def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -
         )
 
 
+@dataclass(slots=True)
+class _Best:
+    """The best agent of a run in a world model so far. A better one is written at once, with the world model; the first
+    one only by the last `save`, so that what was there before stays if the training fails."""
+
+    output: str | os.PathLike[str]
+    seed: int
+    score: Score | None = None
+    agent: Agent | None = None
+    unsaved: Callable[[], None] | None = None
+
+    def offer(
+        self, score: Score, agent: Agent, rounds: int, world: World | None, *, first_here: bool
+    ) -> None:
+        """Keep an agent if it is better. `world`: None before the first round; `first_here`: then its file has another
+        agent, or none."""
+        from xrlflow.rl.agent import Agent
+        from xrlflow.rl.world_model.files import save_alone, save_world
+
+        if self.score is not None and score.gain <= self.score.gain:
+            return
+        self.score, self.agent = score, Agent.of(agent.arrays())
+        about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": self.seed, _ROUNDS: rounds}
+        if world is not None:
+            self.unsaved = partial(save_world, self.agent, world, self.output, about)
+            self.save()
+        elif first_here:
+            self.unsaved = partial(save_alone, self.agent, self.output, about)
+
+    def save(self) -> None:
+        """Write what is not written yet: the first agent, or a better one where Ctrl-C came in between."""
+        if self.unsaved is not None:
+            self.unsaved()
+            self.unsaved = None
+
+
 def _with_world_model(
     files: Files, begin: Agent | None, output: str | os.PathLike[str], options: TrainOptions, quiet: bool
 ) -> Trained:
     """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far, and
-    a later run goes on from there. If no round is better than the beginning, its agent is written at the end, alone.
-    What was there before stays if the training fails."""
+    a later run goes on from there. If no round is better than the beginning, its agent is written at the end, alone."""
     from xrlflow.checkpoint import check_savable
-    from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
     from xrlflow.rl.workers import play
     from xrlflow.rl.world_model.diagnostics import Watching
-    from xrlflow.rl.world_model.files import save_alone, save_world, world_path
+    from xrlflow.rl.world_model.files import world_path
     from xrlflow.rl.world_model.learning import Learner, LearningConfig, train_world_model
 
     started = time.monotonic()
@@ -134,43 +169,25 @@ def _with_world_model(
     done = first
     agent = random_agent(Vocabulary.of(files.library()), options.seed) if begin is None else begin
     task = files(agent.vocabulary)
-    env, watching = EnvConfig(horizon=options.horizon), Watching()
-    best: list[tuple[Score, Agent]] = []
-    unsaved: list[Callable[[], None]] = []  # how to write the best agent, until it is written
+    env, watching, best = EnvConfig(horizon=options.horizon), Watching(), _Best(output, options.seed)
     for path in (output, world_path(output)):
         check_savable(path)
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
 
-    def keep(score: Score, learner: Learner | None) -> None:
-        if best and score.gain <= best[-1][0].gain:
-            return
-        best.append((score, Agent.of(agent.arrays())))
-        about = {"command": " ".join(["xrlflow", *sys.argv[1:]]), "seed": options.seed, _ROUNDS: done}
-        if learner is not None:
-            unsaved[:] = [partial(save_world, best[-1][1], learner.world, output, about)]
-            save()
-        elif earlier is None:
-            unsaved[:] = [partial(save_alone, best[-1][1], output, about)]
-
-    def save() -> None:
-        for write in unsaved:
-            write()
-        unsaved.clear()
-
     def progress(figures: Mapping[str, float], number: int, learner: Learner) -> bool:
         nonlocal done
         done = first + number + 1
         score = evaluated()
-        keep(score, learner)
+        best.offer(score, agent, done, learner.world, first_here=earlier is None)
         logs.scalars({**figures, **score.figures, "dream/saved": watching.promised(learner)}, done)
         return time.monotonic() < deadline
 
     interrupted = False
     try:
         with _logs(options, first, quiet) as logs:
-            keep(evaluated(), None)
+            best.offer(evaluated(), agent, done, None, first_here=earlier is None)
             rounds = max(options.iterations - first, 0)
             train_world_model(
                 Learner(agent, LearningConfig(env=env), options.seed + first, world), task.problems, task.observe,
@@ -178,9 +195,10 @@ def _with_world_model(
             )  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    save()
-    score, kept = best[-1] if best else (Score(()), agent)
-    return Trained(kept, score, done, options.steps * done, time.monotonic() - started, interrupted)
+    best.save()
+    score = best.score or Score(())
+    seconds = time.monotonic() - started
+    return Trained(best.agent or agent, score, done, options.steps * done, seconds, interrupted)
 
 
 def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] | None:
