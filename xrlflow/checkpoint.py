@@ -57,8 +57,8 @@ def check_savable(path: str | os.PathLike[str]) -> None:
     """Raise CheckpointError if a checkpoint could not be written to `path`. Its folder may be missing. Nothing is
     changed."""
     target = Path(path)
-    folder = next(parent for parent in target.absolute().parents if parent.exists())
     try:
+        folder = next(parent for parent in target.absolute().parents if parent.exists())
         files.check(target if target.parent.exists() else folder / target.name)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error

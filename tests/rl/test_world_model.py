@@ -517,8 +517,41 @@ def test_a_training_that_fails_changes_no_file(tmp_path: Path) -> None:
         xrlflow.train([proto], output, **run, restart=True)
     assert (output.read_bytes(), world_path(output).read_bytes()) == (b"an agent", b"its world model")
     (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(OptionError, match=r"folder\.safetensors cannot be written: Is a directory"):
-        xrlflow.train([proto], tmp_path / "folder.safetensors", **run)
+    for folder in (tmp_path / "folder.safetensors", ".", "/"):
+        with pytest.raises(OptionError, match="is a folder: name a file"):
+            xrlflow.train([proto], folder, **run)
+    with pytest.raises(OptionError, match="cannot be written: File name too long"):
+        xrlflow.train([proto], tmp_path / ("x" * 300) / "a.safetensors", **run)
+    world_path(tmp_path / "b.safetensors").mkdir()
+    with pytest.raises(OptionError, match=r"b\.world\.safetensors cannot be written: Is a directory"):
+        xrlflow.train([proto], tmp_path / "b.safetensors", **run)
+
+
+@pytest.mark.usefixtures("brief_learning")
+@pytest.mark.parametrize("earlier", [True, False])
+def test_ctrl_c_before_the_first_round_keeps_the_agent_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    import onnx
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    proto, output = tmp_path / "valley.onnx", tmp_path / "a.safetensors"
+    onnx.save(valleys(1, 1), proto)
+    if earlier:
+        output.write_bytes(b"an agent")
+        world_path(output).write_bytes(b"its world model")
+    monkeypatch.setattr("xrlflow.rl.world_model.learning.explore", interrupt)
+    asked = ["train", str(proto), "-o", str(output), "--world-model", "--restart"]
+    said = CliRunner().invoke(app, asked)
+    assert said.exit_code == 0, said.output
+    assert "no world model" not in said.output
+    assert "go on" not in said.output
+    if earlier:
+        assert (output.read_bytes(), world_path(output).read_bytes()) == (b"an agent", b"its world model")
+    else:
+        assert Agent.load(output)
 
 
 @pytest.mark.usefixtures("brief_learning")

@@ -66,7 +66,7 @@ def train(
         world = _world_of(output) if given.world_model else None
         if as_json:
             print_json({
-                "agent": str(output),
+                "agent": str(output) if output.exists() else None,
                 "world_model": None if world is None else str(world),
                 "iterations": trained.iterations,
                 "steps": trained.steps,
@@ -78,7 +78,11 @@ def train(
         elif not quiet:
             for outcome in trained.score.outcomes:
                 typer.echo(f"{outcome.problem}: {outcome.gain:.4f} times cheaper by the model")
-            stopped = " (interrupted: run the same command to go on)" if trained.interrupted else ""
+            if not output.exists():
+                typer.echo(f"{output} was not written: interrupted before there was an agent")
+                return
+            goes_on = "" if given.restart else ": run the same command to go on"
+            stopped = f" (interrupted{goes_on})" if trained.interrupted else ""
             typer.echo(f"{output}: after {trained.iterations} iterations, {trained.steps} steps{stopped}")
-            if given.world_model and world is None:
+            if given.world_model and world is None and trained.iterations:
                 typer.echo(f"{output} has no world model: no round was better than the beginning")

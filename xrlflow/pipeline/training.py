@@ -45,7 +45,7 @@ def train(
     quiet: bool = True,
 ) -> Trained:
     """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, standard error gets a line per iteration."""
-    from xrlflow.checkpoint import CheckpointError
+    from xrlflow.checkpoint import CheckpointError, check_savable
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
     from xrlflow.rl.agent import Agent
@@ -56,6 +56,8 @@ def train(
 
     if isinstance(models, (str, bytes, os.PathLike)):
         raise OptionError(f"models is one path, {models!r}: give a list of them")
+    if os.path.isdir(output) or not os.path.basename(output):
+        raise OptionError(f"output {os.fspath(output)!r} is a folder: name a file")
     for path in (*models, *options.held_out):
         if not os.path.isfile(path):
             raise OptionError(f"{os.fspath(path)} is no file")
@@ -69,6 +71,8 @@ def train(
         folder=os.getcwd(),
     )  # fmt: skip
     try:
+        for path in (output, world_path(output)) if options.world_model else (output,):
+            check_savable(path)
         begin = None
         if options.start is not None:
             begin = Agent.load(options.start).extended(files.library())
@@ -151,13 +155,11 @@ def _with_world_model(
 ) -> Trained:
     """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far, and
     a later run goes on from there. If no round is better than the beginning, its agent is written at the end, alone."""
-    from xrlflow.checkpoint import check_savable
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
     from xrlflow.rl.workers import play
     from xrlflow.rl.world_model.diagnostics import Watching
-    from xrlflow.rl.world_model.files import world_path
     from xrlflow.rl.world_model.learning import Learner, LearningConfig, train_world_model
 
     started = time.monotonic()
@@ -170,8 +172,6 @@ def _with_world_model(
     agent = random_agent(Vocabulary.of(files.library()), options.seed) if begin is None else begin
     task = files(agent.vocabulary)
     env, watching, best = EnvConfig(horizon=options.horizon), Watching(), _Best(output, options.seed)
-    for path in (output, world_path(output)):
-        check_savable(path)
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
@@ -195,7 +195,10 @@ def _with_world_model(
             )  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    best.save()
+    if (
+        not interrupted or done > first or not os.path.exists(output)
+    ):  # an agent that has learned nothing replaces none
+        best.save()
     score = best.score or Score(())
     seconds = time.monotonic() - started
     return Trained(best.agent or agent, score, done, options.steps * done, seconds, interrupted)
