@@ -95,3 +95,7 @@ def test_without_a_flag_are_only_objects_of_python() -> None:
 def test_what_makes_no_sense_is_refused(kind: type, given: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         kind(**given)
+
+
+def test_a_remote_device_may_have_more_threads_than_this_machine() -> None:
+    assert Options(backend="tvm", remote="host:1/key", threads=100_000).threads == 100_000

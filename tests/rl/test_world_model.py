@@ -498,6 +498,19 @@ def test_a_run_without_a_world_model_is_not_overwritten_unasked(tmp_path: Path) 
     xrlflow.train([proto], output, iterations=1, steps=5, horizon=6, world_model=True, restart=True)
 
 
+def test_no_states_are_embedded_for_dreams_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, featuriser = problems((1,))
+    learner = Learner(agent(), replace(SMALL, dreams=3), 0)
+    plays = explore(learner.agent, found, featuriser, 5, seed=0, config=ENV)
+    begun: list[int] = []
+    start = learner.start
+    monkeypatch.setattr(learner, "start", lambda given: begun.append(0) or start(given))
+    for deadline, updates in ((0.0, 1), (math.inf, 3)):
+        begun.clear()
+        learner.dream(plays, deadline)
+        assert len(begun) == updates
+
+
 @pytest.mark.usefixtures("brief_learning")
 def test_a_training_that_fails_changes_no_file(tmp_path: Path) -> None:
     """It used to begin with writing an untrained agent, and with removing the world model of the one before."""
@@ -518,7 +531,7 @@ def test_a_training_that_fails_changes_no_file(tmp_path: Path) -> None:
     assert (output.read_bytes(), world_path(output).read_bytes()) == (b"an agent", b"its world model")
     (tmp_path / "folder.safetensors").mkdir()
     for folder in (tmp_path / "folder.safetensors", ".", "/"):
-        with pytest.raises(OptionError, match="is a folder: name a file"):
+        with pytest.raises(OptionError, match="names no file: give the path of one"):
             xrlflow.train([proto], folder, **run)
     with pytest.raises(OptionError, match="cannot be written: File name too long"):
         xrlflow.train([proto], tmp_path / ("x" * 300) / "a.safetensors", **run)

@@ -57,7 +57,7 @@ def train(
     if isinstance(models, (str, bytes, os.PathLike)):
         raise OptionError(f"models is one path, {models!r}: give a list of them")
     if os.path.isdir(output) or not os.path.basename(output):
-        raise OptionError(f"output {os.fspath(output)!r} is a folder: name a file")
+        raise OptionError(f"output {os.fspath(output)!r} names no file: give the path of one")
     for path in (*models, *options.held_out):
         if not os.path.isfile(path):
             raise OptionError(f"{os.fspath(path)} is no file")
@@ -121,15 +121,13 @@ class _Best:
 
     output: str | os.PathLike[str]
     seed: int
+    fresh: bool  # no earlier run wrote the output: the first agent is written, too
     score: Score | None = None
     agent: Agent | None = None
     unsaved: Callable[[], None] | None = None
 
-    def offer(
-        self, score: Score, agent: Agent, rounds: int, world: World | None, *, first_here: bool
-    ) -> None:
-        """Keep an agent if it is better. `world`: None before the first round; `first_here`: then its file has another
-        agent, or none."""
+    def offer(self, score: Score, agent: Agent, rounds: int, world: World | None) -> None:
+        """Keep an agent if it is better than all before. `world`: its world model, None before the first round."""
         from xrlflow.rl.agent import Agent
         from xrlflow.rl.world_model.files import save_alone, save_world
 
@@ -140,7 +138,7 @@ class _Best:
         if world is not None:
             self.unsaved = partial(save_world, self.agent, world, self.output, about)
             self.save()
-        elif first_here:
+        elif self.fresh:
             self.unsaved = partial(save_alone, self.agent, self.output, about)
 
     def save(self) -> None:
@@ -171,7 +169,8 @@ def _with_world_model(
     done = first
     agent = random_agent(Vocabulary.of(files.library()), options.seed) if begin is None else begin
     task = files(agent.vocabulary)
-    env, watching, best = EnvConfig(horizon=options.horizon), Watching(), _Best(output, options.seed)
+    env, watching = EnvConfig(horizon=options.horizon), Watching()
+    best = _Best(output, options.seed, fresh=earlier is None)
 
     def evaluated() -> Score:
         return Score(tuple(play(agent, task.held_out or task.problems, task.observe, env)))
@@ -180,14 +179,14 @@ def _with_world_model(
         nonlocal done
         done = first + number + 1
         score = evaluated()
-        best.offer(score, agent, done, learner.world, first_here=earlier is None)
+        best.offer(score, agent, done, learner.world)
         logs.scalars({**figures, **score.figures, "dream/saved": watching.promised(learner)}, done)
         return time.monotonic() < deadline
 
     interrupted = False
     try:
         with _logs(options, first, quiet) as logs:
-            best.offer(evaluated(), agent, done, None, first_here=earlier is None)
+            best.offer(evaluated(), agent, done, None)
             rounds = max(options.iterations - first, 0)
             train_world_model(
                 Learner(agent, LearningConfig(env=env), options.seed + first, world), task.problems, task.observe,
@@ -195,9 +194,8 @@ def _with_world_model(
             )  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
-    if (
-        not interrupted or done > first or not os.path.exists(output)
-    ):  # an agent that has learned nothing replaces none
+    # On Ctrl-C before the first round, the agent has learned nothing: it replaces no other one.
+    if not interrupted or done > first or not os.path.exists(output):
         best.save()
     score = best.score or Score(())
     seconds = time.monotonic() - started
