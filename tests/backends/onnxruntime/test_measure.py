@@ -187,6 +187,16 @@ def test_the_time_of_the_check_is_kept_for_it(told: Callable[[float, float], Tol
     assert clock.now - 100.0 <= 51.0
 
 
+def test_a_decision_that_needs_all_its_time_leaves_that_of_the_check(
+    told: Callable[[float, float], Told],
+) -> None:
+    clock = told(1.0, 1.004)
+    measure_in_fresh_processes(
+        matmuls(1), matmuls(1), feeds(), deciding=Deciding(lambda: True, 40.0), time_limit=50.0
+    )
+    assert 5.0 < clock.now - 100.0 <= 10.0
+
+
 @pytest.mark.parametrize(
     ("noise", "start", "each", "left", "turns"),
     [
