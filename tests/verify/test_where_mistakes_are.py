@@ -474,7 +474,7 @@ def test_an_error_on_unusual_values_is_judged_by_more_of_the_originals_own() -> 
     y = np.float32([1.0, 2.0, 3.0])
     new = y + np.float32(1e-3)
     assert not judge_floats(Yardstick(Leg.FLOAT64, y, y.astype(np.float64)), new).passed
-    moved = Yardstick(Leg.FLOAT64, y, y.astype(np.float64), variants=(y + np.float32(5e-4),))
+    moved = Yardstick(Leg.FLOAT64, y, y.astype(np.float64), noise=np.full(3, 5e-4))
     assert judge_floats(moved, new).passed
     assert not judge_floats(moved, y + np.float32(1e-2)).passed
 

@@ -1,31 +1,30 @@
-"""Whether one output may replace another. Tolerances come from measured rounding errors.
+"""Whether one output may replace another. Tolerances come from rounding, never from a runtime's mistakes.
 
-Global rule, for each float output (|.| is the greatest absolute value over the output):
+An output is compared with a target `y`, by its largest element and element by element:
 
-    reference leg    |new - f64| <= 4 |original - f64| + eps |f64|
-    deviation leg    |new - original| <= 8 max(|original - unoptimised|, eps |original|)
+    all elements   max |new - y| <= 4 max noise + eps max |y|        y: our float64 evaluation
+                   max |new - y| <= 8 max(max noise, eps max |y|)    y: an output of the original
+    each element   |new - y| <= 1024 noise + 2^-10 |y| + 8 grid
 
-Evaluating float64 is slow, so it may be done for some of the inputs only. The others are judged by the deviation leg.
-Its tolerance is then at least the sum of the original's distance from f64 and the reference leg's tolerance, both
-estimated from the greatest relative error that the original showed for that output.
+`noise` is how far rounding moves each element of the original. At first it is what one pair of the original's results
+shows (in ONNX Runtime and in float64; without float64: with ONNX Runtime's optimisations and without), but at most
+2^-16 of the magnitudes around the element: what is farther apart is not rounding until that is shown. If an output
+exceeds a tolerance, noise is measured (`noise.py`), and the output is judged anew, by three targets: the float64
+evaluation, the original as the user runs it, and the original without ONNX Runtime's optimisations. It must equal one
+of them.
 
-`eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats.
+`eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats; 2^-10 and 2^-16 are at least
+four epsilons of the type. `grid` is the largest power of two, at most 2^-24, of which all elements of the original are
+multiples: a kernel that ends with an addition (a Sigmoid as 0.5 + p / q) rounds small elements to it.
 
-The greatest value of an output sets a tolerance that may be far too loose for parts of it: boxes of hundreds of pixels
-next to scores below one. So for each index of each axis, the slice there is judged by its own magnitude too, if it has
-64 elements or more (smaller slices say too little about the original's own error):
+Evaluating float64 is slow, so it may be done for some of the inputs only. For the others the tolerance is at least five
+times the greatest relative noise that the output showed elsewhere.
 
-    |new - y| in the slice <= 16 |original - y| in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
+Each slice of 64 elements or more, at an index of an axis, is judged by its own magnitude too:
 
-Here y is f64 in the reference leg, and the original in the deviation leg; |original - y| is the original's distance
-from f64 or from its unoptimised output. That is loose enough for honest rounding and tight enough to notice a channel
-that lost its bias. Slices can only make an output fail. `grid` is the largest power of two, at most 2^-24, of which all
-elements of the original are multiples: a kernel that ends with an addition (a Sigmoid as 0.5 + p / q) rounds small
-elements to it.
+    |new - y| in the slice <= 16 noise in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
-With unusual values (thousands, mostly zeros) one run may not show how many digits the original loses. If an error
-exceeds the tolerance there, the original runs again, without the runtime's optimisations and with inputs moved to
-neighbouring floats. |original - y| becomes the greatest distance of these outputs from y, and the error is judged anew.
+That notices a channel that lost its bias. Slices and elements can only make an output fail.
 """
 
 from __future__ import annotations
@@ -41,15 +40,20 @@ from xrlflow.verify.runner import Array
 
 EPS = 2.0**-20
 _LEAST_SLICE = 64
-_SLICE_ERROR, _SLICE_SCALE = 16.0, 2.0**-10
-_SLICE_GRID, _COARSEST_GRID = 8.0, 2.0**-24
+_SLICE_ERROR, _SCALE = 16.0, 2.0**-10
+_GRID, _COARSEST_GRID = 8.0, 2.0**-24
+# A few samples may show an element much less noise than it has.
+_ELEMENT_ERROR = 1024.0
+# The part of the magnitudes around an element that one difference may show as noise.
+_UNPROVEN = 2.0**-16
 
 
 class Leg(Enum):
     """The rule that an output was judged by."""
 
     FLOAT64 = "float64"  # our float64 evaluation
-    DEVIATION = "deviation"  # the original's outputs at two optimisation levels
+    DEVIATION = "deviation"  # the original as the user runs it
+    PLAIN = "unoptimised"  # the original without the runtime's optimisations
     EXACT = "exact"  # integers, booleans, strings
     TIE = "near-tie"  # integers that may differ because the original itself is undecided
 
@@ -80,34 +84,38 @@ class Element:
 class Yardstick:
     """The measure for an output of the original.
 
-    `other`: the float64 reference, or the original's output without the runtime's optimisations (None: not known, only
-    rounding is allowed). `relative`: |original - f64| / |f64| on other inputs, if known. `variants`: further outputs of
-    the original, without optimisations or with slightly moved inputs.
+    `leg` says what the target is. `other`: the float64 evaluation (FLOAT64), or the original's output without the
+    runtime's optimisations (DEVIATION: None if not known; PLAIN: the target). `noise`: how far rounding moves each
+    element, if that was measured. `relative`: the greatest noise on other inputs, as a part of the largest element.
+    `variants`: further outputs of the original; an element may be NaN or infinite as in one of them.
     """
 
     leg: Leg
     original: Array
     other: Array | None
     relative: float = 0.0
+    noise: Array | None = None
     variants: tuple[Array, ...] = ()
 
     def error(self) -> float:
-        """|original - other| / |y|: the original's relative error, if `other` is the float64 reference."""
-        y, own = self.measure()
+        """The greatest noise as a part of the largest element."""
+        y, noise = self.measure()
         scale = _scale(y)
-        return _max(own) / scale if scale else 0.0
+        return _max(noise) / scale if scale else 0.0
 
     def measure(self) -> tuple[Array, Array]:
-        """y, and |original - other| (0 where either is not finite), both in float64."""
-        a = wide(self.original)
-        y, own = a, np.zeros(a.shape)
-        if self.other is not None:
-            other = wide(self.other)
-            own = _distance(a, other)
-            y = np.where(np.isfinite(a), other, a) if self.leg is Leg.FLOAT64 else a
-        for variant in self.variants:
-            own = np.maximum(own, _distance(wide(variant), y))
-        return y, own
+        """The target, and the noise of each element (0 where it is not finite), both in float64."""
+        y = a = wide(self.original)
+        if self.other is not None and self.leg is Leg.PLAIN:
+            y = wide(self.other)
+        elif self.other is not None and self.leg is Leg.FLOAT64:
+            y = np.where(np.isfinite(a), wide(self.other), a)
+        if self.noise is not None:
+            return y, self.noise
+        if self.other is None or self.leg is Leg.PLAIN:
+            return y, np.zeros(a.shape)
+        limit = max(_UNPROVEN, 4 * float(_finfo(self.original).eps)) * _around(_finite(y))
+        return y, np.minimum(_distance(a, wide(self.other)), limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,35 +187,49 @@ def by_deviation(original: Array, unoptimized: Array | None) -> Yardstick:
     return Yardstick(Leg.DEVIATION, original, unoptimized)
 
 
-def tolerance(yardstick: Yardstick, y: Array, own: Array, eps: float) -> float:
-    """The greatest admissible distance from y over the whole output. `own` is the original's distance."""
+def tolerance(yardstick: Yardstick, y: Array, noise: Array, eps: float) -> float:
+    """The greatest admissible distance from the target y over the whole output."""
     scale = _scale(y)
     if yardstick.leg is Leg.FLOAT64:
-        return 4 * _max(own) + eps * scale
-    return max(8 * max(_max(own), eps * scale), (5 * yardstick.relative + eps) * scale)
+        return 4 * _max(noise) + eps * scale
+    return max(8 * max(_max(noise), eps * scale), (5 * yardstick.relative + eps) * scale)
+
+
+def _finite(y: Array) -> Array:
+    """Magnitudes; 0 where y is not finite."""
+    return np.abs(np.where(np.isfinite(y), y, 0))
 
 
 def _scale(y: Array) -> float:
-    return _max(np.abs(np.where(np.isfinite(y), y, 0)))
+    return _max(_finite(y))
+
+
+def _around(magnitude: Array) -> Array:
+    """For each element, the least of the largest magnitudes in the slices that it is in, one along each axis."""
+    found = np.full(magnitude.shape, _max(magnitude))
+    for axis in range(magnitude.ndim if magnitude.size else 0):
+        others = tuple(i for i in range(magnitude.ndim) if i != axis)
+        found = np.minimum(found, magnitude.max(others, keepdims=True))
+    return found
 
 
 def judge_floats(yardstick: Yardstick, new: Array, licence: Licence = Licence.NONE) -> Judgement:
     """Whether `new` is as accurate as the original's output. Both have the same shape and type."""
     original, leg = yardstick.original, yardstick.leg
-    y, own = yardstick.measure()
+    y, noise = yardstick.measure()
     a, b = wide(original), wide(new)
     eps, least = epsilon(original), _least(original)
     # Runtimes may flush denormal numbers to zero.
-    allowed = tolerance(yardstick, y, own, eps) + least
+    allowed = tolerance(yardstick, y, noise, eps) + least
     difference = _max(_distance(a, b))
 
     def element(index: tuple[int, ...]) -> Element:
         reference = float(y[index]) if leg is Leg.FLOAT64 and y.dtype.kind == "f" else None
         return Element(index, original[index].item(), new[index].item(), reference)
 
-    unlike = _kinds(a) != _kinds(b)
+    unlike = _kinds(y) != _kinds(b)
     if licence is not Licence.NONE:
-        unlike &= np.isfinite(a) & (licence is Licence.MENDS)
+        unlike &= np.isfinite(y) & (licence is Licence.MENDS)
     for variant in yardstick.variants:
         unlike &= _kinds(wide(variant)) != _kinds(b)
     if unlike.any():
@@ -220,8 +242,9 @@ def judge_floats(yardstick: Yardstick, new: Array, licence: Licence = Licence.NO
     if greatest > allowed:
         reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({leg.value})"
         return Judgement(leg, greatest, allowed, difference, element(index), reason)
-    known = np.maximum(own, yardstick.relative * np.abs(np.where(np.isfinite(y), y, 0)))
-    outside = _worst_slice(y, error, known, eps, least + _SLICE_GRID * grid(original))
+    known = np.maximum(noise, yardstick.relative * _finite(y))
+    floor = least + _GRID * grid(original)
+    outside = _worst_slice(y, error, known, eps, floor) or _worst_element(y, error, known, original, floor)
     if outside is not None:
         index, found, limit, where = outside
         reason = f"the error {found:.3g} {where} exceeds the tolerance {limit:.3g} there ({leg.value})"
@@ -276,7 +299,7 @@ def _worst_slice(
 
     `noise` is added to the tolerance of every element.
     """
-    magnitude = np.abs(np.where(np.isfinite(y), y, 0))
+    magnitude = _finite(y)
     floor = eps / 8 * _max(magnitude) + noise
     found: tuple[tuple[int, ...], float, float, str] | None = None
     excess = 1.0
@@ -285,7 +308,7 @@ def _worst_slice(
             continue
         others = tuple(i for i in range(error.ndim) if i != axis)
         errors, owns, scales = error.max(others), own.max(others), magnitude.max(others)
-        limits = _SLICE_ERROR * owns + _SLICE_SCALE * scales + floor
+        limits = _SLICE_ERROR * owns + _SCALE * scales + floor
         at = int(np.argmax(errors / limits))
         if errors[at] > excess * limits[at]:
             excess = float(errors[at] / limits[at])
@@ -294,6 +317,18 @@ def _worst_slice(
             index = (*inner[:axis], at, *inner[axis:])
             found = (index, float(errors[at]), float(limits[at]), f"at {at} along axis {axis}")
     return found
+
+
+def _worst_element(
+    y: Array, error: Array, noise: Array, original: Array, floor: float
+) -> tuple[tuple[int, ...], float, float, str] | None:
+    """The element that exceeds its own tolerance most, as `_worst_slice` has it. None if none does."""
+    scale = max(_SCALE, 4 * float(_finfo(original).eps))
+    limits = _ELEMENT_ERROR * noise + scale * _finite(y) + floor
+    index = _greatest(error / limits)
+    if error[index] <= limits[index]:
+        return None
+    return index, float(error[index]), float(limits[index]), "of an element"
 
 
 def _greatest(array: Array) -> tuple[int, ...]:

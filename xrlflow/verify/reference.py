@@ -39,17 +39,18 @@ class NoReference(ValueError):
 
 def evaluate(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
     """Values of the model's graph in float64. Raises NoReference."""
-    return _evaluate(imported, case, values, evaluate_graph)
+    return evaluate_by(imported, case, values, evaluate_graph)
 
 
 def evaluate_rounded(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
     """The same, rounded to the model's own precision after each operator. Raises NoReference."""
-    return _evaluate(imported, case, values, _as_declared)
+    return evaluate_by(imported, case, values, _as_declared)
 
 
-def _evaluate(
+def evaluate_by(
     imported: ImportedModel, case: Case, values: Sequence[Value], evaluator: _Evaluator
 ) -> list[Array]:
+    """The result of an evaluator for the part of the graph that these values depend on. Raises NoReference."""
     feeds = evaluable_feeds(imported, case.feeds)
     if feeds is None:
         raise NoReference("the inputs are not all tensors")

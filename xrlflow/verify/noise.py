@@ -1,0 +1,151 @@
+"""How far rounding moves each element of a model's outputs: stochastic arithmetic.
+
+The graph is evaluated in float64, several times side by side: once as it is, and with a random relative error after
+each operator that rounds, as large as the declared type's own. What an operator adds up is moved before it is added, so
+that digits lost to cancellation show. (Parker, "Monte Carlo Arithmetic", 1997.)
+
+Two things keep this from admitting anything. A result that the declared type can hold is not moved: sums of masks and
+positions stay exact. And integers, booleans and jumps (Floor, Sign, ...) are taken from the evaluation without errors:
+a moved number never becomes another index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
+from xrlflow.onnxio import ImportedModel
+from xrlflow.ops.eval_elementwise import promote
+from xrlflow.ops.evaluate import REALS, SPECS, evaluate_node
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.verify.inputs import Case
+from xrlflow.verify.reference import evaluate_by, part_for
+from xrlflow.verify.runner import Array
+
+SAMPLES = 3
+"""Evaluations with errors, besides the one without."""
+
+# Operators that choose among their operands, or change a sign.
+_CHOOSING = frozenset(
+    {"Abs", "Clip", "GlobalMaxPool", "Max", "MaxPool", "Min", "Neg", "ReduceMax", "ReduceMin", "Relu", "TopK"}
+)
+# One rounding of the result; what they read is exact.
+_ROUNDING_ONCE = frozenset(
+    {"Add", "Cast", "CastLike", "Div", "Exp", "Log", "Mul", "Pow", "Reciprocal", "Sqrt", "Sub"}
+)
+_CASTS = frozenset({"Cast", "CastLike"})
+# Kernels compute these by a sum of numbers near 1 or near the argument, so that their error does not shrink with them.
+_SATURATING = frozenset({
+    "Celu", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh",
+    "com.microsoft::BiasGelu", "com.microsoft::FastGelu", "com.microsoft::Gelu", "com.microsoft::QuickGelu",
+})  # fmt: skip
+# Functions of floats that jump. Those that give integers or booleans are known by their types.
+_JUMPING = frozenset(
+    {"Ceil", "Floor", "GridSample", "Hardmax", "Mod", "NonMaxSuppression", "Round", "Shrink", "Sign", "ThresholdedRelu"}
+)  # fmt: skip
+
+
+def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
+    """The greatest |with errors - without|, in float64, for each element of these values. Raises NoReference."""
+    return evaluate_by(imported, case, values, _noise)
+
+
+def jumps(graph: Graph, value: Value) -> bool:
+    """Whether a value depends on floats through something that jumps, so that a moved input may change it at will."""
+    return any(_jumps(graph, node) for node in part_for(graph, (value,)).nodes())
+
+
+def _jumps(graph: Graph, node: Node) -> bool:
+    floats = any(v != ABSENT and graph.type(v).dtype in FLOATS for v in node.inputs)
+    steps = node.op in _JUMPING or any(type.dtype not in FLOATS for type in node.types)
+    return (floats and steps and node.op not in ("Shape", "Size")) or _bodies_jump(node)
+
+
+def _bodies_jump(node: Node) -> bool:
+    bodies = [attr.graph for attr in node.attrs.values() if isinstance(attr, Body)]
+    return any(_jumps(body, inner) for body in bodies for inner in body.nodes())
+
+
+def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
+    rng = np.random.default_rng(0)
+    order = graph.topological()
+    last = {value: at for at, node in enumerate(order) for value in node.inputs}
+    # One array where nothing was moved, else 1 + SAMPLES.
+    held: dict[Value, list[Array]] = {v: [promote(REALS, np.asarray(a))] for v, a in feeds.items()}
+
+    def read(value: Value) -> list[Array] | None:
+        if value == ABSENT:
+            return None
+        return held[value] if value in held else [promote(REALS, graph.leaves.consts[value].numpy())]
+
+    for at, node in enumerate(order):
+        results = _results(graph, node, [read(v) for v in node.inputs], rng)
+        held.update(zip(node.outputs, results))
+        for value in node.inputs:
+            if last[value] == at and value not in graph.outputs:
+                held.pop(value, None)
+    found = []
+    for value in graph.outputs:
+        arrays = read(value)
+        assert arrays is not None
+        with np.errstate(invalid="ignore"):
+            apart = [np.abs(moved - arrays[0]) for moved in arrays[1:]]
+        greatest = np.max(apart, axis=0) if apart else np.zeros(arrays[0].shape)
+        found.append(np.where(np.isfinite(greatest), greatest, 0.0))
+    return found
+
+
+def _results(
+    graph: Graph, node: Node, inputs: Sequence[list[Array] | None], rng: np.random.Generator
+) -> list[list[Array]]:
+    """The outputs of one operator: one array, or 1 + SAMPLES."""
+
+    def evaluated(sample: int, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
+        arrays = [None if x is None else change(x[min(sample, len(x) - 1)]) for x in inputs]
+        return evaluate_node(node.op, node.attrs, arrays, len(node.outputs))
+
+    exact = evaluated(0)
+    clean = all(x is None or len(x) == 1 for x in inputs)
+    moves = SPECS[node.op].proof == "movement" and node.op not in _CASTS
+    rounds = not moves and node.op not in _CHOOSING
+    holds = clean and (not rounds or all(_held(a, t.dtype) for a, t in zip(exact, node.types)))
+    if holds or node.op in _JUMPING or _bodies_jump(node):
+        return [[array] for array in exact]
+    unit = max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=0.0)
+    adds = rounds and node.op not in _ROUNDING_ONCE and node.op not in _SATURATING
+    found = [[array] for array in exact]
+    for sample in range(1, 1 + SAMPLES):
+        moved = evaluated(sample, (lambda x: _moved(x, unit, rng)) if adds else (lambda x: x))
+        for place, (array, type) in enumerate(zip(moved, node.types)):
+            if type.dtype in FLOATS:
+                noise = 1.0 if node.op in _SATURATING else 0.0
+                found[place].append(_moved(array, _unit(type.dtype), rng, noise) if rounds else array)
+    return found
+
+
+def _moved(array: Array, unit: float, rng: np.random.Generator, absolute: float = 0.0) -> Array:
+    """Floats with a relative error of at most two units, and an absolute one of `absolute` units."""
+    if array.dtype.kind != "f" or not unit:
+        return array
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(array + unit * rng.uniform(-1, 1, array.shape) * (2 * np.abs(array) + absolute))
+
+
+def _held(array: Array, dtype: DType) -> bool:
+    """Whether a type holds an array as it is. Of float64 only integers are known not to be rounded."""
+    if dtype not in FLOATS:
+        return True
+    with np.errstate(all="ignore"):
+        if dtype == DType.DOUBLE:
+            same = (np.trunc(array) == array) & (np.abs(array) < 2.0**53)
+        else:
+            same = array.astype(numpy_dtype(dtype)).astype(np.float64) == array
+    return bool((same | np.isnan(array)).all())
+
+
+def _unit(dtype: DType) -> float:
+    """The greatest relative error of rounding to a type."""
+    return float(ml_dtypes.finfo(numpy_dtype(dtype)).eps) / 2  # type: ignore[no-untyped-call]
