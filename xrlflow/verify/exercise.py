@@ -19,10 +19,10 @@ from xrlflow.verify.dims import Bindings, Role
 from xrlflow.verify.errors import OriginalFails
 from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
-from xrlflow.verify.numbers import ENDLESS, LEAST, marks, on_symbols, thresholds
+from xrlflow.verify.numbers import ENDLESS, LEAST, has_ties, marks, on_symbols, thresholds
 from xrlflow.verify.reference import NoReference, Sizes, evaluable
 from xrlflow.verify.runner import Model, Runner, first_line, flat
-from xrlflow.verify.values import Masks
+from xrlflow.verify.values import TIES, Masks
 from xrlflow.verify.yardsticks import Known, not_credible
 
 _LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
@@ -105,6 +105,7 @@ class Runs:
         return (
             not case.values.floats.finite
             or case.values.masks is Masks.EMPTY
+            or case.values is TIES
             or not self._whole
             or is_whole(outputs)
         )
@@ -128,7 +129,11 @@ class Runs:
         if bindings is not None:
             plan = replace(plan, bound=bindings)
         graphs = [self.imported.graph, *([other.graph] if other is not None else [])]
-        plan = replace(plan, thresholds=tuple(sorted(frozenset().union(*map(thresholds, graphs)))))
+        plan = replace(
+            plan,
+            thresholds=tuple(sorted(frozenset().union(*map(thresholds, graphs)))),
+            ties=any(map(has_ties, graphs)),
+        )
         slots = [slot for slot in plan.dimensions.slots if slot.role is not Role.RANK]
         symbols = [slot.name for slot in slots]
         numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}

@@ -73,6 +73,7 @@ class InputPlan:
     dimensions: Dimensions
     bound: Bindings
     thresholds: tuple[float, ...] = ()
+    ties: bool = False
 
     @staticmethod
     def of(imported: ImportedModel) -> InputPlan:
@@ -108,6 +109,7 @@ class InputPlan:
             free=any(p.type.dtype.bits > 8 and not d.bounds and d.form is None for p, d in integers),
             masks=any(_is_mask(p, d) for p, d in of),
             thresholds=self.thresholds,
+            ties=self.ties,
         )
 
     def nbytes(self, bindings: Bindings) -> int:
@@ -280,6 +282,8 @@ class _Draw:
             near = self.rng.choice(np.asarray(self.thresholds), self.shape)
             near = near * self.rng.choice(np.asarray([1.0, 1.0 + 2**-7, 1.0 - 2**-7, 2.0, 0.5]), self.shape)
             drawn = np.where(drawn > -0.5, np.copysign(near, self.rng.standard_normal(self.shape)), drawn)
+        elif kind.spread is Spread.TIES and not self.demands.steers:
+            return self.ties()
         elif kind.finite or self.demands.steers:
             drawn = drawn * kind.scale
         elif kind.spread is Spread.NAN:
@@ -292,6 +296,12 @@ class _Draw:
         limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
         most = float(limits.max) / 4
         return np.clip(drawn, -most, most)
+
+    def ties(self) -> Array:
+        """Multiples of one half from -8 to 8; every fourth element is a zero, of either sign."""
+        halves = self.rng.integers(-16, 16, self.shape, endpoint=True) / 2
+        zeros = np.copysign(0.0, self.rng.standard_normal(self.shape))
+        return np.where(self.rng.uniform(size=self.shape) < 0.25, zeros, halves)
 
     def poisoned(self, drawn: Array) -> Array:
         """The array with a few elements made NaN, infinite and minus infinite. A single element becomes one of them."""

@@ -168,6 +168,20 @@ def thresholds(graph: Graph) -> frozenset[float]:
     return frozenset(abs(n) for n in found if 0 < abs(n) <= _LARGEST_THRESHOLD)
 
 
+def has_ties(graph: Graph) -> bool:
+    """Whether halves or the sign of a zero decide a result, in bodies too."""
+    return any(
+        node.op in _TYING
+        or any(isinstance(attr, Body) and has_ties(attr.graph) for attr in node.attrs.values())
+        for node in graph.nodes()
+    )
+
+
+_TYING = frozenset({
+    "ArgMax", "ArgMin", "Atan", "Cast", "Ceil", "Div", "DynamicQuantizeLinear", "Equal", "Floor", "Greater",
+    "GreaterOrEqual", "Less", "LessOrEqual", "Mod", "Pow", "QuantizeLinear", "Reciprocal", "Round", "Sign", "TopK",
+})  # fmt: skip
+
 _COMPARING = frozenset(
     {"Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal", "Clip", "Min", "Max", "Mod", "HardSwish"}
 )

@@ -14,6 +14,7 @@ class Spread(Enum):
     UNIFORM = "uniform"  # uniformly distributed from 0 to this
     FILLED = "filled"  # every element is this
     THRESHOLDS = "thresholds"  # around the numbers that the models compare values with
+    TIES = "ties"  # multiples of one half up to 8, and zeros of both signs
     POISONED = "poisoned"  # normal, with some elements NaN or infinite
     NAN = "nan"  # every element is NaN
 
@@ -61,6 +62,7 @@ class Values:
 
 
 ORDINARY = Values()
+TIES = Values("halves and zeros of both signs", Floats(Spread.TIES))
 
 LARGE = 1e3
 """The largest magnitude that is tried, unless a model compares with larger numbers."""
@@ -72,7 +74,7 @@ class Takes:
 
     `floats`: some float is unconstrained. `bounded`: some integer indexes a table; `loose`: its reader checks the
     bounds. `free`: some integer is unconstrained. `masks`: some input is a mask. `thresholds`: numbers that the models
-    compare values with.
+    compare values with. `ties`: a model rounds, truncates or divides, so that halves and signed zeros tell.
     """
 
     floats: bool
@@ -81,6 +83,7 @@ class Takes:
     free: bool
     masks: bool
     thresholds: tuple[float, ...]
+    ties: bool = False
 
     def kinds(self) -> Iterator[Values]:
         """The kinds to try besides ordinary values, the most telling first. Each has a run of its own."""
@@ -95,6 +98,8 @@ class Takes:
         if self.masks:
             yield Values("masks of zeros", masks=Masks.EMPTY)
         if self.floats:
+            if self.ties:
+                yield TIES
             if self.thresholds:
                 yield Values("values around the models' own bounds", Floats(Spread.THRESHOLDS))
             yield Values("some values NaN or infinite", Floats(Spread.POISONED))
