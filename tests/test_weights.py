@@ -184,3 +184,13 @@ def test_what_is_stored_anyway_is_not_stored_again_in_another_form() -> None:
     scaled = [b.node("Mul", b.const(W), b.const(np.float32(k))) for k in (2, 3)]
     graph = b.graph(*(b.node("MatMul", b.x, w) for w in scaled))
     assert weights.stored_bytes(graph, weights.plan(graph)) < 1.01 * W.nbytes
+
+
+def test_a_reference_that_ignores_an_input_is_not_asked() -> None:
+    """ONNX's reference implementation of LSTM, GRU and RNN ignores sequence_lens."""
+    ones = np.ones((1, 4, 1), np.float32)
+    types = [TensorType(DType.FLOAT, (2, 1, 1, 1), True)]
+    attrs = Attrs({"hidden_size": 1, "activations": ("Softmax",) * 1})  # which we do not evaluate
+    step = [np.ones((2, 1, 1), np.float32), ones[:, :1], ones[:, :1], None]
+    with pytest.raises(weights.NotEvaluable, match="sequence_lens"):
+        weights.evaluate("RNN", attrs, [*step, np.int32([1])], types)

@@ -111,11 +111,15 @@ def _results(
     clean = all(x is None or len(x) == 1 for x in inputs)
     moves = SPECS[node.op].proof == "movement" and node.op not in _CASTS
     rounds = not moves and node.op not in _CHOOSING
-    holds = clean and (not rounds or all(_held(a, t.dtype) for a, t in zip(exact, node.types)))
+    adds = rounds and node.op not in _ROUNDING_ONCE and node.op not in _SATURATING
+    if adds:  # what cancels leaves no trace in the sum
+        read = [x[0] for x in inputs if x is not None]
+        holds = clean and all(_whole(a, _digits(node)) for a in (*read, *exact))
+    else:
+        holds = clean and (not rounds or all(_held(a, t.dtype) for a, t in zip(exact, node.types)))
     if holds or node.op in _JUMPING or _bodies_jump(node):
         return [[array] for array in exact]
     unit = max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=0.0)
-    adds = rounds and node.op not in _ROUNDING_ONCE and node.op not in _SATURATING
     found = [[array] for array in exact]
     for sample in range(1, 1 + SAMPLES):
         moved = evaluated(sample, (lambda x: _moved(x, unit, rng)) if adds else (lambda x: x))
@@ -138,12 +142,24 @@ def _held(array: Array, dtype: DType) -> bool:
     """Whether a type holds an array as it is. Of float64 only integers are known not to be rounded."""
     if dtype not in FLOATS:
         return True
+    if dtype == DType.DOUBLE:
+        return _whole(array, 2.0**53)
     with np.errstate(all="ignore"):
-        if dtype == DType.DOUBLE:
-            same = (np.trunc(array) == array) & (np.abs(array) < 2.0**53)
-        else:
-            same = array.astype(numpy_dtype(dtype)).astype(np.float64) == array
+        same = array.astype(numpy_dtype(dtype)).astype(np.float64) == array
     return bool((same | np.isnan(array)).all())
+
+
+def _whole(array: Array, below: float) -> bool:
+    """Whether floats are integers below a number, which sums of them are then, too; other types are exact."""
+    if array.dtype.kind != "f":
+        return True
+    with np.errstate(all="ignore"):
+        return bool(((np.trunc(array) == array) & (np.abs(array) < below) | np.isnan(array)).all())
+
+
+def _digits(node: Node) -> float:
+    """The integers below this are exact in the types of a node's outputs."""
+    return 1 / max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=1.0)
 
 
 def _unit(dtype: DType) -> float:

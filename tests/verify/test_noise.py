@@ -1,0 +1,189 @@
+"""Tolerances come from rounding: it is measured, and nothing else widens them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.verify.models import model, normal
+from xrlflow.onnxio import load
+from xrlflow.verify import Reference, Status, verify
+from xrlflow.verify.compare import by_deviation, judge_floats
+from xrlflow.verify.inputs import Case
+from xrlflow.verify.noise import jumps, rounding_noise
+
+
+def noise_of(proto: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    imported = load(proto)
+    return rounding_noise(imported, Case({}, 0, {"x": x}), imported.graph.outputs)[0]
+
+
+def elementwise(text: str, kind: str = "float", **constants: np.ndarray) -> onnx.ModelProto:
+    return model(f"g ({kind}[4, 16] x) => ({kind}[4, 16] y) {{ {text} }}", **constants)
+
+
+X = normal(4, 16, seed=3)
+BIG = "a = Add(x, c)\n y = Sub(a, c)"
+
+
+# --- what noise is ---
+
+
+def test_digits_that_a_large_number_takes_are_noise() -> None:
+    noise = noise_of(elementwise(BIG, c=np.float32(1e8)), X)
+    assert 2 < noise.max() < 16
+    noise = noise_of(elementwise(BIG, "double", c=np.float64(1e8)), X.astype(np.float64))
+    assert 1e-9 < noise.max() < 1e-7
+
+
+def test_each_element_has_its_own_noise() -> None:
+    scale = np.where(np.arange(16) == 3, 1e8, 1).astype(np.float32)
+    noise = noise_of(elementwise("y = Mul(x, m)", m=scale), X)
+    assert noise[:, 3].max() > 1
+    assert np.delete(noise, 3, axis=1).max() < 1e-6
+
+
+def test_what_is_added_up_is_moved_before() -> None:
+    """A sum of large numbers that cancel has their noise, not its own."""
+    proto = model(
+        "g (float[4, 16] x) => (float[4, 1] y) { y = MatMul(x, w) }", w=np.float32([[1e6], [-1e6]] * 8)
+    )
+    noise = noise_of(proto, np.ones((4, 16), np.float32) * np.float32(1.1))
+    assert noise.max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y = Transpose<perm=[0, 1]>(x)",
+        "a = Relu(x)\n y = Neg(a)",
+        "y = Mul(x, two)",  # exact
+        "a = Mul(x, k)\n y = Floor(a)",  # a moved number never becomes another one
+        "a = Mul(x, k)\n b = Greater(a, two)\n y = Where(b, x, two)",
+        "a = Mul(x, k)\n b = Cast<to=7>(a)\n y = Cast<to=1>(b)",
+    ],
+)
+def test_what_has_no_noise(text: str) -> None:
+    assert not noise_of(elementwise(text, two=np.float32(2), k=np.float32(1.1)), X).any()
+
+
+def test_sums_of_masks_have_no_noise() -> None:
+    proto = model("g (float[4, 16] x) => (float[4, 16] y) { y = CumSum(x, axis) }", axis=np.int64(1))
+    assert not noise_of(proto, (X > 0).astype(np.float32)).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("y = Tanh(x)", False),
+        ("a = Shape(x)\n b = Cast<to=1>(a)\n c = ReduceSum<keepdims=0>(b)\n y = Mul(x, c)", False),
+        ("a = Round(x)\n y = Add(a, x)", True),
+        ("a = ArgMax<axis=1>(x)\n b = Cast<to=1>(a)\n y = Add(x, b)", True),
+        ("a = Greater(x, k)\n y = Where(a, x, k)", True),
+    ],
+)
+def test_jumps(text: str, found: bool) -> None:
+    graph = load(elementwise(text, k=np.float32(1))).graph
+    assert jumps(graph, graph.outputs[0]) is found
+
+
+# --- what is judged by it ---
+
+
+def test_a_more_accurate_rewrite_of_a_double_model_is_equal() -> None:
+    a = elementwise(BIG, "double", c=np.float64(1e8))
+    assert verify(a, elementwise("y = Identity(x)", "double")).verified
+    off = elementwise("y = Mul(x, k)", "double", k=np.float64(1 + 1e-5))
+    assert verify(a, off).status is Status.FAILED
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        np.where(np.arange(16) == 3, 1e8, 1) * np.ones((4, 1)),
+        np.where(np.indices((4, 16)).sum(0) % 2, 1e8, 1),
+    ],
+    ids=["a column", "a checkerboard"],
+)
+def test_large_elements_do_not_hide_small_ones(scale: np.ndarray) -> None:
+    right = scale.astype(np.float32)
+    wrong = np.where(right == 1, 3, right).astype(np.float32)
+    one = wrong.copy()
+    one[wrong != right] = 1
+    one.reshape(-1)[int(np.argmax(wrong != right))] = 1.01
+    a = elementwise("y = Mul(x, m)", m=right)
+    for other in (wrong, one):
+        for budget in (3e10, 0.0):
+            assert (
+                verify(a, elementwise("y = Mul(x, m)", m=other), float64_flops=budget).status is Status.FAILED
+            )
+
+
+POOLED = "g (float[2, 3, 16, 16] x) => (float[2, 3, 9, 9] y) {{ p = Pad(x, pads, v)\n {}\n y = Neg(n) }}"
+PADS = np.int64([0, 0, 1, 1, 0, 0, 1, 1])
+
+
+def pooled(
+    value: float, text: str = "q = MaxPool<kernel_shape=[2,2], strides=[2,2]>(p)\n n = Neg(q)"
+) -> onnx.ModelProto:
+    return model(POOLED.format(text), pads=PADS, v=np.float32(value))
+
+
+@pytest.mark.parametrize("budget", [3e10, 0.0])
+def test_a_runtime_that_is_off_is_no_licence(budget: float) -> None:
+    """ONNX Runtime's optimiser makes a padding of 0 the pool's own, which is minus infinity."""
+    found = verify(pooled(0.0), pooled(-0.7), float64_flops=budget)
+    assert found.status is Status.FAILED
+    assert any("optimiser changes output 'y'" in note for note in found.notes)
+    same = verify(pooled(0.0), pooled(0.0), float64_flops=budget)
+    assert same.verified
+    assert any("the new model computes what ONNX Runtime makes of it today" in note for note in same.notes)
+
+
+@pytest.mark.parametrize("budget", [3e10, 0.0])
+def test_what_the_operators_define_is_right_where_the_runtime_is_off(budget: float) -> None:
+    same = "r = Relu(p)\n m = Neg(p)\n s = Relu(m)\n d = Sub(r, s)"
+    plain = f"{same}\n q = MaxPool<kernel_shape=[2,2], strides=[2,2]>(d)\n n = Neg(q)"
+    found = verify(pooled(0.0), pooled(0.0, plain), float64_flops=budget)
+    assert found.verified, found.message()
+    assert any("the new model computes what its operators define" in note for note in found.notes)
+
+
+def test_one_difference_is_noise_only_within_a_limit() -> None:
+    y = normal(8, 8)
+    far = y.copy()
+    far[2] += np.float32(0.5)
+    assert not judge_floats(by_deviation(y, far), far).passed
+    assert judge_floats(by_deviation(y, y + np.float32(2e-6)), y - np.float32(4e-6)).passed
+    assert judge_floats(replace(by_deviation(y, far), noise=np.abs(far - y)), far).passed, (
+        "if it was measured"
+    )
+
+
+# --- values at which functions jump ---
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("y = Round(x)", "h = Add(x, half)\n y = Floor(h)"),
+        ("s = Add(x, zero)\n y = Reciprocal(s)", "y = Reciprocal(x)"),
+        ("y = Mod<fmod=1>(x, one)", "i = Floor(x)\n y = Sub(x, i)"),
+        ("y = Ceil(x)", "i = Floor(x)\n y = Add(i, one)"),
+    ],
+)
+def test_halves_and_signed_zeros_are_drawn(a: str, b: str) -> None:
+    numbers = {"half": np.float32(0.5), "zero": np.float32(0), "one": np.float32(1)}
+    assert verify(elementwise(a, **numbers), elementwise(b, **numbers)).status is Status.FAILED
+    assert verify(elementwise(a, **numbers), elementwise(a, **numbers)).verified
+
+
+def test_halves_are_drawn_only_where_they_decide() -> None:
+    names = [
+        {k.case.values.name for k in Reference.of(elementwise(t)).known}
+        for t in ("y = Tanh(x)", "y = Sign(x)")
+    ]
+    assert ["halves and zeros of both signs" in found for found in names] == [False, True]
