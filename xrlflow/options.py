@@ -34,7 +34,8 @@ COMPARED = (AGENT, "taso", "greedy", "random")
 LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
 """Greedy searches that look this many steps ahead when no single step gains."""
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
-ASSUMPTIONS = frozenset({"finite", "vnni"})
+NONEMPTY = "nonempty"
+ASSUMPTIONS = frozenset({"finite", NONEMPTY, "vnni"})
 """Assumptions that rules may make. `allow_approximate` adds another one."""
 COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 AUTO = ("profiled", "learned", "roofline")
@@ -186,7 +187,7 @@ class Options(Common):
     )
     assuming: Sequence[str] = option(
         (),
-        "What holds: finite (no infinities, no NaN), vnni (the processor).",
+        "What holds: finite (no infinities, no NaN), nonempty (no dimension is 0), vnni (the processor).",
         list[str],
         name="--assume",
         values=sorted(ASSUMPTIONS),

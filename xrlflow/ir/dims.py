@@ -21,7 +21,7 @@ import keyword
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -821,6 +821,23 @@ def filled(a: Dim) -> bool:
     names = sorted(symbols(of))
     condition = " and ".join(["{0} < 1", *(f"{{{k + 1}}} >= 1" for k in range(len(names)))])
     return _never((of, *map(symbol, names)), condition, lambda n: n[0] < 1 <= min(n[1:], default=1))
+
+
+def positive(a: Dim, known: Collection[object] = ()) -> bool:
+    """Whether a dimension is at least 1 for all sizes from 0 if the dimensions `known` are; False if it is unknown."""
+    if a is None or isinstance(a, int):
+        return a is not None and a >= 1
+    of = formula(a)
+    if a in known or bounds(of)[0] >= 1:
+        return True
+    if not is_computed(a):
+        return False
+    names = sorted(symbols(of))
+    least_ = [int(name in known) for name in names]
+    condition = " and ".join(["{0} < 1", *(f"{{{k + 1}}} >= {n}" for k, n in enumerate(least_))])
+    return _never(
+        (of, *map(symbol, names)), condition, lambda n: n[0] < 1 and all(map(int.__ge__, n[1:], least_))
+    )
 
 
 def divides(divisor: int, a: Dim) -> bool:

@@ -15,7 +15,7 @@ from rewrite_rules import LIBRARY
 from xrlflow import lowering
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import Source, load
-from xrlflow.options import OptionError, Options, check_seed
+from xrlflow.options import NONEMPTY, OptionError, Options, check_seed
 from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_by
@@ -39,6 +39,7 @@ def library_for(options: Options) -> Library:
     return Library(
         [rule for rule in kept if placed or rule not in placing], backend=options.runtime, contrib=options.backend_ops,
         assuming=options.assumptions, runs=lowering.runs if options.compiling else None,
+        least_size=int(NONEMPTY in options.assumptions),
     )  # fmt: skip
 
 

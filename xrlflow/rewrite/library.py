@@ -144,7 +144,9 @@ class Library:
     It leaves out rules of another backend, rules whose assumption is not in `assuming`, and, without `contrib`, rules
     that write operators which only the backend has. `stats` counts matches and refusals by reason, and with `timed`
     the seconds of each rule. Without `thorough` it does not count a refusal that is known from a node of the same
-    signature. If `refusals` is a list, refusals are appended to it.
+    signature. If `refusals` is a list, refusals are appended to it. `least_size`: what the smallest size of an open
+    dimension is, 0 or 1; matches are refused whose operators would not run there (`xrlflow.ops.empty`) although the
+    graph does. None: nobody asks, as in proofs.
     """
 
     refusals: list[Refused] | None = None
@@ -159,6 +161,7 @@ class Library:
         timed: bool = False,
         thorough: bool = False,
         runs: Callable[[str], bool] | None = None,
+        least_size: int | None = None,
     ) -> None:
         """`runs` says whether the backend has an operator; matches whose edit adds an operator it lacks are refused."""
         offered = [
@@ -170,7 +173,7 @@ class Library:
         ]
         check_rules(offered)
         self.backend, self.assuming = backend, tuple(assuming)
-        self.runs = runs
+        self.runs, self.least_size = runs, least_size
         self.rules: dict[str, AnyRule] = {r.name: r for r in offered}
         self.timed, self._thorough = timed, thorough
         self.stats: dict[str, RuleStats] = {r.name: RuleStats() for r in offered}
@@ -229,4 +232,5 @@ class Library:
             timed=self.timed,
             thorough=self._thorough,
             runs=self.runs,
+            least_size=self.least_size,
         )

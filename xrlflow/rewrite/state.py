@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from immutables import Map
 
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit, dims, mix
 from xrlflow.ir.graph import FINGERPRINT_MASK, outputs_fingerprint
+from xrlflow.ops.empty import NEEDING, needed
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, MatchSignature, Plan, Plans
 from xrlflow.rewrite.pattern import Pattern
@@ -40,6 +41,11 @@ from xrlflow.rewrite.rule import (
 Delta = Callable[[Graph, Edit], float]
 
 Key = tuple[str, tuple[Value, ...]]
+
+Size = int | str | tuple[Value, int]
+"""A dimension, or the value and axis of one that is not known."""
+
+MAY_BE_EMPTY = "an open dimension may be 0"
 
 
 # Not frozen: freezing would take most of the time to make a match, and thousands are made.
@@ -87,15 +93,21 @@ class RewriteState:
     count: int
     # The candidates whose `delta` is negative, in no particular order. A descent looks only at these.
     gaining: Map[Match, None]
+    # Sizes that are at least 1 wherever the graph runs.
+    filled: frozenset[Size] = frozenset()
 
     @staticmethod
     def start(graph: Graph, library: Library, delta: Delta | None = None) -> RewriteState:
         """The state of a graph, matched from scratch. `delta` is evaluated for each candidate."""
         with _no_collection():
-            finder = _match_all(graph, library, delta)
+            filled = (
+                frozenset(_needs(graph, graph.nodes(), {})) if library.least_size is not None else frozenset()
+            )
+            finder = _match_all(graph, library, delta, filled)
             finder.settle()
             gaining = Map((match, None) for match in finder.found.values() if match.delta < 0)
-            return RewriteState(graph, library, delta, Map(finder.index({})), len(finder.found), gaining)
+            index = Map(finder.index({}))
+            return RewriteState(graph, library, delta, index, len(finder.found), gaining, filled)
 
     @property
     def fingerprint(self) -> int:
@@ -154,7 +166,7 @@ class RewriteState:
         graph, reread = apply_edit(self.graph, edit)
         dirty = Dirty.of(self.graph, graph, edit, reread)
         fallen = self._fallen(dirty)
-        finder = _Finder(graph, self.library, self.delta)
+        finder = _Finder(graph, self.library, self.delta, self.filled)
         self._look_again(finder, dirty, fallen)
         finder.settle()
         return self._successor(finder, fallen, dirty.gone)
@@ -229,6 +241,7 @@ class RewriteState:
             mutation.finish(),
             self.count - lost + len(finder.found),
             gaining.finish(),
+            self.filled,
         )
 
 
@@ -238,8 +251,10 @@ def match_all(graph: Graph, library: Library) -> list[Match]:
         return _match_all(graph, library, None).matches
 
 
-def _match_all(graph: Graph, library: Library, delta: Delta | None) -> _Finder:
-    finder = _Finder(graph, library, delta)
+def _match_all(
+    graph: Graph, library: Library, delta: Delta | None, filled: frozenset[Size] = frozenset()
+) -> _Finder:
+    finder = _Finder(graph, library, delta, filled)
     for node in graph.nodes():
         finder.look(node, library.root_plans)
         finder.look_for_regions(node, None)
@@ -344,10 +359,13 @@ class _Types(dict[Value, TensorType | None]):
 class _Finder:
     """Collects the matches that start at some nodes of a graph."""
 
-    def __init__(self, graph: Graph, library: Library, delta: Delta | None) -> None:
+    def __init__(
+        self, graph: Graph, library: Library, delta: Delta | None, filled: frozenset[Size] = frozenset()
+    ) -> None:
         self.graph = graph
         self.library = library
         self.delta = delta
+        self.filled = filled
         self.outputs = frozenset(graph.outputs)
         self.matches: list[Match] = []
         self.found: dict[Key, Match] = {}
@@ -510,6 +528,8 @@ class _Finder:
                             raise Refused(f"the backend has no {node.op}")
                 if match.rule.nonempty and _may_be_empty(self.graph, edit):
                     raise Refused("a dimension may be 0")
+                if self.library.least_size is not None:
+                    self._check_sizes(edit, self.library.least_size)
             except Refused as reason:
                 self.library.refuse(match.rule, reason)
                 self._keep_trying(match)
@@ -525,6 +545,19 @@ class _Finder:
             stats.admitted += 1
             if self.library.timed:
                 stats.seconds += time.perf_counter() - begin
+
+    def _check_sizes(self, edit: Edit, least: int) -> None:
+        """Raise Refused if an operator of an edit does not run at a size at which the graph does."""
+        if not any(node.op in NEEDING for node in edit.added):
+            return
+        made = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
+        known = self.filled.union(_needs(self.graph, edit.removed, {}))
+        for size in _needs(self.graph, edit.added, made):
+            if size in known:
+                continue
+            of = None if isinstance(size, tuple) else size
+            if not (dims.filled(of) if least else dims.positive(of, known)):
+                raise Refused(MAY_BE_EMPTY)
 
     def _keep_trying(self, match: Match) -> None:
         """Keep a region match without an edit as an attempt, so that it is tried again when what it read changes."""
@@ -546,6 +579,17 @@ class _Finder:
                     touched[value] = list(old.get(value, ())) if old is not None else []
                 touched[value].append(entry)
         return {value: tuple(kept) for value, kept in touched.items()}
+
+
+def _needs(graph: Graph, nodes: Iterable[Node], made: Mapping[Value, TensorType]) -> Iterator[Size]:
+    """The sizes that must be at least 1 where these nodes run. `made`: types of values that the graph lacks."""
+    for node in nodes:
+        if node.op in NEEDING:
+            types = [None if v == ABSENT else made.get(v) or graph.type(v) for v in node.explicit_inputs]
+            for index, axis in needed(node.op, node.attrs, types):
+                shape = None if (type := types[index]) is None else type.shape
+                size = None if shape is None else shape[axis]
+                yield (node.inputs[index], axis) if size is None else size
 
 
 def _may_be_empty(graph: Graph, edit: Edit) -> bool:

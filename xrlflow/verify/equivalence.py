@@ -323,8 +323,8 @@ class Reference:
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
         """Judge a model. The outputs of one case at a time are kept.
 
-        `nonempty`: the rules that made the model and need sizes of at least 1. If there are any, a difference at a size
-        of 0 is only a note.
+        `nonempty`: the rules that made the model and need sizes of at least 1. If there are any, other outputs at a
+        size of 0 are only a note. A model that fails there, or ends its process, never passes.
         """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
@@ -399,7 +399,7 @@ class Reference:
         )
 
     def _compare_empty(self, new: Model, found: Verification, nonempty: Sequence[str]) -> Verification:
-        """Compare at sizes of 0, too."""
+        """Compare at sizes of 0, too. The original runs there."""
         reports: dict[str, OutputReport] = {}
         failures: list[str] = []
         for known in self.empty:
@@ -413,11 +413,12 @@ class Reference:
             for doubt in self._judge(known, outputs, reports):
                 shown = _shown(doubt.original)
                 _note(reports, OutputReport(doubt.name, shown, doubt.judgement, str(known.case)))
-        failures.extend(_sentence(r) for r in reports.values() if not r.judgement.passed)
-        if failures and nonempty:
+        unlike = [_sentence(r) for r in reports.values() if not r.judgement.passed]
+        if unlike and nonempty and not failures:
             rules = f"{', '.join(nonempty)} {'need' if len(nonempty) > 1 else 'needs'} sizes from 1"
-            notes = tuple(f"not the same where a dimension is 0 ({rules}): {text}" for text in failures)
+            notes = tuple(f"not the same where a dimension is 0 ({rules}): {text}" for text in unlike)
             return replace(found, notes=(*found.notes, *notes))
+        failures.extend(unlike)
         rows = {r.name: r for r in found.outputs}
         for report in reports.values():
             _note(rows, report)
