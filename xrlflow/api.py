@@ -183,7 +183,9 @@ def optimize(
     fit; default: in the user's cache.
 
     Raises ModelError, BackendError, VerificationError, StoreError or OptionError if the caller can correct the error,
-    and VerificationFailed if the result does not compute the same as the original.
+    and VerificationFailed if a trace (`replay`) or a compiled model (`backend="tvm"`) does not compute the same as the
+    original. Otherwise a rule that makes such a graph is taken back, and in the end the original is returned; the notes
+    of the report say so.
     """
     arguments = dict(locals())
     model, listener = arguments.pop("model"), arguments.pop("listener")

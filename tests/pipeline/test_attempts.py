@@ -164,7 +164,7 @@ def test_a_later_attempt_shares_out_the_time_that_is_left(monkeypatch: pytest.Mo
     def attempt(known: Context, cost: str, later: bool = False) -> Attempt:
         budget = known.clock.budget
         begun.append((budget.begin, budget.until))
-        return Attempt(start, None, Finished(None, ""))  # type: ignore[arg-type]
+        return Attempt(known, start, None, Finished(None, ""))  # type: ignore[arg-type]
 
     monkeypatch.setattr(attempts, "_attempt", attempt)
     with context() as known:

@@ -18,7 +18,7 @@ class ExitCode(enum.IntEnum):
 
     OK = 0
     NO = 1
-    """The answer is no: models differ, a rule is not proven, the result fails verification, nothing works here."""
+    """The answer is no: models differ, a rule is not proven, a trace is wrong, nothing works here."""
     WRONG = 2
     """Something that the user can put right."""
     INTERRUPTED = 130

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled
 from xrlflow.lowering import missing_for_kernels
@@ -15,7 +15,11 @@ from xrlflow.pipeline.correct import corrected, ordered
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.finish import Finished, Finisher
 from xrlflow.pipeline.kernels import compile_seconds
-from xrlflow.pipeline.prepare import Start, cost_model, start
+from xrlflow.pipeline.prepare import Start, cost_model, restarted, start
+from xrlflow.pipeline.verifier import VerificationFailed
+from xrlflow.rewrite import Library
+from xrlflow.rewrite.state import MAY_BE_EMPTY
+from xrlflow.search import SearchNode, leave_out
 
 FINISHERS: Mapping[str, Finisher] = {
     "auto": kernels.finish,
@@ -25,14 +29,17 @@ FINISHERS: Mapping[str, Finisher] = {
 }
 """What follows the search, by backend."""
 
+# So many rules are named that an open dimension of 0 prevents.
+_NAMED = 3
 # The part of an agent's training time in which the costs that it learns from are corrected.
 _CORRECTING = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A search, what it found, and what became of it."""
+    """A search, what it found, and what became of it. `context`: without the rules that were taken back."""
 
+    context: Context
     start: Start
     explored: Explored
     finished: Finished
@@ -42,7 +49,8 @@ def attempted(context: Context) -> Attempt:
     """The first attempt whose result is kept, or the first of all if none is.
 
     A later attempt has the time that an earlier one left, and makes no kernels. After Ctrl-C none begins. Raises what
-    `Finisher` raises, and OptionError.
+    `Finisher` raises, and OptionError. VerificationFailed is raised only for what the user chose: a trace, or a
+    compiled model.
     """
     options, clock = context.options, context.clock
     if options.with_kernels and missing_for_kernels() is None:
@@ -54,17 +62,31 @@ def attempted(context: Context) -> Attempt:
         if made[-1].finished.kept is not None or not clock.again():
             break
         try:
-            made.append(_attempt(context, cost, later=True))
+            made.append(_attempt(made[-1].context, cost, later=True))
         except NoTimeLeft:
             context.notes.append(f"there was no time for a search by {cost} costs (--time-limit)")
         except KeyboardInterrupt:
             context.notes.append("interrupted: the original is kept")
             break
     found = made[-1] if made[-1].finished.kept is not None else made[0]
+    context.notes.extend(_needing_sizes(context.library))
     context.notes.extend(
         f"by {each.start.model.name} costs: {each.finished.reason}" for each in made if each is not found
     )
     return found
+
+
+def _needing_sizes(library: Library) -> list[str]:
+    """A note on the rules that were refused because a dimension may be 0, those with most places first."""
+    places = {name: stats.refused[MAY_BE_EMPTY] for name, stats in library.stats.items()}
+    names = sorted((name for name, count in places.items() if count), key=lambda name: (-places[name], name))
+    if not names:
+        return []
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [
+        f"not applied, because an open dimension may be 0: {', '.join(names[:_NAMED])}{more} "
+        "(if none is ever 0: --assume nonempty)"
+    ]
 
 
 def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> Attempt:
@@ -86,7 +108,44 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
     if isinstance(prices, Profiled) and not later:
         context.notes.append(f"operators: {prices.tally}")
     finish = confirm.finish if later else FINISHERS[context.options.backend]
-    return Attempt(begin, explored, finish(context, begin, explored))
+    return _finished(Attempt(context, begin, explored, Finished(None, "")), finish)
+
+
+def _finished(attempt: Attempt, finish: Finisher) -> Attempt:
+    """What becomes of a search. The rule that makes a wrong graph is taken back, and what is left is tried again. If no
+    rule is to blame, or it is not known which, the original stays."""
+    context = attempt.context
+    while True:
+        try:
+            finished = finish(attempt.context, attempt.start, attempt.explored)
+        except VerificationFailed as failed:
+            if context.options.replay is not None or (context.options.compiling and not failed.rule):
+                raise
+            if not failed.rule:
+                return replace(attempt, finished=Finished(None, f"the original is kept: {failed.why}"))
+            context.notes.append(f"{failed.rule} was taken back: {failed.why}")
+            attempt = _without(attempt, failed.rule)
+        else:
+            return replace(attempt, finished=finished)
+
+
+def _without(attempt: Attempt, rule: str) -> Attempt:
+    """The attempt without a rule: each graph without its substitutions and those that need them."""
+    begin = restarted(attempt.context, attempt.start, [rule])
+
+    def left(node: SearchNode) -> SearchNode:
+        return leave_out(begin.base, node.trace, (rule,))
+
+    found = attempt.explored.result
+    result = replace(found, best=left(found.best), shortlist=tuple(map(left, found.shortlist)))
+    proposals = {node.state.fingerprint: node for node in map(left, attempt.explored.proposals)}
+    explored = replace(attempt.explored, result=result, proposals=tuple(proposals.values()))
+    return replace(
+        attempt,
+        context=replace(attempt.context, library=begin.base.state.library),
+        start=begin,
+        explored=explored,
+    )
 
 
 def _corrected(context: Context, start: Start, model: Learned) -> Start:

@@ -31,8 +31,18 @@ _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 _REFUSED = Ratio(0.0, 0.0, 0.0)
 
 
-def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> Selection:
-    """Choose what runs fastest among the proposals whose files are not too large."""
+class Unrunnable(BackendError):
+    """The runtime refuses a graph although it runs the original."""
+
+    def __init__(self, found: SearchNode, reason: str) -> None:
+        super().__init__(reason)
+        self.found = found
+
+
+def choose(
+    context: Context, start: Start, proposals: Sequence[SearchNode], strict: bool = False
+) -> Selection:
+    """Choose what runs fastest among the proposals whose files are not too large. `strict`: see `Trials`."""
     clock, library = context.clock, context.library
     in_context = InContextBenchmark(
         context.threads, context.imported.bindings, session_options=context.options.session_options
@@ -40,7 +50,7 @@ def choose(context: Context, start: Start, proposals: Sequence[SearchNode]) -> S
     deadline = clock.budget.begin_comparing_until
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
     with history.opened(context) as known:
-        trials = Trials(context, start, known, clock.budget.select_until)
+        trials = Trials(context, start, known, clock.budget.select_until, strict=strict)
         selection = select(
             start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline,
             _TOLERANCE, tidying, _Survey(in_context, start.base, deadline, trials.say),
@@ -56,7 +66,7 @@ class Trials:
 
     `known` keeps the comparisons, so many so far (`kept`). `best`: of the speed-ups over the original so far.
     `refused`: why graphs could not be measured. `careful`: each comparison has the time for an interval, without which
-    it is not kept.
+    it is not kept. `strict`: as long as nothing is faster, a graph that the runtime refuses raises Unrunnable.
     """
 
     context: Context
@@ -64,6 +74,7 @@ class Trials:
     known: History
     deadline: float
     careful: bool = False
+    strict: bool = False
     count: int = field(default=0, init=False)
     kept: int = field(default=0, init=False)
     best: float | None = field(default=None, init=False)
@@ -95,6 +106,8 @@ class Trials:
                 margin=_DECIDED, session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
             )  # fmt: skip
         except BackendError as error:  # the original ran, so the runtime refuses the proposal
+            if self.strict and (self.best is None or self.best <= 1.0):
+                raise Unrunnable(found, str(error)) from error
             self.refused.append(str(error))
             return _REFUSED
         finally:

@@ -13,7 +13,7 @@ from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
-from xrlflow.pipeline.verifier import VerificationFailed, Verifier
+from xrlflow.pipeline.verifier import VerificationFailed, Verifier, check_without
 from xrlflow.report import compared_with
 from xrlflow.verify import Verification
 
@@ -21,7 +21,7 @@ from xrlflow.verify import Verification
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Compile the proposals, choose by measurement, verify the compiled model, compare it with ONNX Runtime.
 
-    See `Finisher`.
+    VerificationFailed names a rule if the graph is wrong in ONNX Runtime, too. See `Finisher`.
     """
     options, target = context.options, context.target
     assert target is not None
@@ -29,6 +29,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
     try:
         verification = _verified(context, choice.lowered)
     except VerificationFailed as error:
+        check_without(context, start, choice.lowered.found)
         if not multiplies_less(choice.lowered.model.chosen):
             raise
         context.notes.append(f"compiled again, with plain kernels: {error}")

@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from xrlflow.backends import RepeatedComparison
+from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import Deciding, measure_in_fresh_processes
 from xrlflow.backends.results import Verdict
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, check_result
-from xrlflow.pipeline.choose import choose
+from xrlflow.pipeline.choose import Unrunnable, choose
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
-from xrlflow.pipeline.verifier import VerificationFailed, Verifier
+from xrlflow.pipeline.verifier import Verifier, failure
 from xrlflow.report import compared_with, not_verified_in_time, nothing_chosen, operators
 from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Status, Verification
+from xrlflow.verify.apart import run_apart
 
 # The fewest seconds of the last comparison where it decides nothing, because a compiled model is returned in any case.
 _FINAL_AT_LEAST = 3.0
@@ -45,7 +47,8 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
 
 
 def propose(context: Context, start: Start, explored: Explored) -> Proposal:
-    """Choose a proposal. Raises KeyboardInterrupt if the search was interrupted before anything was chosen."""
+    """Choose a proposal. Raises KeyboardInterrupt if the search was interrupted before anything was chosen, and
+    VerificationFailed if the runtime refuses the best proposal for the sake of one rule."""
     options = context.options
     leaner = _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
@@ -80,18 +83,35 @@ def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
 
 
 def _selected(context: Context, start: Start, explored: Explored, leaner: bool) -> Selection:
-    """Choose among the proposals. Raises KeyboardInterrupt if the search was interrupted before."""
+    """Choose among the proposals. Raises what `propose` raises."""
     improving: Sequence[SearchNode] = explored.proposals
     if not (leaner or start.early):
         improving = [f for f in improving if f.path is not None]
     with context.clock.phase("select"):
-        selection = choose(context, start, improving)
+        try:
+            selection = choose(context, start, improving, strict=True)
+        except Unrunnable as refused:
+            failed = failure(context, start, refused.found, str(refused), partial(_runs, context))
+            if failed.rule:
+                raise failed from refused
+            selection = choose(context, start, improving)
     if selection.interrupted and explored.result.interrupted:
         raise KeyboardInterrupt
     if selection.interrupted:
         context.notes.append("interrupted while whole models were compared: the best so far is kept")
         context.clock.hurry()
     return selection
+
+
+def _runs(context: Context, path: str) -> bool:
+    """Whether the runtime loads a file and runs it on the inputs of measurements, in a process of its own."""
+    options = context.options.session_options
+    assert context.feeds is not None
+    try:
+        run_apart(path, context.feeds, threads=context.threads, session_options=options)
+    except BackendError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -115,7 +135,11 @@ class Judging:
         options = self.context.options
         compared: RepeatedComparison | None = None
         if self._deciding:
-            compared = decided(self.context, self.path, self.right)
+            try:
+                compared = decided(self.context, self.path, self.right)
+            except BackendError as error:
+                self._blame(str(error))
+                return Finished(None, f"it could not be measured: {error}", self.verification)
             if compared.verdict is not Verdict.FASTER:
                 return Finished(None, compared_with(compared), self.verification, compared)
             if options.verify and self.verification is None:
@@ -131,13 +155,18 @@ class Judging:
             self.chosen, compared_with(compared) if compared else reason, self.verification, compared
         )
 
+    def _blame(self, error: str) -> None:
+        """Raise VerificationFailed if a rule made a graph that does not run in a process of its own."""
+        if not self.kernels and not _runs(self.context, self.path):
+            raise failure(self.context, self.start, self.chosen, error, partial(_runs, self.context))
+
     @property
     def _deciding(self) -> bool:
         options = self.context.options
         return self.decides and options.measure and options.search != "random"
 
     def right(self) -> bool:
-        """Whether the result was verified. Raises VerificationFailed if it computes something else."""
+        """Whether the result was verified. Raises VerificationFailed if it computes something else or fails."""
         clock = self.context.clock
         if not self.context.options.verify:
             return True
@@ -150,8 +179,8 @@ class Judging:
                 self.verification = verifier.check_kernels(self.path, steps, self.kernels)
                 return self.verification.verified
             self.verification = verifier.check(self.path, steps)
-        if self.verification.status is Status.FAILED:
-            raise VerificationFailed(verifier.blame(self.start, self.chosen, self.verification))
+            if self.verification.status is Status.FAILED:
+                raise verifier.failure(self.start, self.chosen, self.verification)
         return self.verification.verified
 
 

@@ -44,6 +44,7 @@ class Finished:
 
 
 class Finisher(Protocol):
-    """What a backend does with proposals. Raises VerificationFailed, BackendError and KeyboardInterrupt."""
+    """What a backend does with proposals. Raises BackendError and KeyboardInterrupt, and VerificationFailed for a graph
+    that is wrong, with the rule to blame if it is known."""
 
     def __call__(self, context: Context, start: Start, explored: Explored) -> Finished: ...

@@ -30,6 +30,7 @@ from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.placement import Found, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
+from xrlflow.pipeline.verifier import check_without
 from xrlflow.search import SearchNode
 from xrlflow.tuning.store import Store
 
@@ -98,8 +99,8 @@ class _Candidates:
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Choose with or without kernels, verify and measure. See `Finisher`.
 
-    Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered, and
-    KeyboardInterrupt if there is nothing to keep.
+    Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered,
+    VerificationFailed if a rule makes a wrong graph, and KeyboardInterrupt if there is nothing to keep.
     """
     asked = context.options.backend == "hybrid"
     if not context.options.with_kernels:
@@ -122,6 +123,8 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
             return replace(finished, hybrid=made.hybrid, costs=made.costs, selection=proposal.selection)
         context.notes.append(f"not kept with kernels: {finished.reason}")
         different = finished.verification is not None and not finished.verification.verified
+        if different:
+            check_without(context, start, made.found)
         if not different or not multiplies_less(made.hybrid.chosen):
             break
         context.notes.append("compiled again, with plain kernels")

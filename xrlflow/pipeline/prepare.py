@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
@@ -356,6 +356,36 @@ def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
         graph = simple
     base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
     return Start(base, model, tuple(before), trace.searched)
+
+
+def restarted(context: Context, start: Start, without: Collection[str]) -> Start:
+    """The start without these rules, and without what was made before the search by them or now no longer applies."""
+    library, model = context.library, start.model
+    library = library.only(library.rules.keys() - set(without))
+    before: list[Early] = []
+
+    def follow(graph: Graph, body: str = "") -> Graph:
+        # Bodies may have the same name. A step of another one does not apply here, since its key has other values.
+        parts = [part for part in start.before if part.body == body]
+        steps = [step for part in parts for step in part.steps if step.rule not in without]
+        state = RewriteState.start(graph, makers(library, steps))
+        made: list[TraceStep] = []
+        for step in steps:
+            match = state.find(step.key)
+            if match is not None:
+                state = state.apply(match)
+                made.append(step)
+        cost = next((part.cost for part in parts if part.graph.fingerprint == graph.fingerprint), None)
+        before.append(Early(body, graph, tuple(made), cost))
+        return state.graph
+
+    graph = without_placement(context.imported.graph)
+    if start.before:
+        graph = follow(graph)
+    if len(start.before) > 1:
+        graph = with_bodies(graph, follow, follow)
+    base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
+    return Start(base, model, tuple(before))
 
 
 def makers(library: Library, steps: Sequence[TraceStep]) -> Library:

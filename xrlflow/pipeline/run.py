@@ -17,4 +17,4 @@ def optimize(source: Source, options: Options, listener: Listener | None = None)
     with opened(source, options, listener, time.monotonic()) as context:
         context = with_feeds(context)
         found = attempted(context)
-        return result_of(context, found.start, found.explored, found.finished)
+        return result_of(found.context, found.start, found.explored, found.finished)

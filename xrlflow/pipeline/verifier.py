@@ -1,16 +1,22 @@
-"""Whether a result computes the same as the original, and if not, which substitution is to blame."""
+"""Whether a result computes the same as the original, and if not, which rule is to blame."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from xrlflow.backends.protocol import CompiledModel
-from xrlflow.onnxio import load
+from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel, load
+from xrlflow.options import NONEMPTY
 from xrlflow.pipeline.context import Context
-from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.prepare import Start, restarted
 from xrlflow.prover.thresholds import limits, written
+from xrlflow.rewrite import AnyRule, RewriteState
+from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import (
     NotASubstitution,
@@ -18,6 +24,7 @@ from xrlflow.verify import (
     Reference,
     Status,
     Verification,
+    VerificationError,
     blame,
     not_exercised,
 )
@@ -27,7 +34,18 @@ _GUARD = re.compile(r"If xrlflow\.[0-9a-f]{16}\.\w+\.guard")
 
 
 class VerificationFailed(Exception):
-    """The result does not compute the same as the original. It was not written."""
+    """A graph does not compute the same as the original, or the runtime refuses it. It was not written.
+
+    `why`: what was seen. `rule`: the name of the rule to blame; "" if it is not known, or none is.
+    """
+
+    def __init__(self, message: str, why: str = "", rule: str = "") -> None:
+        super().__init__(message)
+        self.why, self.rule = why or message, rule
+
+
+class _NoTime(VerificationError):
+    """The time limit ended before it was known which rule is to blame."""
 
 
 @dataclass(slots=True)
@@ -39,30 +57,23 @@ class Verifier:
 
     def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
         """Verify a file that these substitutions led to. Inputs include the numbers that their rules compare with."""
-        known = self.context.library.rules
-        rules = [known[name] for name in sorted({s.rule for s in steps} & known.keys())]
-        further = {number for rule in rules for number in limits(written(rule, types=False))}
-        nonempty = [rule.name for rule in rules if rule.nonempty]
-        return self._original(path, further).check(path, nonempty=nonempty)
+        steps = tuple(steps)
+        further = {number for rule in self._rules(steps) for number in limits(written(rule, types=False))}
+        return self._original(path, further).check(path, nonempty=self._nonempty(steps))
 
     def check_kernels(
         self, path: str, steps: Iterable[TraceStep], wanted: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> Verification:
         """Verify a file with kernels of our own for inputs of each of these sizes."""
-        context = self.context
+        context, steps = self.context, tuple(steps)
         checks = [self.check(path, steps)]
         references = [self._original()]
         for sizes in wanted[1:]:
             if not checks[-1].verified:
                 return checks[-1]
             imported = load(context.source, shapes={**context.shapes, **sizes})
-            references.append(
-                Reference.of(
-                    context.original, imported=imported, against=path, seed=context.options.seed,
-                    threads=context.threads, session_options=context.options.session_options,
-                )
-            )  # fmt: skip
-            checks.append(references[-1].check(path))
+            references.append(self._reference_of(imported, against=path))
+            checks.append(references[-1].check(path, nonempty=self._nonempty(steps)))
         found = together(checks)
         tried = all(reference.tries(sizes) for reference, sizes in zip(references, wanted))
         if found.verified and not tried:
@@ -81,24 +92,20 @@ class Verifier:
             )
         return found
 
-    def blame(self, start: Start, chosen: SearchNode, failed: Verification) -> str:
-        """A message that names the first substitution that broke the model."""
-        context, steps = self.context, (*start.early, *chosen.trace)
-        graphs = [start.base.state.graph, *(s.graph for s in replay(start.base.state, chosen.trace))]
-        culprits = [f"{s.rule} (step {i} of {len(chosen.trace)})" for i, s in enumerate(chosen.trace, 1)]
-        if start.early:
-            graphs.insert(0, context.imported.graph)
-            rules = ", ".join(sorted({s.rule for s in start.early}))
-            culprits.insert(0, f"one of those before the search ({rules})")
+    def failure(self, start: Start, chosen: SearchNode, failed: Verification) -> VerificationFailed:
+        """What is raised for a graph that differs. It names the rule of the first substitution that broke the model."""
+        steps = (*start.early, *chosen.trace)
+        return failure(
+            self.context, start, chosen, failed.message(), lambda path: self.check(path, steps).verified
+        )
 
-        def right(path: str) -> bool:
-            return self.check(path, steps).verified
+    def _rules(self, steps: Sequence[TraceStep]) -> list[AnyRule]:
+        known = self.context.library.rules
+        return [known[name] for name in sorted({step.rule for step in steps} & known.keys())]
 
-        try:
-            culprit = culprits[blame(lambda k: context.write(graphs[k]), len(culprits), right)]
-        except (NotASubstitution, NotRepeatable) as error:
-            culprit = str(error)
-        return f"{context.imported.name}: nothing was written: {failed.message(culprit)}"
+    def _nonempty(self, steps: Sequence[TraceStep]) -> list[str]:
+        """The rules that made these steps and need sizes from 1."""
+        return [rule.name for rule in self._rules(steps) if rule.nonempty]
 
     def _original(self, against: str | None = None, further: Iterable[int] = ()) -> Reference:
         """The reference runs of the original.
@@ -109,11 +116,68 @@ class Verifier:
         context, options = self.context, self.context.options
         context.say("verify", note="on random inputs")
         if self._reference is None:
-            self._reference = Reference.of(
-                context.original, imported=context.imported, against=against, inputs=options.inputs, further=further,
-                seed=options.seed, threads=context.threads, session_options=options.session_options,
-            )  # fmt: skip
+            self._reference = self._reference_of(
+                context.imported, against=against, inputs=options.inputs, further=further
+            )
         return self._reference
+
+    def _reference_of(self, imported: ImportedModel, **how: Any) -> Reference:
+        """The original, run once more. Under the assumption that no dimension is 0 none is."""
+        context, options = self.context, self.context.options
+        found = Reference.of(
+            context.original, imported=imported, seed=options.seed, threads=context.threads,
+            session_options=options.session_options, **how,
+        )  # fmt: skip
+        return replace(found, empty=()) if NONEMPTY in options.assumptions else found
+
+
+def check_without(context: Context, start: Start, found: SearchNode) -> None:
+    """Raise VerificationFailed if a graph that is wrong with kernels of our own is wrong without them, too."""
+    verifier = Verifier(context)
+    path = context.write(without_placement(found.state.graph))
+    with context.clock.phase("verify"):
+        checked = verifier.check(path, (*start.early, *found.trace))
+        if checked.status is Status.FAILED:
+            raise verifier.failure(start, found, checked)
+
+
+def failure(
+    context: Context, start: Start, chosen: SearchNode, why: str, right: Callable[[str], bool]
+) -> VerificationFailed:
+    """What is raised for a graph that is wrong (`why`), with the rule to blame. `right`: whether a file is."""
+    nothing = f"{context.imported.name}: nothing was written: {why}; the substitution that caused it"
+    try:
+        rule = _culprit(context, start, chosen, right)
+    except (NotASubstitution, NotRepeatable, _NoTime) as error:
+        return VerificationFailed(f"{nothing}: {error}", f"{why} ({error})")
+    return VerificationFailed(f"{nothing}: {rule}", why, rule)
+
+
+def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable[[str], bool]) -> str:
+    """The name of the rule of the first substitution that broke a model, the search's or one made before it.
+
+    Raises NotASubstitution, NotRepeatable and _NoTime.
+    """
+
+    def checked(graph: Graph) -> bool:
+        if time.monotonic() > context.clock.deadline:
+            raise _NoTime("there was no time to find the substitution to blame (--time-limit)")
+        path = context.write(without_placement(graph))
+        try:
+            return right(path)
+        finally:
+            context.remove(path)
+
+    base, steps = start.base.state.graph, chosen.trace
+    after = replay(RewriteState.start(base, chosen.state.library), steps)
+    graphs = [base, *(state.graph for state in after)]
+    try:
+        return steps[blame(lambda k: graphs[k], len(steps), checked)].rule
+    except NotASubstitution:
+        if not start.early:
+            raise
+    rules = list(dict.fromkeys(step.rule for step in start.early))
+    return rules[blame(lambda k: restarted(context, start, rules[k:]).base.state.graph, len(rules), checked)]
 
 
 def together(checks: Sequence[Verification]) -> Verification:
