@@ -73,7 +73,7 @@ def explore(context: Context, start: Start) -> Explored:
     faster = [node for node in found.nodes.values() if node.cost < base.cost and context.fits(node)]
     shortlist = tuple(sorted([base, *faster], key=lambda node: node.cost)[:SHORTLIST])
     result = SearchResult(shortlist[0], shortlist, row["steps"], row["steps"], row["seconds"], False)
-    return Explored(result, shortlist, in_time=True)
+    return Explored(result, shortlist)
 
 
 class Measured:

@@ -15,7 +15,7 @@ from typing import Any
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.onnxruntime import measure
-from xrlflow.backends.protocol import CompiledModel
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithm, Algorithms, Chosen, Timings
@@ -188,9 +188,7 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
             for reason in stats.refused
         }
         named.append(f"{op} ({'; '.join(sorted(reasons))})" if reasons else op)
-    raise BackendError(
-        f"TVM cannot lower {', '.join(named)}: use optimize --backend onnxruntime for this model"
-    )
+    raise BackendError(f"TVM cannot lower {', '.join(named)}", USE_ONNXRUNTIME)
 
 
 @dataclass(frozen=True, slots=True)

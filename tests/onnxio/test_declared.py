@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
@@ -261,3 +262,19 @@ def test_a_range_of_vectors(open_: bool) -> None:
     onnx.checker.check_model(result, full_check=True)
     (got,) = run(result, {"x": np.zeros((2, 5), np.float32)})
     np.testing.assert_array_equal(got, np.arange(5))
+
+
+def test_a_note_has_no_long_formula() -> None:
+    """Nobody reads a formula of several hundred characters: it names the sizes that it is of."""
+    nodes, before = [], "x"
+    for k in range(4):
+        nodes.append(f"a{k} = MaxPool<kernel_shape=[3], strides=[2], pads=[{k % 2}, 1]>({before})")
+        nodes.append(f"c{k} = Concat<axis=2>(a{k}, {before}, z)")
+        before = f"c{k}"
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> agraph (float[1,2,n] x, float[1,2,m] z) => (float[1,2,3,4] y) '
+        f"{{ {' '.join(nodes)} y = Relu({before}) }}"
+    )
+    (note,) = onnxio.load(proto).notes
+    assert "f(m, n" in note
+    assert len(note) < 160

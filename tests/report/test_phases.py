@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from xrlflow.pipeline import context
-from xrlflow.report import show
+from xrlflow.report import reasons
 
 
 def test_every_phase_has_a_name() -> None:
     sources = Path(context.__file__).parent.glob("*.py")
     phases = {name for path in sources for name in re.findall(r'clock\.phase\("(\w+)"', path.read_text())}
     assert {"correct", "search", "verify"} <= phases
-    assert phases <= show._PHASES.keys()
+    assert phases <= reasons.PHASES.keys()

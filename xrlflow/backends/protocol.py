@@ -20,7 +20,17 @@ ModelSource: TypeAlias = str | os.PathLike[str] | bytes
 
 
 class BackendError(RuntimeError):
-    """A backend cannot do what was asked. The message is one line, written for users."""
+    """A backend cannot do what was asked. The message is one line, written for users.
+
+    `reason`: the message without `instead`, what the user could do instead where this ends the command.
+    """
+
+    def __init__(self, reason: str, instead: str = "") -> None:
+        super().__init__(f"{reason}: {instead}" if instead else reason)
+        self.reason = reason
+
+
+USE_ONNXRUNTIME = "use optimize --backend onnxruntime for this model"
 
 
 @runtime_checkable

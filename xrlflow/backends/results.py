@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+# An interval wider than this around 1 tells nothing: its ends are a factor of 1.5 apart.
+_RESTLESS = math.log(1.5)
+
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
@@ -43,7 +46,9 @@ class SpeedUp:
     def __str__(self) -> str:
         if not self.bounded:
             return f"{self.median:.3f}x (too few measurements for an interval)"
-        return f"{self.median:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+        restless = self.width > _RESTLESS and not (self.faster or self.slower)
+        doubt = " (the machine was too restless to say)" if restless else ""
+        return f"{self.median:.3f}x [{self.low:.3f}, {self.high:.3f}]{doubt}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -862,6 +862,19 @@ def readable(dim: Dim) -> str:
     return _shown(formula(dim))
 
 
+# Longer formulas are no help in a message.
+_BRIEF = 32
+
+
+def brief(dim: Dim) -> str:
+    """A dimension for a message: as `readable`, or "f(height, width)" for a long formula."""
+    text = readable(dim)
+    if len(text) <= _BRIEF or dim is None:
+        return text
+    names = ", ".join(sorted(symbols(formula(dim))))
+    return f"f({names})" if len(names) <= _BRIEF else f"f({names[:_BRIEF]}...)"
+
+
 def _shown(of: Formula) -> str:
     out = ""
     for monomial, factor in sorted(of.terms, key=lambda t: not t[0]):

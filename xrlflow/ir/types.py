@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, ClassVar, NewType
 
-from xrlflow.ir.dims import Dim, readable
+from xrlflow.ir.dims import Dim, brief, readable
 
 # A value names one *semantic* tensor. The number is derived from how the tensor is first computed, so that two
 # searches, or two processes, that compute it in the same way give it the same name.
@@ -160,10 +161,19 @@ class TensorType:
         return self if self.const == const else TensorType(self.dtype, self.shape, const, self.other)
 
     def __repr__(self) -> str:
+        constant = self.const and self.dtype != DType.UNDEFINED
+        return self._shown(readable) + (":const" if constant else "")
+
+    @property
+    def brief(self) -> str:
+        """The type for a message, without long formulas."""
+        return self._shown(brief)
+
+    def _shown(self, show: Callable[[Dim], str]) -> str:
         if self.dtype == DType.UNDEFINED:
             return "opaque"
-        dims = "..." if self.shape is None else ",".join(map(readable, self.shape))
-        return f"{self.dtype.name.lower()}[{dims}]" + (":const" if self.const else "")
+        sizes = "..." if self.shape is None else ",".join(map(show, self.shape))
+        return f"{self.dtype.name.lower()}[{sizes}]"
 
 
 class TypeConflict(ValueError):

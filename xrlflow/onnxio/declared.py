@@ -27,7 +27,7 @@ class Contradiction(Exception):
     """A declaration is wrong. The message names the value and both types."""
 
     def __init__(self, name: str, declared: TensorType, found: TensorType) -> None:
-        super().__init__(f"{name!r} is declared {declared.as_const(False)} and is {found.as_const(False)}")
+        super().__init__(f"{name!r} is declared {declared.brief} and is {found.brief}")
 
 
 def check(name: str, declared: TensorType, found: TensorType, proven: bool = False) -> TensorType:

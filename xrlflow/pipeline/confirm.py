@@ -11,13 +11,13 @@ from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.onnxruntime import Deciding, measure_in_fresh_processes
 from xrlflow.backends.results import Verdict
 from xrlflow.ir import Graph
-from xrlflow.onnxio import ImportedModel, check_result
+from xrlflow.onnxio import ImportedModel, ModelError, check_result
 from xrlflow.pipeline.choose import Unrunnable, choose
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
-from xrlflow.pipeline.verifier import Verifier, failure
+from xrlflow.pipeline.verifier import Verifier, failure, on_file
 from xrlflow.report import compared_with, not_verified_in_time, nothing_chosen, operators
 from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Status, Verification
@@ -71,9 +71,13 @@ def judged(context: Context, start: Start, explored: Explored, proposal: Proposa
     """Keep a proposal if it is faster than the original and verified. Raises VerificationFailed."""
     chosen, selection = proposal.chosen, proposal.selection
     if chosen is None:
-        return Finished(None, nothing_chosen(selection, explored.in_time), selection=selection)
-    context.notes.extend(check_result(context.imported, chosen.state.graph))
-    judging = Judging(context, start, chosen, context.write(chosen.state.graph))
+        return Finished(None, nothing_chosen(selection, explored.late), selection=selection)
+    try:
+        context.notes.extend(check_result(context.imported, chosen.state.graph))
+        path = context.write(chosen.state.graph)
+    except ModelError as error:
+        raise failure(context, start, chosen, str(error), partial(_is_model, context)) from error
+    judging = Judging(context, start, chosen, path)
     return replace(judging.finished(), selection=selection)
 
 
@@ -91,7 +95,9 @@ def _selected(context: Context, start: Start, explored: Explored, leaner: bool) 
         try:
             selection = choose(context, start, improving, strict=True)
         except Unrunnable as refused:
-            failed = failure(context, start, refused.found, str(refused), partial(_runs, context))
+            failed = failure(
+                context, start, refused.found, str(refused), on_file(context, partial(_runs, context))
+            )
             if failed.rule:
                 raise failed from refused
             selection = choose(context, start, improving)
@@ -101,6 +107,16 @@ def _selected(context: Context, start: Start, explored: Explored, leaner: bool) 
         context.notes.append("interrupted while whole models were compared: the best so far is kept")
         context.clock.hurry()
     return selection
+
+
+def _is_model(context: Context, graph: Graph) -> bool:
+    """Whether a graph can be written, as a model to which ONNX's checker has no objection."""
+    try:
+        check_result(context.imported, graph)
+        context.remove(context.write(graph))
+    except ModelError:
+        return False
+    return True
 
 
 def _runs(context: Context, path: str) -> bool:
@@ -158,7 +174,8 @@ class Judging:
     def _blame(self, error: str) -> None:
         """Raise VerificationFailed if a rule made a graph that does not run in a process of its own."""
         if not self.kernels and not _runs(self.context, self.path):
-            raise failure(self.context, self.start, self.chosen, error, partial(_runs, self.context))
+            right = on_file(self.context, partial(_runs, self.context))
+            raise failure(self.context, self.start, self.chosen, error, right)
 
     @property
     def _deciding(self) -> bool:

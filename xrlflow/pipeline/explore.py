@@ -12,6 +12,7 @@ from xrlflow.cost import AdditiveCost, CostModel, Roofline, in_time
 from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
+from xrlflow.report import no_search
 from xrlflow.search import (
     Limits,
     SearchNode,
@@ -45,13 +46,13 @@ _DREAM_STEPS, _DREAM_ROUNDS, _DREAM_ROUND, _DREAM_UPDATES = 200, 5, 400, 30
 class Explored:
     """What the search found; `proposals`: the best by modelled cost first, without those that are too large a file.
 
-    `in_time`: there was time to search. `progress`: graphs expanded, and the modelled seconds of the best so far,
-    whenever that changed.
+    `late`: why there was no time to search, if so. `progress`: graphs expanded, and the modelled seconds of the best so
+    far, whenever that changed.
     """
 
     result: SearchResult
     proposals: tuple[SearchNode, ...]
-    in_time: bool
+    late: str = ""
     progress: tuple[tuple[int, float], ...] = ()
 
 
@@ -60,7 +61,9 @@ def explore(context: Context, start: Start) -> Explored:
     model = start.model
     clock, options = context.clock, context.options
     train_until = clock.budget.train_until if options.train_steps and not clock.hurried else None
-    in_time = train_until is not None or time.monotonic() < clock.budget.select_until
+    now, budget = time.monotonic(), clock.budget
+    in_time = train_until is not None or now < max(budget.search_until, budget.select_until)
+    late = "" if in_time else no_search(now - clock.begin, options.time_limit, clock.phases)
     progress: list[tuple[int, float]] = []
     with clock.phase("search"):
         if options.replay is None:
@@ -74,7 +77,7 @@ def explore(context: Context, start: Start) -> Explored:
     if not context.fits(result.best):
         growth = options.max_growth
         context.notes.append(f"the best graph exceeds {growth:g} times the input's size (--max-growth)")
-    return Explored(result, proposals, in_time, tuple(progress))
+    return Explored(result, proposals, late, tuple(progress))
 
 
 def search(

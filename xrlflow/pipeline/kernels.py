@@ -191,7 +191,7 @@ def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
     try:
         return search_with_kernels(context, start, how, until)
     except BackendError as error:
-        context.notes.append(f"kernels of our own have no prices: {error}")
+        context.notes.append(f"kernels of our own have no prices: {error.reason}")
         return None
 
 
@@ -313,7 +313,7 @@ class _Trials:
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
                 hybrid.save(path)
             except BackendError as error:
-                self.refused.append(f"no kernels of our own: {error}")
+                self.refused.append(f"no kernels of our own: {error.reason}")
                 return None
         return _Made(found, hybrid, path, costs)
 

@@ -95,9 +95,8 @@ class Verifier:
     def failure(self, start: Start, chosen: SearchNode, failed: Verification) -> VerificationFailed:
         """What is raised for a graph that differs. It names the rule of the first substitution that broke the model."""
         steps = (*start.early, *chosen.trace)
-        return failure(
-            self.context, start, chosen, failed.message(), lambda path: self.check(path, steps).verified
-        )
+        right = on_file(self.context, lambda path: self.check(path, steps).verified)
+        return failure(self.context, start, chosen, failed.message(), right)
 
     def _rules(self, steps: Sequence[TraceStep]) -> list[AnyRule]:
         known = self.context.library.rules
@@ -141,10 +140,23 @@ def check_without(context: Context, start: Start, found: SearchNode) -> None:
             raise verifier.failure(start, found, checked)
 
 
+def on_file(context: Context, right: Callable[[str], bool]) -> Callable[[Graph], bool]:
+    """Whether the file of a graph is right."""
+
+    def check(graph: Graph) -> bool:
+        path = context.write(graph)
+        try:
+            return right(path)
+        finally:
+            context.remove(path)
+
+    return check
+
+
 def failure(
-    context: Context, start: Start, chosen: SearchNode, why: str, right: Callable[[str], bool]
+    context: Context, start: Start, chosen: SearchNode, why: str, right: Callable[[Graph], bool]
 ) -> VerificationFailed:
-    """What is raised for a graph that is wrong (`why`), with the rule to blame. `right`: whether a file is."""
+    """What is raised for a graph that is wrong (`why`), with the rule to blame. `right`: whether a graph is."""
     nothing = f"{context.imported.name}: nothing was written: {why}; the substitution that caused it"
     try:
         rule = _culprit(context, start, chosen, right)
@@ -153,7 +165,7 @@ def failure(
     return VerificationFailed(f"{nothing}: {rule}", why, rule)
 
 
-def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable[[str], bool]) -> str:
+def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable[[Graph], bool]) -> str:
     """The name of the rule of the first substitution that broke a model, the search's or one made before it.
 
     Raises NotASubstitution, NotRepeatable and _NoTime.
@@ -162,11 +174,7 @@ def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable
     def checked(graph: Graph) -> bool:
         if time.monotonic() > context.clock.deadline:
             raise _NoTime("there was no time to find the substitution to blame (--time-limit)")
-        path = context.write(without_placement(graph))
-        try:
-            return right(path)
-        finally:
-            context.remove(path)
+        return right(without_placement(graph))
 
     base, steps = start.base.state.graph, chosen.trace
     after = replay(RewriteState.start(base, chosen.state.library), steps)

@@ -1,7 +1,7 @@
 """Results as tables, JSON and progress bars."""
 
 from xrlflow.report.progress import Listener, progress
-from xrlflow.report.reasons import compared_with, not_verified_in_time, nothing_chosen
+from xrlflow.report.reasons import compared_with, no_search, not_verified_in_time, nothing_chosen
 from xrlflow.report.report import Report, bounds, finite, operators
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "bounds",
     "compared_with",
     "finite",
+    "no_search",
     "not_verified_in_time",
     "nothing_chosen",
     "operators",

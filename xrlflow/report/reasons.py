@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from xrlflow.backends.results import RepeatedComparison, Verdict
 from xrlflow.search import Selection
 
+# The names of an optimisation's phases, in order.
+PHASES = {
+    "import": "import", "inputs": "inputs", "calibrate": "operators", "correct": "correction of costs",
+    "search": "search", "select": "selection", "compile": "compilation", "profile": "profile",
+    "verify": "verification", "measure": "last comparison",
+}  # fmt: skip
 _MORE = "give it more with --time-limit"
 
 
-def nothing_chosen(selection: Selection | None, searched: bool = True) -> str:
+def no_search(seconds: float, limit: float, phases: Mapping[str, float]) -> str:
+    """Why there was no time to search: after so many `seconds` of the limit, spent on these phases."""
+    spent = max(phases, key=lambda name: phases[name], default="")
+    most = f", most of it for {PHASES.get(spent, spent)}" if spent else ""
+    return (
+        f"there was no time to search: {seconds:.0f} of {limit:g} s had passed{most}, and the rest is for comparing "
+        f"and verifying ({_MORE})"
+    )
+
+
+def nothing_chosen(selection: Selection | None, late: str = "") -> str:
     """Why no proposal is compared with the original.
 
-    `selection`: None if nothing was to be measured. `searched`: there was time to search.
+    `selection`: None if nothing was to be measured. `late`: why there was no time to search, if so.
     """
     if selection is None:
         return "no cheaper graph was found"
@@ -23,9 +41,7 @@ def nothing_chosen(selection: Selection | None, searched: bool = True) -> str:
         return "nothing that was found could be measured"
     if selection.interrupted:
         return "interrupted before anything that was found was measured"
-    if not searched:
-        return f"there was no time to search ({_MORE})"
-    return "nothing was found to change"
+    return late or "nothing was found to change"
 
 
 def compared_with(compared: RepeatedComparison) -> str:

@@ -15,6 +15,7 @@ from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.algorithms import Chosen, multiplies_less
 from xrlflow.prover import Certificate
+from xrlflow.report.reasons import PHASES
 from xrlflow.report.report import Report
 from xrlflow.text import printable, printable_words
 from xrlflow.verify import HEADERS, Verification
@@ -117,17 +118,9 @@ def _algorithms(chosen: Sequence[Chosen]) -> Table:
     return table
 
 
-# The names of an optimisation's phases, in order.
-_PHASES = {
-    "import": "import", "inputs": "inputs", "calibrate": "operators", "correct": "correction of costs",
-    "search": "search", "select": "selection", "compile": "compilation", "profile": "profile",
-    "verify": "verification", "measure": "last comparison",
-}  # fmt: skip
-
-
 def _spent(report: Report) -> str:
     """The time of each phase."""
-    parts = [(name, report.phases[key]) for key, name in _PHASES.items() if key in report.phases]
+    parts = [(name, report.phases[key]) for key, name in PHASES.items() if key in report.phases]
     rest = report.seconds - sum(seconds for _, seconds in parts)
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(rest, 0.0))])
 

@@ -222,7 +222,7 @@ class Pool:
             if kernel is None:
                 raise PoolError("the pool is closed")
             if isinstance(kernel, Measurement):
-                raise BackendError(kernel.error)
+                raise BackendError(str(kernel.error))
             return self.called(kernel, inputs)
 
     @contextlib.contextmanager
@@ -255,7 +255,7 @@ class Pool:
         for _, result in self._runners.work(iter([call])):
             if isinstance(result, Evaluated):
                 return result.outputs
-            raise BackendError(_failure(result).error)
+            raise BackendError(str(_failure(result).error))
         raise PoolError("the pool is closed")
 
     def timed(self, kernel: Kernel, timing: Timing) -> Measurement:

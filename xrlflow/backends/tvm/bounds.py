@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.backends.tvm.reading import sizes
 
 _ATTRIBUTE = "xrlflow.checks"
@@ -280,8 +280,7 @@ def _known(node: Node, tensor: Any) -> tuple[int, ...]:
     shape = sizes(tensor)
     if shape is None:
         raise BackendError(
-            f"TVM cannot lower {node.title}: the size of its table depends on values: use optimize --backend "
-            "onnxruntime for this model"
+            f"TVM cannot lower {node.title}: the size of its table depends on values", USE_ONNXRUNTIME
         )
     return shape
 
@@ -367,10 +366,7 @@ def _sampled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, A
 def _unpooled(bounds: Bounds, node: Node, given: list[Any], attrs: Mapping[str, Any]) -> list[Any]:
     shape, kernel = _known(node, given[0]), attrs["kernel_shape"]
     if len(given) > 2 or any(attrs.get("pads", ())):
-        raise BackendError(
-            f"TVM cannot lower {node.title} (with pads, or an output_shape): use optimize --backend onnxruntime for "
-            "this model"
-        )
+        raise BackendError(f"TVM cannot lower {node.title} (with pads, or an output_shape)", USE_ONNXRUNTIME)
     strides = attrs.get("strides", [1] * len(kernel))
     image = [(n - 1) * s + k for n, s, k in zip(shape[2:], strides, kernel)]
     if _known(node, given[1]) != shape:

@@ -219,11 +219,11 @@ def _compiled(
                 algorithms=algorithms,
             )
         except lower.NodeRefused as error:
-            remarks.append(f"{error.title} is left to ONNX Runtime: {error}")
+            remarks.append(f"{error.title} is left to ONNX Runtime: {error.reason}")
             waiting += reversed(_around(model.graph, region, error.results))
             continue
         except BackendError as error:
-            remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error}")
+            remarks.append(f"{len(region.nodes)} nodes are left to ONNX Runtime: {error.reason}")
             continue
         name = f"{prefix}Region_{len(regions)}"
         regions[name], done[name] = region, compiled

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.attention import SCHEDULED
 from xrlflow.backends.tvm.attention_fusion import fuse_attention
@@ -56,8 +56,9 @@ _ENDS = object()
 class NodeRefused(BackendError):
     """A node that TVM's importer, or our part of it, does not take. `title`: how messages name it."""
 
-    def __init__(self, message: str, title: str, results: Sequence[str]) -> None:
-        super().__init__(message)
+    def __init__(self, error: BackendError, title: str, results: Sequence[str]) -> None:
+        super().__init__(str(error))
+        self.reason = error.reason
         self.title, self.results = title, tuple(results)
 
 
@@ -90,9 +91,7 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     """
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
     if missing:
-        raise BackendError(
-            f"TVM cannot lower {', '.join(missing)}: use optimize --backend onnxruntime for this model"
-        )
+        raise BackendError(f"TVM cannot lower {', '.join(missing)}", USE_ONNXRUNTIME)
     bound = dict(shapes or {})
     constants = {tensor.name for tensor in model.graph.initializer}
     unbound = [
@@ -198,8 +197,7 @@ def _as_tensor(name: str, value: Any) -> Any:
     known = known_value(value)
     if known is None:
         raise BackendError(
-            f"TVM cannot compile output {name}, a size that depends on values: use optimize --backend onnxruntime for "
-            "this model"
+            f"TVM cannot compile output {name}, a size that depends on values", USE_ONNXRUNTIME
         )
     return constant(known)
 
@@ -242,7 +240,7 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
                 with answering("import"):
                     return self._converted(node, op_name, inputs, attrs, opset)
             except BackendError as error:
-                raise NodeRefused(str(error), node.title, node.results) from error
+                raise NodeRefused(error, node.title, node.results) from error
 
         def _converted(self, told: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
             inputs = type(inputs)(self.bounds.operands(told, op_name, inputs, attrs))

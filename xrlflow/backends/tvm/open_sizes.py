@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.backends.tvm.reading import operator
 
 
@@ -29,8 +29,8 @@ def sized(module: Any) -> Any:
 
 def open_size(name: str) -> BackendError:
     return BackendError(
-        f"TVM cannot compile a model in which the size of what {name} computes depends on values: use "
-        "optimize --backend onnxruntime for this model"
+        f"TVM cannot compile a model in which the size of what {name} computes depends on values",
+        USE_ONNXRUNTIME,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.backends.tvm.bounds import known_value
 from xrlflow.backends.tvm.einsum import legal_einsum
 from xrlflow.backends.tvm.elementwise import celu, normalized, with_exponent
@@ -45,9 +45,7 @@ class Imported:
         return self.builder.normalize(expression)
 
     def refused(self, reason: str) -> BackendError:
-        return BackendError(
-            f"TVM cannot lower {self.title} ({reason}): use optimize --backend onnxruntime for this model"
-        )
+        return BackendError(f"TVM cannot lower {self.title} ({reason})", USE_ONNXRUNTIME)
 
 
 def lowered(op: str, node: Imported) -> Any | None:
