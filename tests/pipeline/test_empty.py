@@ -35,6 +35,10 @@ TRANSPOSED = EXAMPLES["PushTransposeIntoMatMul"][0].replace("float[2,3,4,5] x", 
 )  # fmt: skip
 
 
+def floats(*shape: int | str) -> TensorType:
+    return TensorType(DType.FLOAT, shape)
+
+
 def found(source: str, rule: str, **options: object) -> tuple[int, bool]:
     """The number of places of a rule in a model, and whether it was refused because a dimension may be 0."""
     library = library_for(Options(only=[rule], **options))  # type: ignore[arg-type]
@@ -89,8 +93,29 @@ def test_the_sizes_that_operators_need() -> None:
     assert of("LayerNormalization", "nsd", axis=1) == [(0, 1), (0, 2)]
     assert of("Relu", "nchw") == of("MatMul", "bmk", "kn") == of("MatMul", "bmk", "bkn") == []
     assert of("MatMul", "mk", "bkn") == [(1, 0), (0, 1)]
+    assert list(needed("MatMul", Attrs({}), [floats("b", 2, "m", "k"), floats(2, "k", "n")])) == [
+        (0, 0),
+        (0, 3),
+    ]
+    assert list(needed("MatMul", Attrs({}), [floats("b", 2, "m", "k"), floats(1, 1, "k", "n")])) == []
     assert of("Attention", "qd", None, "kd") == [(0, 0), (0, 1), (2, 0), (2, 1)]
     assert list(needed("LSTM", Attrs({}), [TensorType(DType.FLOAT, None)])) == []
+
+
+def test_what_may_run_without_elements_says_nothing_of_the_graph() -> None:
+    """An operator may need a size that others of its kind do without: then the graph may run at 0."""
+
+    def surely(op: str, *types: TensorType, **attrs: object) -> list[tuple[int, int]]:
+        return list(needed(op, Attrs(attrs), types, surely=True))  # type: ignore[arg-type]
+
+    image, weight = floats("n", 3, "h", "w"), floats(4, 3, 3, 3)
+    assert surely("InstanceNormalization", image) == []
+    assert (
+        surely("Conv", image, weight, pads=(1, 1, 1, 1)) == surely("Conv", image, weight) == [(0, 2), (0, 3)]
+    )
+    assert surely("Conv", image, weight, pads=(2, 1, 2, 1)) == [(0, 3)]
+    assert surely("Conv", image, weight, auto_pad="SAME_UPPER") == []
+    assert surely("LSTM", floats("s", "b", "i")) == [(0, 1)]
 
 
 def test_a_dimension_that_is_positive() -> None:

@@ -15,10 +15,10 @@ Place = tuple[int, int]
 """An input and one of its axes."""
 
 
-def needed(op: str, attrs: Attrs, types: Types) -> Iterator[Place]:
+def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterator[Place]:
     """The sizes of an operator's inputs of these types (None: absent) that must be at least 1. An input of unknown rank
-    has none."""
-    need = _NEEDS.get(op)
+    has none. `surely`: only those without which it never runs, so that they are at least 1 wherever it does."""
+    need = (_FAILS if surely else _NEEDS).get(op)
     return iter(()) if need is None else need(attrs, types)
 
 
@@ -44,34 +44,61 @@ def _attention(attrs: Attrs, types: Types) -> Iterator[Place]:
     return (place for index in range(3) for place in _axes(types, index))
 
 
-def _product(left: int = 0, right: int = 1) -> Callable[[Attrs, Types], Iterator[Place]]:
-    """A matrix product. The right factor's batch may not be empty where the left one has none; then an empty sum is
-    left undefined, too."""
+def _alone(attrs: Attrs, types: Types) -> Iterator[Place]:
+    """The batches of a product's factors where the other one has none. A right factor without any is no matter: all
+    rows are then multiplied at once."""
+    a, b = types[:2]
+    if (
+        a is None
+        or b is None
+        or a.shape is None
+        or b.shape is None
+        or all(size == 1 for size in b.shape[:-2])
+    ):
+        return
+    shapes = (a.shape, b.shape)
+    rank = max(map(len, shapes))
+    batches = [((1,) * (rank - len(shape)) + shape)[:-2] for shape in shapes]
+    for index, (own, other) in enumerate((batches, batches[::-1])):
+        absent = rank - len(shapes[index])
+        yield from ((index, axis - absent) for axis, n in enumerate(own) if n != 1 == other[axis])
 
-    def need(attrs: Attrs, types: Types) -> Iterator[Place]:
-        a, b = types[left], types[right]
-        if a is None or b is None or a.shape is None or b.shape is None:
-            return
-        before = (1,) * (len(b.shape) - len(a.shape)) + a.shape[:-2] if len(b.shape) > 2 else ()
-        alone = [axis for axis, size in enumerate(before[: len(b.shape) - 2]) if size == 1 != b.shape[axis]]
-        yield from ((right, axis) for axis in alone)
-        if alone:
-            yield left, len(a.shape) - 1
 
-    return need
+def _product(attrs: Attrs, types: Types) -> Iterator[Place]:
+    """Where the left factor lacks a batch, an empty sum is left undefined, too."""
+    alone = list(_alone(attrs, types))
+    yield from alone
+    left, right = (0 if type is None else type.rank or 0 for type in types[:2])
+    if alone or (left and right > max(left, 2)):
+        yield from _axes(types, 0, -1)
 
 
 def _summed(attrs: Attrs, types: Types) -> Iterator[Place]:
     """A product that leaves an empty sum undefined. FusedMatMul may transpose its factors."""
-    yield from _product()(attrs, types)
+    yield from _alone(attrs, types)
     yield from (place for index in range(2) for place in _axes(types, index, -2))
+
+
+def _image(attrs: Attrs, types: Types) -> Iterator[Place]:
+    """The image of a convolution whose padding alone is smaller than its kernel."""
+    weight = types[1].shape if types[1] is not None else None
+    if weight is None or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        return
+    kernel = weight[2:]
+    pads, dilations = attrs.get("pads"), attrs.get("dilations")
+    ends = pads if isinstance(pads, tuple) else (0,) * (2 * len(kernel))
+    steps = dilations if isinstance(dilations, tuple) else (1,) * len(kernel)
+    for axis, size in enumerate(kernel):
+        reach = (size - 1) * int(steps[axis]) + 1 if isinstance(size, int) else 0
+        if int(ends[axis]) + int(ends[axis + len(kernel)]) < reach:
+            yield 0, axis + 2
 
 
 _NEEDS: Mapping[str, Callable[[Attrs, Types], Iterator[Place]]] = {
     "LSTM": _data(0),
     "GRU": _data(0),
     "Attention": _attention,
-    "MatMul": _product(),
+    "MatMul": _product,
     "MatMulInteger": _summed,
     "com.microsoft::FusedMatMul": _summed,
     "com.microsoft::MatMulIntegerToFloat": _summed,
@@ -91,5 +118,15 @@ _NEEDS: Mapping[str, Callable[[Attrs, Types], Iterator[Place]]] = {
     "RMSNormalization": _normalised,
     "com.microsoft::SkipLayerNormalization": _data(-1),
 }
+_FAILS: Mapping[str, Callable[[Attrs, Types], Iterator[Place]]] = {
+    **{op: need for op, need in _NEEDS.items() if "Pool" in op or "Layer" in op or op == "RMSNormalization"},
+    "LSTM": lambda attrs, types: iter([(0, 1)]),
+    "GRU": _data(0),
+    "Attention": _attention,
+    "MatMul": _alone,
+    "Conv": _image,
+    "GroupNormalization": _data(2),
+}
+
 NEEDING = frozenset(_NEEDS)
 """The operators that need such sizes."""

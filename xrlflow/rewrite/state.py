@@ -101,7 +101,7 @@ class RewriteState:
         """The state of a graph, matched from scratch. `delta` is evaluated for each candidate."""
         with _no_collection():
             filled = (
-                frozenset(_needs(graph, graph.nodes(), {})) if library.least_size is not None else frozenset()
+                frozenset(_needs(graph, graph.nodes())) if library.least_size is not None else frozenset()
             )
             finder = _match_all(graph, library, delta, filled)
             finder.settle()
@@ -551,7 +551,7 @@ class _Finder:
         if not any(node.op in NEEDING for node in edit.added):
             return
         made = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
-        known = self.filled.union(_needs(self.graph, edit.removed, {}))
+        known = self.filled.union(_needs(self.graph, edit.removed))
         for size in _needs(self.graph, edit.added, made):
             if size in known:
                 continue
@@ -581,12 +581,17 @@ class _Finder:
         return {value: tuple(kept) for value, kept in touched.items()}
 
 
-def _needs(graph: Graph, nodes: Iterable[Node], made: Mapping[Value, TensorType]) -> Iterator[Size]:
-    """The sizes that must be at least 1 where these nodes run. `made`: types of values that the graph lacks."""
+def _needs(
+    graph: Graph, nodes: Iterable[Node], made: Mapping[Value, TensorType] | None = None
+) -> Iterator[Size]:
+    """The sizes that are at least 1 wherever these nodes run. `made`: types of values that the graph lacks; with it,
+    sizes without which the nodes might not run."""
+    surely = made is None
+    known = {} if made is None else made
     for node in nodes:
         if node.op in NEEDING:
-            types = [None if v == ABSENT else made.get(v) or graph.type(v) for v in node.explicit_inputs]
-            for index, axis in needed(node.op, node.attrs, types):
+            types = [None if v == ABSENT else known.get(v) or graph.type(v) for v in node.explicit_inputs]
+            for index, axis in needed(node.op, node.attrs, types, surely):
                 shape = None if (type := types[index]) is None else type.shape
                 size = None if shape is None else shape[axis]
                 yield (node.inputs[index], axis) if size is None else size
