@@ -28,6 +28,7 @@ from xrlflow.onnxio.model import LEFT
 from xrlflow.options import Common, OptionError, Options, TuneOptions
 from xrlflow.pipeline import kernels, placement, tuning
 from xrlflow.pipeline.use import options_with_kernels
+from xrlflow.rewrite import Op, Rule, Val
 from xrlflow.verify import Status
 
 pytest.importorskip("tvm")
@@ -588,3 +589,26 @@ def test_tuning_heeds_the_options_that_it_shares() -> None:
     for field in fields(Common):
         if field.name != "store":  # it need not exist yet
             assert getattr(found, field.name) == getattr(given, field.name), field.name
+
+
+class ForgetAbs(Rule):
+    """abs(x) -> x, which is wrong."""
+
+    def source(self, op: Op, x: Any) -> Any:
+        return op.Abs(x)
+
+    def target(self, op: Op, x: Val) -> Any:
+        return x
+
+
+@pytest.mark.parametrize("backend", ["hybrid", "tvm"])
+def test_a_wrong_rule_is_taken_back_and_kernels_are_made_of_the_rest(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrlflow.pipeline.library.LIBRARY", (ForgetAbs(),))
+    result = asked(network(more="e = Abs(d) y = Add(e, x)"), backend=backend, exact_kernels=True)
+    (note,) = (n for n in result.report.notes if "was taken back" in n)
+    assert note.startswith("ForgetAbs was taken back: the models differ")
+    assert not result.trace
+    assert (result.hybrid if backend == "hybrid" else result.compiled) is not None
+    assert result.report.verified
