@@ -270,7 +270,7 @@ def check_input(model: ImportedModel) -> str | None:
             kept.append(tensor)
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(kept)
-    model.store.fill(protos.tensors(proto.graph))
+    model.store.fill(protos.all_tensors(proto))
     return check(proto)
 
 

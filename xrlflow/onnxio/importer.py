@@ -200,9 +200,7 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
 def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its functions inlined, where opsets allow it."""
     for function in proto.functions:
-        for node in function.node:
-            for attribute in node.attribute:
-                store.fill([attribute.t] if attribute.HasField("t") else [])
+        store.fill(protos.tensors_of_nodes(function.node))
     if not proto.functions:
         return proto
     check_functions(store.name, proto)
@@ -579,7 +577,7 @@ class _Importer:
             pass
         copy = onnx.AttributeProto()
         copy.CopyFrom(proto)
-        self.store.fill([copy.t] if kind == kinds.TENSOR else copy.tensors)
+        self.store.fill(protos.tensors_of_attribute(copy))
         if kind == kinds.TENSOR:
             copy.t.ClearField("name")
         copy.ClearField("doc_string")

@@ -38,24 +38,30 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every tensor in a model, including those of functions and the parts of sparse tensors."""
     yield from _all_tensors(model.graph)
     for function in model.functions:
-        yield from _attribute_tensors(function.node)
+        yield from tensors_of_nodes(function.node)
 
 
 def _all_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
-    yield from _attribute_tensors(graph.node)
+    yield from tensors_of_nodes(graph.node)
 
 
-def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+def tensors_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    """Every tensor in the attributes of nodes, and in their bodies."""
     for node in nodes:
         for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _all_tensors(graph)
+            yield from tensors_of_attribute(attribute)
+
+
+def tensors_of_attribute(attribute: onnx.AttributeProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor in an attribute, whatever its type says, and in its bodies."""
+    yield from (attribute.t, *attribute.tensors)
+    for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+        yield from (sparse.values, sparse.indices)
+    for graph in (attribute.g, *attribute.graphs):
+        yield from _all_tensors(graph)
 
 
 def free_names(graph: onnx.GraphProto) -> set[str]:

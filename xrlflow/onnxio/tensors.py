@@ -164,7 +164,7 @@ class TensorStore:
         dtype = DType(proto.data_type)
         shape = tuple(proto.dims)
         if proto.data_location != onnx.TensorProto.EXTERNAL:
-            if not proto.HasField("raw_data") or dtype.bits < 8:
+            if not proto.HasField("raw_data") or dtype.bits < 8 or dtype == DType.STRING:
                 return array_const(onnx.numpy_helper.to_array(proto), dtype)
             found = memoryview(proto.raw_data)
         else:

@@ -6,7 +6,7 @@ stays where it is (in a mapped file, for instance). Encoding: https://protobuf.d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import BinaryIO
@@ -17,7 +17,7 @@ LARGE = 8192
 # `location` of a tensor whose data is in the model's own file (no path contains a NUL).
 EMBEDDED = "\0embedded"
 
-_LENGTH_DELIMITED = 2
+_LENGTH_DELIMITED, _BEGIN_GROUP, _END_GROUP = 2, 3, 4
 _FIXED = {1: 8, 5: 4}
 
 
@@ -50,10 +50,15 @@ _CHILDREN: dict[_Message, dict[int, _Message]] = {
     _Message.ATTRIBUTE: {5: _Message.TENSOR, 6: _Message.GRAPH, 10: _Message.TENSOR, 11: _Message.GRAPH},
     _Message.FUNCTION: {7: _Message.NODE},
 }
-# Fields of TensorProto whose payload is the tensor's little-endian bytes: float_data and double_data
-# (packed), raw_data.
-_PAYLOADS = frozenset({4, 9, 10})
-_EXTERNAL_DATA, _DATA_LOCATION = 13, 14
+# The field of an attribute that holds one tensor. Of two occurrences, protobuf makes one tensor.
+_TENSOR_OF_ATTRIBUTE = 5
+# Fields of TensorProto.
+_DATA_TYPE, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 2, 9, 13, 14
+# The fields whose packed elements are the tensor's little-endian bytes, and the elements' size, by data type:
+# float_data for FLOAT and COMPLEX64, double_data for DOUBLE and COMPLEX128. Strings are never in raw_data.
+_PACKED = {1: (4, 4), 14: (4, 4), 11: (10, 8), 15: (10, 8)}
+_STRING = 8
+_DEFAULT, _EXTERNAL = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,14 @@ def _varint(data: memoryview, at: int, end: int) -> tuple[int, int]:
 
 
 def _fields(data: memoryview, at: int, end: int) -> Iterator[_Field]:
+    """The fields of a message in their order. A group, which ONNX has none of, is one field."""
+    groups: list[int] = []  # the numbers of the groups around a field
+    start = at
     while at < end:
-        start = at
+        if not groups:
+            start = at
         tag, at = _varint(data, at, end)
-        kind, payload = tag & 7, -1
+        number, kind, payload = tag >> 3, tag & 7, -1
         if kind == _LENGTH_DELIMITED:
             length, payload = _varint(data, at, end)
             at = payload + length
@@ -89,11 +98,18 @@ def _fields(data: memoryview, at: int, end: int) -> Iterator[_Field]:
             _, at = _varint(data, at, end)
         elif kind in _FIXED:
             at += _FIXED[kind]
+        elif kind == _BEGIN_GROUP and len(groups) < _DEEPEST:
+            groups.append(number)
+        elif kind == _END_GROUP and groups and groups.pop() == number:
+            pass
         else:
             raise WireError(f"byte {start} does not start a field")
-        if at > end or tag >> 3 == 0:
+        if at > end or number == 0:
             raise WireError(f"the field at byte {start} is cut off")
-        yield _Field(tag >> 3, start, payload, at)
+        if not groups:
+            yield _Field(number, start, payload, at)
+    if groups:
+        raise WireError(f"the field at byte {start} is cut off")
 
 
 def varint(value: int) -> bytes:
@@ -117,18 +133,52 @@ def _entry(key: str, value: str) -> bytes:
     return header(_EXTERNAL_DATA, len(body)) + body
 
 
+def _number(data: memoryview, field: _Field) -> int | None:
+    """The value of a field as an int32; None if it has another wire type."""
+    tag, at = _varint(data, field.start, field.end)
+    return None if tag & 7 else _varint(data, at, field.end)[0] & 0xFFFFFFFF
+
+
+def _payload(data: memoryview, fields: Sequence[_Field]) -> _Field | None:
+    """The one field whose payload is the tensor's data as bytes; None if there is none, or if the data is external.
+
+    As protobuf has it: of a number, the last occurrence counts, and of an enumeration's, the last that it knows;
+    packed elements of several fields are joined. Raw data counts before other data.
+    """
+    location = dtype = _DEFAULT
+    for field in fields:
+        if field.number == _DATA_TYPE:
+            found = _number(data, field)
+            dtype = dtype if found is None else found
+        elif field.number == _DATA_LOCATION and (found := _number(data, field)) in (_DEFAULT, _EXTERNAL):
+            location = found
+    if location == _EXTERNAL or dtype == _STRING:
+        return None
+    raw = [field for field in fields if field.number == _RAW_DATA and field.payload >= 0]
+    if raw:
+        return raw[-1]
+    number, size = _PACKED.get(dtype, (0, 1))
+    packed = [field for field in fields if field.number == number]
+    if len(packed) != 1 or packed[0].payload < 0 or (packed[0].end - packed[0].payload) % size:
+        return None
+    return packed[0]
+
+
 def _strip_tensor(data: memoryview, at: int, end: int, parts: list[bytes]) -> None:
-    for field in _fields(data, at, end):
-        if field.number in _PAYLOADS and field.payload >= 0 and field.end - field.payload >= LARGE:
-            for key, value in (
-                ("location", EMBEDDED),
-                ("offset", str(field.payload)),
-                ("length", str(field.end - field.payload)),
-            ):
-                parts.append(_entry(key, value))
-            parts.append(varint(_DATA_LOCATION << 3) + varint(1))  # EXTERNAL
-        else:
-            parts.append(bytes(data[field.start : field.end]))
+    fields = list(_fields(data, at, end))
+    found = _payload(data, fields)
+    if found is None or found.end - found.payload < LARGE:
+        parts.append(bytes(data[at:end]))
+        return
+    replaced = (found.number, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION)
+    parts.extend(bytes(data[field.start : field.end]) for field in fields if field.number not in replaced)
+    for key, value in (
+        ("location", EMBEDDED),
+        ("offset", str(found.payload)),
+        ("length", str(found.end - found.payload)),
+    ):
+        parts.append(_entry(key, value))
+    parts.append(varint(_DATA_LOCATION << 3) + varint(_EXTERNAL))
 
 
 def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[bytes], depth: int = 0) -> None:
@@ -137,7 +187,11 @@ def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[byte
     if kind is _Message.TENSOR:
         _strip_tensor(data, at, end, parts)
         return
-    children = _CHILDREN[kind]
+    children = dict(_CHILDREN[kind])
+    if kind is _Message.ATTRIBUTE:
+        tensors = [f for f in _fields(data, at, end) if f.number == _TENSOR_OF_ATTRIBUTE]
+        if len(tensors) > 1:  # together they are one tensor
+            del children[_TENSOR_OF_ATTRIBUTE]
     kept = at  # the start of what has not been copied yet
     for field in _fields(data, at, end):
         child = children.get(field.number)
@@ -165,7 +219,7 @@ def strip_model(data: memoryview) -> bytes:
     return b"".join(parts)
 
 
-_GRAPH_OF_MODEL, _INITIALIZER_OF_GRAPH, _RAW_DATA_OF_TENSOR = 7, 5, 9
+_GRAPH_OF_MODEL, _INITIALIZER_OF_GRAPH = 7, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +231,7 @@ class StreamedTensor:
 
     @property
     def length(self) -> int:
-        return len(self.proto) + len(header(_RAW_DATA_OF_TENSOR, self.data.nbytes)) + self.data.nbytes
+        return len(self.proto) + len(header(_RAW_DATA, self.data.nbytes)) + self.data.nbytes
 
 
 def model_length(model: bytes, graph: bytes, tensors: list[StreamedTensor]) -> int:
@@ -195,5 +249,5 @@ def write_model(file: BinaryIO, model: bytes, graph: bytes, tensors: list[Stream
     for tensor in tensors:
         file.write(header(_INITIALIZER_OF_GRAPH, tensor.length))
         file.write(tensor.proto)
-        file.write(header(_RAW_DATA_OF_TENSOR, tensor.data.nbytes))
+        file.write(header(_RAW_DATA, tensor.data.nbytes))
         file.write(tensor.data)
