@@ -45,12 +45,14 @@ from xrlflow.ops.infer import (
     type_of_proto,
     type_proto,
 )
-from xrlflow.ops.schema import IR_VERSION, OPSET, output_is_optional, split_op
+from xrlflow.ops.schema import OPSET, output_is_optional, split_op
 
 # Models with more bytes of weights get a separate file for them: a protocol buffer cannot exceed 2 GB.
 EXTERNAL_ABOVE = 3 << 29
 # Rough bytes of a node or a constant in a file, besides names and data.
 _BYTES_PER_NODE = 50
+# The first IR version in which initialisers need not be inputs as well.
+_SEPARATE_WEIGHTS = 4
 # The newest IR version that ONNX Runtime reads.
 _MAX_IR_VERSION = 13
 # External tensors of at least this many bytes begin at a page, others at a cache line.
@@ -129,7 +131,8 @@ def save(
 ) -> None:
     """Write the model with `graph` as its computation to a file, completely or not at all.
 
-    `opset` asks for an older opset than the canonical one. Models that had external data, or exceed 1.5 GB, get a data
+    `opset` asks for this opset; by default it is the model's (`ImportedModel.opset`), or the lowest after it that has
+    all operators. Models that had external data, or exceed 1.5 GB, get a data
     file in the same folder (`NAME.DIGEST.data`, see `beside`). With `durable`, the files have reached the disk
     afterwards. Raises GrowthError if the result exceeds `max_growth` times the bytes of the input, and ModelError if it
     cannot be written.
@@ -281,12 +284,13 @@ def _dims(const: Const) -> list[int]:
 def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Written:
     proto = onnx.ModelProto()
     proto.CopyFrom(model.frame)
-    versions.set_opset(proto, max(model.opset, OPSET))
     writer = _Writer(model, proto)
     writer.main(graph)
-    wanted = versions.runnable(proto, model.opset) if opset is None else opset
-    if wanted != versions.opset_of(proto):
-        versions.lower(model.name, proto, _typed_copy(_Written(proto, writer.large)), wanted)
+    versions.set_opset(proto, max(writer.later.values(), default=OPSET))
+    if opset is not None:
+        versions.convert(model.name, proto, writer.types, opset, writer.later.keys())
+    elif not writer.later:
+        versions.convert_at_least(proto, writer.types, versions.runnable(proto, model.opset))
     del proto.graph.quantization_annotation[:]
     proto.graph.quantization_annotation.extend(
         a for a in model.frame.graph.quantization_annotation if a.tensor_name in writer.taken
@@ -294,8 +298,15 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Wri
     imported = {o.domain for o in proto.opset_import}
     for domain in sorted(writer.domains - imported - {""}):
         proto.opset_import.add(domain=domain, version=1)
-    proto.ir_version = min(max(proto.ir_version, IR_VERSION), _MAX_IR_VERSION)
+    proto.ir_version = min(max(proto.ir_version, _least_ir_version(proto)), _MAX_IR_VERSION)
     return _Written(proto, writer.large)
+
+
+def _least_ir_version(proto: onnx.ModelProto) -> int:
+    """The IR version in which a model's opset came."""
+    known = versions.opset_of(proto)
+    opset = onnx.helper.make_opsetid("", OPSET if known is None else known)
+    return max(_SEPARATE_WEIGHTS, onnx.helper.find_min_ir_version_for([opset]))
 
 
 class _Writer:
@@ -311,6 +322,8 @@ class _Writer:
         # Names of large constants by the id of their data. The data is kept alive, because ids are reused.
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
+        self.types: dict[str, TensorType] = {}  # of all values
+        self.later: dict[str, int] = {}  # titles of nodes that the canonical opset lacks -> the opset that has them
 
     def main(self, graph: Graph) -> None:
         out = self.proto.graph
@@ -355,6 +368,7 @@ class _Writer:
         found, computed = weights.materialise(graph)
         made = {v for node in found.nodes for v in node.outputs}
         read = {v for node in found.nodes for v in node.inputs} | set(graph.outputs)
+        live = made | read
         aliases: list[tuple[str, Value]] = []
         for name, value in zip(declared, graph.outputs):
             if value in made and value not in names and name not in claims:
@@ -383,12 +397,14 @@ class _Writer:
                 out.initializer.append(tensor_proto(names[value], const))
             else:
                 names[value] = self._large(const, wish, value in computed)
+        self.types.update((name, graph.type(value)) for value, name in names.items() if value in live and name)
         for node in found.nodes:
             out.node.append(self._node(node, names))
             if sizes_from_data(node.op):
                 out.value_info.extend(v for v in self._sizes(graph, node, names) if v.name not in declared)
         for name, value in aliases:
             out.node.append(onnx.helper.make_node("Identity", [names[value]], [name]))
+            self.types[name] = graph.type(value)
 
     def _sizes(self, graph: Graph, node: Node, names: Mapping[Value, str]) -> Iterator[onnx.ValueInfoProto]:
         """Types for a node's outputs, if they have sizes of inputs that ONNX's inference does not find.
@@ -447,8 +463,9 @@ class _Writer:
 
     def _node(self, node: Node, names: Mapping[Value, str]) -> onnx.NodeProto:
         domain, op = split_op(node.op)
+        later = 0
         if domain.startswith(versions.QUALIFIED):
-            domain = ""
+            domain, later = "", int(domain.removeprefix(versions.QUALIFIED))
         self.domains.add(domain)
         outputs = [names[v] for v in node.outputs]
         while len(outputs) > 1 and not outputs[-1]:
@@ -478,6 +495,8 @@ class _Writer:
                 proto.metadata_props.add(key=key, value=value)
         if node.left:
             proto.metadata_props.add(key=LEFT, value="1")
+        if later:
+            self.later[versions.title(proto)] = later
         return proto
 
     def _body(self, body: Body, outer: list[str]) -> onnx.GraphProto:

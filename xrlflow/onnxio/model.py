@@ -41,9 +41,9 @@ class Recipe:
 class ImportedModel:
     """A model as read from a file.
 
-    - `graph` has operators of opset 23. `opset` is the one to write: 23 as well, unless the file has operators that
-      only a later opset defines (they have names like "ai.onnx@24::Swish"), or operators that runtimes lack at 23 (then
-      21, see `versions.KEPT_BELOW_22`).
+    - `graph` has operators of opset 23, and those that only a later opset defines (they have names like
+      "ai.onnx@24::Swish"). `opset` is the one to write where the result needs no newer one: that of the file, unless
+      somebody chose another.
     - `frame` is the ModelProto without nodes, initialisers and value infos: declared inputs and outputs, IR version,
       opset imports, producer, metadata, doc strings, and functions that could not be inlined.
     - `bindings`: sizes for symbols, from the shapes that the caller gave.

@@ -1,4 +1,4 @@
-"""Brings models of other opsets to the canonical one, node by node, in bodies too.
+"""Brings models of other opsets to the canonical one, node by node, in bodies too, and back.
 
 `ADAPTERS` says what changed in which version of which operator. A version that is not in the table only allows more
 element types, more ranks, or optional attributes and inputs whose default is the old behaviour. Source: the operators'
@@ -7,8 +7,9 @@ changelog, https://github.com/onnx/onnx/blob/main/docs/Changelog.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
 
+from xrlflow.ir import SMALL, DType, TensorType
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import all_names, subgraphs
+from xrlflow.ops.infer import type_proto
 from xrlflow.ops.schema import OPSET
 
 # Operators whose definition differs from the canonical opset's have this as their domain, followed by their version.
@@ -360,12 +363,9 @@ ADAPTERS: dict[tuple[str, int], _Adapter] = {
     ("Scan", 9): _scan,
 }
 
-# Operators whose version 22 only adds bfloat16, and for which ONNX Runtime 1.31 has no kernel of that version. A model
-# with one of them is written with opset 21, unless something in it needs a newer opset.
-KEPT_BELOW_22 = frozenset(
-    ["GlobalLpPool", "MaxRoiPool", "Multinomial", "RandomNormal", "RandomNormalLike"]
-    + ["RandomUniform", "RandomUniformLike", "RoiAlign"]
-)
+_ADAPTED: dict[str, tuple[int, ...]] = {
+    op: tuple(sorted(v for o, v in ADAPTERS if o == op)) for op, _ in ADAPTERS
+}
 
 _DOUBLES = frozenset({onnx.TensorProto.DOUBLE})
 # ONNX Runtime has no kernel for these element types. At some opsets it computes ONNX's definition of the operator by
@@ -428,9 +428,8 @@ def set_opset(proto: onnx.ModelProto, opset: int) -> None:
 def to_canonical(name: str, proto: onnx.ModelProto) -> int:
     """Bring a model, whose large weights are elsewhere, to the canonical opset, in place.
 
-    Returns the opset for the result. It differs from the canonical one in two cases. A model with operators that ONNX
-    Runtime lacks in their newest version is brought down again at export (KEPT_BELOW_22). A newer model that uses what
-    only its own opset defines keeps that opset, and such nodes get its version in their domain (QUALIFIED). Raises
+    Returns the opset to write, unless the result needs a newer one: the model's own, if it is one that is written. Nodes
+    that use what only a newer opset than the canonical one defines get the model's in their domain (QUALIFIED). Raises
     ModelError for an opset that is too new, and for a node that the canonical opset cannot express.
     """
     opset = opset_of(proto)
@@ -445,11 +444,7 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
     if opset < OPSET:
         if opset in _SPELT_OUT_AT:
             _spell_out(proto, opset)
-        old = any(n.op_type in KEPT_BELOW_22 and not n.domain for n in _all_nodes(proto.graph))
-        _Raiser(name, opset, all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
-        if old and opset < 22:
-            set_opset(proto, OPSET)
-            return 21
+        _raise(name, proto, opset)
     elif opset > OPSET:
         types = dict(_typed_names(_inferred(proto).graph))
         later = [n for n in _all_nodes(proto.graph) if _is_later(n, opset, types)]
@@ -458,7 +453,44 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         if later:
             return opset
     set_opset(proto, OPSET)
-    return OPSET
+    return max(opset, OLDEST)
+
+
+def _raise(name: str, proto: onnx.ModelProto, opset: int) -> None:
+    _Raiser(name, opset, all_names(proto.graph)).graph(_inferred(proto).graph, {}, {}, proto.graph)
+
+
+def raised(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model at the canonical opset, if its own is older; the same object if its nodes are as they are there.
+
+    Raises ModelError for a node that the canonical opset cannot express.
+    """
+    opset = opset_of(model) or OPSET
+    if all(opset >= OPSET or not _changes(node.op_type, opset) for node in _all_nodes(model.graph)):
+        return model
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    large = [t for t in light.graph.initializer if prod(t.dims) > SMALL]
+    kept = [t for t in light.graph.initializer if prod(t.dims) <= SMALL]
+    inputs = [onnx.ValueInfoProto.FromString(v.SerializeToString()) for v in light.graph.input]
+    del light.graph.initializer[:]
+    light.graph.initializer.extend(kept)
+    light.graph.input.extend(
+        onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims)
+        for t in large
+        if t.name not in {v.name for v in inputs}
+    )
+    _raise("the model", light, opset)
+    del light.graph.input[:]
+    light.graph.input.extend(inputs)
+    light.graph.initializer.extend(large)
+    set_opset(light, OPSET)
+    return light
+
+
+def _changes(op: str, opset: int) -> bool:
+    """Whether an adapter rewrites nodes of this operator and opset."""
+    return any(version > opset for version in _ADAPTED.get(op, ()))
 
 
 def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
@@ -573,9 +605,6 @@ class _Raiser:
         self.model = model
         self.opset = opset
         self.names = names
-        self.steps: dict[str, list[int]] = {}
-        for op, version in sorted(ADAPTERS):
-            self.steps.setdefault(op, []).append(version)
 
     def graph(
         self,
@@ -610,7 +639,7 @@ class _Raiser:
         cx = _Context(self.names, types, consts)
         shown = f"node {node.name or node.output[0]!r} ({node.op_type} of opset {self.opset})"
         while True:
-            version = next((v for v in self.steps.get(node.op_type, ()) if at < v <= OPSET), None)
+            version = next((v for v in _ADAPTED.get(node.op_type, ()) if at < v <= OPSET), None)
             if at < OLDEST and (version is None or version > OLDEST):
                 self._require_same(node, at, shown)
             if version is None:
@@ -767,57 +796,190 @@ LOWERERS: dict[tuple[str, int], _Lowerer] = {
 }
 
 
-def lower(name: str, proto: onnx.ModelProto, typed: onnx.ModelProto, opset: int) -> None:
-    """Bring a model from the canonical opset down to an older one, in place. `typed` is the same model with types.
+# Values of attributes that came later than the attribute: the opset of each.
+_LATER_VALUES: dict[tuple[str, str], dict[bytes, int]] = {
+    ("Pad", "mode"): {b"wrap": 19},
+    ("Resize", "coordinate_transformation_mode"): {b"half_pixel_symmetric": 19},
+    ("ScatterElements", "reduction"): {b"max": 18, b"min": 18},
+    ("ScatterND", "reduction"): {b"max": 18, b"min": 18},
+}
+# The first opset in which axes may count from the end.
+_NEGATIVE_AXES = 11
 
-    Raises ModelError, which names the nodes that cannot be expressed.
+
+def convert(
+    name: str, proto: onnx.ModelProto, types: Mapping[str, TensorType], opset: int, later: Collection[str]
+) -> None:
+    """Bring a model, as it is written, to another opset, in place. `types`: of its values.
+
+    `later`: titles of nodes that only the model's opset, or a newer one, defines. Raises ModelError, which names the
+    nodes that cannot be expressed.
     """
-    if not OLDEST <= opset <= OPSET:
-        raise ModelError(f"{name}: opset {opset} cannot be written, only {OLDEST} to {OPSET}")
-    standing: list[str] = []
-    types = dict(_typed_names(_inferred(typed).graph))
-    _lower_graph(proto.graph, types, {}, opset, standing)
+    if not OLDEST <= opset <= NEWEST:
+        raise ModelError(f"{name}: opset {opset} cannot be written, only {OLDEST} to {NEWEST}")
+    lowered = _Lowered(proto.graph, types, opset, later)
+    standing = [*(later if opset < (opset_of(proto) or OPSET) else ()), *map(title, lowered.standing)]
     if standing:
         more = f" and {len(standing) - 5} more" if len(standing) > 5 else ""
         raise ModelError(
             f"{name}: cannot be written with opset {opset}: in the way are {', '.join(standing[:5])}{more}; "
             "choose a newer opset"
         )
+    _replace(proto, lowered, opset)
+
+
+def convert_at_least(proto: onnx.ModelProto, types: Mapping[str, TensorType], opset: int) -> None:
+    """Bring a model of the canonical opset to this one or, if that cannot express its nodes, to the lowest after it
+    that can; from a newer opset down to the canonical one. In place."""
+    while opset != OPSET:
+        lowered = _Lowered(proto.graph, types, opset)
+        if not lowered.standing:
+            _replace(proto, lowered, opset)
+            return
+        if opset > OPSET:
+            return
+        opset = max(_next_change(node.op_type, opset) for node in lowered.standing)
+
+
+def title(node: onnx.NodeProto) -> str:
+    """How a message calls a node that stands in the way."""
+    return f"{node.op_type} ({node.name or next(iter(node.output), '')!r})"
+
+
+@cache
+def _history() -> Mapping[str, tuple[int, ...]]:
+    """For each operator, the versions in which it changed."""
+    found: dict[str, set[int]] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if not schema.domain:
+            found.setdefault(schema.name, set()).add(schema.since_version)
+    return {op: tuple(sorted(known)) for op, known in found.items()}
+
+
+def _next_change(op: str, opset: int) -> int:
+    """The first opset after this one in which an operator changed, at most the canonical one."""
+    changes = (*_history().get(op, ()), *_ADAPTED.get(op, ()), *_values_since(op))
+    return min((v for v in changes if opset < v < OPSET), default=OPSET)
+
+
+def _values_since(op: str) -> Iterator[int]:
+    """The opsets in which what an operator's attributes may be changed."""
+    yield _NEGATIVE_AXES
+    for (of, _), values in _LATER_VALUES.items():
+        if of == op:
+            yield from values.values()
+
+
+class _Lowered:
+    """What the nodes of a graph of the canonical opset are in another: `changed` pairs of a node and what takes its
+    place, and the nodes that cannot be expressed there (`standing`). The graph is left as it is, and so are nodes with
+    titles in `later`."""
+
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        types: Mapping[str, TensorType],
+        opset: int,
+        later: Collection[str] = (),
+    ) -> None:
+        self.opset = opset
+        self.later = later
+        self.known = types
+        self.changed: list[tuple[onnx.NodeProto, onnx.NodeProto]] = []
+        self.standing: list[onnx.NodeProto] = []
+        self.same: dict[str, bool] = {}
+        self._graph(graph, {}, {})
+
+    def _graph(
+        self, graph: onnx.GraphProto, types: dict[str, onnx.TypeProto], consts: dict[str, onnx.TensorProto]
+    ) -> None:
+        overridable = {v.name for v in graph.input}
+        consts = {**consts, **{t.name: t for t in graph.initializer if t.name not in overridable}}
+        types = dict(types)
+        for tensor in graph.initializer:
+            types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+        for node in graph.node:
+            bodies = list(subgraphs(node))
+            for body in bodies:
+                self._graph(body, types, consts)
+            if node.domain in ("", "ai.onnx") and not self._is_same(node):
+                self._node(node, types, consts, whole=not bodies)
+
+    def _node(
+        self,
+        node: onnx.NodeProto,
+        types: dict[str, onnx.TypeProto],
+        consts: dict[str, onnx.TensorProto],
+        whole: bool,
+    ) -> None:
+        """`whole`: the node has no bodies, whose nodes are replaced on their own."""
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        own: dict[str, onnx.TypeProto] = {}
+        for name in filter(None, (*node.input, *node.output)):
+            if name in types:
+                own[name] = types[name]
+            elif name in self.known and self.known[name].dtype != DType.UNDEFINED:
+                own[name] = type_proto(self.known[name])
+        try:
+            _lower_node(_Context(set(), own, consts), copy, self.opset)
+        except _Stands:
+            self.standing.append(node)
+            return
+        if whole and copy != node:
+            self.changed.append((node, copy))
+
+    def _is_same(self, node: onnx.NodeProto) -> bool:
+        """Whether nothing needs to be done for a node: its operator is the same in both opsets."""
+        op, least, most = node.op_type, min(self.opset, OPSET), max(self.opset, OPSET)
+        if op not in self.same:
+            changes = any(least < version <= most for version in _history().get(op, ()))
+            self.same[op] = self.opset >= _NEGATIVE_AXES and onnx.defs.has(op, OPSET, "") and not changes
+        return self.same[op] or (bool(self.later) and title(node) in self.later)
+
+
+def _replace(proto: onnx.ModelProto, lowered: _Lowered, opset: int) -> None:
+    """Put the nodes of another opset in their places, and drop initialisers that nothing reads any more."""
+    dropped: set[str] = set()
+    for node, copy in lowered.changed:
+        dropped |= set(node.input) - set(copy.input)
+        node.CopyFrom(copy)
+    if dropped:
+        _drop_unread(proto.graph, dropped - _read(proto.graph))
     set_opset(proto, opset)
 
 
-def _lower_graph(
-    graph: onnx.GraphProto,
-    types: dict[str, onnx.TypeProto],
-    consts: dict[str, onnx.TensorProto],
-    opset: int,
-    standing: list[str],
-) -> None:
-    overridable = {v.name for v in graph.input}
-    consts = {**consts, **{t.name: t for t in graph.initializer if t.name not in overridable}}
+def _read(graph: onnx.GraphProto) -> set[str]:
+    """All names that are read in a graph and its bodies, as outputs or by nodes, and those of its inputs."""
+    found = {v.name for v in (*graph.input, *graph.output)}
+    for node in graph.node:
+        found.update(node.input)
+        for body in subgraphs(node):
+            found |= _read(body)
+    return found
+
+
+def _drop_unread(graph: onnx.GraphProto, unread: Collection[str]) -> None:
+    for at in reversed([i for i, t in enumerate(graph.initializer) if t.name in unread]):
+        del graph.initializer[at]
     for node in graph.node:
         for body in subgraphs(node):
-            _lower_graph(body, types, consts, opset, standing)
-        cx = _Context(set(), types, consts)
-        try:
-            _lower_node(cx, node, opset)
-        except _Stands:
-            standing.append(f"{node.op_type} ({node.name or node.output[0]!r})")
+            _drop_unread(body, unread)
 
 
 def _lower_node(cx: _Context, node: onnx.NodeProto, opset: int) -> None:
-    if node.domain not in ("", "ai.onnx"):
-        return
     op = node.op_type
-    if not onnx.defs.has(op, opset, ""):
+    if not onnx.defs.has(op, opset, "") or (opset > OPSET and op in CHANGED_LATER):
         raise _Stands
-    for changed in sorted((v for o, v in ADAPTERS if o == op and v > opset), reverse=True):
+    for changed in sorted((v for v in _ADAPTED.get(op, ()) if v > opset), reverse=True):
         if (op, changed) not in LOWERERS:
             raise _Stands
         LOWERERS[op, changed](cx, node)
     then = onnx.defs.get_schema(op, opset, "")
     now = onnx.defs.get_schema(op, OPSET, "")
     for attribute in list(node.attribute):
+        if attribute.s and _LATER_VALUES.get((op, attribute.name), {}).get(attribute.s, 0) > opset:
+            raise _Stands
         if attribute.name not in then.attributes:
             known = now.attributes.get(attribute.name)
             value = onnx.helper.get_attribute_value(attribute)
@@ -828,9 +990,33 @@ def _lower_node(cx: _Context, node: onnx.NodeProto, opset: int) -> None:
             _pop(node, attribute.name)
     while node.input and not node.input[-1]:
         del node.input[-1]
-    if (
-        len(node.input) > then.max_input
-        or len(node.output) > then.max_output
-        or not _admits(then, node, cx.types)
-    ):
+    if opset < _NEGATIVE_AXES:
+        _count_from_the_front(cx, node)
+    if not _fits(then, node) or not _admits(then, node, cx.types):
         raise _Stands
+
+
+def _fits(schema: onnx.defs.OpSchema, node: onnx.NodeProto) -> bool:
+    """Whether a node has the inputs, outputs and attributes that an operator's definition wants."""
+    given = {a.name for a in node.attribute}
+    single = onnx.defs.OpSchema.FormalParameterOption.Single
+    return (
+        schema.min_input <= len(node.input) <= schema.max_input
+        and schema.min_output <= len(node.output) <= schema.max_output
+        and all(name or p.option != single for name, p in zip(node.input, schema.inputs))
+        and all(a.name in given for a in schema.attributes.values() if a.required)
+    )
+
+
+def _count_from_the_front(cx: _Context, node: onnx.NodeProto) -> None:
+    """Write negative axes as old opsets have them."""
+    for attribute in node.attribute:
+        if attribute.name not in ("axis", "axes") or min([attribute.i, *attribute.ints]) >= 0:
+            continue
+        rank = cx.rank(node.output[0] if node.op_type == "Unsqueeze" else node.input[0])
+        if rank is None:
+            raise _Stands
+        if attribute.ints:
+            attribute.ints[:] = [axis % rank for axis in attribute.ints]
+        else:
+            attribute.i %= rank
