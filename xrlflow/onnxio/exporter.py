@@ -323,7 +323,9 @@ class _Writer:
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
         self.types: dict[str, TensorType] = {}  # of all values
-        self.later: dict[str, int] = {}  # titles of nodes that the canonical opset lacks -> the opset that has them
+        self.later: dict[
+            str, int
+        ] = {}  # titles of nodes that the canonical opset lacks -> the opset that has them
 
     def main(self, graph: Graph) -> None:
         out = self.proto.graph
@@ -397,7 +399,9 @@ class _Writer:
                 out.initializer.append(tensor_proto(names[value], const))
             else:
                 names[value] = self._large(const, wish, value in computed)
-        self.types.update((name, graph.type(value)) for value, name in names.items() if value in live and name)
+        self.types.update(
+            (name, graph.type(value)) for value, name in names.items() if value in live and name
+        )
         for node in found.nodes:
             out.node.append(self._node(node, names))
             if sizes_from_data(node.op):

@@ -428,9 +428,9 @@ def set_opset(proto: onnx.ModelProto, opset: int) -> None:
 def to_canonical(name: str, proto: onnx.ModelProto) -> int:
     """Bring a model, whose large weights are elsewhere, to the canonical opset, in place.
 
-    Returns the opset to write, unless the result needs a newer one: the model's own, if it is one that is written. Nodes
-    that use what only a newer opset than the canonical one defines get the model's in their domain (QUALIFIED). Raises
-    ModelError for an opset that is too new, and for a node that the canonical opset cannot express.
+    Returns the opset to write, unless the result needs a newer one: the model's own, if it is one that is written.
+    Nodes that use what only a newer opset than the canonical one defines get the model's in their domain (QUALIFIED).
+    Raises ModelError for an opset that is too new, and for a node that the canonical opset cannot express.
     """
     opset = opset_of(proto)
     if opset is None:
