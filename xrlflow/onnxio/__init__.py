@@ -2,7 +2,17 @@
 
 from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError
-from xrlflow.onnxio.exporter import check, check_input, check_result, export, save, size_of, to_proto
+from xrlflow.onnxio.exporter import (
+    check,
+    check_input,
+    check_result,
+    export,
+    preferring,
+    save,
+    size_of,
+    to_proto,
+    written_opset,
+)
 from xrlflow.onnxio.importer import Source, load, name_of
 from xrlflow.onnxio.model import ImportedModel, NodeLabel
 from xrlflow.onnxio.original import save_original
@@ -20,8 +30,10 @@ __all__ = [
     "export",
     "load",
     "name_of",
+    "preferring",
     "save",
     "save_original",
     "size_of",
     "to_proto",
+    "written_opset",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import BinaryIO
 
@@ -88,6 +88,20 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
     written.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in written.large.items())
     return written.proto
+
+
+def preferring(model: ImportedModel, opset: int) -> ImportedModel:
+    """The model, to be written at this opset or, if that lacks an operator, at the lowest after it that has all.
+
+    Raises ModelError for an opset that cannot be written.
+    """
+    versions.check_writable(model.name, opset)
+    return replace(model, opset=opset)
+
+
+def written_opset(model: ImportedModel, graph: Graph) -> int:
+    """The opset that the graph's file has."""
+    return versions.opset_of(_write(model, graph).proto) or OPSET
 
 
 def size_of(model: ImportedModel, graph: Graph) -> int:

@@ -463,7 +463,7 @@ def _raise(name: str, proto: onnx.ModelProto, opset: int) -> None:
 def raised(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model at the canonical opset, if its own is older; the same object if its nodes are as they are there.
 
-    Raises ModelError for a node that the canonical opset cannot express.
+    Constants that are new are initialisers. Raises ModelError for a node that the canonical opset cannot express.
     """
     opset = opset_of(model) or OPSET
     if all(opset >= OPSET or not _changes(node.op_type, opset) for node in _all_nodes(model.graph)):
@@ -484,6 +484,14 @@ def raised(model: onnx.ModelProto) -> onnx.ModelProto:
     del light.graph.input[:]
     light.graph.input.extend(inputs)
     light.graph.initializer.extend(large)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in light.graph.node]
+    del light.graph.node[:]
+    for node in nodes:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            node.attribute[0].t.name = node.output[0]
+            light.graph.initializer.append(node.attribute[0].t)
+        else:
+            light.graph.node.append(node)
     set_opset(light, OPSET)
     return light
 
@@ -807,6 +815,13 @@ _LATER_VALUES: dict[tuple[str, str], dict[bytes, int]] = {
 _NEGATIVE_AXES = 11
 
 
+def check_writable(name: str, opset: int) -> None:
+    """Raise ModelError for an opset that cannot be written."""
+    newest = min(NEWEST, onnx.defs.onnx_opset_version())
+    if not OLDEST <= opset <= newest:
+        raise ModelError(f"{name}: opset {opset} cannot be written, only {OLDEST} to {newest}")
+
+
 def convert(
     name: str, proto: onnx.ModelProto, types: Mapping[str, TensorType], opset: int, later: Collection[str]
 ) -> None:
@@ -815,8 +830,7 @@ def convert(
     `later`: titles of nodes that only the model's opset, or a newer one, defines. Raises ModelError, which names the
     nodes that cannot be expressed.
     """
-    if not OLDEST <= opset <= NEWEST:
-        raise ModelError(f"{name}: opset {opset} cannot be written, only {OLDEST} to {NEWEST}")
+    check_writable(name, opset)
     lowered = _Lowered(proto.graph, types, opset, later)
     standing = [*(later if opset < (opset_of(proto) or OPSET) else ()), *map(title, lowered.standing)]
     if standing:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled
+from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled, Roofline
 from xrlflow.lowering import missing_for_kernels
 from xrlflow.pipeline import compiled, confirm, kernels
 from xrlflow.pipeline.context import Context
@@ -17,9 +17,9 @@ from xrlflow.pipeline.finish import Finished, Finisher
 from xrlflow.pipeline.kernels import compile_seconds
 from xrlflow.pipeline.prepare import Start, cost_model, restarted, start
 from xrlflow.pipeline.verifier import VerificationFailed
-from xrlflow.rewrite import Library
+from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.state import MAY_BE_EMPTY
-from xrlflow.search import SearchNode, leave_out
+from xrlflow.search import SearchNode, SearchResult, leave_out
 
 FINISHERS: Mapping[str, Finisher] = {
     "auto": kernels.finish,
@@ -53,6 +53,8 @@ def attempted(context: Context) -> Attempt:
     compiled model.
     """
     options, clock = context.options, context.clock
+    if context.unwritable:
+        return _none(context)
     if options.with_kernels and missing_for_kernels() is None:
         clock.compiling = clock.reserved = compile_seconds(context)
     first, *others = options.costs
@@ -87,6 +89,14 @@ def _needing_sizes(library: Library) -> list[str]:
         f"not applied, because an open dimension may be 0: {', '.join(names[:_NAMED])}{more} "
         "(if none is ever 0: --assume nonempty)"
     ]
+
+
+def _none(context: Context) -> Attempt:
+    """No attempt, where no file that is written can take the original's place."""
+    model, graph = Roofline(bindings=context.imported.bindings), context.imported.graph
+    base = SearchNode(RewriteState.start(graph, context.library), None, model.cost(graph))
+    explored = Explored(SearchResult(base, (base,), 0, 0, 0.0, False), (), True)
+    return Attempt(context, Start(base, model), explored, Finished(None, context.unwritable))
 
 
 def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> Attempt:

@@ -113,7 +113,8 @@ class Context:
 
     `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
     compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime. `database`
-    has the prices of operators; None: what `Profiled` opens.
+    has the prices of operators; None: what `Profiled` opens. `unwritable`: why no file that is written of the model can
+    take the original's place, if so.
     """
 
     options: Options
@@ -127,6 +128,7 @@ class Context:
     target: ExecutionTarget | None = None
     store: Store | None = None
     database: Database | None = None
+    unwritable: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property

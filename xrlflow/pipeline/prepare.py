@@ -32,7 +32,8 @@ from xrlflow.cost.history import History
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget
-from xrlflow.onnxio import ImportedModel, Source, load, to_proto
+from xrlflow.onnxio import ImportedModel, Source, load, preferring, to_proto
+from xrlflow.ops.schema import OPSET
 from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
@@ -131,6 +132,8 @@ def opened(
                 database.check()  # a wrong address is found out before any work
             # TVM compiles for fixed sizes, and operators can be written out for it only if sizes are numbers.
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
+            wanted = OPSET if compiling else options.opset
+            imported = imported if wanted is None else preferring(imported, wanted)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
             library = library_for(options)
             store: Store | None = None
@@ -230,7 +233,7 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
             shapes[info.name] = shape
     if not shapes or imported.fixed:
         return imported
-    return load(context.source, shapes={**context.shapes, **shapes})
+    return preferring(load(context.source, shapes={**context.shapes, **shapes}), imported.opset)
 
 
 def cost_model(context: Context, cost: str | CostModel) -> CostModel:

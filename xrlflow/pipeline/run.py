@@ -9,12 +9,13 @@ from xrlflow.options import Options
 from xrlflow.pipeline.attempts import attempted
 from xrlflow.pipeline.prepare import opened, with_feeds
 from xrlflow.pipeline.results import Result, result_of
+from xrlflow.pipeline.roundtrip import tried
 from xrlflow.report import Listener
 
 
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
     """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
     with opened(source, options, listener, time.monotonic()) as context:
-        context = with_feeds(context)
+        context = tried(with_feeds(context))
         found = attempted(context)
         return result_of(found.context, found.start, found.explored, found.finished)

@@ -19,7 +19,7 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
-from xrlflow.onnxio import load, to_proto
+from xrlflow.onnxio import ModelError, load, to_proto
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.model import LEFT
 from xrlflow.onnxio.regions import (
@@ -33,6 +33,7 @@ from xrlflow.onnxio.regions import (
     with_functions,
     with_guard,
 )
+from xrlflow.onnxio.versions import opset_of
 
 # Kernels of these call functions of TVM's runtime, or compute in integers more slowly than ONNX Runtime does, or find
 # another index where numbers are infinite.
@@ -253,7 +254,10 @@ def _digest(model: ModelProto) -> bytes:
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
     """The model for inputs of these sizes, with what it computes of them folded."""
     fixed = load(model, shapes=sizes, fix_shapes=True)
-    return to_proto(fixed, fixed.graph)
+    try:
+        return to_proto(fixed, fixed.graph, opset=opset_of(model))
+    except ModelError as error:
+        raise BackendError(f"no graph for fixed sizes: {error}") from error
 
 
 def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:

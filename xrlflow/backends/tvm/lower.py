@@ -32,6 +32,8 @@ from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
+from xrlflow.onnxio import ModelError
+from xrlflow.onnxio.versions import raised
 
 LAYOUTS = {
     "relax.nn.conv1d": ["NWC", "WIO"],
@@ -89,6 +91,10 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for what
     TVM's importer refuses.
     """
+    try:
+        model = raised(model)  # TVM's importer knows other opsets less well
+    except ModelError as error:
+        raise BackendError(f"TVM cannot lower the model: {error}") from error
     missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
     if missing:
         raise BackendError(f"TVM cannot lower {', '.join(missing)}", USE_ONNXRUNTIME)

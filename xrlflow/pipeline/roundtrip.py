@@ -1,0 +1,107 @@
+"""Whether a model that is read and written again runs as before, tried before the search, and at which opset.
+
+A runtime optimises models of different opsets differently. ONNX Runtime 1.31 cannot load some 8-bit models at opset 21
+that it loads at 13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends import BackendError
+from xrlflow.onnxio import ImportedModel, preferring, written_opset
+from xrlflow.ops.schema import OPSET
+from xrlflow.pipeline.context import Context
+from xrlflow.verify import Reference, Status
+from xrlflow.verify.runner import first_line, flat, opened
+
+# What is tried where the model's own opset does not do.
+_OTHERS = (OPSET, 21, 19, 17, 15, 13)
+
+
+def tried(context: Context) -> Context:
+    """The context in which the model is written at its own opset or, where ONNX Runtime then does not run it as before,
+    at another, with a note. `unwritable` is set if there is none.
+
+    Without measuring, the files are only loaded; without verification either, nothing is tried.
+    """
+    options = context.options
+    if options.compiling or not (options.measure or options.verify):
+        return context
+    with context.clock.phase("import"):
+        try:
+            trial = _Trial(context, _outputs(context, context.original))
+        except BackendError:  # what is wrong with the original is said where it is run
+            return context
+        own = context.imported
+        fault = trial.fault(own)
+        if not fault:
+            return context
+        first, seen = written_opset(own, own.graph), set[int]()
+        seen.add(first)
+        for opset in () if options.opset is not None else _OTHERS:
+            other = preferring(own, opset)
+            found = written_opset(other, other.graph)
+            if found in seen:
+                continue
+            seen.add(found)
+            if not trial.fault(other):
+                context.notes.append(f"written at opset {found}, because at {first} {fault}")
+                return replace(context, imported=other)
+    tries = f"opset {first}" if len(seen) == 1 else f"{len(seen)} opsets, the first of which is {first}"
+    return replace(context, unwritable=f"read and written again, at {tries}: {fault}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """`outputs`: those of the original; None if there are no inputs to run it on."""
+
+    context: Context
+    outputs: Sequence[Any] | None
+
+    def fault(self, imported: ImportedModel) -> str:
+        """What is wrong with the file that the model itself gives; "" if nothing is."""
+        context = replace(self.context, imported=imported)
+        path = context.write(imported.graph)
+        try:
+            outputs = _outputs(context, path)
+            if outputs is None or self.outputs is None or _same(self.outputs, outputs):
+                return ""
+            return self._difference(path)
+        except BackendError as error:
+            return f"ONNX Runtime does not run it: {first_line(error)}"
+        finally:
+            context.remove(path)
+
+    def _difference(self, path: str) -> str:
+        """How a file differs from the original by more than rounding; "" if it does not."""
+        context = self.context
+        reference = Reference.of(
+            context.original, imported=context.imported, inputs=context.feeds, seed=context.options.seed,
+            threads=context.threads, session_options=context.options.session_options,
+        )  # fmt: skip
+        found = reference.check(path)
+        return f"it differs from the original: {found.failures[0]}" if found.status is Status.FAILED else ""
+
+
+def _outputs(context: Context, model: str | bytes) -> list[Any] | None:
+    """What a model computes of the inputs of measurements. Without them, it is only loaded. Raises BackendError."""
+    with opened(model, threads=context.threads, session_options=context.options.session_options) as runner:
+        return None if context.feeds is None else runner.run(context.feeds)
+
+
+def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether outputs are equal to the bit, but for the kind of a NaN."""
+    pairs = zip(map(flat, first), map(flat, second), strict=True)
+    return all(len(a) == len(b) and all(map(_equal, a, b)) for a, b in pairs)
+
+
+def _equal(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
+    a, b = first[1], second[1]
+    if first[0] != second[0] or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(np.array_equal(a, b) or ((a == b) | ((a != a) & (b != b))).all())
