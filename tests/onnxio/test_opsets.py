@@ -327,3 +327,18 @@ def test_an_attention_of_another_meaning_keeps_a_result_at_the_canonical_opset()
     assert old.opset == 24
     assert versions.opset_of(to_proto(old, old.graph)) == 24
     assert versions.opset_of(to_proto(old, new.graph)) == 23
+
+
+@pytest.mark.parametrize("name", ["inputs that were attributes", "qdq conv", "float16"])
+@pytest.mark.parametrize("opset", [13, 17, 23])
+def test_a_file_is_raised_to_the_canonical_opset_for_a_compiler(name: str, opset: int) -> None:
+    proto = MODELS[name](opset)
+    before = proto.SerializeToString()
+    new = versions.raised(proto)
+    assert proto.SerializeToString() == before
+    changes = name.startswith("inputs") and opset < 18
+    assert (new is proto) == (not changes)
+    assert versions.opset_of(new) == (23 if changes else opset)
+    assert "Constant" not in {node.op_type for node in new.graph.node}
+    a, b = (session(m, LEVELS[-1]).run(None, {"x": X}) for m in (proto, new))
+    np.testing.assert_array_equal(a[0], b[0])

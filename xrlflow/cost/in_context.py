@@ -20,6 +20,8 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
 from xrlflow.cost.microbench import is_bound, sample_inputs
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
+from xrlflow.onnxio.versions import at_least
+from xrlflow.ops.schema import OPSET
 from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
 from xrlflow.ops.work import OpKind, dimensions, work
 from xrlflow.rewrite import Match, RewriteState
@@ -82,10 +84,13 @@ class InContextBenchmark:
         *,
         seconds: float = 0.3,
         session_options: Options | None = None,
+        opset: int = OPSET,
     ) -> None:
-        """`bindings`: a number for each symbolic dimension. `seconds`: time to measure each pair of models."""
+        """`bindings`: a number for each symbolic dimension. `seconds`: time to measure each pair of models. `opset`: of
+        these models, unless they need a newer one."""
         self._threads, self._bindings = threads, dict(bindings or {})
         self._seconds, self._options = seconds, session_options
+        self._opset = opset
         self._known: dict[_Kind, Gain | None] = {}
         self.refused: list[str] = []
 
@@ -197,7 +202,9 @@ class InContextBenchmark:
             feeds.update((v, a) for v, a in given.items() if v in new)
             consts.update((v, a) for v, a in built.items() if v in new)
         types = {v: TensorType(graph.type(v).dtype, feeds[v].shape) for v in reads if v in feeds}
-        return model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
+        model = model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
+        named = {input_name(v): graph.type(v) for v in (*reads, *made)}
+        return at_least(model, named, self._opset)
 
 
 def _alike(edits: Sequence[tuple[Graph, Edit]]) -> list[_Alike]:

@@ -855,6 +855,16 @@ def convert_at_least(proto: onnx.ModelProto, types: Mapping[str, TensorType], op
         opset = max(_next_change(node.op_type, opset) for node in lowered.standing)
 
 
+def at_least(model: bytes, types: Mapping[str, TensorType], opset: int) -> bytes:
+    """A serialised model of the canonical opset, as `convert_at_least` brings it to another."""
+    if opset == OPSET:
+        return model
+    proto = onnx.ModelProto.FromString(model)
+    convert_at_least(proto, types, opset)
+    found: bytes = proto.SerializeToString()
+    return found
+
+
 def title(node: onnx.NodeProto) -> str:
     """How a message calls a node that stands in the way."""
     return f"{node.op_type} ({node.name or next(iter(node.output), '')!r})"

@@ -45,7 +45,10 @@ def choose(
     """Choose what runs fastest among the proposals whose files are not too large. `strict`: see `Trials`."""
     clock, library = context.clock, context.library
     in_context = InContextBenchmark(
-        context.threads, context.imported.bindings, session_options=context.options.session_options
+        context.threads,
+        context.imported.bindings,
+        session_options=context.options.session_options,
+        opset=context.imported.opset,
     )
     deadline = clock.budget.begin_comparing_until
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
