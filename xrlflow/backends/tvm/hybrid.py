@@ -5,7 +5,6 @@ The whole graph becomes one region, or as much of it as can be lowered becomes s
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from xrlflow.backends.tvm.target import Machine
 from xrlflow.onnxio import load, to_proto
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.model import LEFT
+from xrlflow.onnxio.region_digest import region_digest
 from xrlflow.onnxio.regions import (
     Region,
     cut,
@@ -122,8 +122,12 @@ def hybrid(
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
         done = _compiled(model, whole, machine, algorithms, weights_as_inputs=large)
-        library = kernel_library(done.compiled, machine, _digest(model))
-        made = with_functions(model, done.regions, library.domain, weights_as_inputs=large)
+
+        def carrying(domain: str) -> ModelProto:
+            return with_functions(model, done.regions, domain, weights_as_inputs=large)
+
+        library = kernel_library(done.compiled, machine, _computed(carrying))
+        made = carrying(library.domain)
         return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks, done.chosen)
     if weight_bytes(model.graph) > EXTERNAL_ABOVE:
         raise BackendError(
@@ -150,13 +154,17 @@ def _guarded(
         whole = whole_region(fixed.graph, outputs)
         parts.append((fixed, _compiled(fixed, whole, machine, algorithms, prefix)))
     compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
-    library = kernel_library(compiled, machine, _digest(model))
-    made = model
-    for (fixed, done), sizes in zip(parts, wanted):
-        name = next(iter(done.regions))
-        inner = None if done.whole else with_functions(fixed, done.regions, library.domain)
-        made = with_guard(made, name, sizes, library.domain, inner)
-    first = parts[0][1]
+
+    def carrying(domain: str) -> ModelProto:
+        made = model
+        for (fixed, done), sizes in zip(parts, wanted):
+            name = next(iter(done.regions))
+            inner = None if done.whole else with_functions(fixed, done.regions, domain)
+            made = with_guard(made, name, sizes, domain, inner)
+        return made
+
+    library = kernel_library(compiled, machine, _computed(carrying))
+    made, first = carrying(library.domain), parts[0][1]
     return Hybrid(made, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
@@ -238,16 +246,10 @@ def _around(graph: GraphProto, region: Region, results: Sequence[str]) -> list[R
     return cut(graph, lambda node: bool(inside.intersection(node.output)))
 
 
-def _digest(model: ModelProto) -> bytes:
-    """A digest of a model of any size."""
-    digest = hashlib.blake2b()
-    for node in model.graph.node:
-        digest.update(node.SerializeToString())
-    for tensor in model.graph.initializer:
-        digest.update(tensor.SerializeToString())
-    for value in (*model.graph.input, *model.graph.output):
-        digest.update(value.SerializeToString())
-    return digest.digest()
+def _computed(carrying: Callable[[str], ModelProto]) -> str:
+    """The digest of what regions compute. `carrying`: the model with regions in a domain of this name."""
+    domain = "xrlflow.unnamed"
+    return region_digest(carrying(domain), domain)
 
 
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
