@@ -18,6 +18,7 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.value_types import types_of
 from xrlflow.onnxio import load, to_proto
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.model import LEFT
@@ -65,8 +66,6 @@ _WHOLE = frozenset(
 )
 # What there are kernels of TopK for (`scanning.greatest`).
 _ORDERED = frozenset({_FLOAT, onnx.TensorProto.INT32})
-# Initialisers of more elements are not read to infer sizes.
-_SMALL = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,36 +325,3 @@ def _is_fixed(kind: TypeProto) -> bool:
     if tensor.elem_type not in {_FLOAT, _BOOL, *_WHOLE}:
         return False
     return all(dim.HasField("dim_value") for dim in tensor.shape.dim)
-
-
-def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
-    """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them."""
-    light = ModelProto(ir_version=model.ir_version)
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
-    graph = light.graph
-    graph.name = "types"
-    graph.node.extend(model.graph.node)
-    graph.output.extend(model.graph.output)
-    for value in model.graph.input:
-        added = graph.input.add(name=value.name, type=value.type)
-        if value.name in sizes:
-            shape = added.type.tensor_type.shape
-            del shape.dim[:]
-            for size in sizes[value.name]:
-                shape.dim.add(dim_value=size)
-    for value in graph.output:  # what the file says may be of other sizes
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.ClearField("shape")
-    known = {}
-    for tensor in model.graph.initializer:
-        kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
-        known[tensor.name] = kind
-        if len(tensor.dims) <= 1 and (not tensor.dims or tensor.dims[0] <= _SMALL):
-            graph.initializer.append(tensor)
-        else:
-            graph.input.add(name=tensor.name, type=kind)
-    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    for value in (*inferred.input, *inferred.output, *inferred.value_info):
-        known[value.name] = value.type
-    return known
