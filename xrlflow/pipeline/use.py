@@ -42,10 +42,11 @@ def session(
     options = ort.SessionOptions() if options is None else options
     library = library_of(model)
     if library is not None:
+        refusals: tuple[type[Exception], ...] = (BackendError, *ort_errors())
         try:
             check_unedited(model)
             load_library(options, library)
-        except (BackendError, *ort_errors()) as error:
+        except refusals as error:
             warnings.warn(f"{library}: not used: {reason(error)}", stacklevel=2)
     return ort.InferenceSession(os.fspath(model), options, providers=list(providers))
 
