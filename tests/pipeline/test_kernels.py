@@ -24,6 +24,7 @@ from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import layers_fusion, winograd
 from xrlflow.backends.tvm.operator_times import Times
+from xrlflow.backends.tvm.winograd_errors import Errors
 from xrlflow.cost import Database
 from xrlflow.onnxio.model import LEFT
 from xrlflow.options import Common, OptionError, Options, TuneOptions
@@ -637,7 +638,9 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
         w=weights[0], w1=weights[1], w2=weights[2],
     )  # fmt: skip
     right = winograd.packed
-    monkeypatch.setattr(layers_fusion, "relative_errors", lambda _, *sizes: [{"normal": 0.9} for _ in sizes])
+    monkeypatch.setattr(
+        layers_fusion, "relative_errors", lambda _, *sizes: [Errors({"normal": 0.9}, 0.9, 0.9) for _ in sizes]
+    )
     monkeypatch.setattr(layers_fusion, "tiles_cost", lambda *_: float("inf"))
     monkeypatch.setattr(winograd, "packed", lambda *given: 1.01 * right(*given))
     result = asked(proto, backend=backend)
