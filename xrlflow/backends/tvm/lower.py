@@ -219,7 +219,7 @@ def _check_types(results: Sequence[str], found: Any, types: Mapping[str, Any]) -
                 else None
             )
             if said := disagreement(types[name], str(kind.dtype), shape):
-                raise BackendError(f"TVM cannot import {name}: it gives {said}")
+                raise BackendError(f"TVM cannot import {name}: it gives {said}", USE_ONNXRUNTIME)
 
 
 def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> Any:

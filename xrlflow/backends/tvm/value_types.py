@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import onnx
 from onnx import ModelProto, TypeProto
 
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 
 # Of which TVM computes something. Casts to and from others give other numbers than ONNX's, or end in its checks.
 _KNOWN = frozenset(
@@ -59,7 +59,7 @@ def check_types(types: Mapping[str, TypeProto]) -> None:
     for name, kind in types.items():
         if kind.HasField("tensor_type") and kind.tensor_type.elem_type not in _KNOWN:
             said = onnx.TensorProto.DataType.Name(kind.tensor_type.elem_type)
-            raise BackendError(f"TVM cannot lower {name}, a tensor of {said}: use --backend onnxruntime")
+            raise BackendError(f"TVM cannot lower {name}, a tensor of {said}", USE_ONNXRUNTIME)
 
 
 def disagreement(kind: TypeProto, dtype: str, shape: Sequence[int] | None) -> str | None:
