@@ -16,7 +16,8 @@ from onnx import TensorProto, helper, numpy_helper
 import xrlflow
 from tests.rules.harness import assert_equivalent, model, random_feeds, run
 from tests.runtime import recent
-from xrlflow.backends import BackendError
+from xrlflow.backends import BackendError, RepeatedComparison
+from xrlflow.backends.results import Verdict
 from xrlflow.cost import Roofline
 from xrlflow.ir import Edit, Graph
 from xrlflow.pipeline.context import Clock
@@ -360,6 +361,16 @@ def test_the_time_limit_ends_a_search() -> None:
     result = optimize(proto, search="random", budget=10**12, time_limit=1.5)
     assert 0 < result.report.expanded < 10**12
     assert_same(proto, result.model)
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_random_edits_are_kept_only_if_they_are_faster(
+    verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = RepeatedComparison(None, None, None, None, 1.0, 1, verdict)
+    monkeypatch.setattr("xrlflow.pipeline.confirm.decided", lambda *_: compared)
+    result = optimize(chain(2), search="random", budget=2, measure=True, verify=False)
+    assert result.returned_original is (verdict is not Verdict.FASTER)
 
 
 # --- what grows is refused ---

@@ -39,7 +39,7 @@ void run(const std::string& model, const std::string& library) {
   const Ort::Env env(ORT_LOGGING_LEVEL_WARNING, "run");
   Ort::SessionOptions options;
   if (std::filesystem::exists(library)) {
-    options.RegisterCustomOpsLibrary(library.c_str());
+    options.RegisterCustomOpsLibrary(std::filesystem::absolute(library).c_str());
     std::cout << "with the kernels of " << library << '\n';
   }
   Ort::Session session(env, model.c_str(), options);

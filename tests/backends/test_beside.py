@@ -9,7 +9,7 @@ import pytest
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import check_library_path, library_of, library_path
 
-DOMAIN = b"in a file: xrlflow.0123456789abcdef, a domain"
+DOMAIN = b"in a file: xrlflow.0123456789abcdef0123456789abcdef, a domain"
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_library_has_the_name_of_the_model(model: str, library: str, tmp_pat
 
 def test_models_of_one_stem_have_their_own_libraries(tmp_path: Path) -> None:
     for suffix, digit in ((".onnx", b"0"), (".ort", b"1")):
-        content = b"xrlflow." + digit * 16
+        content = b"xrlflow." + digit * 32
         (tmp_path / f"a{suffix}").write_bytes(content)
         library_path(tmp_path / f"a{suffix}").write_bytes(content)
     for suffix in (".onnx", ".ort"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import layers_fusion, winograd
 from xrlflow.backends.tvm.operator_times import Times
+from xrlflow.backends.tvm.winograd_errors import Errors
 from xrlflow.cost import Database
 from xrlflow.onnxio.model import LEFT
 from xrlflow.options import Common, OptionError, Options, TuneOptions
@@ -356,6 +358,69 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(written: Path, tmp_path: P
         api.run_once(tmp_path / "fast.onnx")
 
 
+def edited(source: Path, folder: Path) -> Path:
+    """A copy of a model and its library, whose first weights were doubled afterwards."""
+    proto = onnx.load(source)
+    (weights, *_) = (n.attribute[0].t for n in proto.functions[0].node if n.op_type == "Constant")
+    weights.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(weights)))
+    onnx.save(proto, folder / source.name)
+    shutil.copy(source.with_suffix(".so"), folder / source.with_suffix(".so").name)
+    return folder / source.name
+
+
+def test_kernels_of_an_edited_file_are_not_run(written: Path, tmp_path: Path) -> None:
+    path = edited(written, tmp_path)
+    expected = ort.InferenceSession(str(path)).run(None, feeds(64))[0]
+    before = ort.InferenceSession(str(written)).run(None, feeds(64))[0]
+    assert np.abs(expected - before).max() > 0.1
+    said = r"fast\.onnx: was edited after the kernels in fast\.so were compiled"
+    with pytest.warns(UserWarning, match=said):
+        session = xrlflow.session(path)
+    np.testing.assert_array_equal(session.run(None, feeds(64))[0], expected)
+    with pytest.warns(UserWarning, match=said):
+        np.testing.assert_array_equal(api.run_once(path, feeds(64))["y"], expected)
+    for call in (
+        lambda: api.verify_files(network(), path, kernels=True),
+        lambda: api.bench(path, kernels=True),
+    ):
+        with pytest.raises(BackendError, match=said):
+            call()
+
+
+def test_kernels_of_a_file_that_was_saved_again_run(written: Path, tmp_path: Path) -> None:
+    proto = onnx.load(written)
+    proto.producer_name, proto.graph.node[0].doc_string = "another tool", "a region"
+    onnx.save(proto, tmp_path / "fast.onnx", save_as_external_data=True, size_threshold=0)
+    shutil.copy(written.with_suffix(".so"), tmp_path / "fast.so")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert options_with_kernels(tmp_path / "fast.onnx", required=True) is not None
+        xrlflow.session(tmp_path / "fast.onnx").run(None, feeds(64))
+
+
+def test_a_library_that_replaces_another_is_loaded(written: Path, tmp_path: Path) -> None:
+    """In one process: the system's loader knows the name. What kernels complain of tells that they run."""
+    path = tmp_path / "fast.onnx"
+    for rows in (2, 3):
+        asked(
+            model("agraph (int64[2] i) => (float[2,48] y) { g = Gather(w, i) y = Relu(g) }", w=W[:rows])
+        ).save(path)
+        with pytest.raises(Exception, match=rf"index {rows} \(input i\) is outside of its table"):
+            xrlflow.session(path).run(None, {"i": np.int64([0, rows])})
+
+
+def test_a_library_that_is_overwritten_in_place_is_refused(written: Path, tmp_path: Path) -> None:
+    """What the process has mapped is another file's content then."""
+    for suffix in (".onnx", ".so"):
+        shutil.copy(written.with_suffix(suffix), tmp_path)
+    xrlflow.session(tmp_path / "fast.onnx")
+    os.utime(tmp_path / "fast.so", (1, 1))  # as if: what runs in this process stays
+    with pytest.warns(UserWarning, match=r"fast\.so: was overwritten while this process uses it"):
+        session = xrlflow.session(tmp_path / "fast.onnx")
+    expected = ort.InferenceSession(str(written)).run(None, feeds(64))[0]
+    np.testing.assert_array_equal(session.run(None, feeds(64))[0], expected)
+
+
 def test_a_library_runs_only_if_it_is_asked_for(written: Path, tmp_path: Path) -> None:
     """Commands that take models of strangers do not run what is in their folder."""
     shutil.copy(written, tmp_path / "fast.onnx")
@@ -364,6 +429,7 @@ def test_a_library_runs_only_if_it_is_asked_for(written: Path, tmp_path: Path) -
     path = tmp_path / "fast.onnx"
     assert api.verify_files(written, path).verified
     api.bench(path, time_limit=0.1, threads=1)
+    assert not api.view(path)["runs"][0]["lines"]
     xrlflow.optimize(path, search="greedy", cost="roofline", time_limit=5.0, threads=1, backend="onnxruntime")
     for call in (
         lambda: api.verify_files(written, path, kernels=True),
@@ -572,7 +638,9 @@ def test_what_fails_verification_is_compiled_again_with_exact_kernels(
         w=weights[0], w1=weights[1], w2=weights[2],
     )  # fmt: skip
     right = winograd.packed
-    monkeypatch.setattr(layers_fusion, "relative_errors", lambda _, *sizes: [{"normal": 0.9} for _ in sizes])
+    monkeypatch.setattr(
+        layers_fusion, "relative_errors", lambda _, *sizes: [Errors({"normal": 0.9}, 0.9, 0.9) for _ in sizes]
+    )
     monkeypatch.setattr(layers_fusion, "tiles_cost", lambda *_: float("inf"))
     monkeypatch.setattr(winograd, "packed", lambda *given: 1.01 * right(*given))
     result = asked(proto, backend=backend)

@@ -57,7 +57,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(program: Path, model: Path) -> None:
     def said(*arguments: str) -> str:
         return subprocess.run(
-            [str(program), *arguments], capture_output=True, text=True, check=True, timeout=60
+            [str(program), *arguments],
+            cwd=model.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         ).stdout
 
     def total(text: str) -> float:
@@ -66,6 +71,7 @@ def check(program: Path, model: Path) -> None:
 
     with_kernels = said(str(model))
     assert f"with the kernels of {model.with_suffix('.so')}" in with_kernels
+    assert said(model.name, "fast.so") == with_kernels.replace(f"{model.parent}/", "")
     np.testing.assert_allclose(total(with_kernels), 8 * np.tanh(0.25), rtol=1e-5)
     np.testing.assert_allclose(total(said(str(model), "none.so")), 8 / (1 + np.exp(-0.25)), rtol=1e-5)
     wrong = subprocess.run([str(program), "none.onnx"], capture_output=True, text=True, check=False)

@@ -1,8 +1,9 @@
 """The library of kernels that belongs to a model: `fast.so` in the folder of `fast.onnx`, `fast.ort.so` in that of
 `fast.ort`.
 
-The digest in the name of a region's domain ties the two. A library of another model is not registered: its domain
-would be that of no node.
+The name of a region's domain ties the two: it has a digest of the code, and one of what the region computes in the
+file. A library of another model is not registered: its domain would be that of no node. `check_unedited` finds out
+whether the file was edited since.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import re
 from pathlib import Path
 
 from xrlflow.backends.protocol import BackendError, ModelSource
+from xrlflow.onnxio.region_digest import DIGITS, digest_of_file
 
 SUFFIX = ".so"
 _ONNX = ".onnx"
-_DOMAIN = re.compile(rb"xrlflow\.[0-9a-f]{16}(?![0-9a-f])")
+_DOMAIN = re.compile(rb"xrlflow\.[0-9a-f]{32}(?![0-9a-f])")
 
 
 def library_path(model: str | os.PathLike[str]) -> Path:
@@ -37,6 +39,16 @@ def library_of(model: ModelSource) -> str | None:
         return None
     found = domains_in(model)
     return os.path.abspath(library) if found & domains_in(library) else None
+
+
+def check_unedited(model: str | os.PathLike[str]) -> None:
+    """Raise BackendError if a file was edited after its kernels were compiled: they compute what it was before."""
+    for domain in {found.decode() for found in domains_in(model) & domains_in(library_path(model))}:
+        if digest_of_file(model, domain) != domain[-DIGITS:]:
+            raise BackendError(
+                f"{os.fspath(model)}: was edited after the kernels in {library_path(model).name} were compiled, which "
+                "compute what it was before: optimise it again, or remove them"
+            )
 
 
 def check_library_path(model: str | os.PathLike[str]) -> None:

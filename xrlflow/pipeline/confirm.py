@@ -166,10 +166,8 @@ class Judging:
             said = self.verification.reason or "; ".join(self.verification.failures)
             reason = f"the result cannot be verified: {said}"
             return Finished(None, reason, self.verification, compared)
-        reason = "random edits" if options.search == "random" else "not measured"
-        return Finished(
-            self.chosen, compared_with(compared) if compared else reason, self.verification, compared
-        )
+        reason = compared_with(compared) if compared else "not measured"
+        return Finished(self.chosen, reason, self.verification, compared)
 
     def _blame(self, error: str) -> None:
         """Raise VerificationFailed if a rule made a graph that does not run in a process of its own."""
@@ -180,7 +178,7 @@ class Judging:
     @property
     def _deciding(self) -> bool:
         options = self.context.options
-        return self.decides and options.measure and options.search != "random"
+        return self.decides and options.measure
 
     def right(self) -> bool:
         """Whether the result was verified. Raises VerificationFailed if it computes something else or fails."""

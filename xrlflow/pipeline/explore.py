@@ -91,8 +91,6 @@ def search(
     """
     options, clock = context.options, context.clock
     limits = Limits(options.budget, _at_least(context, clock.budget.search_until))
-    if options.search == "random":
-        limits.deadline = clock.deadline
 
     def progress(done: int, best: float) -> None:
         if history is not None and (not history or history[-1][1] != best):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rewrite_rules import LIBRARY
 from xrlflow import files
 from xrlflow.backends import BackendError, RepeatedComparison
-from xrlflow.backends.beside import library_of, library_path
+from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import with_library
 from xrlflow.backends.onnxruntime.profile import OperatorProfile, profile_operators
 from xrlflow.ir import Graph
@@ -214,7 +214,7 @@ def _profiles(
         with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
             path = os.path.join(folder, "model.onnx")
             result.save(path)
-            after = profiler.of(path)
+            after = profiler.of(path, kernels=True)
     return before, after, tuple(profiler.lines)
 
 
@@ -227,11 +227,11 @@ class _Profiler:
         self.feeds, self.threads, self.session_options = feeds, threads, session_options
         self.lines: list[str] = []
 
-    def of(self, model: str | bytes) -> OperatorProfile | None:
+    def of(self, model: str | bytes, kernels: bool = False) -> OperatorProfile | None:
+        """The profile of a model; None if it does not run. `kernels`: with the library in its folder."""
         options = self.session_options
-        library = library_of(model) if isinstance(model, str) else None
-        if library is not None:
-            made = with_library(options, str(library_path(str(model))))
+        if kernels and (library := library_of(model)) is not None:
+            made = with_library(options, library)
             assert isinstance(made, Mapping)
             options = made
         try:

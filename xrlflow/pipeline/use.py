@@ -12,8 +12,8 @@ import numpy as np
 
 from xrlflow import files
 from xrlflow.backends import BackendError
-from xrlflow.backends.beside import library_of
-from xrlflow.backends.onnxruntime import Options, open_model, with_library
+from xrlflow.backends.beside import check_unedited, library_of
+from xrlflow.backends.onnxruntime import Options, load_library, open_model, with_library
 from xrlflow.backends.onnxruntime.session import ort_errors, reason
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import Source, load
@@ -34,17 +34,19 @@ def session(
     """An ONNX Runtime session of a file, with the kernels of the library in its folder (`NAME.so`), if it has one.
 
     It is what `onnxruntime.InferenceSession(model, options, providers)` gives after one line:
-    `options.register_custom_ops_library("NAME.so")`. A library that cannot be loaded here gives a warning, and the
-    session runs without it. Raises what ONNX Runtime raises.
+    `options.register_custom_ops_library("/its/folder/NAME.so")`. A library that cannot be loaded here, or whose model
+    was edited after it was made, gives a warning, and the session runs without it. Raises what ONNX Runtime raises.
     """
     import onnxruntime as ort
 
     options = ort.SessionOptions() if options is None else options
     library = library_of(model)
     if library is not None:
+        refusals: tuple[type[Exception], ...] = (BackendError, *ort_errors())
         try:
-            options.register_custom_ops_library(library)
-        except ort_errors() as error:
+            check_unedited(model)
+            load_library(options, library)
+        except refusals as error:
             warnings.warn(f"{library}: not used: {reason(error)}", stacklevel=2)
     return ort.InferenceSession(os.fspath(model), options, providers=list(providers))
 
@@ -52,13 +54,23 @@ def session(
 def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool = False) -> Options | None:
     """Session options with the libraries in the folders of these models; None if there are none.
 
-    Raises OptionError if there are none and one is `required`.
+    The library of a model that was edited after it was made gives a warning, and is not among them; if one is
+    `required`, it is an error, as is none at all: raises OptionError and BackendError.
     """
     options: Options | None = None
     if required and not any(map(library_of, models)):
         names = ", ".join(os.fspath(model) for model in models if not isinstance(model, bytes))
         raise OptionError(f"kernels: no library in the folder belongs to {names or 'the model'}")
-    for library in dict.fromkeys(filter(None, map(library_of, models))):
+    found = {library: model for model in models if (library := library_of(model)) is not None}
+    for library, model in found.items():
+        assert not isinstance(model, bytes)
+        try:
+            check_unedited(model)
+        except BackendError as error:
+            if required:
+                raise
+            warnings.warn(f"{library}: not used: {error}", stacklevel=2)
+            continue
         options = with_library(options, library)
     return options
 

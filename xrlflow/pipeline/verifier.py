@@ -30,7 +30,7 @@ from xrlflow.verify import (
 )
 
 # A branch of a comparison of sizes (`regions.with_guard`), as `branches` names it.
-_GUARD = re.compile(r"If xrlflow\.[0-9a-f]{16}\.\w+\.guard")
+_GUARD = re.compile(r"If xrlflow\.[0-9a-f]{32}\.\w+\.guard")
 
 
 class VerificationFailed(Exception):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx.numpy_helper
@@ -12,11 +14,12 @@ import onnx.parser
 import pytest
 
 import xrlflow
+from bench import node_tests
 from tests.backends.tvm.test_kernels import network, numbers
 from tests.backends.tvm.test_pooling import compare
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.tvm import Tvm, detect
+from xrlflow.backends.tvm import Tvm, detect, operators
 from xrlflow.backends.tvm.hybrid import hybrid
 
 IMAGES = "(float[1,8,12,12] x, float[8,8,3,3] w)"
@@ -179,6 +182,63 @@ def test_an_image_is_resized_as_it_says_or_refused(node: str, reason: str) -> No
         return
     with pytest.raises(BackendError, match=rf"TVM cannot lower Resize y \({reason}\)"):
         Tvm().compile(network(text).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("signature", "node", "reason"),
+    [
+        (
+            "float[1,1,5,5] x) => (float[1,1,2,2] y", "LpPool<ceil_mode=1, kernel_shape=[2,2], strides=[3,3]>(x)",
+            "with ceil_mode",
+        ),
+        ("float[0,3] x) => (float[3] y", "ReduceMax<keepdims=0>(x, axis)", "of no elements"),
+        ("float[3] x, float[3] z) => (float[3] y", "Mod(x, z)", "of floats without fmod"),
+        ("float[3] x) => (float8e5m2[3] y", "Cast<to=19>(x)", "a tensor of FLOAT8E5M2"),
+        ("int64[3] x) => (float[3,4] y", "OneHot(x, depth, values)", r"gives \w+ in the place of float32"),
+    ],
+)  # fmt: skip
+def test_what_is_imported_as_something_else_is_refused(signature: str, node: str, reason: str) -> None:
+    text = f"({signature}) <int64[1] axis = {{0}}, int64 depth = {{4}}, float[2] values = {{0, 1}}> {{ y = {node} }}"
+    with pytest.raises(BackendError, match=reason):
+        Tvm().compile(network(text).SerializeToString())
+
+
+def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever TVM's importer makes of a node is compared with what ONNX infers, and the rest gets kernels."""
+    from tvm import relax
+
+    def halves(node: Any) -> Any:
+        return node.emit(relax.op.astype(node.inputs[0], "float16"))
+
+    def shorter(node: Any) -> Any:
+        return node.emit(relax.op.strided_slice(node.inputs[0], [0], [0], [2]))
+
+    model = network(
+        "(float[3,4] x) => (float[3,4] y) { a = Exp(x)\n b = Neg(a)\n c = Abs(b)\n d = Elu(c)\n y = Erf(d) }"
+    )
+    for own, said in (
+        (halves, "float16 in the place of float32"),
+        (shorter, r"[2, 4] in the place of [3, 4]"),
+    ):
+        monkeypatch.setattr(operators, "_OWN", {**operators._OWN, "Abs": own})
+        made = hybrid(model, {}, detect())
+        assert [region.nodes for region in made.regions] == [(0, 1), (3, 4)]
+        (remark,) = made.remarks
+        assert said in remark
+
+
+def test_node_tests_give_what_they_expect() -> None:
+    """The first of each operator that is changed or refused here. `bench/node_tests.py` runs all."""
+    left = {*operators._OWN, "AveragePool", "Cast", "Clip", "LpPool", "Max", "MaxPool", "Mean", "OneHot"}
+    tried: Counter[str] = Counter()
+    for case in node_tests.cases():
+        if case.operator in left and "expanded" not in case.name and tried[case.operator] < 3:
+            result, reason = node_tests.outcome(case)
+            assert result != "wrong", f"{case.name}: {reason}"
+            tried[case.operator] += 1
+            if result == "right":
+                left.remove(case.operator)
+    assert left <= {"Mod", "OneHot", "RoiAlign"}
 
 
 @pytest.mark.parametrize("sides", ["", "<detect_negative=0>", "<detect_positive=0>"])

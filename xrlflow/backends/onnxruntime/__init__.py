@@ -14,6 +14,7 @@ from xrlflow.backends.onnxruntime.session import (
     Options,
     OrtModel,
     check_providers,
+    load_library,
     open_model,
     with_library,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "OrtModel",
     "check_providers",
     "default_threads",
+    "load_library",
     "measure",
     "measure_in_fresh_processes",
     "open_model",

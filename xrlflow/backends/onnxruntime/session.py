@@ -248,10 +248,34 @@ def _options(
     for key, value in {**entries, **(user or {})}.items():
         if key == CUSTOM_OPERATORS:
             for library in value.split(os.pathsep):
-                options.register_custom_ops_library(library)
+                load_library(options, library)
         else:
             options.add_session_config_entry(key, str(value))
     return options
+
+
+_loaded: dict[str, list[os.stat_result]] = {}
+"""The files that were loaded by the name of a library."""
+
+
+def load_library(options: ort.SessionOptions, library: str) -> None:
+    """Register a library of custom operators, also one that replaced another under its name in this process.
+
+    Raises BackendError if it was overwritten while it is loaded, and what ONNX Runtime raises.
+    """
+    if not os.path.isfile(library):  # the system's loader may know where it is
+        options.register_custom_ops_library(library)
+        return
+    path, found = os.path.abspath(library), os.stat(library)
+    known = _loaded.setdefault(path, [])
+    number = next((i for i, other in enumerate(known) if os.path.samestat(found, other)), len(known))
+    if number == len(known):
+        known.append(found)
+    if (found.st_mtime_ns, found.st_size) != (known[number].st_mtime_ns, known[number].st_size):
+        raise BackendError(f"{library}: was overwritten while this process uses it: start a new process")
+    # The system's loader knows files by their names. What replaced another file gets another spelling of the name.
+    folder, name = os.path.split(path)
+    options.register_custom_ops_library(os.path.join(folder, *["."] * (number + 1), name))
 
 
 def with_library(user: Options | None, library: str) -> Options:
@@ -263,7 +287,7 @@ def with_library(user: Options | None, library: str) -> Options:
 
     if isinstance(user, ort.SessionOptions):
         try:
-            user.register_custom_ops_library(library)
+            load_library(user, library)
         except ort_errors() as error:
             raise BackendError(f"ONNX Runtime cannot load {library}: {reason(error)}") from error
         return user

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
+WORST_CHANNEL = 6.0
+"""A layer keeps its plain algorithm if another one rounds more times as much in an output channel: with weights that
+take differences of pixels, for instance, on smooth images. (F(4,3) has 3.1 to 5.9 in layers of trained networks.)"""
 
 
 class Algorithm(Enum):
@@ -41,13 +44,14 @@ class Algorithm(Enum):
 @dataclass(frozen=True, slots=True)
 class Choice:
     """An algorithm for a layer. `cost`: time, estimated or measured, in the unit of all layers; infinite if there is no
-    estimate. `error`: relative to that of plain algorithms. `plan`: the blocking; None: the one with the least
-    estimated time."""
+    estimate. `error`: relative to that of plain algorithms, for usual images. `plan`: the blocking; None: the one with
+    the least estimated time. `most`: the bound of the error for every image, relative to that of plain algorithms."""
 
     algorithm: Algorithm
     cost: float
     error: float = 1.0
     plan: Plan | None = None
+    most: float = 1.0
 
     @property
     def shares(self) -> float:
@@ -91,12 +95,13 @@ class Timings(Protocol):
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The algorithm of a layer in a compiled graph. `share`: its part of the estimated variance of rounding errors of
-    all layers with weights. `layer`: the kind and sizes of the layer."""
+    all layers with weights. `layer`: the kind and sizes of the layer. `error`, `most`: see `Choice`."""
 
     layer: str
     algorithm: str
     error: float
     share: float
+    most: float = 1.0
 
     @property
     def plain(self) -> bool:
@@ -107,7 +112,8 @@ class Chosen:
 
     def __str__(self) -> str:
         return (
-            f"{self.layer}: {self.algorithm}, {self.error:.1f} times the plain error, {self.share:.0%} of all"
+            f"{self.layer}: {self.algorithm}, {self.error:.1f} times the plain error (whatever the image: "
+            f"{self.most:.0f} times its bound), {self.share:.0%} of all"
         )
 
 
@@ -198,7 +204,9 @@ def _price(now: Choice, other: Choice) -> float:
 def shared_out(names: Sequence[str], chosen: Sequence[Choice], others: int) -> list[Chosen]:
     """What was chosen, with each layer's part of the variance."""
     total = math.fsum(c.shares for c in chosen) + others
-    return [Chosen(name, c.algorithm.value, c.error, c.shares / total) for name, c in zip(names, chosen)]
+    return [
+        Chosen(name, c.algorithm.value, c.error, c.shares / total, c.most) for name, c in zip(names, chosen)
+    ]
 
 
 DEFAULT = Algorithms()

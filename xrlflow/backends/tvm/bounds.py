@@ -104,9 +104,7 @@ def nodes_of(graph: Any) -> list[Node]:
     def title(node: Any) -> str:
         return f"{node.op_type} {node.name or next((o for o in node.output if o), '')}".strip()
 
-    return [
-        Node(title(node), tuple(filter(None, node.output)), tuple(node.input), sources) for node in graph.node
-    ]
+    return [Node(title(node), tuple(node.output), tuple(node.input), sources) for node in graph.node]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ The whole graph becomes one region, or as much of it as can be lowered becomes s
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.value_types import types_of
 from xrlflow.onnxio import ModelError, load, to_proto
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
 from xrlflow.onnxio.model import LEFT
+from xrlflow.onnxio.region_digest import region_digest
 from xrlflow.onnxio.regions import (
     Region,
     cut,
@@ -66,8 +67,6 @@ _WHOLE = frozenset(
 )
 # What there are kernels of TopK for (`scanning.greatest`).
 _ORDERED = frozenset({_FLOAT, onnx.TensorProto.INT32})
-# Initialisers of more elements are not read to infer sizes.
-_SMALL = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,12 @@ def hybrid(
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
         done = _compiled(model, whole, machine, algorithms, weights_as_inputs=large)
-        library = kernel_library(done.compiled, machine, _digest(model))
-        made = with_functions(model, done.regions, library.domain, weights_as_inputs=large)
+
+        def carrying(domain: str) -> ModelProto:
+            return with_functions(model, done.regions, domain, weights_as_inputs=large)
+
+        library = kernel_library(done.compiled, machine, _computed(carrying))
+        made = carrying(library.domain)
         return Hybrid(made, library, tuple(done.regions.values()), done.total, done.remarks, done.chosen)
     if weight_bytes(model.graph) > EXTERNAL_ABOVE:
         raise BackendError(
@@ -151,13 +154,17 @@ def _guarded(
         whole = whole_region(fixed.graph, outputs)
         parts.append((fixed, _compiled(fixed, whole, machine, algorithms, prefix)))
     compiled = {name: region for _, done in parts for name, region in done.compiled.items()}
-    library = kernel_library(compiled, machine, _digest(model))
-    made = model
-    for (fixed, done), sizes in zip(parts, wanted):
-        name = next(iter(done.regions))
-        inner = None if done.whole else with_functions(fixed, done.regions, library.domain)
-        made = with_guard(made, name, sizes, library.domain, inner)
-    first = parts[0][1]
+
+    def carrying(domain: str) -> ModelProto:
+        made = model
+        for (fixed, done), sizes in zip(parts, wanted):
+            name = next(iter(done.regions))
+            inner = None if done.whole else with_functions(fixed, done.regions, domain)
+            made = with_guard(made, name, sizes, domain, inner)
+        return made
+
+    library = kernel_library(compiled, machine, _computed(carrying))
+    made, first = carrying(library.domain), parts[0][1]
     return Hybrid(made, library, tuple(first.regions.values()), first.total, first.remarks, first.chosen)
 
 
@@ -239,16 +246,10 @@ def _around(graph: GraphProto, region: Region, results: Sequence[str]) -> list[R
     return cut(graph, lambda node: bool(inside.intersection(node.output)))
 
 
-def _digest(model: ModelProto) -> bytes:
-    """A digest of a model of any size."""
-    digest = hashlib.blake2b()
-    for node in model.graph.node:
-        digest.update(node.SerializeToString())
-    for tensor in model.graph.initializer:
-        digest.update(tensor.SerializeToString())
-    for value in (*model.graph.input, *model.graph.output):
-        digest.update(value.SerializeToString())
-    return digest.digest()
+def _computed(carrying: Callable[[str], ModelProto]) -> str:
+    """The digest of what regions compute. `carrying`: the model with regions in a domain of this name."""
+    domain = "xrlflow.unnamed"
+    return region_digest(carrying(domain), domain)
 
 
 def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelProto:
@@ -328,36 +329,3 @@ def _is_fixed(kind: TypeProto) -> bool:
     if tensor.elem_type not in {_FLOAT, _BOOL, *_WHOLE}:
         return False
     return all(dim.HasField("dim_value") for dim in tensor.shape.dim)
-
-
-def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
-    """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them."""
-    light = ModelProto(ir_version=model.ir_version)
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
-    graph = light.graph
-    graph.name = "types"
-    graph.node.extend(model.graph.node)
-    graph.output.extend(model.graph.output)
-    for value in model.graph.input:
-        added = graph.input.add(name=value.name, type=value.type)
-        if value.name in sizes:
-            shape = added.type.tensor_type.shape
-            del shape.dim[:]
-            for size in sizes[value.name]:
-                shape.dim.add(dim_value=size)
-    for value in graph.output:  # what the file says may be of other sizes
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.ClearField("shape")
-    known = {}
-    for tensor in model.graph.initializer:
-        kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
-        known[tensor.name] = kind
-        if len(tensor.dims) <= 1 and (not tensor.dims or tensor.dims[0] <= _SMALL):
-            graph.initializer.append(tensor)
-        else:
-            graph.input.add(name=tensor.name, type=kind)
-    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    for value in (*inferred.input, *inferred.output, *inferred.value_info):
-        known[value.name] = value.type
-    return known

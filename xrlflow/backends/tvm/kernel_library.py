@@ -31,6 +31,7 @@ from xrlflow.backends.tvm.plan import ALIGNMENT, COPY, Place, Plan, Tensor, np_d
 from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine, compiler, instructions, linker
 from xrlflow.backends.tvm.unaligned import marked
+from xrlflow.onnxio.region_digest import DIGITS
 from xrlflow.onnxio.regions import Region, extracted
 
 NATIVE = Path(__file__).parent / "native"
@@ -97,7 +98,8 @@ def compile_region(
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """Regions, by name, as object code and tables. `domain` is their operators' domain; it ends in a digest of both."""
+    """Regions, by name, as object code and tables. `domain` is their operators' domain: it has a digest of both, and
+    one of what the file computes without them (see `onnxio.region_digest`)."""
 
     machine: Machine
     code: tuple[bytes, ...]
@@ -159,9 +161,9 @@ class KernelLibrary:
 
 
 def kernel_library(
-    regions: Mapping[str, CompiledRegion], machine: Machine, salt: bytes = b""
+    regions: Mapping[str, CompiledRegion], machine: Machine, computed: str = DIGITS * "0"
 ) -> KernelLibrary:
-    """Generate code for regions. `salt` is part of the digest in the domain, besides code and constants.
+    """Generate code for regions. `computed`: the digest of what they compute (`region_digest`).
 
     Raises BackendError if TVM refuses a kernel, or if a kernel needs TVM's runtime.
     """
@@ -178,10 +180,10 @@ def kernel_library(
         raise BackendError("a kernel calls a function of TVM's runtime")
     constants, offsets = _shared_constants(region.plan for region in regions.values())
     tables = "".join(_tables(regions, offsets, machine))
-    digest = hashlib.blake2b(salt, digest_size=8)
+    digest = hashlib.blake2b(digest_size=DIGITS // 2)
     for part in (*code, tables.encode(), *(array.tobytes() for array in constants)):
         digest.update(part)
-    return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}")
+    return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}{computed}")
 
 
 def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes, ...]:

@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from xrlflow.backends.tvm import direct, products, tiles
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Chosen, shared_out, with_times
+from xrlflow.backends.tvm.algorithms import (
+    WORST_CHANNEL,
+    Algorithm,
+    Algorithms,
+    Choice,
+    Chosen,
+    shared_out,
+    with_times,
+)
 from xrlflow.backends.tvm.building import FLOAT
 from xrlflow.backends.tvm.following import Function
 from xrlflow.backends.tvm.import_tvm import tvm
@@ -106,7 +112,7 @@ def _layers(function: Any) -> int:
 
 def _choices(match: Match, machine: Machine) -> list[Choice]:
     """The algorithms for a layer, the plain one first. Of those that no estimate chooses the cost is infinite; those
-    whose error is not known are left out."""
+    whose error is not known, or large in one channel, are left out."""
     form, costs = match.form, estimates(match.form, machine)
     first = next(iter(costs))
     found = [Choice(first, costs[first])]
@@ -115,8 +121,8 @@ def _choices(match: Match, machine: Machine) -> list[Choice]:
     faster = {a: a.m for a in others if a.m is not None}
     errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
     for algorithm, each in zip(faster, errors, strict=True):
-        if np.isfinite([*each.values()]).all():
-            found.append(Choice(algorithm, costs[algorithm], max(each.values())))
+        if each.known and each.channel <= WORST_CHANNEL:
+            found.append(Choice(algorithm, costs[algorithm], each.error, most=each.most))
     return found
 
 

@@ -32,6 +32,7 @@ from xrlflow.backends.tvm.schedules import schedule
 from xrlflow.backends.tvm.slices import in_place
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.transposed import by_phases
+from xrlflow.backends.tvm.value_types import check_types, disagreement, types_of
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.versions import raised
 
@@ -106,12 +107,14 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
     check_sizes(unbound)
     # TVM takes a size of 0 for an unknown one, unless it is told.
     told = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
+    types = types_of(model, told)
+    check_types(types)
     package = tvm()
     opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
     # TVM prints the operands of operators that it refuses, and warns of each name with a dot.
     with answering("import"), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        importer = _importer(told)
+        importer = _importer(told, types)
         module = importer.from_onnx(model.graph, opset)
         module = with_checks(module, importer.bounds.checks)
     assert isinstance(module, package.IRModule)
@@ -208,7 +211,24 @@ def _as_tensor(name: str, value: Any) -> Any:
     return constant(known)
 
 
-def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
+def _check_types(results: Sequence[str], found: Any, types: Mapping[str, Any]) -> None:
+    """Raise BackendError if TVM's importer computes a result of another type or size than ONNX says."""
+    from tvm import relax
+
+    kinds = list(found.ty.fields) if isinstance(found.ty, relax.TupleType) else [found.ty]
+    for name, kind in zip(results, kinds):
+        if name in types and isinstance(kind, relax.TensorType):
+            known = None if kind.shape is None else list(kind.shape)
+            shape = (
+                [int(n) for n in known]
+                if known is not None and all(hasattr(n, "value") for n in known)
+                else None
+            )
+            if said := disagreement(types[name], str(kind.dtype), shape):
+                raise BackendError(f"TVM cannot import {name}: it gives {said}", USE_ONNXRUNTIME)
+
+
+def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> Any:
     from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
 
     class Importer(ONNXGraphImporter):  # type: ignore[misc]
@@ -244,7 +264,9 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             node = next(self._told)
             try:
                 with answering("import"):
-                    return self._converted(node, op_name, inputs, attrs, opset)
+                    found = self._converted(node, op_name, inputs, attrs, opset)
+                    _check_types(node.results, found, types)
+                    return found
             except BackendError as error:
                 raise NodeRefused(error, node.title, node.results) from error
 
@@ -254,6 +276,8 @@ def _importer(shapes: Mapping[str, Sequence[int]]) -> Any:
             own = _of_two(self.bb, op_name, inputs, opset) if own is None else own
             if own is not None:
                 return own
+            if op_name == "LpPool" and attrs.get("ceil_mode", 0):
+                raise Imported(self.bb, told.title, inputs, attrs).refused("with ceil_mode")
             if op_name in ("AveragePool", "LpPool", "MaxPool"):
                 attrs = _pool(Imported(self.bb, told.title, inputs, attrs), attrs)
             if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":

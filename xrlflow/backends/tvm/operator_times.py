@@ -28,10 +28,11 @@ from xrlflow.backends.onnxruntime import Options, open_model, with_library
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.system_load import waited
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
-from xrlflow.backends.tvm.hybrid import takes, types_of
+from xrlflow.backends.tvm.hybrid import takes
 from xrlflow.backends.tvm.import_tvm import tvm
 from xrlflow.backends.tvm.kernel_library import CompiledRegion, compile_region, kernel_library
 from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.value_types import types_of
 from xrlflow.onnxio.regions import whole_region
 
 _IR_VERSION = 8

@@ -282,6 +282,37 @@ def _is_infinite(node: Imported) -> Any | None:
     return node.emit(relax.op.equal(x, relax.const(math.inf if above else -math.inf, str(x.ty.dtype))))
 
 
+def _extreme(node: Imported) -> None:
+    """Of no elements TVM gives the largest finite number."""
+    shape = sizes(node.inputs[0])
+    if shape is not None and 0 in shape:
+        raise node.refused("of no elements")
+
+
+def _roi_align(node: Imported) -> None:
+    """TVM takes the greatest of interpolated pixels; ONNX takes that of weighted ones."""
+    if node.attributes.get("mode", b"avg") not in (b"avg", "avg"):
+        raise node.refused("with mode max")
+
+
+def _space_to_depth(node: Imported) -> None:
+    """TVM's importer knows one order of channels."""
+    if node.attributes.get("mode", b"DCR") not in (b"DCR", "DCR"):
+        raise node.refused("with another mode than DCR")
+
+
+def _remainder(node: Imported) -> None:
+    """TVM gives NaN where numbers are infinite, and ONNX does not."""
+    if not node.attributes.get("fmod", 0) and "float" in str(node.inputs[0].ty.dtype):
+        raise node.refused("of floats without fmod")
+
+
+def _shift(node: Imported) -> None:
+    """Shifts by as many bits as there are, or by negative numbers, are LLVM's to define."""
+    if not str(node.inputs[0].ty.dtype).startswith("uint"):
+        raise node.refused("of numbers with a sign")
+
+
 def _einsum(node: Imported) -> Any | None:
     equation = node.attributes["equation"]
     text = equation.decode() if isinstance(equation, bytes) else str(equation)
@@ -293,6 +324,7 @@ ADDED = frozenset({"Celu", "LpNormalization"})
 
 _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "BatchNormalization": _batch_norm,
+    "BitShift": _shift,
     "Celu": celu,
     "ConvTranspose": _transposed_convolution,
     "CumSum": running_sums,
@@ -302,8 +334,13 @@ _OWN: Mapping[str, Callable[[Imported], Any | None]] = {
     "IsInf": _is_infinite,
     "LayerNormalization": _layer_norm,
     "LpNormalization": normalized,
+    "Mod": _remainder,
     "Pow": with_exponent,
     "RMSNormalization": _rms_norm,
+    "ReduceMax": _extreme,
+    "ReduceMin": _extreme,
     "Resize": _resize,
+    "RoiAlign": _roi_align,
+    "SpaceToDepth": _space_to_depth,
     "TopK": greatest,
 }

@@ -8,14 +8,19 @@ less. Weights are transformed when the model is compiled.
 Each task transforms a block of tiles, multiplies them with panels of weights as tiles of accumulators in vector
 registers (see `schedules`), and transforms the sums back, so that what is transformed stays in the second-level cache
 of a core. Sums over channels go in chunks: the rounding error of an accumulator grows with the number of its terms.
+
+An infinity or NaN in a tile makes all of its results such, and numbers near the largest overflow where their plain sum
+does not. So a task whose results are not all finite computes them once more, as plain sums.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +55,9 @@ _FAR, _MEMORY, _SUM, _PIXELS, _SPILLED = 1.0, 11.5, 16.0, 6.0, 4.5
 _LAST_LEVEL = 8 << 20
 # Accumulators that keep the multipliers busy.
 _BUSY = 10
+_TAPS = _KERNEL * _KERNEL
+# A float of these bits or more, without its sign, is infinite or NaN.
+_INFINITE = 0x7F800000
 
 Matrix = npt.NDArray[np.float64]
 
@@ -68,7 +76,7 @@ class Transforms:
 _POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, math.sqrt(0.5), -math.sqrt(0.5), math.sqrt(2.0), -math.sqrt(2.0))}
 
 
-@cache
+@functools.cache
 def transforms(m: int) -> Transforms:
     """F(m, 3) by interpolation (Toom and Cook) in the points and infinity."""
     points = _POINTS[m]
@@ -210,10 +218,12 @@ def distance(size: int, machine: Machine) -> float:
 
 
 def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
-    """Transformed weights [group, panel, point, channel, column] of weights [3, 3, channel, column]."""
+    """Transformed weights [group, panel, point, channel, column] of weights [3, 3, channel, column]. The last nine
+    points are the weights themselves."""
     matrix = transforms(form.m).weights
     wide = np.einsum("ai,bj,ijck->abck", matrix, matrix, weights.astype(np.float64))
-    points, panels = form.n * form.n, how.panels(form)
+    wide = np.concatenate([wide.reshape(-1, *weights.shape[2:]), weights.reshape(_TAPS, *weights.shape[2:])])
+    points, panels = len(wide), how.panels(form)
     padded = np.zeros((points, form.channels, form.groups, panels * how.columns))
     padded[..., : form.columns] = wide.reshape(points, form.channels, form.groups, form.columns)
     split = padded.reshape(points, form.channels, form.groups, panels, how.columns)
@@ -226,7 +236,7 @@ def kernel(form: Form, how: Plan) -> Any:
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    weights = (form.groups, how.panels(form), form.n * form.n, form.channels, how.columns)
+    weights = (form.groups, how.panels(form), form.n * form.n + _TAPS, form.channels, how.columns)
     blocks = -(-form.tiles // how.block)
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
@@ -261,6 +271,8 @@ class _Block:
         self._sums = T.alloc_buffer((points, how.block, how.columns), FLOAT)
         self._near = T.alloc_buffer((points, how.lanes), FLOAT, scope=LOCAL)
         self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+        self._largest = T.alloc_buffer((how.lanes,), "int32", scope=LOCAL)  # bits of results, without signs
+        self._plain = T.alloc_buffer((how.lanes,), FLOAT, scope=LOCAL)
 
     def write(self, block: Any, part: Any) -> None:
         from tvm import tirx
@@ -324,6 +336,7 @@ class _Block:
 
     def _panel(self, panel: Any, first: Any) -> None:
         """The products of all tiles of the block with one panel of weights, and the results."""
+        from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         form, how = self._form, self._how
@@ -363,43 +376,34 @@ class _Block:
                     chunk(step * CHUNK, CHUNK, True)
             if rest:
                 chunk(number(whole * CHUNK), rest, whole > 0)
-        exact = form.tiles % how.block == 0
-        with T.serial(0, how.block) as turn:
-            where(None if exact else first + turn < form.tiles, lambda: self._leave(panel, first, turn))
+        T.buffer_store(self._largest, tirx.Broadcast(number(0), how.lanes), [ramp(number(0), how.lanes)])
+        self._each_tile(first, lambda turn: self._leave(panel, first, turn))
+        with T.serial(1, how.lanes) as lane:
+            T.buffer_store(self._largest, tirx.Max(self._largest[0], self._largest[lane]), [0])
+        with T.If(self._largest[0] >= _INFINITE), T.Then():
+            self._each_tile(first, lambda turn: self._leave_plain(panel, first, turn))
 
-    def _leave(self, panel: Any, first: Any, turn: Any) -> None:
-        """Transform the sums of one tile back, and store the results of the steps."""
-        from tvm import tirx
+    def _each_tile(self, first: Any, body: Callable[[Any], None]) -> None:
+        """`body` for each tile of the block from `first` on."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how, n = self._form, self._how, self._form.n
-        image, row, column = self._place(first + turn)
-        _, height, width, _ = form.out
-        columns = form.columns
-        matrix = transforms(form.m).results
+        exact = self._form.tiles % self._how.block == 0
+        with T.serial(0, self._how.block) as turn:
+            where(None if exact else first + turn < self._form.tiles, lambda: body(turn))
+
+    def _each_vector(self, panel: Any, body: Callable[[Any, Any], None]) -> None:
+        """`body` for the columns of a panel as vectors: their indices in the panel, and in the result."""
+        from tvm.script.ir_builder import tirx as T
+
+        how, columns = self._how, self._form.columns
 
         def vector(part: Any, start: int, lanes: int) -> None:
             """Some columns of the panel: `lanes` from `start` on in the vector of this number."""
-            k = ramp(part * how.lanes + start, lanes)
-            out = ramp(self._group * columns + panel * how.columns + part * how.lanes + start, lanes)
-            sums = [[T.bind(self._sums[i * n + j, turn, k]) for j in range(n)] for i in range(n)]
-            for i, line in enumerate(_both_ways(matrix, sums)):
-                for j, value in enumerate(line):
-                    y, x = row + i, column + j
+            k = part * how.lanes + start
+            out = self._group * columns + panel * how.columns + k
+            body(ramp(k, lanes), ramp(out, lanes))
 
-                    def store(value: Any = value, y: Any = y, x: Any = x) -> None:
-                        done = stepped(form.steps, self._extras, value, [image, y, x, out], self._done)
-                        T.buffer_store(self._out, done, [image, y, x, out])
-
-                    checks = []
-                    if height % form.m and i:
-                        checks.append(y < height)
-                    if width % form.m and j:
-                        checks.append(x < width)
-                    where(tirx.all(*checks) if checks else None, store)
-
-        whole = columns // how.lanes
-        per_panel = how.columns // how.lanes
+        whole, per_panel = columns // how.lanes, how.columns // how.lanes
         with T.serial(0, per_panel) as part:
             at = panel * per_panel + part
             exact = columns % how.columns == 0
@@ -411,6 +415,87 @@ class _Block:
                         vector(part, *piece)
 
                 where(at == whole, rest)
+
+    def _leave_plain(self, panel: Any, first: Any, turn: Any) -> None:
+        """Store the results of the steps for one tile, of plain sums."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form = self._form
+        image, row, column = self._place(first + turn)
+        _, height, wide, _ = form.image
+
+        def result(y: Any, x: Any) -> None:
+            self._each_vector(panel, lambda k, out: vector(y, x, k, out))
+
+        def vector(y: Any, x: Any, k: Any, out: Any) -> None:
+            lanes = lanes_of(k)
+            at = ramp(number(0), lanes)
+            T.buffer_store(self._plain, spread(0.0, lanes), [at])
+            with T.serial(0, _KERNEL) as i, T.serial(0, _KERNEL) as j:
+                top, left = y + i - form.top, x + j - form.left
+                with (
+                    T.If(tirx.all(top >= 0, top < height, left >= 0, left < wide)),
+                    T.Then(),
+                    T.serial(0, form.channels) as c,
+                ):
+                    pixel = self._image[image, top, left, self._group * form.channels + c]
+                    pixels = pixel if lanes == 1 else tirx.Broadcast(pixel, lanes)
+                    weights = self._panels[self._group, panel, form.n * form.n + i * _KERNEL + j, c, k]
+                    T.buffer_store(self._plain, self._plain[at] + pixels * weights, [at])
+            self._store(self._plain[at], [image, y, x, out])
+
+        with T.serial(0, form.m) as i, T.serial(0, form.m) as j:
+            y, x = row + i, column + j
+            where(tirx.all(y < form.out[1], x < form.out[2]), lambda: result(y, x))
+
+    def _store(self, value: Any, at: Sequence[Any]) -> None:
+        """Store the result of the steps for a vector of sums."""
+        from tvm.script.ir_builder import tirx as T
+
+        done = stepped(self._form.steps, self._extras, value, at, self._done)
+        T.buffer_store(self._out, done, list(at))
+
+    def _leave(self, panel: Any, first: Any, turn: Any) -> None:
+        """Transform the sums of one tile back, and store the results of the steps."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, n = self._form, self._form.n
+        image, row, column = self._place(first + turn)
+        _, height, width, _ = form.out
+        matrix = transforms(form.m).results
+
+        def vector(k: Any, out: Any) -> None:
+            sums = [[T.bind(self._sums[i * n + j, turn, k]) for j in range(n)] for i in range(n)]
+            lines = _both_ways(matrix, sums)
+            self._look(functools.reduce(operator.add, itertools.chain(*lines)))
+            for i, line in enumerate(lines):
+                for j, value in enumerate(line):
+                    y, x = row + i, column + j
+                    checks = []
+                    if height % form.m and i:
+                        checks.append(y < height)
+                    if width % form.m and j:
+                        checks.append(x < width)
+                    where(
+                        tirx.all(*checks) if checks else None,
+                        functools.partial(self._store, value, [image, y, x, out]),
+                    )
+
+        self._each_vector(panel, vector)
+
+    def _look(self, total: Any) -> None:
+        """Keep the largest bits of a vector, without signs: the sum of results that are not all finite is not."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        lanes = lanes_of(total)
+        kind = "int32" if lanes == 1 else f"int32x{lanes}"
+        mask = tirx.const(0x7FFFFFFF, "int32")
+        bits = tirx.reinterpret(kind, total) & (mask if lanes == 1 else tirx.Broadcast(mask, lanes))
+        at = ramp(number(0), lanes)
+        T.buffer_store(self._largest, tirx.Max(self._largest[at], bits), [at])
 
 
 def _both_ways(matrix: Matrix, vectors: list[list[Any]]) -> list[list[Any]]:

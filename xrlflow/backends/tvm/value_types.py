@@ -1,0 +1,78 @@
+"""The types of a model's values, as ONNX infers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import ModelProto, TypeProto
+
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
+
+# Of which TVM computes something. Casts to and from others give other numbers than ONNX's, or end in its checks.
+_KNOWN = frozenset(
+    onnx.TensorProto.DataType.Value(name)
+    for name in (
+        "FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16",
+        "UINT32", "UINT64", "UNDEFINED",
+    )
+)  # fmt: skip
+# Initialisers of more elements are not read to infer sizes.
+_SMALL = 1024
+
+
+def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
+    """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them."""
+    light = ModelProto(ir_version=model.ir_version)
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    graph = light.graph
+    graph.name = "types"
+    graph.node.extend(model.graph.node)
+    graph.output.extend(model.graph.output)
+    for value in model.graph.input:
+        added = graph.input.add(name=value.name, type=value.type)
+        if value.name in sizes:
+            shape = added.type.tensor_type.shape
+            del shape.dim[:]
+            for size in sizes[value.name]:
+                shape.dim.add(dim_value=size)
+    for value in graph.output:  # what the file says may be of other sizes
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.ClearField("shape")
+    known = {}
+    for tensor in model.graph.initializer:
+        kind = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
+        known[tensor.name] = kind
+        if len(tensor.dims) <= 1 and (not tensor.dims or tensor.dims[0] <= _SMALL):
+            graph.initializer.append(tensor)
+        else:
+            graph.input.add(name=tensor.name, type=kind)
+    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    for value in (*inferred.input, *inferred.output, *inferred.value_info):
+        known[value.name] = value.type
+    return known
+
+
+def check_types(types: Mapping[str, TypeProto]) -> None:
+    """Raise BackendError for a tensor of elements that TVM does not compute."""
+    for name, kind in types.items():
+        if kind.HasField("tensor_type") and kind.tensor_type.elem_type not in _KNOWN:
+            said = onnx.TensorProto.DataType.Name(kind.tensor_type.elem_type)
+            raise BackendError(f"TVM cannot lower {name}, a tensor of {said}", USE_ONNXRUNTIME)
+
+
+def disagreement(kind: TypeProto, dtype: str, shape: Sequence[int] | None) -> str | None:
+    """How a tensor of this type and shape (None: not known) differs from what a value's type says."""
+    tensor = kind.tensor_type
+    if not kind.HasField("tensor_type") or not tensor.elem_type:
+        return None
+    said = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    if dtype != said:
+        return f"{dtype} in the place of {said}"
+    dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    if not tensor.HasField("shape") or shape is None:
+        return None
+    if len(dims) == len(shape) and all(d in (None, n) for d, n in zip(dims, shape)):
+        return None
+    return f"{list(shape)} in the place of {dims}".replace("None", "?")

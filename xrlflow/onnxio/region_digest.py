@@ -1,0 +1,119 @@
+"""A digest of what the regions of a file compute, which ties a file to the library of its kernels.
+
+The name of the regions' domain ends in it. Whoever reads the file can compute it again: it is another one if a node, a
+weight or a size of a region was edited, and the same if the file was only saved again, with its weights elsewhere, or
+with other names of nodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+
+from xrlflow.onnxio import protos
+from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.tensors import TensorStore, map_file, raw_data
+from xrlflow.onnxio.wire import WireError, strip_model
+
+DIGITS = 16
+_TENSORS = (AttributeProto.TENSOR, AttributeProto.TENSORS)
+_GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+
+def digest_of_file(path: str | os.PathLike[str], domain: str) -> str | None:
+    """The digest of the regions of a domain in a file. None if their data cannot be read."""
+    name = os.fspath(path)
+    try:
+        data = map_file(name)
+        model = ModelProto.FromString(strip_model(data))
+        return region_digest(model, domain, TensorStore(name, data, name))
+    except (OSError, WireError, DecodeError, ModelError):
+        return None
+
+
+def region_digest(model: ModelProto, domain: str, store: TensorStore | None = None) -> str:
+    """The digest of the regions of a domain: of their functions, of the weights that their nodes read, and of the sizes
+    of the model's inputs. Names that have the domain in them count without it.
+
+    `store` has the data of the model's tensors; default: the model itself. Raises ModelError if data is missing.
+    """
+    digesting = _Digesting(domain, store or TensorStore("model", memoryview(b""), None))
+    functions = [function for function in model.functions if function.domain == domain]
+    for function in sorted(functions, key=lambda f: f.name):
+        imports = sorted((entry.domain, entry.version) for entry in function.opset_import)
+        digesting.say("function", function.name, list(function.input), list(function.output), imports)
+        digesting.nodes(function.node)
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+        digesting.say("input", value.name, tensor.elem_type, dims)
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    for call in sorted(_calls(model.graph, domain), key=lambda node: node.op_type):
+        for port, name in enumerate(call.input):
+            if name in weights:
+                digesting.say("weight", call.op_type, port)
+                digesting.tensor(weights[name])
+    for name in sorted(name for name in weights if name.startswith(domain)):  # the sizes of a guard
+        digesting.say("size", name)
+        digesting.tensor(weights[name])
+    return digesting.digest.hexdigest()
+
+
+def _calls(graph: GraphProto, domain: str) -> Iterator[NodeProto]:
+    """The nodes of a domain, also in bodies."""
+    for node in graph.node:
+        if node.domain == domain:
+            yield node
+        for body in protos.subgraphs(node):
+            yield from _calls(body, domain)
+
+
+class _Digesting:
+    """Takes in parts of a model, one after the other."""
+
+    def __init__(self, domain: str, store: TensorStore) -> None:
+        self._domain, self._store = domain, store
+        self.digest = hashlib.blake2b(digest_size=DIGITS // 2)
+
+    def say(self, *parts: Any) -> None:
+        text = repr(parts).replace(self._domain, "") + "\n"
+        self.digest.update(text.encode(errors="surrogatepass"))
+
+    def nodes(self, nodes: Iterable[NodeProto]) -> None:
+        for node in nodes:
+            self.say("node", node.domain, node.op_type, list(node.input), list(node.output))
+            for attribute in sorted(node.attribute, key=lambda a: a.name):
+                self._attribute(attribute)
+
+    def _attribute(self, attribute: AttributeProto) -> None:
+        if attribute.type in _TENSORS:
+            self.say("tensors", attribute.name)
+            for tensor in (*attribute.tensors, *([attribute.t] if attribute.HasField("t") else [])):
+                self.tensor(tensor)
+        elif attribute.type in _GRAPHS:
+            self.say("graphs", attribute.name)
+            for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                self._graph(graph)
+        else:
+            plain = AttributeProto()
+            plain.CopyFrom(attribute)
+            plain.ClearField("doc_string")
+            self.say("attribute", plain.SerializeToString(deterministic=True))
+
+    def _graph(self, graph: GraphProto) -> None:
+        self.say("graph", [value.name for value in graph.input], [value.name for value in graph.output])
+        for tensor in graph.initializer:
+            self.say("initializer", tensor.name)
+            self.tensor(tensor)
+        self.nodes(graph.node)
+
+    def tensor(self, tensor: TensorProto) -> None:
+        const = self._store.const(tensor)
+        self.say("tensor", tensor.data_type, list(tensor.dims))
+        text = tensor.data_type == TensorProto.STRING
+        self.digest.update(repr(const.numpy().tolist()).encode() if text else raw_data(const))
