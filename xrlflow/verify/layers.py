@@ -26,8 +26,10 @@ _INTEGER = frozenset({"MatMulInteger", "ConvInteger"})
 _WITH_SCALES = frozenset(
     {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QAttention"}
 )
-# What NumPy and ONNX Runtime exchange.
-_BYTES = frozenset({DType.UINT8, DType.INT8, DType.UINT16, DType.INT16})
+# What NumPy and ONNX Runtime exchange. Types of operators that ONNX does not define may be unknown.
+_EXCHANGED = frozenset(
+    {DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DType.FLOAT, DType.UNDEFINED}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +96,8 @@ def _is_quantised(node: Node) -> bool:
 
 
 def _rounds(node: Node) -> bool:
-    return node.op == DYNAMIC or (node.op in ROUNDINGS and node.types[0].dtype not in FLOATS)
+    # Without a scale for its output, QGemm gives floats.
+    return node.op == DYNAMIC or (node.op in ROUNDINGS and (not node.op.endswith("QGemm") or len(node.inputs) > 7))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ class Layers:
         return tuple(self.graph.topological())
 
     @cached_property
-    def _varying(self) -> frozenset[Value]:
+    def varying(self) -> frozenset[Value]:
         """The values that depend on an input of the graph."""
         found = set(self.graph.inputs)
         for node in self.order:
@@ -117,15 +120,9 @@ class Layers:
         return frozenset(found)
 
     @cached_property
-    def tensors(self) -> Mapping[Value, DType]:
-        """The quantised tensors that depend on inputs, producers first, with their element types."""
-        return {
-            value: type.dtype
-            for node in self.order
-            if _rounds(node)
-            for value, type in zip(node.outputs, node.types)
-            if value in self._varying
-        }
+    def tensors(self) -> tuple[Value, ...]:
+        """The quantised tensors that depend on inputs, producers first."""
+        return tuple(v for node in self.order if _rounds(node) for v in node.outputs if v in self.varying)
 
     @cached_property
     def touched(self) -> tuple[bool, ...]:
@@ -142,9 +139,8 @@ class Layers:
         for node in self.order:
             if any(isinstance(a, Body) and _has_rounding(a.graph) for a in node.attrs.values()):
                 return f"it quantises numbers in the body of a node {node.op}"
-        for dtype in self.tensors.values():
-            if dtype not in _BYTES | {DType.FLOAT}:
-                return f"it has quantised tensors of type {dtype.name.lower()}"
+        for dtype in {self.graph.type(value).dtype for value in self.tensors} - _EXCHANGED:
+            return f"it has quantised tensors of type {dtype.name.lower()}"
         return ""
 
     def part(self, wanted: Iterable[Value], stops: Mapping[Value, Array]) -> list[Node]:
@@ -182,13 +178,14 @@ def evaluate_layers(
     """The quantised tensors on the way to some values, and those of the values that are none.
 
     Readers of a value in `stops` get what is there, and what computes it is left out unless it is wanted. `rounded`:
-    floats are rounded to their declared types after each operator. Raises NotEvaluable, and whatever NumPy raises.
+    in float32, rounded to the declared types after each operator. Raises NotEvaluable, and whatever NumPy raises.
     """
     wanted = list(dict.fromkeys(wanted))
     order = layers.part(wanted, stops)
     graph, goals = layers.graph, frozenset(wanted)
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
-    held: dict[Value, Array] = {v: promote(REALS, np.asarray(a)) for v, a in feeds.items()}
+    lift = _single if rounded else _double
+    held: dict[Value, Array] = {v: lift(np.asarray(a)) for v, a in feeds.items()}
     found: dict[Value, Layer] = {}
     others: dict[Value, Array] = {}
 
@@ -196,21 +193,21 @@ def evaluate_layers(
         if value == ABSENT:
             return None
         if value in stops:
-            return promote(REALS, stops[value])
+            return lift(stops[value])
         array = held.get(value)
-        return promote(REALS, graph.leaves.consts[value].numpy()) if array is None else array
+        return lift(graph.leaves.consts[value].numpy()) if array is None else array
 
     for at, node in enumerate(order):
         arguments = [read(value) for value in node.inputs]
-        if _rounds(node) and node.outputs[0] in layers.tensors:
+        if _rounds(node) and node.outputs[0] in layers.varying:
             made = _layers_of(node, arguments)
             found.update(made)
-            held.update((v, settle(v, layer)) for v, layer in made.items() if v not in stops)
+            held.update((v, lift(settle(v, layer))) for v, layer in made.items() if v not in stops)
         else:
             results = evaluate_node(node.op, node.attrs, arguments, len(node.outputs))
             for value, type, result in zip(node.outputs, node.types, results):
                 narrow = rounded and type.dtype in FLOATS
-                held[value] = promote(REALS, result.astype(numpy_dtype(type.dtype)) if narrow else result)
+                held[value] = lift(result.astype(numpy_dtype(type.dtype)) if narrow else result)
         others.update((v, held[v]) for v in node.outputs if v in goals and v not in found)
         for value in node.inputs:
             if last[value] == at and value not in goals:
@@ -220,6 +217,16 @@ def evaluate_layers(
         if array is not None:
             others[value] = array
     return found, others
+
+
+def _double(array: Array) -> Array:
+    return promote(REALS, array)
+
+
+def _single(array: Array) -> Array:
+    """Floats as float32; float64 as it is."""
+    wide = promote(REALS, array)
+    return wide.astype(np.float32) if wide is not array else array
 
 
 def _layers_of(node: Node, arguments: list[Array | None]) -> dict[Value, Layer]:

@@ -22,17 +22,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import onnx
 
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError
-from xrlflow.ir import Graph, Value, node_key
+from xrlflow.ir import DType, Graph, Value, node_key
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.tensors import same_content
 from xrlflow.ops.evaluate import NotEvaluable
-from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.ops.tensors import dtype_of
 from xrlflow.verify.compare import Leg, Yardstick, is_float, judge_floats, wide
 from xrlflow.verify.cuts import GIVEN, Uncut, as_proto, showing, spelt_out
 from xrlflow.verify.inputs import evaluable_feeds
@@ -174,9 +175,6 @@ class _Model:
         there = {name for node in self.proto.graph.node for name in node.output}
         return {v: self.name(v) for v in self.layers.tensors if self.name(v) in there}
 
-    def showing(self, *, cut: bool) -> bytes:
-        types = self.layers.tensors
-        return showing(self.proto, {name: types[value] for value, name in self.cuts.items()}, cut=cut)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:
@@ -233,6 +231,11 @@ class _Meaning:
     runs: list[dict[str, Array]] = field(default_factory=list)
     _windows: dict[Value, float] = field(default_factory=dict)
     _rounded: dict[Value, Array] = field(default_factory=dict)
+
+    def showing(self, *, cut: bool) -> bytes:
+        """A copy that shows the quantised tensors."""
+        types = {name: dtype_of(self.given[value].dtype) for value, name in self.model.cuts.items()}
+        return showing(self.model.proto, types, cut=cut)
 
     def feeds(self) -> dict[str, Array]:
         """The inputs of the copy that is cut."""
@@ -311,7 +314,8 @@ def _paired(a: _Model, b: _Model, by_name: bool) -> _Pairs:
         for value in node.outputs:
             of[value] = Value(-value)
             other_value = named.get(b.name(value)) if by_name and value in b.layers.tensors else None
-            if other_value is not None and a.layers.tensors[other_value] == b.layers.tensors[value]:
+            types = {a.graph.type(other_value).dtype, b.graph.type(value).dtype} if other_value else set()
+            if other_value is not None and len(types - {DType.UNDEFINED}) < 2:
                 of[value] = other_value
                 claimed.append(value)
     return _Pairs(of, claimed)
@@ -321,14 +325,13 @@ def _paired(a: _Model, b: _Model, by_name: bool) -> _Pairs:
 class _Comparison:
     """The new model's meaning on one sample, and where it is not the original's.
 
-    `left`: names and sizes of tensors of which the other model has none that is equal, of the original and of the new
-    one.
+    `left`: tensors of the original, and of the new model, that are equal to none of the other; names and types.
     """
 
     meaning: _Meaning
     pairs: _Pairs
     wrong: list[Apart]
-    left: tuple[set[str], set[str]]
+    left: tuple[set[tuple[str, Any]], set[tuple[str, Any]]]
 
 
 def _compared(original: _Meaning, b: _Model, by_name: bool) -> _Comparison:
@@ -370,8 +373,8 @@ def _compared(original: _Meaning, b: _Model, by_name: bool) -> _Comparison:
         if v in layers and pairs.of[v] != u
     ]
     left = (
-        {a.name(v) for v in a.layers.tensors if v not in taken},
-        {b.name(v) for v in b.layers.tensors if not pairs.known(v)},
+        {(a.name(v), layer.numbers.dtype) for v, layer in original.layers.items() if v not in taken},
+        {(b.name(v), layer.numbers.dtype) for v, layer in layers.items() if not pairs.known(v)},
     )
     return _Comparison(_Meaning(b, original.sample, layers, results, given), pairs, wrong, left)
 
@@ -410,7 +413,7 @@ def _output_apart(exact: _Meaning, value: Value, new: Array, target: Array) -> A
     name = exact.model.name(value)
     if new.shape != target.shape or target.shape != exact.outputs[value].shape:
         return Apart(name, float("inf"), new.size, new.size, True)
-    dtype = numpy_dtype(exact.model.graph.type(value).dtype)
+    dtype = exact.sample.outputs[exact.model.graph.outputs.index(value)].dtype
     if not is_float(np.empty(0, dtype)):
         return Apart(name, *_distance(new, target)) if (new != target).any() else None
     moved = wide(exact.rounded(value)) - wide(exact.outputs[value])
@@ -532,7 +535,7 @@ class Quantised:
 
     def _with_runs(self, notes: Sequence[str]) -> Quantised:
         """Run the parts of the original, and say how the results differ from what they mean."""
-        copy = self._meanings[0].model.showing(cut=True)
+        copy = self._meanings[0].showing(cut=True)
         seen: list[_Seen] = []
         with self._opened(copy) as runner:
             for meaning in self._meanings:
@@ -552,7 +555,7 @@ class Quantised:
         nothing: then there is one result less that a new model may be equal to."""
         with suppress(BackendError):
             if len(self._meanings[0].runs) == 1:
-                with self._opened(self._meanings[0].model.showing(cut=True), optimized=False) as runner:
+                with self._opened(self._meanings[0].showing(cut=True), optimized=False) as runner:
                     for meaning in self._meanings:
                         meaning.runs.append(_run(runner, meaning))
 
@@ -611,7 +614,7 @@ class Quantised:
 
     def _judge_runs(self, new: Model, b: _Model, compared: Sequence[_Comparison]) -> Judged:
         seen: list[_Seen] = []
-        with self._opened(b.showing(cut=True)) as runner:
+        with self._opened(compared[0].meaning.showing(cut=True)) as runner:
             for original, comparison in zip(self._meanings, compared):
                 run = _run(runner, comparison.meaning)
                 seen.append(_seen(comparison.meaning, run, self._others(original, comparison)))
@@ -665,8 +668,8 @@ class Quantised:
                     doubtful.append((comparison, whole, apart))
         if doubtful:
             with (
-                self._opened(b.showing(cut=False)) as shown,
-                self._opened(b.showing(cut=True)) as cut,
+                self._opened(compared[0].meaning.showing(cut=False)) as shown,
+                self._opened(compared[0].meaning.showing(cut=True)) as cut,
             ):
                 for comparison, whole, apart in doubtful:
                     if not _is_explained(comparison.meaning, whole, shown, cut):
