@@ -34,7 +34,8 @@ def as_proto(model: Model) -> onnx.ModelProto:
     if isinstance(model, onnx.ModelProto):
         return model
     if isinstance(model, bytes):
-        return onnx.ModelProto.FromString(model)
+        parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)
+        return parsed
     path = os.fspath(model)
     proto = onnx.load(path, load_external_data=False)
     outside = [t for t in protos.all_tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,7 @@ _WITH_SCALES = frozenset(
     {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QAttention"}
 )
 # What NumPy and ONNX Runtime exchange. Types of operators that ONNX does not define may be unknown.
-_EXCHANGED = frozenset(
-    {DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DType.FLOAT, DType.UNDEFINED}
-)
+_EXCHANGED = frozenset({DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DType.FLOAT, DType.UNDEFINED})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +72,7 @@ class Layer:
         return np.asarray(~(np.abs(self.steps - other.steps) <= window))
 
 
-def limits(dtype: np.dtype[np.generic]) -> tuple[int, int]:
+def limits(dtype: np.dtype[Any]) -> tuple[int, int]:
     info = np.iinfo(dtype)
     return int(info.min), int(info.max)
 
@@ -97,7 +96,9 @@ def _is_quantised(node: Node) -> bool:
 
 def _rounds(node: Node) -> bool:
     # Without a scale for its output, QGemm gives floats.
-    return node.op == DYNAMIC or (node.op in ROUNDINGS and (not node.op.endswith("QGemm") or len(node.inputs) > 7))
+    return node.op == DYNAMIC or (
+        node.op in ROUNDINGS and (not node.op.endswith("QGemm") or len(node.inputs) > 7)
+    )
 
 
 @dataclass(frozen=True, eq=False)
