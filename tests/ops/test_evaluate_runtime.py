@@ -332,3 +332,63 @@ def test_products_of_integers_with_scales() -> None:
     zero, columns = np.array(3, np.uint8), np.linspace(0.1, 0.5, 5, dtype=np.float32)
     check(MS + "MatMulIntegerToFloat", [a, b, scale, columns, zero, np.array(1, np.int8), draw(5)])
     check(MS + "DynamicQuantizeMatMul", [draw(3, 4), b, columns, np.zeros(5, np.int8), draw(5)])
+
+
+def bytes_(*shape: int, signed: bool = False) -> np.ndarray[Any, Any]:
+    drawn = np.random.default_rng(sum(shape)).integers(0, 256, shape, np.uint8)
+    return drawn.view(np.int8) if signed else drawn
+
+
+def quantised(x: np.ndarray[Any, Any], scale: float, zero: int) -> list[np.ndarray[Any, Any]]:
+    return [x, np.array(scale, np.float32), np.array(zero, x.dtype)]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_operators_of_quantised_numbers(signed: bool) -> None:
+    """The runtime rounds in float32. No result here is near a tie."""
+    zero = -3 if signed else 120
+    a, b = (
+        quantised(bytes_(2, 4, 6, 6, signed=signed), 0.031, zero),
+        quantised(bytes_(4, 6, 6, signed=signed), 0.017, zero + 1),
+    )
+    to = [np.array(0.0437, np.float32), np.array(zero + 2, a[0].dtype)]
+    check(MS + "QLinearAdd", [*a, *b, *to])
+    check(MS + "QLinearMul", [*a, *b, np.array(0.0513, np.float32), to[1]])
+    check(
+        MS + "QLinearSigmoid",
+        [*a, np.array(1 / 256, np.float32), np.array(-128 if signed else 0, a[0].dtype)],
+    )
+    check(MS + "QLinearLeakyRelu", [*a, *to], alpha=0.2)
+    check(MS + "QLinearGlobalAveragePool", [*a, *to])
+    check(MS + "QLinearAveragePool", [*a, *to], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 0, 0])
+    check(MS + "QLinearConcat", [*to, *a, *quantised(bytes_(2, 3, 6, 6, signed=signed), 0.05, zero)], axis=1)
+    check(MS + "QLinearWhere", [bytes_(6) > 99, *a, *b, *to])
+
+
+def test_a_quantised_linear_layer() -> None:
+    a, b = quantised(bytes_(3, 8), 0.02, 125), quantised(bytes_(5, 8, signed=True), 0.01, 0)
+    bias = np.arange(-400, 600, 200, dtype=np.int32)
+    check(MS + "QGemm", [*a, *b, bias, np.array(0.05, np.float32), np.array(99, np.uint8)], transB=1)
+    columns = [b[0], np.linspace(0.01, 0.02, 5, dtype=np.float32), np.zeros(5, np.int8)]
+    check(MS + "QGemm", [*a, *columns, bias], transB=1)
+
+
+def test_softmax_of_quantised_numbers() -> None:
+    x = quantised(bytes_(2, 3, 5), 0.03, 120)
+    to = [np.array(1 / 256, np.float32), np.array(0, np.uint8)]
+    check(MS + "QLinearSoftmax", [*x, *to], opset=13, axis=-1)
+    check(MS + "QLinearSoftmax", [*x, *to], opset=12, axis=1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_with_packed_matrices(bits: int) -> None:
+    k, n, block = 40, 6, 16
+    packed, scales = bytes_(n, 3, block * bits // 8), np.abs(draw(n, 3)).reshape(-1) / 16
+    attrs = {"K": k, "N": n, "bits": bits, "block_size": block}
+    check(MS + "MatMulNBits", [draw(2, 3, k), packed, scales], **attrs)
+    check(
+        MS + "MatMulNBits",
+        [draw(2, 3, k), packed, scales, bytes_(n, 2 if bits == 4 else 3).reshape(-1)],
+        **attrs,
+    )
+    check(MS + "MatMulNBits", [draw(2, 3, k), packed, scales, None, None, draw(n)], **attrs)

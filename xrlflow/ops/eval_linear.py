@@ -299,7 +299,7 @@ def _max_pool(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple
     return best, chosen
 
 
-def _average_pool(field: Field, attrs: Attrs, x: Array) -> Array:
+def average_pool(field: Field, attrs: Attrs, x: Array) -> Array:
     w = _pool_windows(attrs, x)
     total = _pool(x, w, 0, field.add)
     padded = integer(attrs, "count_include_pad", 0)
@@ -389,7 +389,7 @@ SPECS: dict[str, OpSpec] = {
         Einsum=single(_einsum),
         Conv=single(conv),
         ConvTranspose=single(_conv_transpose),
-        AveragePool=single(_average_pool),
+        AveragePool=single(average_pool),
         GlobalAveragePool=single(_global_average_pool),
         Col2Im=single(_col2im),
     ),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from xrlflow.ir import Attrs, DType
 from xrlflow.ops.eval_elementwise import NARROW_INTEGER, WIDE_INTEGER, narrow_float, round_narrow, widen
 from xrlflow.ops.eval_linear import conv
-from xrlflow.ops.eval_spec import OpSpec, f32, integer, several, single, table
+from xrlflow.ops.eval_spec import Inputs, OpSpec, f32, integer, several, single, table
 from xrlflow.ops.field import REALS, Array, Field
 
 
@@ -47,20 +48,45 @@ def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
     return np.clip(x, info.min, info.max).astype(dtype)
 
 
-def _quantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Array:
-    """round(x / scale) + zero point, clamped. Ties are rounded to even, in double precision."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Unrounded:
+    """What an operator rounds: numbers in steps of its scale, without the zero point, and the type of its result.
+
+    `float_type`: the format of a result in float8 or float4. Its infinities depend on `saturate`.
+    """
+
+    scaled: Array
+    zero: Array | float
+    dtype: np.dtype[Any]
+    float_type: DType | None = None
+    saturate: bool = True
+
+    @property
+    def steps(self) -> Array:
+        """The numbers that the integers are nearest to, unless these are clamped."""
+        return np.asarray(self.scaled + self.zero)
+
+    def rounded(self) -> Array:
+        """round(scaled) + zero point, clamped. Ties are rounded to even, in double precision."""
+        if self.float_type is not None:
+            return round_narrow(self.steps, self.float_type, self.saturate)
+        return _saturate(np.rint(self.scaled) + self.zero, self.dtype)
+
+
+def requantised(scaled: Array, zero: Array | None, like: Array) -> Unrounded:
+    """Numbers in steps of the output's scale. Without a zero point, the type is that of `like`."""
+    dtype = like.dtype if zero is None else zero.dtype
+    offset: Array | float = 0.0 if zero is None else widen(zero).astype(np.float64)
+    return Unrounded(scaled, offset, dtype, narrow_float(dtype))
+
+
+def _quantize(attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Unrounded:
     to = DType(integer(attrs, "output_dtype", 0))
     scaled = REALS.lift(x) / _spread(REALS.lift(scale), x, attrs)
-    float_type = narrow_float(zero.dtype) if zero is not None else None
-    if to.name.startswith("FLOAT"):
-        float_type = to
-    if float_type is not None:
-        offset = 0.0 if zero is None else _spread(widen(zero), x, attrs)
-        return round_narrow(scaled + offset, float_type, bool(integer(attrs, "saturate", 1)))
-    if zero is not None:
-        dtype = zero.dtype
-        return _saturate(np.rint(scaled) + _spread(widen(zero), x, attrs), dtype)
-    return _saturate(np.rint(scaled), {**WIDE_INTEGER, **NARROW_INTEGER}.get(to, np.dtype(np.uint8)))
+    offset: Array | float = 0.0 if zero is None else _spread(widen(zero), x, attrs).astype(np.float64)
+    dtype = {**WIDE_INTEGER, **NARROW_INTEGER}.get(to, np.dtype(np.uint8)) if zero is None else zero.dtype
+    float_type = to if to.name.startswith("FLOAT") else narrow_float(dtype)
+    return Unrounded(scaled, offset, dtype, float_type, bool(integer(attrs, "saturate", 1)))
 
 
 def _dequantize(field: Field, attrs: Attrs, x: Array, scale: Array, zero: Array | None = None) -> Array:
@@ -134,30 +160,22 @@ def _conv_integer(
     return _conv_sum(attrs, x, w, x_zero, w_zero).astype(np.int64).astype(np.int32)
 
 
-def _requantize(total: Array, factor: Array, zero: Array) -> Array:
-    if narrow_float(zero.dtype) is not None:
-        kind = narrow_float(zero.dtype)
-        assert kind is not None
-        return round_narrow(total * factor + widen(zero), kind, True)
-    return _saturate(np.rint(total * factor) + zero.astype(np.float64), zero.dtype)
-
-
 def _widened(numbers: Array, scale: Array, zero: Array) -> Quantised:
     """Quantised numbers in types that NumPy computes with."""
     return Quantised(widen(numbers), scale, widen(zero))
 
 
-def _qlinear_matmul(field: Field, attrs: Attrs, *inputs: Array) -> Array:
+def _qlinear_matmul(attrs: Attrs, *inputs: Array) -> Unrounded:
     """Inputs: matrices a and b, each with scale and zero point, then scale and zero point of the output."""
     a, b = _widened(*inputs[:3]), _widened(*inputs[3:6])
     y_scale, y_zero = inputs[6:]
     total = integer_product(a.numbers, b.numbers, a.zero, b.zero)
     rows = a.scale[:, None] if a.scale.ndim == 1 and a.scale.size > 1 else a.scale
     factor = REALS.lift(rows) * REALS.lift(b.scale) / REALS.lift(y_scale)
-    return _requantize(total, factor, y_zero)
+    return requantised(total * factor, y_zero, inputs[0])
 
 
-def _qlinear_conv(field: Field, attrs: Attrs, *inputs: Array) -> Array:
+def _qlinear_conv(attrs: Attrs, *inputs: Array) -> Unrounded:
     """Inputs: x and w, each with scale and zero point, then those of the output, then an optional bias."""
     x, w = Quantised(*inputs[:3]), Quantised(*inputs[3:6])
     y_scale, y_zero = inputs[6:8]
@@ -167,7 +185,27 @@ def _qlinear_conv(field: Field, attrs: Attrs, *inputs: Array) -> Array:
     if bias is not None:
         total = total + bias.reshape(channels)
     factor = REALS.lift(x.scale) * REALS.lift(w.scale).reshape(channels) / REALS.lift(y_scale)
-    return _requantize(total, factor, y_zero)
+    return requantised(total * factor, y_zero, inputs[0])
+
+
+Rounding: TypeAlias = Callable[..., Unrounded]
+"""function(attrs, *inputs): what an operator rounds."""
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    "QLinearConv": _qlinear_conv,
+    "QLinearMatMul": _qlinear_matmul,
+    "QuantizeLinear": _quantize,
+}
+"""The operators whose only output is rounded to the steps of a scale that they are given."""
+
+
+def rounding(op: str, find: Rounding) -> OpSpec:
+    """The evaluation of an operator that rounds its result."""
+
+    def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
+        return (find(attrs, *inputs).rounded(),)
+
+    return OpSpec(op, evaluate, "numeric")
 
 
 SPECS: dict[str, OpSpec] = {
@@ -176,8 +214,6 @@ SPECS: dict[str, OpSpec] = {
     **table(
         "numeric",
         DynamicQuantizeLinear=several(_dynamic_quantize),
-        QLinearConv=single(_qlinear_conv),
-        QLinearMatMul=single(_qlinear_matmul),
-        QuantizeLinear=single(_quantize),
     ),
+    **{op: rounding(op, find) for op, find in ROUNDINGS.items()},
 }

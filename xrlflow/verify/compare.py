@@ -55,6 +55,7 @@ class Leg(Enum):
     DEVIATION = "deviation"  # the original as the user runs it
     PLAIN = "unoptimised"  # the original without the runtime's optimisations
     EXACT = "exact"  # integers, booleans, strings
+    LAYERS = "layers"  # a quantised model, layer by layer
     TIE = "near-tie"  # integers that may differ because the original itself is undecided
 
 

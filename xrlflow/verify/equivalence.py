@@ -35,6 +35,7 @@ from xrlflow.verify.exercise import Runs, exercise, run_empty
 from xrlflow.verify.input_constraints import random_operators
 from xrlflow.verify.inputs import Case, user_case
 from xrlflow.verify.near_ties import undecided
+from xrlflow.verify.quantised import Judged, Quantised, judge_whole, samples_of
 from xrlflow.verify.reference import Sizes
 from xrlflow.verify.reruns import Reruns
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
@@ -68,7 +69,7 @@ class OutputReport:
     def row(self) -> tuple[str, ...]:
         """A row of a table; the columns are HEADERS."""
         found = self.judgement
-        exact = found.leg in (Leg.EXACT, Leg.TIE)
+        exact = found.leg in (Leg.EXACT, Leg.LAYERS, Leg.TIE)
         return (
             self.name,
             self.type,
@@ -220,6 +221,8 @@ class Reference:
     float64_flops: float = FLOAT64_FLOPS
     empty: tuple[Known, ...] = ()
     """Cases with a size of 0. They are run in a process of their own."""
+    quantised: Quantised | None = None
+    """What the original means, layer by layer, if it is quantised."""
     reruns: Reruns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -305,15 +308,28 @@ class Reference:
 
     def _knowing(self, known: tuple[Known, ...], tried: _Tried, at: Sizes) -> Reference:
         """Add the original's outputs, yardsticks for them, and notes."""
-        notes = [*by_float64(at, self.imported, known, self.float64_flops), *tried.strange]
+        quantised = Quantised.of(
+            self.model,
+            self.imported,
+            samples_of(known, at.flops),
+            self.float64_flops,
+            threads=self.threads,
+            session_options=self.session_options,
+        )
+        by_layers = quantised is not None and quantised.judges_all
+        notes = [*(quantised.notes if quantised is not None else ()), *tried.strange]
+        if not by_layers:
+            notes.extend(by_float64(at, self.imported, known, self.float64_flops))
         found = replace(
             self,
             known=known,
+            quantised=quantised,
             empty=tried.empty,
             left_out=_shortened(tried.drawn.left_out),
             unexercised=tried.unexercised,
         )
-        notes.extend(found.reruns.settle(known))
+        if not by_layers:
+            notes.extend(found.reruns.settle(known))
         notes.extend(found._by_deviation())
         notes.extend(_changed(self.declared, known))
         notes.extend(_empty_outputs(self.declared, known))
@@ -334,16 +350,18 @@ class Reference:
         failures = [*differences(self.declared, signature(new))]
         if failures:
             return Verification(Status.FAILED, failures=tuple(failures), notes=self.notes)
+        judged = self.quantised.judge(new) if self.quantised is not None else Judged("")
         try:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
-                found = self._compare(runner, self.known)
+                found = self._compare(runner, self.known, by_layers=judged.evaluated)
+            found = _with_layers(found, judged)
             if found.verified:
                 found = self._compare_empty(new, found, nonempty)
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
         bad = [r for r in found.outputs if not r.judgement.passed]
-        if bad:
+        if bad and not judged.failures:
             broken = next((k for k in self.known if str(k.case) == bad[0].case), None)
             if broken is not None:
                 found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
@@ -372,7 +390,10 @@ class Reference:
         """Whether a model is compared on inputs of these sizes; inputs without a size may have any."""
         return any(_has_sizes(known.case, sizes) for known in self.known)
 
-    def _compare(self, runner: CompiledModel | Runner, cases: Sequence[Known]) -> Verification:
+    def _compare(
+        self, runner: CompiledModel | Runner, cases: Sequence[Known], by_layers: bool = False
+    ) -> Verification:
+        """`by_layers`: of outputs that depend on quantised numbers, only shapes, types, NaN and infinities count."""
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
         doubtful: list[_Doubt] = []
@@ -382,7 +403,7 @@ class Reference:
             except BackendError as error:
                 failures.append(f"the new model fails on {known.case}: {first_line(error)}")
                 break
-            doubtful.extend(self._judge(known, outputs, reports))
+            doubtful.extend(self._judge(known, outputs, reports, by_layers))
         self._resolve(doubtful, reports)
         bad = [r for r in reports.values() if not r.judgement.passed]
         failures[:0] = [_sentence(report) for report in sorted(bad, key=lambda r: -r.judgement.ratio)]
@@ -465,7 +486,13 @@ class Reference:
 
     # --- judging ---
 
-    def _judge(self, known: Known, outputs: Sequence[Any], reports: dict[str, OutputReport]) -> list[_Doubt]:
+    def _judge(
+        self,
+        known: Known,
+        outputs: Sequence[Any],
+        reports: dict[str, OutputReport],
+        by_layers: bool = False,
+    ) -> list[_Doubt]:
         """Judge the outputs of one case. A difference between tensors of numbers stays in doubt."""
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
@@ -478,11 +505,19 @@ class Reference:
                 if judgement is None and b is not None:
                     if licence is None or (licence is Licence.SPREADS and not is_float(a)):
                         continue  # nothing is known of outputs that depend on NaN and infinities here
-                    if is_float(a):
+                    layered = by_layers and self.quantised is not None and self.quantised.touched[index]
+                    if layered:
+                        judgement = judge_whole(a, b, licence)
+                    elif is_float(a):
                         judgement = judge_floats(known.yardsticks[index, part], b, licence)
                     else:
                         judgement = judge_exact(a, b)
-                    if not judgement.passed and not part and (is_float(a) or a.dtype.kind in "iu"):
+                    if (
+                        not judgement.passed
+                        and not part
+                        and not layered
+                        and (is_float(a) or a.dtype.kind in "iu")
+                    ):
                         doubts.append(_Doubt(known, index, name, a, b, judgement))
                         continue
                 if judgement is not None:
@@ -640,6 +675,29 @@ def _changed(declared: Signature, known: Sequence[Known]) -> list[str]:
         f"{apart:.3g} from what its operators define"
         for index, apart in found.items()
     ]
+
+
+def _with_layers(found: Verification, judged: Judged) -> Verification:
+    """Add the verdict on a quantised model's layers. One that is not known changes nothing."""
+    if judged.reason:
+        return replace(found, notes=(*found.notes, f"not judged layer by layer: {judged.reason}"))
+    if not judged.evaluated:
+        return found
+    if not judged.failures:
+        note = f"layer by layer, on {judged.samples} sets of inputs: {judged.tally}"
+        return replace(found, notes=(*found.notes, note))
+    rows = [
+        replace(r, judgement=replace(r.judgement, reason=judged.failures[0], worst=None))
+        if r.judgement.leg is Leg.LAYERS and r.judgement.passed
+        else r
+        for r in found.outputs
+    ]
+    return replace(
+        found,
+        status=Status.FAILED,
+        outputs=tuple(rows),
+        failures=(*judged.failures, *found.failures),
+    )
 
 
 def _sides(known: Known, index: int, judgement: Judgement) -> frozenset[Leg]:

@@ -1,0 +1,218 @@
+"""Evaluation of ONNX Runtime's quantised operators: dequantise, compute in real numbers, round to the output's steps.
+
+Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from xrlflow.ir import Attrs
+from xrlflow.ops.eval_elementwise import widen
+from xrlflow.ops.eval_linear import average_pool, gemm
+from xrlflow.ops.eval_norm import softmax
+from xrlflow.ops.eval_quant import ROUNDINGS as ONNX_ROUNDINGS
+from xrlflow.ops.eval_quant import SPECS as QUANTISED
+from xrlflow.ops.eval_quant import Rounding, Unrounded, requantised, rounding
+from xrlflow.ops.eval_spec import OpSpec, f32, integer, number, single
+from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """Scale and zero point of an output. `like`: an input, whose type it has if the zero point is missing."""
+
+    scale: Array
+    zero: Array | None
+    like: Array
+
+    def of(self, value: Array) -> Unrounded:
+        return requantised(np.asarray(value / REALS.lift(self.scale)), self.zero, self.like)
+
+
+def _real(x: Array, scale: Array, zero: Array | None) -> Array:
+    """The numbers that integers stand for."""
+    value = widen(x).astype(np.float64)
+    return np.asarray((value if zero is None else value - widen(zero)) * REALS.lift(scale))
+
+
+def _padded(inputs: tuple[Array | None, ...], count: int) -> list[Array | None]:
+    return [*inputs, *[None] * (count - len(inputs))]
+
+
+def _add(
+    attrs: Attrs,
+    a: Array,
+    a_scale: Array,
+    a_zero: Array | None,
+    b: Array,
+    b_scale: Array,
+    b_zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
+) -> Unrounded:
+    return _Output(to, to_zero, a).of(_real(a, a_scale, a_zero) + _real(b, b_scale, b_zero))
+
+
+def _mul(
+    attrs: Attrs,
+    a: Array,
+    a_scale: Array,
+    a_zero: Array | None,
+    b: Array,
+    b_scale: Array,
+    b_zero: Array | None,
+    to: Array,
+    to_zero: Array | None = None,
+) -> Unrounded:
+    return _Output(to, to_zero, a).of(_real(a, a_scale, a_zero) * _real(b, b_scale, b_zero))
+
+
+def _sigmoid(
+    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+) -> Unrounded:
+    return _Output(to, to_zero, x).of(REALS.unary("sigmoid", _real(x, scale, zero)))
+
+
+def _leaky_relu(
+    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+) -> Unrounded:
+    value = REALS.unary("leaky_relu", _real(x, scale, zero), number(attrs, "alpha", f32(0.01)))
+    return _Output(to, to_zero, x).of(value)
+
+
+def _softmax(
+    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+) -> Unrounded:
+    value, axis = _real(x, scale, zero), integer(attrs, "axis", -1)
+    if integer(attrs, "opset", 13) < 13:
+        rows = value.reshape(int(np.prod(value.shape[: axis % value.ndim])), -1)
+        return _Output(to, to_zero, x).of(softmax(REALS, rows, -1).reshape(value.shape))
+    return _Output(to, to_zero, x).of(softmax(REALS, value, axis))
+
+
+def _global_average_pool(
+    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+) -> Unrounded:
+    axes = tuple(range(1, x.ndim - 1)) if integer(attrs, "channels_last", 0) else tuple(range(2, x.ndim))
+    return _Output(to, to_zero, x).of(_real(x, scale, zero).mean(axes, keepdims=True))
+
+
+def _average_pool(
+    attrs: Attrs, x: Array, scale: Array, zero: Array | None, to: Array, to_zero: Array | None = None
+) -> Unrounded:
+    value, last = _real(x, scale, zero), bool(integer(attrs, "channels_last", 0))
+    y = average_pool(REALS, attrs, np.moveaxis(value, -1, 1) if last else value)
+    return _Output(to, to_zero, x).of(np.moveaxis(y, 1, -1) if last else y)
+
+
+def _conv(attrs: Attrs, x: Array, *more: Array) -> Unrounded:
+    if integer(attrs, "channels_last", 0):
+        raise NotEvaluable("QLinearConv with the channels last")
+    return ONNX_ROUNDINGS["QLinearConv"](attrs, x, *more)
+
+
+def _concat(attrs: Attrs, scale: Array, zero: Array, *parts: Array) -> Unrounded:
+    values = [_real(*parts[at : at + 3]) for at in range(0, len(parts), 3)]
+    return _Output(scale, zero, parts[0]).of(np.concatenate(values, integer(attrs, "axis", 0)))
+
+
+def _where(attrs: Attrs, condition: Array, *inputs: Array) -> Unrounded:
+    to, to_zero = inputs[6:8]
+    return _Output(to, to_zero, inputs[0]).of(np.where(condition, _real(*inputs[:3]), _real(*inputs[3:6])))
+
+
+def _product(
+    attrs: Attrs, a: Array, s: Array, z: Array, b: Array, t: Array, u: Array, bias: Array | None
+) -> Array:
+    """alpha * a' * b' + bias. The bias is in steps of the product of all scales."""
+    if b.ndim == 2 and t.ndim == 1 and integer(attrs, "transB", 0):
+        t, u = t[:, None], u.reshape(-1, 1)
+    x, y = _real(a, s, z), _real(b, t, u)
+    steps = (
+        None
+        if bias is None
+        else bias * REALS.lift(s) * REALS.lift(t).reshape(-1) * number(attrs, "alpha", 1.0)
+    )
+    return gemm(REALS, attrs, x, y, steps)
+
+
+def _gemm(attrs: Attrs, *inputs: Array) -> Unrounded:
+    *operands, scale, zero = _padded(inputs, 9)
+    assert scale is not None
+    return _Output(scale, zero, inputs[0]).of(_product(attrs, *operands))  # type: ignore[arg-type]
+
+
+def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
+    """Without a scale for the output, that is of floats."""
+    given = _padded(inputs, 9)
+    return _product(attrs, *given[:7]) if given[7] is None else _gemm(attrs, *inputs).rounded()  # type: ignore[arg-type]
+
+
+def _unpacked(packed: Array, bits: int, count: int) -> Array:
+    """The numbers of `bits` bits in the last axis of bytes, the lowest bits first: `count` of them."""
+    parts = [(packed >> at) & ((1 << bits) - 1) for at in range(0, 8, bits)]
+    return np.stack(parts, -1).reshape(*packed.shape[:-1], -1)[..., :count]
+
+
+def _matmul_bits(
+    field: Field,
+    attrs: Attrs,
+    a: Array,
+    b: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    groups: Array | None = None,
+    bias: Array | None = None,
+) -> Array:
+    """a[..,k] times a matrix [k,n] whose columns are packed in blocks, each with a scale."""
+    if groups is not None:
+        raise NotEvaluable("MatMulNBits with g_idx")
+    k, n, bits = (integer(attrs, name, 4) for name in ("K", "N", "bits"))
+    block = integer(attrs, "block_size", 32)
+    blocks = -(-k // block)
+    numbers = _unpacked(b.reshape(n, blocks, -1), bits, block).astype(np.float64)
+    if zeros is None:
+        offset: Array | float = float(1 << (bits - 1))
+    elif zeros.dtype == np.uint8:
+        offset = _unpacked(zeros.reshape(n, -1), bits, blocks).astype(np.float64)[..., None]
+    else:
+        offset = field.lift(zeros).reshape(n, blocks, 1)
+    weight = ((numbers - offset) * field.lift(scales).reshape(n, blocks, 1)).reshape(n, -1)[:, :k]
+    y = field.matmul(a, weight.T)
+    return y if bias is None else field.add(y, bias)
+
+
+_ROUNDINGS: Mapping[str, Rounding] = {
+    "QLinearAdd": _add,
+    "QLinearAveragePool": _average_pool,
+    "QLinearConcat": _concat,
+    "QLinearConv": _conv,
+    "QLinearGlobalAveragePool": _global_average_pool,
+    "QLinearLeakyRelu": _leaky_relu,
+    "QLinearMul": _mul,
+    "QLinearSigmoid": _sigmoid,
+    "QLinearSoftmax": _softmax,
+    "QLinearWhere": _where,
+    "QuantizeLinear": ONNX_ROUNDINGS["QuantizeLinear"],
+}
+_GEMM = "com.microsoft::QGemm"
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    **ONNX_ROUNDINGS,
+    **{f"com.microsoft::{op}": find for op, find in _ROUNDINGS.items()},
+    _GEMM: _gemm,
+}
+"""Every operator whose only output is rounded to the steps of a scale that it is given."""
+
+SPECS: dict[str, OpSpec] = {
+    **{f"com.microsoft::{op}": rounding(f"com.microsoft::{op}", find) for op, find in _ROUNDINGS.items()},
+    "com.microsoft::DequantizeLinear": OpSpec(
+        "com.microsoft::DequantizeLinear", QUANTISED["DequantizeLinear"].evaluate, "polynomial"
+    ),
+    "com.microsoft::MatMulNBits": OpSpec("com.microsoft::MatMulNBits", single(_matmul_bits), "numeric"),
+    _GEMM: OpSpec(_GEMM, single(_any_gemm), "numeric"),
+}

@@ -1,0 +1,133 @@
+"""Copies of a model that show its quantised tensors, or that are cut there.
+
+A copy that is cut takes the quantised tensors as inputs, and computes each anew from those before it. ONNX Runtime
+still fuses what lies between two of them: DequantizeLinear, Conv, QuantizeLinear become one operator as in the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import onnx
+import onnx.helper
+
+from xrlflow.ir import DType
+from xrlflow.onnxio import protos
+from xrlflow.verify.runner import Model
+
+GIVEN = ".given"
+"""Behind the name of a quantised tensor: the input that takes its place in a copy that is cut."""
+
+_MICROSOFT = "com.microsoft"
+# A ModelProto cannot be larger.
+_MOST_BYTES = 2_000_000_000
+
+
+class Uncut(ValueError):
+    """A model of which no copy can be made."""
+
+
+def as_proto(model: Model) -> onnx.ModelProto:
+    """The model with its weights. Raises Uncut if one ModelProto cannot hold them."""
+    if isinstance(model, onnx.ModelProto):
+        return model
+    if isinstance(model, bytes):
+        parsed: onnx.ModelProto = onnx.ModelProto.FromString(model)
+        return parsed
+    path = os.fspath(model)
+    proto = onnx.load(path, load_external_data=False)
+    outside = [t for t in protos.all_tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL]
+    size = os.path.getsize(path)
+    for name in {e.value for t in outside for e in t.external_data if e.key == "location"}:
+        size += os.path.getsize(os.path.join(os.path.dirname(path), name))
+    if size > _MOST_BYTES:
+        raise Uncut("it is over 2 GB")
+    return onnx.load(path) if outside else proto
+
+
+def spelt_out(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with every DynamicQuantizeMatMul as DynamicQuantizeLinear and MatMulIntegerToFloat, which compute the
+    same and show the quantised numbers. The model itself if it has none."""
+    found = [n for n in proto.graph.node if (n.domain, n.op_type) == (_MICROSOFT, "DynamicQuantizeMatMul")]
+    if not found:
+        return proto
+    out = onnx.ModelProto()
+    out.CopyFrom(proto)
+    nodes: list[onnx.NodeProto] = []
+    for node in out.graph.node:
+        if (node.domain, node.op_type) != (_MICROSOFT, "DynamicQuantizeMatMul"):
+            nodes.append(node)
+            continue
+        a, b, scale, zero, bias = [*node.input, "", ""][:5]
+        made = [f"{a}.{part}" for part in ("quantised", "scale", "zero")]
+        if not any(made[0] in n.output for n in nodes):
+            nodes.append(onnx.helper.make_node("DynamicQuantizeLinear", [a], made))
+        inputs = [made[0], b, made[1], scale, made[2], zero, bias]
+        nodes.append(
+            onnx.helper.make_node("MatMulIntegerToFloat", inputs, [node.output[0]], domain=_MICROSOFT)
+        )
+    del out.graph.node[:]
+    out.graph.node.extend(nodes)
+    return out
+
+
+def twins(proto: onnx.ModelProto) -> Mapping[str, str]:
+    """For each value of the main graph, the name of the first one that is computed in the same way."""
+    first: dict[bytes, str] = {}
+    found: dict[str, str] = {}
+    for tensor in proto.graph.initializer:
+        bare = onnx.TensorProto()
+        bare.CopyFrom(tensor)
+        bare.ClearField("name")
+        key = blake2b(bare.SerializeToString(deterministic=True)).digest()
+        found[tensor.name] = first.setdefault(key, tensor.name)
+    for node in proto.graph.node:
+        if any(True for _ in protos.subgraphs(node)):
+            continue
+        parts = [node.domain, node.op_type, *(found.get(name, name) for name in node.input), ""]
+        attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
+        content = "\0".join(parts).encode("utf-8", "surrogateescape") + b"".join(attributes)
+        for at, name in enumerate(node.output):
+            found[name] = first.setdefault(blake2b(content + bytes([at % 256])).digest(), name)
+    return found
+
+
+def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) -> bytes:
+    """A copy with further outputs: these values of its main graph, by name. `cut`: see the module.
+
+    The outputs are those of the model, and then those that it does not have anyway.
+    """
+    out = onnx.ModelProto()
+    out.CopyFrom(proto)
+    del out.graph.value_info[:]  # the sizes of a copy that is cut are free
+    there = {v.name for v in proto.graph.output}
+    out.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, int(dtype), None)
+        for name, dtype in tensors.items()
+        if name not in there
+    )
+    if cut:
+        same = twins(proto)
+        roots = {same.get(name, name): name for name in tensors}
+        given = {name: roots[root] + GIVEN for name, root in same.items() if root in roots}
+        given.update({name: name + GIVEN for name in tensors})
+        _rename(out.graph.node, given)
+        out.graph.input.extend(
+            onnx.helper.make_tensor_value_info(name + GIVEN, int(dtype), None)
+            for name, dtype in tensors.items()
+        )
+    serialised: bytes = out.SerializeToString()
+    return serialised
+
+
+def _rename(nodes: Sequence[onnx.NodeProto], names: Mapping[str, str]) -> None:
+    for node in nodes:
+        for at, name in enumerate(node.input):
+            if name in names:
+                node.input[at] = names[name]
+        for body in protos.subgraphs(node):
+            _rename(body.node, names)
+            for value in body.output:  # a body may return a value of the graph around it
+                value.name = names.get(value.name, value.name)

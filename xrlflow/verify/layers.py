@@ -1,0 +1,255 @@
+"""What each quantised tensor of a model means: exact integers, and the real numbers that they were rounded from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
+from xrlflow.ops.eval_qlinear import ROUNDINGS
+from xrlflow.ops.evaluate import REALS, evaluate_node, promote
+from xrlflow.ops.schema import split_op
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.verify.runner import Array
+
+TIE = 1e-3
+"""A quantised number may be rounded either way if what it is rounded from is so near to a tie, in steps."""
+
+# Of the range that DynamicQuantizeLinear finds, two evaluations in float32 may differ by this part.
+_SCALE = 2.0**-20
+
+DYNAMIC = "DynamicQuantizeLinear"
+_INTEGER = frozenset({"MatMulInteger", "ConvInteger"})
+_WITH_SCALES = frozenset(
+    {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QAttention"}
+)
+# What NumPy and ONNX Runtime exchange. Types of operators that ONNX does not define may be unknown.
+_EXCHANGED = frozenset({DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DType.FLOAT, DType.UNDEFINED})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A quantised tensor. `numbers`: exact; `offsets`: what was rounded minus `numbers`, in steps, within their range.
+
+    `zero` (of DynamicQuantizeLinear only): the zero point, that its numbers count from. The scale of
+    DynamicQuantizeLinear is a layer as well. It has no offsets, since it is not rounded.
+    """
+
+    numbers: Array
+    offsets: Array | None
+    zero: Value | None = None
+
+    @property
+    def steps(self) -> Array:
+        """What was rounded, clamped to the range of the type."""
+        value = self.numbers.astype(np.float64)
+        return value if self.offsets is None else value + self.offsets
+
+    def misses(self, other: Array, window: float, shift: int = 0) -> Array:
+        """Where `other` is no rounding of a number within `window` of what was rounded.
+
+        `shift`: how much larger the zero point of `other` is.
+        """
+        if self.offsets is None:
+            exact = self.numbers.astype(np.float64)
+            return np.asarray(~(np.abs(other - exact) <= _SCALE * np.abs(exact)))
+        value = other.astype(np.float64) - shift
+        least, most = limits(self.numbers.dtype)
+        steps = self.steps
+        found = (value < np.rint(steps - window)) | (value > np.rint(steps + window))
+        if shift:  # what is clamped there need not be so here
+            found &= (other != least) & (other != most)
+        return np.asarray(found)
+
+    def differs(self, other: Layer, window: float) -> Array:
+        """Where another layer is rounded from other numbers. The zero points are equal."""
+        if self.offsets is None or other.offsets is None:
+            return self.misses(other.numbers, window)
+        return np.asarray(~(np.abs(self.steps - other.steps) <= window))
+
+
+def limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    info = np.iinfo(dtype)
+    return int(info.min), int(info.max)
+
+
+def is_quantised(graph: Graph) -> bool:
+    """Whether a graph or one of its bodies has an operator of quantised numbers."""
+    return any(_is_quantised(node) for node in graph.nodes())
+
+
+def _is_quantised(node: Node) -> bool:
+    _, name = split_op(node.op)
+    return (
+        node.op in ROUNDINGS
+        or name in _INTEGER | _WITH_SCALES
+        or "QuantizeLinear" in name
+        or "DequantizeLinear" in name
+        or name.startswith("QLinear")
+        or any(isinstance(a, Body) and is_quantised(a.graph) for a in node.attrs.values())
+    )
+
+
+def _rounds(node: Node) -> bool:
+    # Without a scale for its output, QGemm gives floats.
+    return node.op == DYNAMIC or (
+        node.op in ROUNDINGS and (not node.op.endswith("QGemm") or len(node.inputs) > 7)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """A graph with the places at which it is looked at."""
+
+    graph: Graph
+
+    @cached_property
+    def order(self) -> tuple[Node, ...]:
+        return tuple(self.graph.topological())
+
+    @cached_property
+    def varying(self) -> frozenset[Value]:
+        """The values that depend on an input of the graph."""
+        found = set(self.graph.inputs)
+        for node in self.order:
+            if any(v in found for v in node.inputs):
+                found.update(node.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def tensors(self) -> tuple[Value, ...]:
+        """The quantised tensors that depend on inputs, producers first."""
+        return tuple(v for node in self.order if _rounds(node) for v in node.outputs if v in self.varying)
+
+    @cached_property
+    def touched(self) -> tuple[bool, ...]:
+        """For each output of the graph, whether it depends on an operator of quantised numbers."""
+        found: set[Value] = set()
+        for node in self.order:
+            if _is_quantised(node) or any(v in found for v in node.inputs):
+                found.update(node.outputs)
+        return tuple(value in found for value in self.graph.outputs)
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why the graph cannot be looked at layer by layer; "" if it can."""
+        for node in self.order:
+            if any(isinstance(a, Body) and _has_rounding(a.graph) for a in node.attrs.values()):
+                return f"it quantises numbers in the body of a node {node.op}"
+        for dtype in {self.graph.type(value).dtype for value in self.tensors} - _EXCHANGED:
+            return f"it has quantised tensors of type {dtype.name.lower()}"
+        return ""
+
+    def part(self, wanted: Iterable[Value], stops: Mapping[Value, Array]) -> list[Node]:
+        """The nodes that `wanted` needs, producers first, if the values of `stops` are known to their readers."""
+        producers, needed = self.graph.producers, set()
+        pending = list(wanted)
+        while pending:
+            node = producers.get(pending.pop())
+            if node is not None and node.id not in needed:
+                needed.add(node.id)
+                pending.extend(v for v in node.inputs if v not in stops)
+        return [node for node in self.order if node.id in needed]
+
+
+def _has_rounding(graph: Graph) -> bool:
+    return any(
+        _rounds(node) or any(isinstance(a, Body) and _has_rounding(a.graph) for a in node.attrs.values())
+        for node in graph.nodes()
+    )
+
+
+Settle = Callable[[Value, Layer], Array]
+"""What the readers of a quantised tensor get, once it is computed."""
+
+
+def evaluate_layers(
+    layers: Layers,
+    feeds: Mapping[Value, Array],
+    wanted: Iterable[Value],
+    stops: Mapping[Value, Array],
+    settle: Settle = lambda _, layer: layer.numbers,
+    *,
+    rounded: bool = False,
+) -> tuple[dict[Value, Layer], dict[Value, Array]]:
+    """The quantised tensors on the way to some values, and those of the values that are none.
+
+    Readers of a value in `stops` get what is there, and what computes it is left out unless it is wanted. `rounded`:
+    in float32, rounded to the declared types after each operator. Raises NotEvaluable, and whatever NumPy raises.
+    """
+    wanted = list(dict.fromkeys(wanted))
+    order = layers.part(wanted, stops)
+    graph, goals = layers.graph, frozenset(wanted)
+    last = {value: at for at, node in enumerate(order) for value in node.inputs}
+    lift = _single if rounded else _double
+    held: dict[Value, Array] = {v: lift(np.asarray(a)) for v, a in feeds.items()}
+    found: dict[Value, Layer] = {}
+    others: dict[Value, Array] = {}
+
+    def read(value: Value) -> Array | None:
+        if value == ABSENT:
+            return None
+        if value in stops:
+            return lift(stops[value])
+        array = held.get(value)
+        return lift(graph.leaves.consts[value].numpy()) if array is None else array
+
+    for at, node in enumerate(order):
+        arguments = [read(value) for value in node.inputs]
+        if _rounds(node) and node.outputs[0] in layers.varying:
+            made = _layers_of(node, arguments)
+            found.update(made)
+            held.update((v, lift(settle(v, layer))) for v, layer in made.items() if v not in stops)
+        else:
+            results = evaluate_node(node.op, node.attrs, arguments, len(node.outputs))
+            for value, type, result in zip(node.outputs, node.types, results):
+                narrow = rounded and type.dtype in FLOATS
+                held[value] = lift(result.astype(numpy_dtype(type.dtype)) if narrow else result)
+        others.update((v, held[v]) for v in node.outputs if v in goals and v not in found)
+        for value in node.inputs:
+            if last[value] == at and value not in goals:
+                held.pop(value, None)
+    for value in goals - found.keys() - others.keys():
+        array = read(value)
+        if array is not None:
+            others[value] = array
+    return found, others
+
+
+def _double(array: Array) -> Array:
+    return promote(REALS, array)
+
+
+def _single(array: Array) -> Array:
+    """Floats as float32; float64 as it is."""
+    wide = promote(REALS, array)
+    return wide.astype(np.float32) if wide is not array else array
+
+
+def _layers_of(node: Node, arguments: list[Array | None]) -> dict[Value, Layer]:
+    with np.errstate(all="ignore"):
+        if node.op == DYNAMIC:
+            return _dynamic(node, arguments)
+        value = ROUNDINGS[node.op](node.attrs, *arguments)
+        return {node.outputs[0]: _layer(value.rounded(), value.steps)}
+
+
+def _layer(numbers: Array, steps: Array, zero: Value | None = None) -> Layer:
+    clamped = np.clip(steps, *limits(numbers.dtype))
+    return Layer(numbers, (clamped - numbers).astype(np.float32), zero)
+
+
+def _dynamic(node: Node, arguments: list[Array | None]) -> dict[Value, Layer]:
+    (x,) = arguments
+    assert x is not None
+    numbers, scale, zero = evaluate_node(node.op, node.attrs, [x], 3)
+    made = [
+        _layer(numbers, x / scale + zero, node.outputs[2] if len(node.outputs) > 2 else None),
+        Layer(np.asarray(scale, np.float32), None),
+        _layer(zero, np.asarray(-min(0.0, float(x.min(initial=0.0))) / scale)),
+    ]
+    return dict(zip(node.outputs, made))

@@ -1,0 +1,348 @@
+"""What a quantised model means on some inputs, and whether another model means the same.
+
+The other model's quantised tensors get their inputs from the original: see `quantised.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx
+
+from xrlflow.ir import DType, Graph, Value, node_key
+from xrlflow.onnxio import ImportedModel, ModelError, load
+from xrlflow.onnxio.tensors import same_content
+from xrlflow.ops.evaluate import NotEvaluable
+from xrlflow.ops.tensors import dtype_of
+from xrlflow.verify.compare import Leg, Yardstick, is_float, judge_floats, wide
+from xrlflow.verify.cuts import GIVEN, Uncut, as_proto, showing, spelt_out
+from xrlflow.verify.inputs import evaluable_feeds
+from xrlflow.verify.layers import TIE, Layer, Layers, evaluate_layers
+from xrlflow.verify.runner import Array, Model
+
+_NOISE = 8.0
+# What NumPy raises for uses of an operator that our evaluator does not know.
+_FAILS = (ArithmeticError, AssertionError, IndexError, KeyError, MemoryError, TypeError, ValueError)
+
+
+class Unjudged(ValueError):
+    """A model has no exact evaluation layer by layer. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Inputs, with the outputs of the original as the user runs it (tensors only). `cost`: operations of a run."""
+
+    feeds: Mapping[str, Array]
+    outputs: Sequence[Array]
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How a tensor differs from another: by up to `most` steps of its scale, in `count` of `size` elements.
+
+    For a tensor of floats, `most` is absolute.
+    """
+
+    name: str
+    most: float
+    count: int
+    size: int
+    floats: bool = False
+
+    def __str__(self) -> str:
+        unit = "" if self.floats else " step" if self.most == 1 else " steps"
+        return (
+            f"{self.name!r} by up to {self.most:.4g}{unit} in {share(self.count, self.size)} of its elements"
+        )
+
+
+def share(count: int, size: int) -> str:
+    """A part as a percentage, "under 0.01%" if it is very small."""
+    percent = 100 * count / max(1, size)
+    return "none" if not count else "under 0.01%" if percent < 0.01 else f"{percent:.3g}%"
+
+
+@dataclass(frozen=True, eq=False)
+class CutModel:
+    """A model that can be cut. `proto`: as the user runs it, but for `spelt_out`."""
+
+    proto: onnx.ModelProto
+    imported: ImportedModel
+    layers: Layers
+
+    @staticmethod
+    def of(model: Model, imported: ImportedModel | None = None) -> CutModel:
+        """Raises Unjudged."""
+        try:
+            proto = as_proto(model)
+            spelt = spelt_out(proto)
+            if imported is None or spelt is not proto:
+                imported = load(spelt)
+        except (Uncut, ModelError) as error:
+            raise Unjudged(str(error)) from error
+        return CutModel(spelt, imported, Layers(imported.graph))
+
+    @property
+    def graph(self) -> Graph:
+        return self.imported.graph
+
+    def name(self, value: Value) -> str:
+        return self.graph.leaves.names.get(value, str(value))
+
+    @cached_property
+    def cuts(self) -> Mapping[Value, str]:
+        """The quantised tensors that nodes of the file's main graph compute, with their names there."""
+        there = {name for node in self.proto.graph.node for name in node.output}
+        return {v: self.name(v) for v in self.layers.tensors if self.name(v) in there}
+
+    @cached_property
+    def output_names(self) -> tuple[str, ...]:
+        return tuple(info.name for info in self.proto.graph.output)
+
+    def results(self, arrays: Sequence[Array]) -> dict[str, Array]:
+        """The outputs of a copy that shows the cuts, by name."""
+        there = set(self.output_names)
+        names = [*self.output_names, *(name for name in self.cuts.values() if name not in there)]
+        return dict(zip(names, arrays, strict=True))
+
+    def feeds(self, sample: Sample) -> dict[Value, Array]:
+        feeds = evaluable_feeds(self.imported, sample.feeds)
+        if feeds is None:
+            raise Unjudged("the inputs are not all tensors")
+        return feeds
+
+    def evaluate(
+        self,
+        sample: Sample,
+        wanted: Iterable[Value],
+        stops: Mapping[Value, Array],
+        settle: Callable[[Value, Layer], Array] = lambda _, layer: layer.numbers,
+        *,
+        rounded: bool = False,
+    ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
+        """See `evaluate_layers`. Raises Unjudged."""
+        from threadpoolctl import threadpool_limits
+
+        try:
+            with threadpool_limits(1, user_api="blas"):
+                return evaluate_layers(
+                    self.layers, self.feeds(sample), wanted, stops, settle, rounded=rounded
+                )
+        except NotEvaluable as error:
+            raise Unjudged(f"{error} has no exact evaluation") from error
+        except _FAILS as error:
+            raise Unjudged(f"the exact evaluation fails: {error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class Meaning:
+    """A model's exact tensors and outputs on one sample.
+
+    `given`: what its parts get in place of their quantised inputs. `runs`: what ONNX Runtime makes of the parts, at
+    several levels, the user's first; by the names of the cuts and outputs.
+    """
+
+    model: CutModel
+    sample: Sample
+    layers: dict[Value, Layer]
+    outputs: dict[Value, Array]
+    given: dict[Value, Array]
+    runs: list[dict[str, Array]] = field(default_factory=list)
+    _windows: dict[Value, float] = field(default_factory=dict)
+    _rounded: dict[Value, Array] = field(default_factory=dict)
+
+    def showing(self, *, cut: bool) -> bytes:
+        """A copy that shows the quantised tensors."""
+        types = {name: dtype_of(self.given[value].dtype) for value, name in self.model.cuts.items()}
+        return showing(self.model.proto, types, cut=cut)
+
+    def feeds(self) -> dict[str, Array]:
+        """The inputs of the copy that is cut."""
+        given = {name + GIVEN: self.given[value] for value, name in self.model.cuts.items()}
+        return {**self.sample.feeds, **given}
+
+    def window(self, value: Value) -> float:
+        """TIE, or 8 times what rounding to the declared types moves the numbers by, if that is more."""
+        if value not in self._windows:
+            others = {v: a for v, a in self.given.items() if v != value}
+            found, _ = self.model.evaluate(self.sample, [value], others, rounded=True)
+            exact, moved = self.layers[value], found[value]
+            strays = 0.0
+            if exact.offsets is not None and moved.offsets is not None:
+                shift = (
+                    0 if exact.zero is None else shift_of(found[exact.zero].numbers, self.layers[exact.zero])
+                )
+                strays = float(np.max(np.abs(moved.steps - shift - exact.steps), initial=0.0))
+            self._windows[value] = max(TIE, _NOISE * strays)
+        return self._windows[value]
+
+    def rounded(self, value: Value) -> Array:
+        """An output in the model's own precision, from the same quantised tensors."""
+        if value not in self._rounded:
+            _, found = self.model.evaluate(self.sample, [value], self.given, rounded=True)
+            self._rounded[value] = found[value]
+        return self._rounded[value]
+
+
+def shift_of(zero: Array, exact: Layer) -> int:
+    """How much larger a zero point is than the exact one."""
+    return int(zero.item()) - int(exact.numbers.item())
+
+
+def meaning_of(model: CutModel, sample: Sample) -> Meaning:
+    """Raises Unjudged."""
+    layers, others = model.evaluate(sample, [*model.layers.tensors, *model.graph.outputs], {})
+    outputs = {v: layers[v].numbers if v in layers else others[v] for v in model.graph.outputs}
+    return Meaning(model, sample, layers, outputs, {v: layer.numbers for v, layer in layers.items()})
+
+
+# --- which values of two models are one ---
+
+
+@dataclass(slots=True, eq=False)
+class Pairs:
+    """For values of the new model, those of the original that they are. `claimed`: tensors that only names pair.
+
+    A value that is none of the original's is paired with a negative number.
+    """
+
+    of: dict[Value, Value]
+    claimed: list[Value]
+
+    def known(self, value: Value) -> bool:
+        return self.of[value] > 0
+
+
+def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
+    """Pairs by structure: the same operators on the same inputs. Tensors that differ so are paired by name."""
+    nodes = {node.key: node for node in a.graph.nodes()}
+    named = {a.name(v): v for v in a.layers.tensors}
+    of = {value: value for value in b.graph.inputs}
+    for value, const in b.graph.leaves.consts.items():
+        # Large constants have the same number if samples of them are equal.
+        other = a.graph.leaves.consts.get(value)
+        same = other is not None and other.type == const.type and same_content(other, const)
+        of.setdefault(value, value if same else Value(-value))
+    claimed: list[Value] = []
+    for node in b.layers.order:
+        inputs = tuple(of[v] if v else v for v in node.inputs)
+        same_node = nodes.get(node_key(node.op, node.attrs, inputs))
+        if same_node is not None and len(same_node.outputs) == len(node.outputs):
+            of.update(zip(node.outputs, same_node.outputs))
+            continue
+        for value in node.outputs:
+            of[value] = Value(-value)
+            other_value = named.get(b.name(value)) if by_name and value in b.layers.tensors else None
+            types = {a.graph.type(other_value).dtype, b.graph.type(value).dtype} if other_value else set()
+            if other_value is not None and len(types - {DType.UNDEFINED}) < 2:
+                of[value] = other_value
+                claimed.append(value)
+    return Pairs(of, claimed)
+
+
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """The new model's meaning on one sample, and where it is not the original's.
+
+    `left`: tensors of the original, and of the new model, that are equal to none of the other; names and types.
+    """
+
+    meaning: Meaning
+    pairs: Pairs
+    wrong: list[Apart]
+    left: tuple[set[tuple[str, Any]], set[tuple[str, Any]]]
+
+
+def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
+    """Evaluate what the new model does not have in common with the original. Raises Unjudged."""
+    a, pairs = original.model, _paired(original.model, b, by_name)
+    known = {v: pairs.of[v] for v in b.layers.tensors if pairs.known(v)}
+    stops = {v: original.given[u] for v, u in known.items()}
+    taken = set(known.values())
+    outputs = dict(zip(b.graph.outputs, a.graph.outputs))
+    wanted = [v for v in b.layers.tensors if v not in known or v in pairs.claimed]
+    wanted += [v for v, u in outputs.items() if pairs.of[v] != u]
+
+    def settle(value: Value, layer: Layer) -> Array:
+        for u, other in original.layers.items():
+            if u not in taken and _alike(layer, other) and not layer.differs(other, TIE).any():
+                pairs.of[value] = u
+                taken.add(u)
+                return original.given[u]
+        return layer.numbers
+
+    computed, others = b.evaluate(original.sample, wanted, stops, settle)
+    layers = {v: computed[v] if v in computed else original.layers[u] for v, u in known.items()}
+    layers.update(computed)
+    given = {v: original.given[pairs.of[v]] if pairs.known(v) else layers[v].numbers for v in layers}
+    results = {
+        v: others[v] if v in others else layers[v].numbers if v in layers else original.outputs[u]
+        for v, u in outputs.items()
+    }
+    wrong = [apart for v in pairs.claimed if (apart := _apart(original, pairs.of[v], layers[v], b.name(v)))]
+    wrong += [
+        apart
+        for v, u in outputs.items()
+        if pairs.of[v] != u and v not in layers
+        if (apart := output_apart(original, u, results[v], original.outputs[u]))
+    ]
+    wrong += [
+        Apart(b.name(v), *distance(results[v], original.outputs[u]))
+        for v, u in outputs.items()
+        if v in layers and pairs.of[v] != u
+    ]
+    left = (
+        {(a.name(v), layer.numbers.dtype) for v, layer in original.layers.items() if v not in taken},
+        {(b.name(v), layer.numbers.dtype) for v, layer in layers.items() if not pairs.known(v)},
+    )
+    return Comparison(Meaning(b, original.sample, layers, results, given), pairs, wrong, left)
+
+
+def _alike(a: Layer, b: Layer) -> bool:
+    return a.numbers.shape == b.numbers.shape and a.numbers.dtype == b.numbers.dtype
+
+
+def _apart(original: Meaning, value: Value, new: Layer, name: str) -> Apart | None:
+    """Where a tensor is not rounded from the numbers that the original's is."""
+    exact = original.layers[value]
+    if not _alike(exact, new):
+        return Apart(name, float("inf"), new.numbers.size, new.numbers.size)
+    wrong = exact.differs(new, TIE)
+    if wrong.any():
+        wrong = exact.differs(new, original.window(value))
+    if not wrong.any():
+        return None
+    steps = np.abs(new.steps - exact.steps)[wrong].max()
+    return Apart(name, float(steps), int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
+
+
+def distance(a: Array, b: Array) -> tuple[float, int, int]:
+    """The greatest difference of two arrays, the number of elements that differ, and that of all."""
+    if a.shape != b.shape:
+        return float("inf"), a.size, a.size
+    wrong = a != b
+    if a.dtype.kind not in "iufb":
+        return float(wrong.any()), int(np.count_nonzero(wrong)), a.size
+    distance = np.abs(wide(a) - wide(b))
+    return float(np.max(distance[wrong], initial=0.0)), int(np.count_nonzero(wrong)), a.size
+
+
+def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apart | None:
+    """How an output that is no quantised tensor differs from `target`, by more than rounding. `exact`: its meaning."""
+    name = exact.model.name(value)
+    if new.shape != target.shape or target.shape != exact.outputs[value].shape:
+        return Apart(name, float("inf"), new.size, new.size, True)
+    dtype = exact.sample.outputs[exact.model.graph.outputs.index(value)].dtype
+    if not is_float(np.empty(0, dtype)):
+        return Apart(name, *distance(new, target)) if (new != target).any() else None
+    moved = wide(exact.rounded(value)) - wide(exact.outputs[value])
+    yardstick = Yardstick(Leg.FLOAT64, (wide(target) + moved).astype(dtype), wide(target))
+    if judge_floats(yardstick, new.astype(dtype)).passed:
+        return None
+    return Apart(name, *distance(wide(new), wide(target)), True)

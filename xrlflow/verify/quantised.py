@@ -1,0 +1,488 @@
+"""Whether a model computes what a quantised model means, layer by layer.
+
+One rounding tie that falls the other way moves everything behind it, so whole outputs cannot be compared. Quantised
+tensors can: both models are cut at those that they share, by structure, name or value, and each part gets the same
+quantised inputs, those of the original's exact evaluation (integers and float64).
+
+- Meaning: the new model's tensors, evaluated exactly, are rounded from the same numbers as the original's, within TIE
+  of a step. This needs no runtime. A part of the same operators on the same inputs is not evaluated.
+- Runtime: what ONNX Runtime makes of each part of the new model, at the user's optimisation level, is a rounding of a
+  number within TIE of the exact one. Else it must be what it makes of the original's part, at that level or without
+  optimisations: where the runtime does not compute what a model means, the new model may do as the original does.
+- Whole: if the outputs of whole models differ, the parts must explain them: the new model's own quantised tensors,
+  given to its parts, give the next ones, bit by bit.
+
+Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window is 8 times what rounding to
+the declared types moves the numbers by, in our evaluation. The runtimes' own errors never count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.onnxruntime.session import Options
+from xrlflow.backends.protocol import BackendError
+from xrlflow.ir import Value
+from xrlflow.onnxio import ImportedModel
+from xrlflow.verify.compare import Judgement, Leg, Licence, by_deviation, is_float, judge_floats, wide
+from xrlflow.verify.cuts import GIVEN
+from xrlflow.verify.inputs import Case
+from xrlflow.verify.layers import TIE, Layers, is_quantised
+from xrlflow.verify.meaning import (
+    Apart,
+    Comparison,
+    CutModel,
+    Meaning,
+    Sample,
+    Unjudged,
+    compared,
+    distance,
+    meaning_of,
+    output_apart,
+    share,
+    shift_of,
+)
+from xrlflow.verify.runner import Array, Model, Runner, first_line, opened
+from xrlflow.verify.yardsticks import Known
+
+PRECISE = "session.x64quantprecision"
+"""The session option that makes ONNX Runtime add products of bytes without saturation."""
+
+# On so many sets of inputs the original runs once more, without optimisations, to see how its results vary.
+_VARIED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How the quantised tensors of a model compare with what they mean. `ties`: elements that a tie may explain;
+    `runtime`: those that are what ONNX Runtime makes of the original, though not what it means; `elements`: all."""
+
+    tensors: int = 0
+    elements: int = 0
+    ties: int = 0
+    runtime: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            max(self.tensors, other.tensors),
+            self.elements + other.elements,
+            self.ties + other.ties,
+            self.runtime + other.runtime,
+        )
+
+    def __str__(self) -> str:
+        found = [
+            f"{self.tensors} quantised tensors of {self.elements:,} elements are what the original means"
+        ]
+        if not self.ties and not self.runtime:
+            return f"{found[0]}, exactly"
+        if self.ties:
+            found.append(f"{self.ties:,} elements within one step at rounding ties")
+        if self.runtime:
+            found.append(f"{self.runtime:,} as ONNX Runtime computes the original")
+        return ", ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict on a model.
+
+    - `reason`: why nothing was judged; "" if it was. `samples`: how many inputs were used.
+    - `failures`: sentences, the most telling first; `wrong`: what differs; `tally`: what does not.
+    """
+
+    reason: str = ""
+    samples: int = 0
+    failures: tuple[str, ...] = ()
+    wrong: tuple[Apart, ...] = ()
+    tally: Tally = Tally()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def evaluated(self) -> bool:
+        return self.samples > 0
+
+    @property
+    def passed(self) -> bool:
+        return self.evaluated and not self.failures
+
+
+# --- what ONNX Runtime makes of the parts ---
+
+
+def _run(runner: Runner, meaning: Meaning) -> dict[str, Array]:
+    return meaning.model.results(runner.run(meaning.feeds()))
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """How a run of the parts compares with what they mean."""
+
+    wrong: list[Apart] = field(default_factory=list)
+    tally: Tally = Tally()
+
+
+def _seen(
+    meaning: Meaning, run: Mapping[str, Array], others: Callable[[Value], list[Array]] = lambda _: []
+) -> _Seen:
+    """Compare a run with what the parts mean; `others`: further results that a tensor or an output may be equal to."""
+    found = _Seen(tally=Tally(tensors=len(meaning.model.cuts)))
+    for value, name in meaning.model.cuts.items():
+        array, exact = run[name], meaning.layers[value]
+        if array.shape != exact.numbers.shape:
+            found.wrong.append(Apart(name, float("inf"), array.size, array.size))
+            continue
+        strange, shift = _misses(meaning, run, value)
+        wrong = strange
+        if strange.any():
+            for other in others(value):
+                wrong = wrong & (array != other)
+        if wrong.any():
+            steps = np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong].max()
+            count = int(np.count_nonzero(wrong))
+            found.wrong.append(Apart(name, float(steps), count, wrong.size, exact.offsets is None))
+        ties = 0 if exact.offsets is None else int(np.count_nonzero((array != exact.numbers) & ~strange))
+        found.tally += Tally(0, array.size, ties, int(np.count_nonzero(strange & ~wrong)))
+    for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
+        if value in meaning.layers:
+            continue
+        targets = [meaning.outputs[value], *others(value)]
+        apart = [output_apart(meaning, value, run[name], target) for target in targets]
+        if all(apart):
+            found.wrong.append(replace(apart[0], name=name) if apart[0] else Apart(name, 0, 0, 0))
+    return found
+
+
+def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, int]:
+    """Where a tensor of a run is not what its part means, and how much larger its zero point is there."""
+    array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
+    zero = exact.zero if exact.zero in meaning.model.cuts else None
+    shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
+    wrong = exact.misses(array, TIE, shift)
+    if wrong.any() and exact.offsets is not None:
+        wrong = exact.misses(array, meaning.window(value), shift)
+    return wrong, shift
+
+
+# --- the original, and what is judged by it ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """What a quantised original means on some inputs. `reason`: why that is not known; "" if it is.
+
+    `touched`: for each output, whether it depends on operators of quantised numbers. `notes`: how what ONNX Runtime
+    makes of the original differs from what it means, and what was left out.
+    """
+
+    touched: tuple[bool, ...]
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+    _meanings: tuple[Meaning, ...] = ()
+    _threads: int | None = None
+    _options: Options | None = None
+
+    @staticmethod
+    def of(
+        model: Model,
+        imported: ImportedModel,
+        samples: Sequence[Sample],
+        budget: float,
+        *,
+        threads: int | None = None,
+        session_options: Options | None = None,
+    ) -> Quantised | None:
+        """Evaluate a model on as many samples as `budget` allows; None if it has no operator of quantised numbers.
+
+        The first sample may cost ten times the budget, which is in operations.
+        """
+        if not is_quantised(imported.graph):
+            return None
+        layers = Layers(imported.graph)
+        base = Quantised(layers.touched, "", (), (), threads, session_options)
+        base = replace(base, notes=base._variations(model, imported, samples))
+        chosen, left_out = _within(samples, budget)
+        try:
+            if layers.obstacle or not chosen:
+                raise Unjudged(layers.obstacle or "its exact evaluation takes too long")
+            own = CutModel.of(model, imported)
+            meanings = tuple(meaning_of(own, sample) for sample in chosen)
+            return replace(base, notes=(*base.notes, *left_out), _meanings=meanings)._with_runs()
+        except Unjudged as error:
+            reason = str(error)
+        except BackendError as error:
+            reason = f"a copy that is cut does not run: {first_line(error)}"
+        return replace(base, reason=reason)
+
+    def _variations(
+        self, model: Model, imported: ImportedModel, samples: Sequence[Sample]
+    ) -> tuple[str, ...]:
+        """Sentences on outputs that vary between ONNX Runtime's optimisation levels."""
+        some = samples[:_VARIED]
+        with suppress(BackendError), self._opened(model, optimized=False) as runner:
+            plain = [runner.run(sample.feeds) for sample in some]
+            found = [
+                variation(info.name, [(sample.outputs[at], run[at]) for sample, run in zip(some, plain)])
+                for at, info in enumerate(imported.frame.graph.output)
+                if self.touched[at]
+            ]
+            return tuple(text for text in found if text is not None)
+        return ()
+
+    @property
+    def judges_all(self) -> bool:
+        """Whether all outputs of a model are judged by its layers."""
+        return not self.reason and all(self.touched)
+
+    def _with_runs(self) -> Quantised:
+        """Run the parts of the original, and say how the results differ from what they mean."""
+        copy = self._meanings[0].showing(cut=True)
+        seen: list[_Seen] = []
+        with self._opened(copy) as runner:
+            for meaning in self._meanings:
+                meaning.runs.append(_run(runner, meaning))
+                seen.append(_seen(meaning, meaning.runs[0]))
+        found = _worst(s.wrong for s in seen)
+        if found:
+            self._run_plain()
+            return replace(self, notes=(*self.notes, self._deviation(found, copy)))
+        return self
+
+    def _opened(self, model: Model, optimized: bool = True) -> AbstractContextManager[Runner]:
+        return opened(model, optimized=optimized, threads=self._threads, session_options=self._options)
+
+    def _run_plain(self) -> None:
+        """Run the parts of the original without ONNX Runtime's optimisations, if that was not done. A failure proves
+        nothing: then there is one result less that a new model may be equal to."""
+        with suppress(BackendError):
+            if len(self._meanings[0].runs) == 1:
+                with self._opened(self._meanings[0].showing(cut=True), optimized=False) as runner:
+                    for meaning in self._meanings:
+                        meaning.runs.append(_run(runner, meaning))
+
+    def _deviation(self, found: Mapping[str, Apart], copy: bytes) -> str:
+        """The sentence on a runtime that does not compute what the original means."""
+        worst = max(found.values(), key=lambda apart: (not apart.floats, apart.most))
+        count = len(self._meanings[0].model.cuts)
+        text = (
+            "ONNX Runtime on this processor does not compute what the original means: it differs in "
+            f"{len(found)} of {count} quantised tensors and the outputs, most in {worst}"
+        )
+        if self._is_mended(copy):
+            return (
+                f"{text}; it adds pairs of products of bytes in 16 bits, which saturate "
+                f"(the session option {PRECISE}=1 makes it exact, and slower)"
+            )
+        plain = [_seen(m, m.runs[1]).wrong for m in self._meanings if len(m.runs) > 1]
+        if plain and not any(plain):
+            return f"{text}; with its optimisations off it computes what is meant"
+        return text
+
+    def _is_mended(self, copy: bytes) -> bool:
+        """Whether the parts of the original are right with exact products of bytes."""
+        if self._options is not None and not isinstance(self._options, Mapping):
+            return False
+        options = {**(self._options or {}), PRECISE: "1"}
+        with suppress(BackendError), opened(copy, threads=self._threads, session_options=options) as runner:
+            return not any(_seen(m, _run(runner, m)).wrong for m in self._meanings)
+        return False
+
+    def judge(self, new: Model) -> Judged:
+        """Whether a model computes what the original means, or what ONNX Runtime makes of it."""
+        if self.reason:
+            return Judged(self.reason)
+        try:
+            b = CutModel.of(new)
+            compared = [self._compare(original, b) for original in self._meanings]
+        except Unjudged as error:
+            return Judged(f"the new model: {error}")
+        wrong = _worst(c.wrong for c in compared)
+        if wrong:
+            return self._failed(wrong, "from the same inputs, the original means something else")
+        try:
+            return self._judge_runs(new, b, compared)
+        except BackendError as error:
+            return Judged(f"the new model: a copy that is cut does not run: {first_line(error)}")
+
+    def _compare(self, original: Meaning, b: CutModel) -> Comparison:
+        """Compare meanings. Names may be others than in the original, so they do not count if values are equal."""
+        found = compared(original, b, by_name=True)
+        if found.wrong:
+            again = compared(original, b, by_name=False)
+            if not again.wrong and not again.left[0] & again.left[1]:
+                return again
+        return found
+
+    def _judge_runs(self, new: Model, b: CutModel, compared: Sequence[Comparison]) -> Judged:
+        seen: list[_Seen] = []
+        with self._opened(compared[0].meaning.showing(cut=True)) as runner:
+            for original, comparison in zip(self._meanings, compared):
+                run = _run(runner, comparison.meaning)
+                seen.append(_seen(comparison.meaning, run, self._others(original, comparison)))
+        wrong = _worst(s.wrong for s in seen)
+        if wrong:
+            return self._failed(
+                wrong, "ONNX Runtime computes neither what is meant nor what it makes of the original"
+            )
+        strange = self._unexplained(new, b, compared)
+        if strange:
+            return self._failed(strange, "the parts of the model do not explain it")
+        tally = sum((s.tally for s in seen), Tally())
+        return Judged(samples=len(seen), tally=tally)
+
+    def _others(self, original: Meaning, comparison: Comparison) -> Callable[[Value], list[Array]]:
+        """What ONNX Runtime makes of the original, for a value of the new model."""
+        names = {
+            **original.model.cuts,
+            **dict(zip(original.model.graph.outputs, original.model.output_names)),
+        }
+        places = dict(zip(comparison.meaning.model.graph.outputs, original.model.graph.outputs))
+
+        def others(value: Value) -> list[Array]:
+            self._run_plain()
+            name = names.get(places.get(value, comparison.pairs.of[value]))
+            shape = (comparison.meaning.outputs.get(value), comparison.meaning.layers.get(value))
+            expected = (
+                shape[0].shape if shape[0] is not None else shape[1].numbers.shape if shape[1] else None
+            )
+            return [run[name] for run in original.runs if name is not None and run[name].shape == expected]
+
+        return others
+
+    def _failed(self, wrong: Mapping[str, Apart], why: str) -> Judged:
+        worst = sorted(wrong.values(), key=lambda apart: (apart.floats, -apart.most))
+        return Judged(
+            samples=len(self._meanings),
+            failures=tuple(f"tensor {apart}: {why}" for apart in worst),
+            wrong=tuple(worst),
+        )
+
+    def _unexplained(self, new: Model, b: CutModel, compared: Sequence[Comparison]) -> dict[str, Apart]:
+        """The outputs of the whole new model that are not the original's, nor what its parts make of them."""
+        found: list[list[Apart]] = []
+        doubtful: list[tuple[Comparison, list[Any], list[Apart]]] = []
+        with self._opened(new) as runner:
+            for original, comparison in zip(self._meanings, compared):
+                whole = runner.run(original.sample.feeds)
+                apart = self._outputs_apart(original, whole)
+                if apart:
+                    doubtful.append((comparison, whole, apart))
+        if doubtful:
+            with (
+                self._opened(compared[0].meaning.showing(cut=False)) as shown,
+                self._opened(compared[0].meaning.showing(cut=True)) as cut,
+            ):
+                for comparison, whole, apart in doubtful:
+                    if not _is_explained(comparison.meaning, whole, shown, cut):
+                        found.append(apart)
+        return _worst(found)
+
+    def _outputs_apart(self, original: Meaning, whole: Sequence[Array]) -> list[Apart]:
+        """The outputs of a whole model that differ from the original's by more than rounding."""
+        found = []
+        for at, (value, name) in enumerate(zip(original.model.graph.outputs, original.model.output_names)):
+            a, b = original.sample.outputs[at], whole[at]
+            if not self.touched[at] or (a.shape == b.shape and bool((a == b).all())):
+                continue
+            if value in original.layers:
+                found.append(Apart(name, *distance(b, a)))
+            elif apart := output_apart(original, value, b, a):
+                found.append(replace(apart, name=name))
+        return found
+
+
+def _is_explained(meaning: Meaning, whole: Sequence[Array], shown: Runner, cut: Runner) -> bool:
+    """Whether the parts of a model, on the quantised tensors of its own run, give these and the model's outputs."""
+    model = meaning.model
+    run = model.results(shown.run(meaning.sample.feeds))
+    if not all(np.array_equal(run[name], array) for name, array in zip(model.output_names, whole)):
+        return False
+    given = {name + GIVEN: run[name] for name in model.cuts.values()}
+    parts = model.results(cut.run({**meaning.sample.feeds, **given}))
+    return all(np.array_equal(run[name], parts[name]) for name in run)
+
+
+def samples_of(known: Sequence[Known], cost: Callable[[Case], float]) -> list[Sample]:
+    """The cases that can be evaluated: tensors of finite numbers. Ordinary values come first, then cheap cases."""
+    found: list[tuple[bool, float, Sample]] = []
+    for item in known:
+        plain = all(len(parts) == 1 and not parts[0][0] for parts in item.outputs)
+        if plain and not item.licences and all(_is_finite(a) for a in item.case.feeds.values()):
+            needed = cost(item.case)
+            sample = Sample(item.case.feeds, [parts[0][1] for parts in item.outputs], needed)
+            found.append((not item.case.values.ordinary, needed, sample))
+    return [sample for _, _, sample in sorted(found, key=lambda entry: entry[:2])]
+
+
+def _is_finite(array: Any) -> bool:
+    if not isinstance(array, np.ndarray):
+        return False
+    return not is_float(array) or bool(np.isfinite(wide(array)).all())
+
+
+def _within(samples: Sequence[Sample], budget: float) -> tuple[list[Sample], list[str]]:
+    """The samples that are evaluated, the first ones before others, and a note on those that are not."""
+    chosen: list[Sample] = []
+    left = budget
+    for sample in samples:
+        if sample.cost <= left or (not chosen and sample.cost <= 10 * budget):
+            chosen.append(sample)
+            left -= sample.cost
+    note = (
+        f"judged layer by layer on {len(chosen)} of {len(samples)} sets of inputs: the others take too long"
+    )
+    return chosen, [note] if chosen and len(chosen) < len(samples) else []
+
+
+def _worst(found: Iterable[Sequence[Apart]]) -> dict[str, Apart]:
+    """The greatest difference of each tensor."""
+    out: dict[str, Apart] = {}
+    for some in found:
+        for apart in some:
+            if apart.name not in out or out[apart.name].most < apart.most:
+                out[apart.name] = apart
+    return out
+
+
+def judge_whole(original: Array, new: Array, licence: Licence = Licence.NONE) -> Judgement:
+    """The verdict on an output of whole models, if layers are judged: only NaN and infinities must be alike."""
+    if not is_float(original):
+        return Judgement(Leg.LAYERS, difference=distance(new, original)[0])
+    finite = np.isfinite(wide(original)) & np.isfinite(wide(new))
+    found = judge_floats(by_deviation(original, None), np.where(finite, original, new), licence)
+    apart = np.max(np.abs(wide(new) - wide(original)), initial=0.0, where=finite)
+    return replace(found, leg=Leg.LAYERS, difference=float(apart))
+
+
+def variation(name: str, pairs: Iterable[tuple[Array, Array]]) -> str | None:
+    """The sentence on how much an output of floats varies between two runs of a model that should be equal; None if
+    that is no more than rounding. `pairs`: the output at ONNX Runtime's optimisation levels, on several inputs."""
+    apart = scale = 0.0
+    changed = rows = 0
+    for a, b in pairs:
+        if a.shape != b.shape or not is_float(a) or a.dtype.kind == "c" or not a.size:
+            continue
+        x, y = wide(a), wide(b)
+        finite = np.isfinite(x) & np.isfinite(y)
+        apart = max(apart, float(np.max(np.abs(x - y), initial=0.0, where=finite)))
+        scale = max(scale, float(np.max(np.abs(x), initial=0.0, where=finite)))
+        if x.ndim and x.shape[-1] > 1:
+            first = x.argmax(-1) != y.argmax(-1)
+            changed, rows = changed + int(np.count_nonzero(first)), rows + first.size
+    if apart <= 2.0**-10 * scale:
+        return None
+    text = (
+        f"output {name!r}: the original's own results vary by up to {apart:.3g} (values up to {scale:.3g}) "
+        "between ONNX Runtime's optimisation levels"
+    )
+    if not rows:
+        return text
+    return (
+        f"{text}; differences of this size change which class or token comes first in {share(changed, rows)} "
+        f"of its rows"
+    )
