@@ -95,7 +95,7 @@ def _none(context: Context) -> Attempt:
     """No attempt, where no file that is written can take the original's place."""
     model, graph = Roofline(bindings=context.imported.bindings), context.imported.graph
     base = SearchNode(RewriteState.start(graph, context.library), None, model.cost(graph))
-    explored = Explored(SearchResult(base, (base,), 0, 0, 0.0, False), (), True)
+    explored = Explored(SearchResult(base, (base,), 0, 0, 0.0, False), ())
     return Attempt(context, Start(base, model), explored, Finished(None, context.unwritable))
 
 
