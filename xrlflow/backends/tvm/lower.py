@@ -211,8 +211,8 @@ def _as_tensor(name: str, value: Any) -> Any:
     return constant(known)
 
 
-def _check_types(results: Sequence[str], found: Any, types: Mapping[str, Any]) -> None:
-    """Raise BackendError if TVM's importer computes a result of another type or size than ONNX says."""
+def _checked(results: Sequence[str], found: Any, types: Mapping[str, Any]) -> Any:
+    """What TVM's importer made of a node. Raises BackendError if a result has another type or size than ONNX says."""
     from tvm import relax
 
     kinds = list(found.ty.fields) if isinstance(found.ty, relax.TupleType) else [found.ty]
@@ -226,6 +226,7 @@ def _check_types(results: Sequence[str], found: Any, types: Mapping[str, Any]) -
             )
             if said := disagreement(types[name], str(kind.dtype), shape):
                 raise BackendError(f"TVM cannot import {name}: it gives {said}", USE_ONNXRUNTIME)
+    return found
 
 
 def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> Any:
@@ -264,9 +265,7 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
             node = next(self._told)
             try:
                 with answering("import"):
-                    found = self._converted(node, op_name, inputs, attrs, opset)
-                    _check_types(node.results, found, types)
-                    return found
+                    return _checked(node.results, self._converted(node, op_name, inputs, attrs, opset), types)
             except BackendError as error:
                 raise NodeRefused(error, node.title, node.results) from error
 
@@ -276,10 +275,8 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
             own = _of_two(self.bb, op_name, inputs, opset) if own is None else own
             if own is not None:
                 return own
-            if op_name == "LpPool" and attrs.get("ceil_mode", 0):
-                raise Imported(self.bb, told.title, inputs, attrs).refused("with ceil_mode")
             if op_name in ("AveragePool", "LpPool", "MaxPool"):
-                attrs = _pool(Imported(self.bb, told.title, inputs, attrs), attrs)
+                attrs = _pool(op_name, Imported(self.bb, told.title, inputs, attrs), attrs)
             if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
                 given = [*inputs, None, None][:4]
                 if given[3] is None and (padded := border(*given[:3])) is not None:
@@ -293,8 +290,11 @@ def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> 
     return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
 
 
-def _pool(node: Imported, attrs: Any) -> Any:
-    """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime counts another way."""
+def _pool(op: str, node: Imported, attrs: Any) -> Any:
+    """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime counts another way (TVM
+    scales the windows of LpPool by the elements that they have within the image)."""
+    if op == "LpPool" and attrs.get("ceil_mode", 0):
+        raise node.refused("with ceil_mode")
     shape = sizes(node.inputs[0])
     image = None if shape is None else shape[2:]
     if (reason := disputed(attrs, image)) is not None:
