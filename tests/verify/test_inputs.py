@@ -135,7 +135,9 @@ def test_masks_have_a_one_in_each_row() -> None:
     )
     seen = set()
     for feeds in drawn(proto):
-        for name in ("attention_mask", "keep", "other_mask"):
+        # Floats called masks may be logits: one sample has other numbers.
+        floats = ("other_mask",) if {*np.unique(feeds["other_mask"])} <= {0.0, 1.0} else ()
+        for name in ("attention_mask", "keep", *floats):
             mask = feeds[name].astype(int)
             assert set(np.unique(mask)) <= {0, 1}
             assert (mask.sum(-1) >= 1).all()
@@ -374,3 +376,37 @@ def test_plans_do_not_depend_on_order_or_process() -> None:
     assert np.array_equal(first.feeds["ids"], second.feeds["ids"])
     other = InputPlan.of(load(proto)).case({"n": 2, "s": 3}, 6, 0)
     assert not np.array_equal(first.feeds["ids"], other.feeds["ids"])
+
+
+DRAWN_TOO_NARROWLY = {
+    "a float that indexes a table has fractions": (
+        "i = Cast<to=7>(x)\n a = Gather(t, i)\n f = Floor(x)\n d = Sub(x, f)\n y = Add(a, d)",
+        "i = Cast<to=7>(x)\n y = Gather(t, i)",
+    ),
+    "a number that is compared has other values": (
+        "c = Equal(s, zero)\n p = Mul(x, s)\n y = Where(c, x, p)",
+        "y = Identity(x)",
+    ),
+    "logits called a mask": ("q = Mul(x, mask)\n y = Mul(q, mask)", "y = Mul(x, mask)"),
+    "a default of zeros is replaced": ("y = Add(x, bias)", "q = Mul(bias, zero)\n y = Add(x, q)"),
+    "a bound behind a scale": ("p = Mul(x, small)\n y = Clip(p, none, three)", "y = Mul(x, small)"),
+    "a bend far away": ("d = Sub(x, far)\n r = Relu(d)\n y = Add(x, r)", "y = Identity(x)"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_TOO_NARROWLY)
+def test_what_was_drawn_too_narrowly(name: str) -> None:
+    numbers = {"zero": 0.0, "small": 1e-4, "none": -9.0, "three": 3.0, "far": 5e3}
+    inputs = ["float[4, 16] x"]
+    inputs += ["float s"] if "compared" in name else []
+    inputs += ["float[4, 16] mask"] if "logits" in name else []
+    inputs += ["float[16] bias = {0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0}"] if "default" in name else []
+
+    def made(text: str) -> onnx.ModelProto:
+        constants = {n: np.float32(v) for n, v in numbers.items()}
+        head = f"g ({', '.join(inputs)}) => (float[4, 16] y)"
+        return model(f"{head} {{ {text} }}", t=np.arange(32, dtype=np.float32) ** 2, **constants)
+
+    a, b = map(made, DRAWN_TOO_NARROWLY[name])
+    assert not verify(a, b).verified
+    assert verify(a, a).verified

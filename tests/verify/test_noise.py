@@ -187,3 +187,42 @@ def test_halves_are_drawn_only_where_they_decide() -> None:
         for t in ("y = Tanh(x)", "y = Sign(x)")
     ]
     assert ["halves and zeros of both signs" in found for found in names] == [False, True]
+
+
+def test_sizes_are_not_moved() -> None:
+    """The scales of a Resize decide its shape."""
+    proto = model(
+        "g (float[1, 1, 4, 4] x) => (float[1, 1, 8, 8] y) { a = Add(x, c)\n d = Sub(a, c)\n "
+        "y = Resize<mode=\"linear\">(d, , scales) }",
+        c=np.float32(1e8), scales=np.float32([1, 1, 2, 2]),
+    )  # fmt: skip
+    assert noise_of(proto, normal(1, 1, 4, 4)).max() > 1
+
+
+@pytest.mark.parametrize("text", ["y = Mod<fmod=1>(d, k)", "y = Shrink<lambd=0.5>(d)"])
+def test_noise_passes_between_jumps(text: str) -> None:
+    found = noise_of(
+        elementwise(f"a = Add(x, c)\n d = Sub(a, c)\n {text}", c=np.float32(1e5), k=np.float32(9)), X
+    )
+    assert 1e-3 < found.max() < 0.1
+
+
+def test_defaults_that_are_not_given_are_known() -> None:
+    a = model("g (float[4, 16] x, float[1] c = {1e8}) => (float[4, 16] y) { a = Add(x, c)\n y = Sub(a, c) }")
+    assert verify(a, elementwise("y = Identity(x)")).status is Status.FAILED  # another signature
+    found = verify(a, a)
+    assert found.verified
+    assert not any("not fed" in note for note in found.notes)
+
+
+def test_small_numbers_of_a_half_are_compared() -> None:
+    """float16 keeps numbers below 6e-5, since it is computed in float32."""
+    a = elementwise("s = Sigmoid(x)\n y = Mul(s, k)", "float16", k=np.float16(5e-5))
+    assert not verify(a, elementwise("y = Mul(x, k)", "float16", k=np.float16(0))).verified
+
+
+def test_a_double_has_digits_of_its_own() -> None:
+    a = elementwise("y = Add(x, c)", "double", c=np.float64(1.7e9))
+    assert not verify(
+        a, elementwise("m = Mul(x, z)\n y = Add(m, c)", "double", c=np.float64(1.7e9), z=np.float64(0))
+    ).verified

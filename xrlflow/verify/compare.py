@@ -13,9 +13,10 @@ exceeds a tolerance, noise is measured (`noise.py`), and the output is judged an
 evaluation, the original as the user runs it, and the original without ONNX Runtime's optimisations. It must equal one
 of them.
 
-`eps` is 2^-20 for float32 and float64, and the type's own epsilon for narrower floats; 2^-10 and 2^-16 are at least
-four epsilons of the type. `grid` is the largest power of two, at most 2^-24, of which all elements of the original are
-multiples: a kernel that ends with an addition (a Sigmoid as 0.5 + p / q) rounds small elements to it.
+`eps` is 2^-20 for float32, 2^-36 for float64, and the type's own epsilon for narrower floats; 2^-16 stands for 16 eps
+(4 of narrower floats), and 2^-10 is at least four epsilons of the type. `grid` is the largest power of two, at most
+2^-24, of which all elements of the original are multiples: a kernel that ends with an addition (a Sigmoid as
+0.5 + p / q) rounds small elements to it.
 
 Evaluating float64 is slow, so it may be done for some of the inputs only. For the others the tolerance is at least five
 times the greatest relative noise that the output showed elsewhere.
@@ -38,14 +39,14 @@ import numpy as np
 
 from xrlflow.verify.runner import Array
 
-EPS = 2.0**-20
+EPS, _DOUBLE_EPS = 2.0**-20, 2.0**-36
 _LEAST_SLICE = 64
 _SLICE_ERROR, _SCALE = 16.0, 2.0**-10
 _GRID, _COARSEST_GRID = 8.0, 2.0**-24
 # A few samples may show an element much less noise than it has.
 _ELEMENT_ERROR = 1024.0
-# The part of the magnitudes around an element that one difference may show as noise.
-_UNPROVEN = 2.0**-16
+# The part of the magnitudes around an element that one difference may show as noise, as a multiple of eps.
+_UNPROVEN = 16.0
 
 
 class Leg(Enum):
@@ -115,7 +116,8 @@ class Yardstick:
             return y, self.noise
         if self.other is None or self.leg is Leg.PLAIN:
             return y, np.zeros(a.shape)
-        limit = max(_UNPROVEN, 4 * float(_finfo(self.original).eps)) * _around(_finite(y))
+        eps = epsilon(self.original)
+        limit = (4 if eps > EPS else _UNPROVEN) * eps * _around(_finite(y))
         return y, np.minimum(_distance(a, wide(self.other)), limit)
 
 
@@ -158,13 +160,18 @@ def _finfo(array: Array) -> Any:
 
 
 def epsilon(array: Array) -> float:
-    """2^-20, or the type's own epsilon if that is coarser."""
-    return max(EPS, float(_finfo(array).eps))
+    """2^-20, or the type's own epsilon if that is coarser; 2^-36 for float64."""
+    return (
+        _DOUBLE_EPS
+        if array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1) == 8
+        else max(EPS, float(_finfo(array).eps))
+    )
 
 
 def _least(array: Array) -> float:
-    """The magnitude below which numbers may be flushed to zero."""
-    return float(_finfo(array).smallest_normal)
+    """The magnitude below which numbers may be flushed to zero. Narrow types are computed in float32, without that."""
+    found = _finfo(array)
+    return float(found.smallest_normal if found.bits >= 32 else 4 * found.smallest_subnormal)
 
 
 def wide(array: Array) -> Array:

@@ -155,7 +155,8 @@ class InputPlan:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
                     array = const.numpy()
                     noise = _generator(seed, bindings, sample, port.name).standard_normal(array.shape)
-                    feeds[port.name] = (array * (1 + 0.1 * noise)).astype(array.dtype)
+                    moved = np.where(array == 0, 0.1 * noise, array * (1 + 0.1 * noise))
+                    feeds[port.name] = moved.astype(array.dtype)
         return Case(dict(bindings), sample, feeds, values=values)
 
 
@@ -172,7 +173,8 @@ def _is_mask(port: Port, demands: Demands) -> bool:
     """Whether an input is a mask, judged by its readers or by its name and type."""
     if demands.form is not None:
         return demands.form is Form.MASK
-    return port.type.dtype == DType.BOOL or ("mask" in port.name.lower() and not demands.bounds)
+    named = "mask" in port.name.lower() and port.type.dtype not in FLOATS  # a float may be a mask's logits
+    return port.type.dtype == DType.BOOL or (named and not demands.bounds)
 
 
 def input_values(imported: ImportedModel) -> dict[str, Value]:
@@ -236,7 +238,8 @@ class _Draw:
         if form is Form.SPLIT:
             return self.composition(self.size(self.demands.extent))
         wide = interval is not None and interval[1] > 1
-        if (form is Form.MASK and not wide) or dtype == DType.BOOL or ("mask" in self.name and not wide):
+        named = "mask" in self.name and (dtype not in FLOATS or (self.values.ordinary and self.sample != 1))
+        if (not wide and (form is Form.MASK or named)) or dtype == DType.BOOL:
             return self.mask()
         if dtype in FLOATS and interval is None:
             return self.floats()
@@ -254,7 +257,8 @@ class _Draw:
         ):
             return self.ends(dtype)
         if dtype in INTEGERS or interval is not None:
-            return self.integers(dtype, interval)
+            drawn = self.integers(dtype, interval)
+            return self.between(drawn, interval) if dtype in FLOATS and interval is not None else drawn
         if dtype in (DType.COMPLEX64, DType.COMPLEX128):
             return self.rng.standard_normal(self.shape) + 1j * self.rng.standard_normal(self.shape)
         if dtype.bits < 8:
@@ -272,7 +276,9 @@ class _Draw:
         kind = self.values.floats
         landmarks = self.demands.landmarks
         drawn = self.rng.standard_normal(self.shape)
-        if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED:
+        # One number that is compared: what it is compared with, and in one sample another one.
+        free = self.values.ordinary and self.sample == 1 and not self.demands.steers
+        if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED and not free:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
         if kind.spread is Spread.UNIFORM:
             drawn = self.rng.uniform(0.0, kind.scale, self.shape)
@@ -296,6 +302,12 @@ class _Draw:
         limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
         most = float(limits.max) / 4
         return np.clip(drawn, -most, most)
+
+    def between(self, whole: Any, interval: tuple[int, int]) -> Any:
+        """Numbers that index a table after a Cast; in one sample with fractions, where they may have them."""
+        if self.sample != 1 or self.cautious or self.demands.steers:
+            return whole
+        return np.clip(whole + self.rng.uniform(size=np.shape(whole)), *interval)
 
     def ties(self) -> Array:
         """Multiples of one half from -8 to 8; every fourth element is a zero, of either sign."""
@@ -537,7 +549,8 @@ def evaluable_feeds(imported: ImportedModel, feeds: Feeds) -> dict[Value, Array]
     values = input_values(imported)
     if not all(isinstance(a, np.ndarray) for a in feeds.values()):
         return None
-    return {values[name]: array for name, array in feeds.items() if name in values}
+    defaults = {n: const.numpy() for n, const in imported.overridable.items() if n not in feeds}
+    return {values[name]: array for name, array in {**feeds, **defaults}.items() if name in values}
 
 
 def perturbed(feeds: Feeds, seed: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ a moved number never becomes another index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,8 @@ from xrlflow.verify.runner import Array
 
 SAMPLES = 3
 """Evaluations with errors, besides the one without."""
+# In units: what float32 cannot hold of a denormal number, and may be flushed to zero.
+_TINY = 2.0**-126
 
 # Operators that choose among their operands, or change a sign.
 _CHOOSING = frozenset(
@@ -46,6 +48,10 @@ _SATURATING = frozenset({
 _JUMPING = frozenset(
     {"Ceil", "Floor", "GridSample", "Hardmax", "Mod", "NonMaxSuppression", "Round", "Shrink", "Sign", "ThresholdedRelu"}
 )  # fmt: skip
+# Of these, those that follow their first input with a slope of 1 between jumps.
+_FOLLOWING = frozenset({"Mod", "Shrink", "ThresholdedRelu"})
+# Operators of which only this many inputs are added up; the others are factors, sizes and places.
+_ADDED = {"Resize": 1, "GridSample": 1, "RoiAlign": 1}
 
 
 def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
@@ -103,11 +109,13 @@ def _results(
 ) -> list[list[Array]]:
     """The outputs of one operator: one array, or 1 + SAMPLES."""
 
-    def evaluated(sample: int, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
-        arrays = [None if x is None else change(x[min(sample, len(x) - 1)]) for x in inputs]
+    def chosen(sample: int) -> list[Array | None]:
+        return [None if x is None else x[min(sample, len(x) - 1)] for x in inputs]
+
+    def evaluated(arrays: Sequence[Array | None]) -> tuple[Array, ...]:
         return evaluate_node(node.op, node.attrs, arrays, len(node.outputs))
 
-    exact = evaluated(0)
+    exact = evaluated(chosen(0))
     clean = all(x is None or len(x) == 1 for x in inputs)
     moves = SPECS[node.op].proof == "movement" and node.op not in _CASTS
     rounds = not moves and node.op not in _CHOOSING
@@ -117,20 +125,35 @@ def _results(
         holds = clean and all(_whole(a, _digits(node)) for a in (*read, *exact))
     else:
         holds = clean and (not rounds or all(_held(a, t.dtype) for a, t in zip(exact, node.types)))
-    if holds or node.op in _JUMPING or _bodies_jump(node):
+    if holds or (node.op in _JUMPING and node.op not in _FOLLOWING) or _bodies_jump(node):
         return [[array] for array in exact]
     unit = max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=0.0)
     found = [[array] for array in exact]
     for sample in range(1, 1 + SAMPLES):
-        moved = evaluated(sample, (lambda x: _moved(x, unit, rng)) if adds else (lambda x: x))
+        arrays = chosen(sample)
+        if adds:
+            most = _ADDED.get(node.op, len(arrays))
+            added = [x if x is None else _moved(x, unit, rng) for x in arrays[:most]]
+            arrays = [*added, *arrays[most:]]
+        moved = evaluated(arrays)
+        if node.op in _FOLLOWING:
+            moved = (_followed(exact[0], moved[0], chosen(0)[0], arrays[0]),)
         for place, (array, type) in enumerate(zip(moved, node.types)):
             if type.dtype in FLOATS:
-                noise = 1.0 if node.op in _SATURATING else 0.0
+                noise = 1.0 if node.op in _SATURATING else _TINY
                 found[place].append(_moved(array, _unit(type.dtype), rng, noise) if rounds else array)
     return found
 
 
-def _moved(array: Array, unit: float, rng: np.random.Generator, absolute: float = 0.0) -> Array:
+def _followed(exact: Array, moved: Array, before: Array | None, after: Array | None) -> Array:
+    """The moved results, but the exact ones where a jump lies between."""
+    assert before is not None
+    assert after is not None
+    with np.errstate(invalid="ignore"):
+        return np.where(np.abs(moved - exact) <= 2 * np.abs(after - before), moved, exact)
+
+
+def _moved(array: Array, unit: float, rng: np.random.Generator, absolute: float = _TINY) -> Array:
     """Floats with a relative error of at most two units, and an absolute one of `absolute` units."""
     if array.dtype.kind != "f" or not unit:
         return array

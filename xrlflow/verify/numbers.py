@@ -16,6 +16,7 @@ import numpy as np
 from xrlflow.ir import Body, Dim, Graph, Node, Value
 from xrlflow.ir import dims as formulas
 from xrlflow.ir.dims import Floor, Formula, Least
+from xrlflow.verify.values import LARGE
 
 Symbols: TypeAlias = frozenset[str]
 
@@ -26,7 +27,7 @@ LEAST, ENDLESS = 2, 1 << 27
 # Constants with more elements are data, not bounds.
 _FEW = 64
 # A larger number that values are compared with stands for infinity (a mask's -3.4e38).
-_LARGEST_THRESHOLD = 1e6
+_LARGEST_THRESHOLD = 1e8
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +161,50 @@ def thresholds(graph: Graph) -> frozenset[float]:
             if isinstance(attr, Body):
                 found |= thresholds(attr.graph)
         if node.op in _COMPARING:
-            for value in node.inputs:
-                found.update(_few(graph, value))
+            numbers = [n for value in node.inputs for n in _ends(graph, value)]
+            found.update(numbers)
+            found.update(m for value in node.inputs for n in numbers for m in _carried(graph, value, n))
+        if node.op in _BENDING:
+            # Smaller ones, such as biases, are within what is drawn in any case.
+            found.update(n for n in _carried(graph, node.inputs[0], 0.0) if abs(n) > LARGE)
         alpha = node.attrs.get("alpha")
         if node.op == "ThresholdedRelu" and isinstance(alpha, (int, float)):
             found.add(float(alpha))
     return frozenset(abs(n) for n in found if 0 < abs(n) <= _LARGEST_THRESHOLD)
+
+
+def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
+    """The numbers that earlier values have where this one has `number`, back through a few steps with constants."""
+    for _ in range(_STEPS_BACK):
+        node = graph.producers.get(value)
+        if node is None or node.op not in _INVERSES or len(node.inputs) != 2:
+            return
+        sides = [_ends(graph, v) for v in node.inputs]
+        if bool(sides[0]) == bool(sides[1]):
+            return
+        left = bool(sides[0])  # the constant
+        value = node.inputs[left]
+        found = [
+            _INVERSES[node.op](number, n, left) for n in sides[not left] if n or node.op in ("Add", "Sub")
+        ]
+        if not found:
+            return
+        yield from found
+        number = found[0]
+
+
+_STEPS_BACK = 4
+# x from y = op(x, n), or y = op(n, x) if the constant is on the left.
+_INVERSES: Mapping[str, Callable[[float, float, bool], float]] = {
+    "Add": lambda y, n, left: y - n,
+    "Sub": lambda y, n, left: n - y if left else y + n,
+    "Mul": lambda y, n, left: y / n,
+    "Div": lambda y, n, left: (n / y if y else 0.0) if left else y * n,
+}
+# Functions that bend at 0.
+_BENDING = frozenset(
+    {"Abs", "Elu", "Gelu", "HardSigmoid", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Sign", "Softplus", "Tanh"}
+)
 
 
 def has_ties(graph: Graph) -> bool:
@@ -194,6 +233,15 @@ def _few(graph: Graph, value: Value) -> list[float]:
     if array is None or array.size > _FEW or array.dtype.kind not in "iuf":
         return []
     return [float(n) for n in array.reshape(-1) if np.isfinite(n)]
+
+
+def _ends(graph: Graph, value: Value) -> list[float]:
+    """The elements of a small constant, the least and the greatest of a larger one."""
+    const = graph.const(value) if value else None
+    array = const.array if const is not None else None
+    if array is None or array.size <= _FEW or array.dtype.kind not in "iuf":
+        return _few(graph, value)
+    return [float(n) for n in (array.min(), array.max()) if np.isfinite(n)]
 
 
 # --- sizes ---
