@@ -156,7 +156,8 @@ def optimize(
     - `exclude`, `only`: names of rules or of rule families. `rules`: a Python file with the user's own RULES, which are
       proven before use unless `trust_rules` is set.
     - `shapes`: input name -> shape, for cost and measurement; `fix_shapes` also writes them into the model.
-    - `max_growth`: the largest size of the result, in sizes of the input. `opset`: of the result (default: 23).
+    - `max_growth`: the largest size of the result, in sizes of the input. `opset`: of the result (default:
+      the model's, or the lowest after it that has all operators).
 
     Measurement and verification:
 

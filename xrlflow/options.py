@@ -219,7 +219,9 @@ class Options(Common):
     session_options: Mapping[str, str] | ort.SessionOptions | None = None
     providers: Sequence[str] = (_CPU,)
     max_growth: float = option(1.2, "Largest size of the result, in sizes of the input.", float, least=0.0)
-    opset: int | None = option(None, "The opset of the result; default: 23.", int | None)
+    opset: int | None = option(
+        None, "The opset of the result; default: the model's, or what the result needs.", int | None
+    )
     replay: str | os.PathLike[str] | None = option(
         None, "Apply the substitutions of this file; no search.", Path | None
     )

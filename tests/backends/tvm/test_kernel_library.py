@@ -546,6 +546,39 @@ def test_an_input_of_any_number_of_dimensions_is_refused() -> None:
         hybrid(model, sizes, detect(None, 2, None))
 
 
+@pytest.mark.parametrize("opset", [11, 13, 17, 20])
+def test_kernels_of_a_model_of_an_older_opset(opset: int, tmp_path: Path) -> None:
+    """Axes and sizes that are attributes there; the file with kernels has the model's opset, too."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    axes = {"axes": [1]} if opset < 18 else {}
+    made = helper.make_node
+    nodes = [
+        made("ReduceMax", ["x", "one"] if opset >= 18 else ["x"], ["top"], **axes),
+        made("Sub", ["x", "top"], ["d"]),
+        made("Exp", ["d"], ["e"]),
+        made("ReduceSum", ["e", "one"] if opset >= 13 else ["e"], ["s"], **({} if opset >= 13 else axes)),
+        made("Div", ["e", "s"], ["p"]),
+        made("Unsqueeze", ["p", "one"] if opset >= 13 else ["p"], ["u"], **({} if opset >= 13 else axes)),
+        made("Relu", ["u"], ["y"]),
+    ]
+    one = onnx.numpy_helper.from_array(np.array([1]), "one")
+    graph = helper.make_graph(nodes, "g", [x], [y], [one] if opset >= 13 else [])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    found = hybrid(model, {"x": (3, 8)}, detect(None, 2, None))
+    assert found.nodes == len(nodes)
+    found.save(tmp_path / "m.onnx")
+    assert [o.version for o in onnx.load(tmp_path / "m.onnx").opset_import if not o.domain] == [opset]
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(tmp_path / "m.so"))
+    for n in (3, 5):
+        value = np.random.default_rng(n).standard_normal((n, 8)).astype(np.float32)
+        (wanted,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": value})
+        for chosen in (options, ort.SessionOptions()):
+            (got,) = ort.InferenceSession(tmp_path / "m.onnx", chosen).run(None, {"x": value})
+            np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
 def test_types_that_kernels_do_not_take_are_refused() -> None:
     value = helper.make_tensor_value_info("x", TensorProto.BFLOAT16, [4])
     out = helper.make_tensor_value_info("y", TensorProto.BFLOAT16, [4])
