@@ -195,11 +195,14 @@ def shift_of(zero: Array, exact: Layer) -> int:
     return int(zero.item()) - int(exact.numbers.item())
 
 
-def meaning_of(model: CutModel, sample: Sample) -> Meaning:
-    """Raises Unjudged."""
-    layers, others = model.evaluate(sample, [*model.layers.tensors, *model.graph.outputs], {})
+def meaning_of(model: CutModel, sample: Sample, own: Mapping[Value, Array] | None = None) -> Meaning:
+    """Evaluate a model. `own`: quantised tensors that its parts get instead of the exact ones. Raises Unjudged."""
+    own = own or {}
+    layers, others = model.evaluate(sample, [*model.layers.tensors, *model.graph.outputs], own)
     outputs = {v: layers[v].numbers if v in layers else others[v] for v in model.graph.outputs}
-    return Meaning(model, sample, layers, outputs, {v: layer.numbers for v, layer in layers.items()})
+    return Meaning(
+        model, sample, layers, outputs, {**{v: layer.numbers for v, layer in layers.items()}, **own}
+    )
 
 
 # --- which values of two models are one ---
