@@ -5,6 +5,7 @@ The other model's quantised tensors get their inputs from the original: see `qua
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -292,14 +293,17 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
     wrong += [
         apart
         for v, u in outputs.items()
-        if pairs.of[v] != u and v not in layers
+        if pairs.of[v] != u
         if (apart := output_apart(original, u, results[v], original.outputs[u]))
     ]
-    wrong += [
-        Apart(b.name(v), *distance(results[v], original.outputs[u]))
-        for v, u in outputs.items()
-        if v in layers and pairs.of[v] != u
-    ]
+    for v, u in outputs.items():
+        # An output that is rounded from other numbers may be equal by chance.
+        unknown = [w for w in b.layers.nearest(v) if not pairs.known(w)]
+        untaken = [w for w in a.layers.nearest(u) if w not in taken]
+        for new, old in itertools.product(unknown, untaken):
+            if _alike(layers[new], original.layers[old]):
+                figures = distance(layers[new].steps, original.layers[old].steps)
+                wrong.append(Apart(b.name(new), *figures, layers[new].offsets is None))
     left = (
         {(a.name(v), layer.numbers.dtype) for v, layer in original.layers.items() if v not in taken},
         {(b.name(v), layer.numbers.dtype) for v, layer in layers.items() if not pairs.known(v)},

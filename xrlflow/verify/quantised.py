@@ -146,7 +146,8 @@ def _seen(
             steps = np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong].max()
             count = int(np.count_nonzero(wrong))
             found.wrong.append(Apart(name, float(steps), count, wrong.size, exact.offsets is None))
-        ties = 0 if exact.offsets is None else int(np.count_nonzero((array != exact.numbers) & ~strange))
+        differs = array != meaning.given[value]
+        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~strange))
         found.tally += Tally(0, array.size, ties, int(np.count_nonzero(strange & ~wrong)))
     for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
         if value in meaning.layers:
@@ -331,7 +332,7 @@ class Quantised:
             )
         strange = self._unexplained(new, b, compared)
         if strange:
-            return self._failed(strange, "the parts of the model do not explain it")
+            return self._failed(strange, "ONNX Runtime makes something else of the whole model than of its parts")
         tally = sum((s.tally for s in seen), Tally())
         return Judged(samples=len(seen), tally=tally)
 
