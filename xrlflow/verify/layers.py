@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -144,7 +144,18 @@ class Layers:
             return f"it has quantised tensors of type {dtype.name.lower()}"
         return ""
 
-    def part(self, wanted: Iterable[Value], stops: Mapping[Value, Array]) -> list[Node]:
+    def nearest(self, output: Value) -> frozenset[Value]:
+        """The quantised tensors that a value is computed from, without those behind them."""
+        if output in self._places:
+            return frozenset((output,))
+        nodes = self.part([output], self._places)
+        return frozenset(v for node in nodes for v in node.inputs if v in self._places)
+
+    @cached_property
+    def _places(self) -> Mapping[Value, int]:
+        return {value: at for at, value in enumerate(self.tensors)}
+
+    def part(self, wanted: Iterable[Value], stops: Container[Value]) -> list[Node]:
         """The nodes that `wanted` needs, producers first, if the values of `stops` are known to their readers."""
         producers, needed = self.graph.producers, set()
         pending = list(wanted)

@@ -9,8 +9,8 @@ quantised inputs, those of the original's exact evaluation (integers and float64
 - Runtime: what ONNX Runtime makes of each part of the new model, at the user's optimisation level, is a rounding of a
   number within TIE of the exact one. Else it must be what it makes of the original's part, at that level or without
   optimisations: where the runtime does not compute what a model means, the new model may do as the original does.
-- Whole: if the outputs of whole models differ, the parts must explain them: the new model's own quantised tensors,
-  given to its parts, give the next ones, bit by bit.
+- Whole: if the outputs of whole models differ, the parts must explain them: the new model's own quantised tensors are
+  what its parts make of those before them, or mean.
 
 Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window is 8 times what rounding to
 the declared types moves the numbers by, in our evaluation. The runtimes' own errors never count.
@@ -146,7 +146,8 @@ def _seen(
             steps = np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong].max()
             count = int(np.count_nonzero(wrong))
             found.wrong.append(Apart(name, float(steps), count, wrong.size, exact.offsets is None))
-        ties = 0 if exact.offsets is None else int(np.count_nonzero((array != exact.numbers) & ~strange))
+        differs = array != meaning.given[value]
+        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~strange))
         found.tally += Tally(0, array.size, ties, int(np.count_nonzero(strange & ~wrong)))
     for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
         if value in meaning.layers:
@@ -331,7 +332,7 @@ class Quantised:
             )
         strange = self._unexplained(new, b, compared)
         if strange:
-            return self._failed(strange, "the parts of the model do not explain it")
+            return self._failed(strange, "ONNX Runtime makes something else of the whole model than of its parts")
         tally = sum((s.tally for s in seen), Tally())
         return Judged(samples=len(seen), tally=tally)
 
@@ -397,14 +398,18 @@ class Quantised:
 
 
 def _is_explained(meaning: Meaning, whole: Sequence[Array], shown: Runner, cut: Runner) -> bool:
-    """Whether the parts of a model, on the quantised tensors of its own run, give these and the model's outputs."""
+    """Whether a whole model's own quantised tensors are what its parts make, or mean, of those before them."""
     model = meaning.model
     run = model.results(shown.run(meaning.sample.feeds))
     if not all(np.array_equal(run[name], array) for name, array in zip(model.output_names, whole)):
-        return False
+        return False  # a copy that shows them computes something else
+    own = {value: run[name] for value, name in model.cuts.items()}
     given = {name + GIVEN: run[name] for name in model.cuts.values()}
     parts = model.results(cut.run({**meaning.sample.feeds, **given}))
-    return all(np.array_equal(run[name], parts[name]) for name in run)
+    if all(np.array_equal(run[name], parts[name]) for name in run):
+        return True
+    names = {**model.cuts, **dict(zip(model.graph.outputs, model.output_names))}
+    return not _seen(meaning_of(model, meaning.sample, own), run, lambda value: [parts[names[value]]]).wrong
 
 
 def samples_of(known: Sequence[Known], cost: Callable[[Case], float]) -> list[Sample]:
@@ -482,7 +487,9 @@ def variation(name: str, pairs: Iterable[tuple[Array, Array]]) -> str | None:
     )
     if not rows:
         return text
+    if not changed:
+        return f"{text}; in each row the same class or token comes first"
     return (
-        f"{text}; differences of this size change which class or token comes first in {share(changed, rows)} "
-        f"of its rows"
+        f"{text}; differences of this size change which class or token comes first in "
+        f"{share(changed, rows)} of its rows"
     )
