@@ -51,6 +51,7 @@ from xrlflow.prover.draw import Draw, T
 from xrlflow.prover.equivalence_classes import Kind, Meaningless, Unlucky
 from xrlflow.prover.mutation_testing import Hunt, Hunted, Survivor
 from xrlflow.prover.patterns import dimension_of, draw_pattern, pattern_kinds
+from xrlflow.prover.rounding import check_rounding
 from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build, sketch_of
 from xrlflow.prover.thresholds import limits, watch, written
 from xrlflow.prover.variations import (
@@ -116,6 +117,7 @@ class Certificate:
     float_draws: int
     runtime_cases: int
     bits: float | None
+    lost: float
     mutants: int
     mutants_rejected: int
     mutants_by_kind: dict[str, tuple[int, int]]
@@ -147,6 +149,8 @@ class Proof:
     library: Library = field(init=False)
     draw: Draw = field(init=False)
     rng: np.random.Generator = field(init=False)
+    # Later tests draw from this, so that what the others draw does not depend on them.
+    own_rng: np.random.Generator = field(init=False)
     source: Source = field(init=False)
     coverage: Coverage = field(init=False)
     seen: set[object] = field(default_factory=set)
@@ -164,6 +168,7 @@ class Proof:
     float_draws: int = 0
     runtime_cases: int = 0
     bits: float = -float("inf")
+    lost: float = 1.0
     large: int = 0
     at_their_limits: bool = False
     tried: list[Problem] = field(default_factory=list)
@@ -175,7 +180,7 @@ class Proof:
         # What the rule assumes of the processor may not hold here.
         self.in_runtime = self.rule.assumes != "vnni" or not saturates()
         self.draw = Draw(digest(self.rule.name) ^ self.seed)
-        self.rng = self.draw.rng
+        self.rng, self.own_rng = self.draw.rng, np.random.default_rng(digest(self.rule.name) ^ self.seed)
         self.source = Source.of(self.rule, self.draw)
         self.coverage = Coverage.of(self.source.kinds)
         self.conditions = own_conditions(self.rule)
@@ -349,6 +354,9 @@ class Proof:
             draws = 0
         self.float_draws += draws
         said |= draws > 0
+        if self.rule.assumes != "approximate" and len(self.cases) < CASES:
+            lost = check_rounding(case, self.own_rng, self.rule, len(self.cases))
+            self.lost = max(self.lost, lost or 1.0)
         whole = whole_types(case)
         wide = any(self.whole[t] < _RUNTIME_OF_TYPE for t in whole)
         if self.in_runtime and (self.runtime_cases < _RUNTIME_CASES or wide):
@@ -458,6 +466,7 @@ class Proof:
             float_draws=self.float_draws,
             runtime_cases=self.runtime_cases,
             bits=self.bits if math.isfinite(self.bits) else None,
+            lost=self.lost,
             mutants=found.mutants,
             mutants_rejected=found.mutants - len(found.survivors),
             mutants_by_kind=found.by_kind,
