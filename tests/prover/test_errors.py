@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.prover.test_wrong_rules import rejected
-from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule, Op, Rule, Val
 
 

@@ -19,7 +19,7 @@ from xrlflow.ir import FLOATS, DType, Graph
 from xrlflow.ops.evaluate import Evaluation, NotEvaluable
 from xrlflow.ops.field import Array
 from xrlflow.prover.cases import Case, Feeds, Unusable, Wrong, both_sides, draw_feeds, tried_bindings
-from xrlflow.prover.machine import MACHINE, Machine, evaluation
+from xrlflow.prover.machine import MACHINE, Machine, evaluation, round_to
 from xrlflow.rewrite import AnyRule
 
 Side = list[Array]
@@ -32,7 +32,7 @@ _CAST = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
 MOST_LOST = 64.0
 # So many times each side is computed, and so many more times where that error seems to be larger.
 _SAMPLES, _MORE = 3, 24
-# Functions that ONNX defines, and runtimes compute, as exp(x) - 1 or log(exp(x) + 1): of a small result, digits are lost.
+# Functions that ONNX defines, and runtimes compute, as exp(x) - 1 or log(exp(x) + 1): small results lose digits.
 _NEAR_ONE = frozenset({"celu", "elu", "selu", "softplus"})
 # Nearly equal numbers differ by this part of them. Small operands are smaller by this factor.
 _APART, _SMALL = 2.0**-12, 2.0**-10
@@ -73,7 +73,7 @@ class Rounding(Machine):
 
     def narrow(self, a: Array, to: DType) -> Array:
         # To round would be a jump that comes earlier on one side than on the other.
-        return self._off(a, _CAST.get(to, _UNIT))  # type: ignore[no-any-return]
+        return np.where(round_to(a, to) == a, a, self._off(a, _CAST.get(to, _UNIT)))
 
     def add(self, a: Any, b: Any) -> Array:
         made = super().add(a, b)
@@ -115,7 +115,9 @@ class Rounding(Machine):
         if name in _NEAR_ONE and np.asarray(made).dtype.kind == "f":
             # exp(x) is about 1, and then multiplied by a parameter.
             most = np.minimum(_UNIT * max(map(abs, parameters), default=1.0), np.abs(made))
-            made = made + np.where(np.asarray(a) < 0, most * self._rng.uniform(-1.0, 1.0, np.shape(made)), 0.0)
+            made = made + np.where(
+                np.asarray(a) < 0, most * self._rng.uniform(-1.0, 1.0, np.shape(made)), 0.0
+            )
         return made  # type: ignore[no-any-return]
 
     def binary(self, name: str, a: Any, b: Any) -> Array:

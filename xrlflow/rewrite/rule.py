@@ -332,9 +332,9 @@ class _Declared:
     # each input would cost. Reasons: a sum that is grouped otherwise, x * (y - z) as x * y - x * z. Inputs are mostly
     # rounded results themselves. What loses more assumes "approximate".
     may_round_inputs: ClassVar[bool] = False
-    # The right side may have a value where the left side fails: for an index that is out of range, for sizes that do
-    # not fit.
-    may_lose_errors: ClassVar[bool] = False
+    # Where the left side fails, the right side may have a value: for sizes that do not fit together ("sizes"), for an
+    # index or a size that is an operand and out of range ("indices").
+    may_lose_errors: ClassVar[tuple[Literal["sizes", "indices"], ...]] = ()
     # It needs sizes from 1: if a dimension is 0, ONNX Runtime refuses an operator of the right side or leaves its
     # result uninitialised.
     nonempty: ClassVar[bool] = False
