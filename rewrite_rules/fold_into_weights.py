@@ -246,6 +246,7 @@ class FoldBiasBeforeConv(_Convolution):
 class FoldBatchNormBeforeConv(_Convolution):
     """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
 
+    may_round_inputs = True
     may_lose_errors = ("sizes",)
     may_add_nonfinite = True
     arity = (4, 4)

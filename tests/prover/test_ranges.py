@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from tests.prover.test_wrong_rules import rejected
 from xrlflow.ir import DType
 from xrlflow.prover import prove
+from xrlflow.prover.cases import applied
+from xrlflow.prover.mutants import MutatingBuilder, Mutation
+from xrlflow.prover.mutation_testing import _likeness
+from xrlflow.prover.proof import Proof
 from xrlflow.rewrite import AnyRule, Op, Rule, Val
 
 

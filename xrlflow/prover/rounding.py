@@ -165,34 +165,39 @@ def _base(case: Case, rng: np.random.Generator) -> float:
     return usable[int(rng.integers(len(usable)))] if usable else float(rng.uniform(0.5, 4.0))
 
 
+# The operands of which an operator takes the sum or the difference: an operand, the other one, and its sign.
+_CANCELLING = {
+    "Add": ((0, 1, -1.0), (1, 0, -1.0)),
+    "Sub": ((0, 1, 1.0), (1, 0, 1.0)),
+    "BatchNormalization": ((0, 3, 1.0),),
+}
+
+
 def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
     """Set an operand of a sum or a difference of the left side so that it nearly cancels the other one."""
     graph = case.before
     places = [
-        (n, i)
+        (n.op, n.inputs[at], n.inputs[other], sign)
         for n in graph.nodes()
-        if n.op in ("Add", "Sub")
-        for i in (0, 1)
-        if n.inputs[i] in feeds and n.inputs[0] != n.inputs[1] and n.types[0].dtype in FLOATS
+        for at, other, sign in _CANCELLING.get(n.op, ())
+        if n.inputs[at] in feeds and n.inputs[at] != n.inputs[other] and n.types[0].dtype in FLOATS
     ]
     if not places:
         return
-    node, at = places[int(rng.integers(len(places)))]
-    other = node.inputs[1 - at]
+    op, operand, other, sign = places[int(rng.integers(len(places)))]
     inner = Graph.make(graph.topological(), graph.inputs, (other,), graph.leaves)
+    shape = feeds[operand].shape
     try:
         (value,) = evaluation(inner).run(feeds, MACHINE)
+        if op == "BatchNormalization":
+            value = value.reshape(-1, *(1,) * (len(shape) - 2))
+        value = value[(0,) * max(value.ndim - len(shape), 0)]
+        kept = shape[len(shape) - value.ndim :]
+        value = np.broadcast_to(value[tuple(slice(1 if d == 1 else None) for d in kept)], shape)
     except Exception:  # the left side has no value: its own run says so
         return
-    shape = feeds[node.inputs[at]].shape
-    if len(shape) < value.ndim:
-        value = value[(0,) * (value.ndim - len(shape))] if 0 not in value.shape else value
-    lead = len(shape) - value.ndim
-    value = value[tuple(slice(0, 1) if d == 1 else slice(None) for d in shape[lead:])]
-    if lead < 0 or np.broadcast_shapes(value.shape, shape) != shape:
-        return
-    near = np.broadcast_to(value, shape) * (1.0 + _APART * rng.standard_normal(shape))
-    feeds[node.inputs[at]] = np.float32(near if node.op == "Sub" else -near).astype(np.float64)
+    near = sign * value * (1.0 + _APART * rng.standard_normal(shape))
+    feeds[operand] = np.float32(near).astype(np.float64)
 
 
 def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: int = 0) -> float | None:
