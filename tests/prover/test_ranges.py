@@ -153,6 +153,17 @@ def test_a_narrow_type_does_not_hold_every_count_or_place(rule: AnyRule) -> None
     rejected(rule)
 
 
+def test_what_differs_for_large_numbers_alone_is_not_called_equivalent() -> None:
+    """A Cast to int8 is one to uint8, of the numbers 0 to 3."""
+    (rule,) = _of(_ArgMax, DType.UINT8)
+    proof = Proof(rule, 0)
+    case = next(c for p in proof.source.problems() for c in proof.found(p)[0])
+    builder = MutatingBuilder(case.before, Mutation(1, "Cast", "attribute", ("to", 0)))
+    applied(case.problem, case.match, builder)
+    assert builder.reached
+    assert _likeness(builder, case, np.random.default_rng(0)) == ""
+
+
 @pytest.mark.parametrize(
     "rule", [*_of(_Shape, DType.DOUBLE), *_of(_Count, DType.DOUBLE)], ids=lambda r: r.name
 )
