@@ -303,7 +303,7 @@ def _floats(
     """Numbers of one sign with the extreme one at the last place, or numbers around what types hold."""
     if filling == "mixed":
         ends = [n for t in types for n in (HOLDS[t], HOLDS[t] + 1, HOLDS[t] + 0.5, _GREATEST.get(t, 0.0))]
-        return rng.choice([0.0, 1.0, *ends], shape) * rng.choice([-1.0, 1.0], shape)
+        return np.asarray(rng.choice([0.0, 1.0, *ends], shape) * rng.choice([-1.0, 1.0], shape))
     drawn = np.ones(shape)
     drawn.reshape(-1)[-1:] = 2.0
     return drawn if filling == "high" else -drawn

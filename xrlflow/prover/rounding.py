@@ -160,7 +160,7 @@ def _base(case: Case, rng: np.random.Generator) -> float:
         for v in sorted(read & consts.keys())
         if v not in case.problem.opaque and (c := consts[v]).array is not None and c.type.dtype in FLOATS
     ]
-    numbers = [float(n) for a in arrays for n in np.ravel(a)[:8]]  # type: ignore[arg-type]
+    numbers = [float(n) for a in arrays for n in np.ravel(a)[:8]]
     usable = [abs(n) for n in numbers if n and 2.0**-_MOST_EXPONENT < abs(n) < 2.0**_MOST_EXPONENT]
     return usable[int(rng.integers(len(usable)))] if usable else float(rng.uniform(0.5, 4.0))
 
@@ -197,7 +197,7 @@ def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
     except Exception:  # the left side has no value: its own run says so
         return
     near = sign * value * (1.0 + _APART * rng.standard_normal(shape))
-    feeds[operand] = np.float32(near).astype(np.float64)
+    feeds[operand] = np.asarray(near, np.float32).astype(np.float64)
 
 
 def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: int = 0) -> float | None:
@@ -268,12 +268,12 @@ def _errors(
             raise
         except Exception as error:  # a size or an index that depends on rounded numbers
             raise Unusable(str(error)) from error
-        for error, a, b in zip(errors, exact, found, strict=True):
+        for most, a, b in zip(errors, exact, found, strict=True):
             if a.dtype.kind == "f":
                 if a.shape != b.shape:
                     raise Unusable("a size depends on rounded numbers")
                 with np.errstate(invalid="ignore"):
-                    np.maximum(error, np.abs(b - a), out=error)
+                    np.maximum(most, np.abs(b - a), out=most)
     return errors
 
 
