@@ -436,6 +436,7 @@ class PushMatMulIntoConcat(RegionRule, family="algebra"):
 class SplitMatMulOfConcats(RegionRule, family="algebra"):
     """[x | y] @ [v; w] -> x @ v + y @ w  where the parts are of the same sizes."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("MatMul",)
     reads_from = ("Concat",)
     dtypes = NUMBERS

@@ -38,6 +38,7 @@ class AssociateAdds(Rule, family="algebra"):
 
     operator = "Add"
     dtypes = NUMBERS
+    may_round_inputs = True
     shapes = "a[...] b[...] c[...]"
 
     def source(self, op: Op, a: Any, b: Any, c: Any) -> Any:
@@ -60,6 +61,7 @@ class AssociateMuls(AssociateAdds):
     """(a * b) * c -> a * (b * c)."""
 
     operator = "Mul"
+    may_round_inputs = False
 
 
 class FactorOutOfSum(Rule, family="algebra"):
@@ -289,6 +291,8 @@ class _TwoConstants(Rule, family="linear"):
 class MergeConstantAdds(_TwoConstants):
     """(x + c) + d -> x + (c + d)  with c and d constant."""
 
+    may_round_inputs = True
+
     def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
         return op.Add(op.Add(x, c), d)
 
@@ -320,6 +324,8 @@ class MergeConstantMuls(_TwoConstants):
 
 class PushMulThroughConstantAdd(_TwoConstants):
     """(x + c) * d -> x * d + c * d  with c and d constant."""
+
+    may_round_inputs = True
 
     def source(self, op: Op, x: Any, c: Any, d: Any) -> Any:
         return op.Mul(op.Add(x, c), d)
@@ -407,6 +413,7 @@ class MergeConstantsOfSum(Rule, family="weights_algebra"):
     """(x + c) + (y + d) -> (x + y) + (c + d)  with c and d constant."""
 
     dtypes = FLOATS | {DType.INT32, DType.INT64}
+    may_round_inputs = True
     shapes = "x[...] c[...]:const y[...] d[...]:const"
 
     def source(self, op: Op, x: Any, c: Any, y: Any, d: Any) -> Any:
@@ -425,6 +432,7 @@ class MergeConstantsOfSum(Rule, family="weights_algebra"):
 class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
     """f(expand(x), y) -> f(x, y)  when broadcasting gives the same shape anyway;  Tile of dimensions of 1 alike."""
 
+    may_lose_errors = ("sizes", "indices")
     anchors = BROADCAST
     reads_from = ("Expand", "Tile")
     examples = (

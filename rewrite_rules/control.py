@@ -106,6 +106,7 @@ class DropFailingBranch(RegionRule, family="control"):
     squeeze, a sequence without a batch. If the nodes that follow admit one case only, the condition is superfluous.
     """
 
+    may_lose_errors = ("sizes", "indices")
     canonicalises = True
     anchors = ("If",)
     examples = tuple(

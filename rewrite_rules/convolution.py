@@ -266,6 +266,7 @@ class FoldSliceIntoConvStride(Rule, family="convolution"):
 class ReplaceDepthwisePointwiseConvByMul(_OneConv):
     """conv(x, w, b; each channel by itself) -> x * w + b  for a 1x1 kernel."""
 
+    may_lose_errors = ("sizes",)
     shapes = per_rank("x[i,c{h}] w[c,1{1}] b[c]")
 
     def where(self, m: Captures) -> None:
@@ -947,6 +948,7 @@ class ReplaceAveragePoolByConv(Rule, family="convolution"):
 class ReplaceUniformConvByAveragePool(_OneConv):
     """conv(x, c, b; each channel by itself) -> averagepool(x) * (n c) + b  when all weights are one number c."""
 
+    may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "a sum is n times the average, rounded"
     dtypes = FLOAT
@@ -1483,6 +1485,7 @@ class PushResizeBeforeConv(_SwapResize):
 class FuseNearestResize(RegionRule, family="idioms"):
     """reshape(expand(reshape(x))) -> resize(x)  to nearest neighbours, when each pixel is repeated;  Tile alike."""
 
+    may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "the nearest neighbour by rounding down repeats each pixel"
     dtypes = FLOAT

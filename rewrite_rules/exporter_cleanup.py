@@ -114,6 +114,7 @@ class FoldComputedShape(RegionRule, family="exports"):
     inference gives up: casts, negative indices, and the -1 of a Reshape.
     """
 
+    may_lose_errors = ("sizes",)
     canonicalises = True
     anchors = ("Reshape", "Expand")
     examples = (
@@ -199,6 +200,7 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
     Computed shapes merge the leading dimensions, and split them again.
     """
 
+    may_lose_errors = ("sizes",)
     canonicalises = True
     anchors = ("Reshape",)
     reads_from = ("Transpose",)
@@ -369,6 +371,7 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
     q is DynamicQuantizeLinear, the product MatMulInteger.
     """
 
+    may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "the range that DynamicQuantizeLinear finds is that of all elements, wherever they stand"
     anchors = ("Reshape",)

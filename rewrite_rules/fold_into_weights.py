@@ -228,6 +228,7 @@ class FoldScaleBeforeConvTranspose(FoldScaleBeforeConv):
 class FoldBiasBeforeConv(_Convolution):
     """conv(x + t, w, b) -> conv(x, w, b + sum(w * t))  with t constant and a convolution that does not pad."""
 
+    may_round_inputs = True
     shapes = _conv_shapes("t", "c")
 
     def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:
@@ -245,6 +246,8 @@ class FoldBiasBeforeConv(_Convolution):
 class FoldBatchNormBeforeConv(_Convolution):
     """conv(batch_norm(x), w, b) -> conv(x, w * f, b + sum(w * (shift - mean * f)))  if it does not pad."""
 
+    may_round_inputs = True
+    may_lose_errors = ("sizes",)
     may_add_nonfinite = True
     arity = (4, 4)
     shapes = per_rank("x[i,c{h}] w[m,p{k}]:const b[m]:const s*[c]:const")
@@ -325,6 +328,7 @@ class MoveBiasBehindMatMul(Rule, family="linear"):
     """(x + t) @ w -> x @ w + t @ w  with w and t constant, t one number or one per column of x."""
 
     dtypes = NUMBERS
+    may_round_inputs = True
     shapes = either("x[...,a,k] w[k,n]:const", _row("t", "k"))
 
     def source(self, op: Op, x: Any, w: Any, t: Any) -> Any:
@@ -472,6 +476,7 @@ class FoldScaleBeforeGemm(_Gemm):
 class FoldBiasBeforeGemm(_Gemm):
     """gemm(x + t, w, b) -> gemm(x, w, b + t @ w)  with w, b and t constant, t one number or one per column."""
 
+    may_round_inputs = True
     shapes = either("x[a,k]", _WEIGHT, _BIAS, _row("t", "k")[:5])
 
     def source(self, op: Op, x: Any, w: Any, b: Any, t: Any) -> Any:

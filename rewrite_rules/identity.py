@@ -191,6 +191,7 @@ class CancelInvolution(_Unchanged):
 class RemoveNoopPad(_Unchanged):
     """pad(x, 0) -> x."""
 
+    may_lose_errors = ("sizes",)
     optional = ("value", "axes")
     shapes = "x pads:const"
 
@@ -233,6 +234,7 @@ class RemoveNoopReshape(RegionRule, family="identity"):
     Also Expand, Tile, Squeeze, Unsqueeze and Flatten.
     """
 
+    may_lose_errors = ("sizes", "indices")
     anchors = ("Reshape", "Expand", "Tile", "Squeeze", "Unsqueeze", "Flatten")
     examples = graphs(
         "(float[2,3] x) => (float[2,3] y) { s = Constant<value_ints=[2,3]>() y = Reshape(x, s) }",
@@ -257,6 +259,7 @@ class RemoveNoopReshape(RegionRule, family="identity"):
 class RemoveSingleton(RegionRule, family="identity"):
     """concat(x) -> x;  the same for Sum, Mean, Max and Min of one input, and a Split into one part."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Concat", "Sum", "Mean", "Max", "Min", "Split")
     examples = ("agraph (float[N,3] x) => (float[N,3] y) { y = Concat<axis=0>(x) }",)
 
@@ -272,6 +275,7 @@ class RemoveSingleton(RegionRule, family="identity"):
 class RemoveEmptyParts(RegionRule, family="identity"):
     """concat(x, e, y) -> concat(x, y)  when e has no elements along the axis."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Concat",)
     examples = ("agraph (float[N,3] x, float[N,0] e) => (float[N,3] y) { y = Concat<axis=1>(x, e) }",)
 

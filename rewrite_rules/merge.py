@@ -607,6 +607,7 @@ def _row_axis(op: str, attrs: Attrs, rank: int) -> int:
 class SplitConvsOverConcat(_SplitOverConcat):
     """conv([x|y|...], w, b) -> conv(x, w_x, b) + conv(y, w_y) + ...  for all readers of the Concat at once."""
 
+    may_lose_errors = ("sizes",)
     unpriced = True
     anchors = ("Concat",)
     examples: ClassVar[tuple[str, ...]] = (
@@ -625,6 +626,7 @@ class SplitConvsOverConcat(_SplitOverConcat):
 class SplitConvOverConcat(_SplitOverConcat):
     """conv([x|y|...], w, b) -> conv(x, w_x, b) + conv(y, w_y) + ...  for one reader among several."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Conv",)
     reads_from = ("Concat",)
     examples = (

@@ -205,6 +205,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
     -inf masks a whole row, its result is NaN.
     """
 
+    may_lose_errors = ("sizes",)
     contrib = True
     backend = "onnxruntime"
     dtypes = FLOAT

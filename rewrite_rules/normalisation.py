@@ -411,6 +411,7 @@ def _less_its_greatest(reader: Reader, value: Value) -> tuple[Value, tuple[int, 
 class FuseSoftmax(RegionRule, family="idioms"):
     """exp(x - max(x)) / sum(exp(x - max(x))) -> softmax(x)  along one axis;  the product with the reciprocal alike."""
 
+    may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "exp(a - b) = exp(a) / exp(b)"
     dtypes = WIDE
@@ -953,6 +954,7 @@ class SplitBatchNormalization(Rule, family="weights_algebra"):
     """batch_norm(x) -> x * f + (shift - mean * f)  with f = scale / sqrt(var + eps)."""
 
     dtypes = WIDE
+    may_round_inputs = True
     shapes = either(("x[n,c]", "x[n,c,h]", "x[n,c,h,k]", "x[n,c,h,k,t]"), "s*[c]:const")
     arity = (4, 4)
     near_misses = (

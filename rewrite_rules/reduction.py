@@ -133,6 +133,7 @@ class ReplaceUnitReduceBySqueeze(Rule, family="exports"):
     Not sums and the like of 64 bits, which ONNX Runtime takes for doubles: these round what is beyond 2^53.
     """
 
+    may_lose_errors = ("sizes",)
     shapes = "x[...] axes:const"
     examples = tuple(
         f"agraph (float[N,1,3] x) => (float[{out}] y) {{ i = Constant<value_ints = [{axis}]>()"
@@ -167,6 +168,7 @@ class MoveConstantBehindMean(Rule, family="weights_algebra"):
     """
 
     dtypes = WIDE
+    may_round_inputs = True
     optional = ("axes",)
     shapes = "x[...] c[...]:const axes:const"
     examples = graphs(

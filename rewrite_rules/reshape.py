@@ -33,6 +33,7 @@ def makers(reader: Reader, values: Sequence[Value], ops: Collection[str]) -> lis
 class MergeReshapes(RegionRule, family="reshape"):
     """reshape(reshape(x)) -> reshape(x), or x;  Squeeze, Unsqueeze and Flatten alike, in any mixture."""
 
+    may_lose_errors = ("sizes", "indices")
     anchors = VIEWS
     reads_from = VIEWS
     examples = graphs(
@@ -75,6 +76,7 @@ class CancelUnsqueeze(Rule, family="reshape"):
 class CancelSqueeze(Rule, family="reshape"):
     """unsqueeze(squeeze(x, axes), axes) -> x, whatever the dimensions."""
 
+    may_lose_errors = ("sizes",)
     shapes = "x a:const b:const"
     allow_multi_use = True
 
@@ -226,6 +228,7 @@ def _rows(reader: Reader, before: Value, after: Value) -> None:
 class PushReshapeThroughMatMul(RegionRule, family="reshape"):
     """reshape(x) @ w -> reshape(x @ w)  for a matrix w, when the reshape keeps the last dimension."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("MatMul",)
     reads_from = VIEWS
     examples = graphs(
@@ -254,6 +257,7 @@ class PushReshapeThroughMatMul(RegionRule, family="reshape"):
 class PushReshapeIntoMatMul(RegionRule, family="reshape"):
     """reshape(x @ w) -> reshape(x) @ w  for a matrix w, when the reshape keeps the last dimension."""
 
+    may_lose_errors = ("sizes",)
     nonempty = True
     anchors = VIEWS
     examples = graphs(
@@ -285,6 +289,7 @@ class PullUnsqueezeOutOfConcat(RegionRule, family="reshape"):
     The steps of an unrolled recurrence are stacked so; one view is left of many.
     """
 
+    may_lose_errors = ("sizes",)
     anchors = ("Concat",)
     reads_from = ("Unsqueeze",)
     examples = graphs(

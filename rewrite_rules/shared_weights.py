@@ -44,6 +44,7 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
     taken from it at once, and it is not cut at all where they are the whole of it.
     """
 
+    may_lose_errors = ("sizes",)
     anchors = ("MatMul", "Gemm")
     dtypes = FLOATS
     examples = graphs(

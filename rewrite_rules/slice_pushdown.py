@@ -465,6 +465,7 @@ class _PushSliceThroughParts(_PushSlice):
 class PushSliceThroughUnary(_PushSlice):
     """slice(f(x)) -> f(slice(x))  for f element by element, of one input;  Gather alike."""
 
+    may_lose_errors = ("sizes",)
     operators, reads_from = _above(*UNARY)
     examples = graphs(
         "(float[N,6] x) => (float[N] y) { a = Relu(x) y = Gather<axis=1>(a, 0) }",
@@ -542,6 +543,7 @@ class PushSliceThroughNormalization(_PushSlice):
 class PushSliceIntoMatMul(_PushSlice):
     """slice(x @ w) -> slice(x) @ w  for rows,  x @ slice(w)  for columns,  both  for other dimensions."""
 
+    may_lose_errors = ("sizes",)
     operators, reads_from = _above("MatMul")
     examples = graphs(
         "(float[N,S,4] x, float[4,3] w) => (float[N,3] y) { a = MatMul(x, w) y = Gather<axis=1>(a, 0) }",
@@ -570,6 +572,7 @@ class PushSliceIntoMatMul(_PushSlice):
 class PushSliceIntoGemm(_PushSlice):
     """slice(gemm(x, w, b)) -> gemm(slice(x), w, b)  for rows,  gemm(x, slice(w), slice(b))  for columns."""
 
+    may_lose_errors = ("sizes",)
     operators, reads_from = _above("Gemm")
     dtypes = FLOATS
     examples = graphs(
@@ -597,6 +600,7 @@ class PushSliceIntoAttention(_PushSlice):
     Along batch and heads all inputs are cut; along the features of the result only the values.
     """
 
+    may_lose_errors = ("sizes",)
     operators, reads_from = _above("Attention")
     needs_some = operators
     dtypes = FLOATS
@@ -664,6 +668,7 @@ class PushSliceThroughTranspose(_PushSlice):
 class PushSliceThroughReshape(RegionRule, family="demand"):
     """slice(reshape(x)) -> reshape(slice(x))  along a dimension that stays whole;  the other views alike."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Slice", "Gather")
     reads_from = VIEWS
     examples = graphs(
@@ -759,6 +764,7 @@ class PushSliceThroughMovement(_PushSliceThroughParts):
     Along dimensions that do not come from the indices, the data of a Gather are cut. An Expand makes fewer positions.
     """
 
+    may_lose_errors = ("sizes", "indices")
     parts = (_ThroughConcat(), _IntoGather(), _ThroughExpand())
     examples = graphs(
         "(float[N,5,2] x, float[N,5,3] z) => (float[N,5] y) { a = Concat<axis=2>(x, z) y = Gather<axis=1>(a, 0) }",
@@ -937,6 +943,7 @@ class PushSliceThroughWindows(_PushSliceThroughParts):
     convolution the groups of x.
     """
 
+    may_lose_errors = ("sizes",)
     parts = (_ThroughConv(), _ThroughPool(), _ThroughPad())
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
     near_misses = graphs(
@@ -1032,6 +1039,7 @@ _CELLS = ("LSTM", "GRU", "RNN")
 class ReplaceLastStepByFinalState(RegionRule, family="demand"):
     """lstm(x).y[-1] -> lstm(x).y_h  forwards, y[0] backwards;  GRU and RNN alike."""
 
+    may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "no property: but numbers pass so many gates that the bound of a proof would mean nothing"
     anchors = ("Slice", "Gather")
@@ -1305,6 +1313,7 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
     Here s = scale * (q @ v_h^T) @ x^T, since q @ a_h^T is the same for all keys: neither keys nor values are computed.
     """
 
+    may_lose_errors = ("sizes",)
     proof = "numeric"
     relies_on = "a softmax is that of its input and any number; the scale of Attention, rounded to float32"
     # Attention gives zeros for a row that -inf masks completely. If a number of x is infinite, the order of the sums

@@ -123,6 +123,7 @@ class MergeConcatOfPieces(RegionRule, family="slices"):
     The pieces may be outputs of a Split, Slices, or Gathers of consecutive constants, in one run or several.
     """
 
+    may_lose_errors = ("sizes",)
     anchors = ("Concat",)
     examples = graphs(
         "(float[N,6] x) => (float[N,6] y) { a, b, c = Split<axis=1>(x, [1, 2, 3]) y = Concat<axis=1>(a, b, c) }",
@@ -168,6 +169,7 @@ class MergeStackOfPieces(RegionRule, family="slices"):
     a position may be reshaped, as long as the Concat's axis falls between two of them.
     """
 
+    may_lose_errors = ("sizes",)
     anchors = ("Concat",)
     examples = graphs(
         "(float[2,3,4] x) => (float[6,4] y) "
@@ -231,6 +233,7 @@ class MergeStackOfPieces(RegionRule, family="slices"):
 class MergeSlices(RegionRule, family="slices"):
     """x[a:b][c:d] -> x[a+c:a+d]  along one axis. The first may be a Split, the second a Gather."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Slice", "Gather")
     examples = graphs(
         "(float[N,6] x) => (float[N,2] y) { a = Slice(x, [1], [5], [1]) y = Slice(a, [1], [3], [1]) }",
@@ -345,6 +348,7 @@ def _concat_along(reader: Reader, value: Value, axis: int) -> tuple[Node, list[i
 class CancelSplitOfConcat(RegionRule, family="slices"):
     """split(concat(a, b, c)) -> a, concat(b, c)  when it cuts only between parts."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Split",)
     reads_from = ("Concat",)
     examples = graphs(
@@ -375,6 +379,7 @@ class CancelSplitOfConcat(RegionRule, family="slices"):
 class PushSliceIntoConcat(RegionRule, family="slices"):
     """slice(concat(a, b, c)) -> slice(b), or a concat of the parts that it touches;  Gather by a constant alike."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Slice", "Gather")
     reads_from = ("Concat",)
     examples = graphs(
@@ -429,6 +434,7 @@ class MergeSplits(RegionRule, family="slices"):
 class ReplaceSplitBySlice(RegionRule, family="slices"):
     """split(x) -> slice(x)  when only one part is read."""
 
+    may_lose_errors = ("sizes",)
     anchors = ("Split",)
     examples = graphs(
         "(float[N,6] x) => (float[N,4] y) { a, b = Split<axis=1>(x, [2, 4]) y = Relu(b) }",
@@ -603,6 +609,7 @@ class PushPoolIntoConcat(_PushIntoConcat):
 class PullPoolOutOfConcat(_PullOutOfConcat):
     """concat(pool(x), pool(y)) -> pool(concat(x, y))  for a concat of channels."""
 
+    may_lose_errors = ("sizes",)
     reads_from = _POOLS
     examples = graphs(
         "(float[N,2,4,4] x, float[N,3,4,4] z) => (float[N,5,1,1] y) "
@@ -794,6 +801,7 @@ class PullBinaryOutOfSplit(RegionRule, family="slices"):
     An operand that all parts share, and that broadcasts along the axis, need not be constant.
     """
 
+    may_lose_errors = ("sizes",)
     anchors = ("Split",)
     examples = graphs(
         "(float[N,5] x) => (float[N,2] y, float[N,3] z) "
@@ -849,6 +857,7 @@ class PushBinaryIntoConcat(RegionRule, family="slices"):
     The other operands broadcast along the axis, are constant (and sliced), or concatenations of the same sizes.
     """
 
+    may_lose_errors = ("sizes",)
     anchors = BROADCAST
     reads_from = ("Concat",)
     examples = graphs(

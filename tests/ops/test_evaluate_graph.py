@@ -279,3 +279,13 @@ def test_field_pools_pad_with_the_reserved_symbol() -> None:
     x = np.zeros((1, 1, 2, 2))
     pooled = node("MaxPool", x, kernel_shape=(3, 3), pads=(1, 1, 1, 1))
     np.testing.assert_array_equal(pooled, np.zeros((1, 1, 2, 2)))
+
+
+def test_what_numpy_takes_for_something_else_is_refused() -> None:
+    """NumPy takes any negative size for -1, and none of -1 elements."""
+    x, one = np.ones(4), np.array([-1], np.int64)
+    with pytest.raises(ValueError, match="Reshape"):
+        evaluate_node("Reshape", NO_ATTRS, [x, np.array([1, -4], np.int64)], 1)
+    with pytest.raises(ValueError, match="TopK"):
+        evaluate_node("TopK", NO_ATTRS, [x, one], 2)
+    assert evaluate_node("Reshape", NO_ATTRS, [x, one], 1)[0].shape == (4,)

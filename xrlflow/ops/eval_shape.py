@@ -31,6 +31,8 @@ def _reshape(field: Field, attrs: Attrs, x: Array, shape: Array) -> Array:
     target = shape.tolist()
     if not integer(attrs, "allowzero", 0):
         target = [x.shape[i] if d == 0 else d for i, d in enumerate(target)]
+    if min(target, default=0) < -1:  # NumPy takes any negative number for -1
+        raise ValueError(f"Reshape to {target}")
     return x.reshape(target)
 
 
@@ -363,6 +365,8 @@ def _top_k(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[An
     assert x is not None
     assert k is not None
     axis = integer(attrs, "axis", -1)
+    if k.item() < 0:  # NumPy would take none
+        raise ValueError(f"TopK of {k.item()} elements")
     if integer(attrs, "largest", 1):
         backwards = np.argsort(np.flip(x, axis), axis=axis, kind="stable")
         order = x.shape[axis] - 1 - np.flip(backwards, axis)

@@ -163,7 +163,7 @@ def prove_rules(
 
 
 def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
-    """For each rule: name, family, equation, backend, kind of proof, assumption, and the rules that it composes."""
+    """For each rule: name, family, equation, backend, kind of proof, what it assumes or may lose, what it composes."""
     return [
         {
             "name": r.name,
@@ -174,6 +174,8 @@ def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[
             "proof": r.proof,
             "relies_on": r.relies_on,
             "assumes": r.assumes,
+            "may_round_inputs": r.may_round_inputs,
+            "may_lose_errors": list(r.may_lose_errors),
             "composite_of": list(r.composite_of),
         }
         for r in _chosen(names, own)

@@ -181,6 +181,12 @@ def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
             proof = f"{proof}; it relies on this: {rule.relies_on}"
         if rule.assumes:
             proof = f"{proof}; it assumes: {rule.assumes}"
+        if rule.may_round_inputs:
+            proof = f"{proof}; it may lose digits that cancel"
+        if rule.may_lose_errors:
+            proof = (
+                f"{proof}; it may have a value where the original fails: {', '.join(rule.may_lose_errors)}"
+            )
         if context.options.trust_rules and name not in ours:
             proof = "not proven: a rule of your own, used with --trust-rules"
         yield RuleText(name, rule.family, rule.equation, proof)

@@ -177,7 +177,8 @@ def tried_bindings(
     yield from (drawn() for _ in range(3))
 
 
-def _shape(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
+def shape_of(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes of a type whose names are bound to `numbers`. What is not known is 2, or the number of ""."""
     return tuple(d if isinstance(d, int) else numbers.get(d or "", 2) for d in type.shape or ())
 
 
@@ -233,7 +234,7 @@ def draw_feeds(
     kept = placing(problem) if wide else frozenset[Value]()
     feeds: Feeds = {}
     for value, type in [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]:
-        shape = _shape(type, numbers)
+        shape = shape_of(type, numbers)
         if type.dtype in FLOATS:
             feeds[value] = floats(shape, type.dtype)
         elif numpy_dtype(type.dtype).kind == "b":
@@ -249,16 +250,16 @@ def draw_feeds(
 
 def too_large(problem: Problem) -> bool:
     """Whether a tensor has too many elements to be evaluated."""
-    return _elements(problem) > _MOST_ELEMENTS
+    return elements(problem) > _MOST_ELEMENTS
 
 
 def large(problem: Problem) -> bool:
     """Whether a tensor is so large that only a few such graphs are tested."""
-    return _elements(problem) > _LARGE
+    return elements(problem) > _LARGE
 
 
 @lru_cache(maxsize=256)
-def _elements(problem: Problem) -> int:
+def elements(problem: Problem) -> int:
     """The number of elements of the largest tensor, padded inputs of windows included. Symbols count as 2."""
     graph = problem.graph
     padded = [1]
@@ -266,10 +267,10 @@ def _elements(problem: Problem) -> int:
         window = [v for name in ("pads", "dilations") if isinstance(v := node.attrs.get(name), tuple)]
         inner = (abs(v) for numbers in window for v in numbers if isinstance(v, int))
         padded.append(
-            math.prod(_shape(graph.type(node.inputs[0]), {})) * max(inner, default=0) if window else 1
+            math.prod(shape_of(graph.type(node.inputs[0]), {})) * max(inner, default=0) if window else 1
         )
     types = [*(problem.type(v) for v in graph.inputs), *(t for n in graph.nodes() for t in n.types)]
-    return max(*padded, *(math.prod(_shape(t, {})) for t in types))
+    return max(*padded, *(math.prod(shape_of(t, {})) for t in types))
 
 
 class Unusable(Exception):
@@ -301,7 +302,7 @@ def usable(problem: Problem, rng: np.random.Generator) -> bool:
     """Whether the graph can be evaluated. ONNX's inference admits some inputs that operators refuse."""
     for numbers in tried_bindings(problem, rng):
         try:
-            feeds = draw_feeds(problem, numbers, rng, _floats(rng, "positive", 1.0))
+            feeds = draw_feeds(problem, numbers, rng, drawn_floats(rng, "positive", 1.0))
             evaluate_graph(problem.graph, feeds, MACHINE)
         except NotEvaluable:
             return True  # we cannot tell
@@ -421,14 +422,14 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     numeric = rule.proof == "numeric"
     tolerance = _ROUNDED if numeric else _REORDERED
     for turn, (kind, size) in enumerate(magnitudes(case, numeric)):
-        found = _evaluated(case, rng, _floats(rng, kind, size), wide=turn % 2 == 1)
+        found = _evaluated(case, rng, drawn_floats(rng, kind, size), wide=turn % 2 == 1)
         if found is None:
             continue
         _compare_case(case, *found, tolerance, rule)
         done += 1
     for turn, special in enumerate((np.nan, np.inf, -np.inf, -0.0)):
         # An empty sum is 0, but in another order of operations 0 times infinity is NaN: hence `nonempty`.
-        normal = _floats(rng, "normal", 1.0)
+        normal = drawn_floats(rng, "normal", 1.0)
         found = _evaluated(case, rng, normal, special, wide=turn % 2 == 0, nonempty=rule.nonempty)
         if found is None:
             continue
@@ -460,7 +461,9 @@ def _evaluated(
     return None
 
 
-def _floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
+def drawn_floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
+    """Draws numbers of the standard normal distribution times `size`; of the kind "positive" from 0.05 on."""
+
     def drawn(shape: tuple[int, ...], dtype: DType) -> Array:
         numbers = rng.standard_normal(shape)
         if kind == "positive":
@@ -581,7 +584,7 @@ def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> R
     if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):
         return None  # the runtime takes no NumPy arrays of this type
     try:
-        found = _evaluated(case, rng, _floats(rng, "positive", 1.0), wide=wide)
+        found = _evaluated(case, rng, drawn_floats(rng, "positive", 1.0), wide=wide)
     except NotEvaluable:
         return None
     if found is None:

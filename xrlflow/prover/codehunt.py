@@ -43,8 +43,10 @@ from xrlflow.prover.cases import (
 )
 from xrlflow.prover.code import CodeMutant, Compiled, forget, functions_of, mutants_of, places_of, put
 from xrlflow.prover.draw import Draw
+from xrlflow.prover.errors import check_errors
 from xrlflow.prover.growth import grown
 from xrlflow.prover.proof import Proof, different, in_turn, library_of
+from xrlflow.prover.ranges import check_ranges
 from xrlflow.prover.reached import Line, lines_run
 from xrlflow.prover.sketch import Problem, sketch_of
 from xrlflow.prover.variations import at_limit
@@ -378,6 +380,8 @@ class CodeHunt:
             if self.rule.proof == "field":
                 check_field(case, self.rng, 0.5)
             check_floats(case, self.rng, self.rule)
+            check_ranges(case, self.rng, self.rule)
+            check_errors(case, self.rng, self.rule)
             whole = bool(whole_types(case))
             if whole or (run and _is_static(case)):
                 check_runtime(case, self.rng, wide=whole)

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from typing import Protocol
 
 import numpy as np
 
-from xrlflow.ir import FLOATS, Graph, TensorType, Value
+from xrlflow.ir import FLOATS, Dim, Graph, TensorType, Value
 from xrlflow.ops.evaluate import REALS, NotEvaluable, evaluate_node, promote
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.cases import (
@@ -26,7 +27,10 @@ from xrlflow.prover.cases import (
     usable,
     whole_types,
 )
+from xrlflow.prover.errors import check_errors
+from xrlflow.prover.machine import integers
 from xrlflow.prover.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
+from xrlflow.prover.ranges import check_ranges
 from xrlflow.prover.sketch import Problem
 from xrlflow.rewrite import AnyRule, Library, Val, without
 from xrlflow.rewrite.rule import Site
@@ -35,6 +39,8 @@ from xrlflow.rewrite.rule import Site
 _FIRST, _THOROUGH = 10, 40
 # So many draws must agree if two operators are to count as equivalent.
 _DRAWS = 4
+# The sizes that named dimensions get in them, the most elements of a tensor, and the scale of large floats.
+_SMALL_SIZES, _LARGE_SIZES, _MOST_ELEMENTS, _LARGE_NUMBERS = (1, 2, 3, 4), (1, 2, 130, 2050), 1 << 19, 1e5
 
 _SAME = "equivalent: on other inputs of these types, too, the operator computes the same so"
 _BROADCASTS = "equivalent: only the shape differs, and what reads it broadcasts"
@@ -124,6 +130,8 @@ class Hunt:
             if thorough:
                 for wide in {False, bool(whole_types(case))}:
                     said |= check_runtime(case, self.rng, wide) is not None
+                said |= check_ranges(case, self.rng, self.rule)
+                check_errors(case, self.rng, self.rule)
             if not said or thorough:
                 said |= check_floats(case, self.rng, self.rule) > 0
         except Wrong:
@@ -258,7 +266,7 @@ class _Tried:
 
 
 def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) -> str | None:
-    """Compare a mutant's operator alone with the right one, on random inputs of the same types.
+    """Compare a mutant's operator alone with the right one, on random inputs of the same types, also on large ones.
 
     Returns an explanation if they are equivalent, "" if they differ, and None if the right operator takes none of the
     drawn inputs.
@@ -266,16 +274,17 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
     if builder.right is None or builder.wrong is None:
         return ""
     verdict, drawn = _SAME, 0
-    for _ in range(4 * _DRAWS):
-        known: dict[Value, Array] = {}
-        sizes: dict[str, int] = {}
+    for turn in range(4 * _DRAWS):
+        drawn_values = _Drawn(rng, wide=turn % 2 == 1)
         try:
-            right = _alone(case, builder.right, known, sizes, rng)
+            right = _alone(case, builder.right, drawn_values)
         except Exception:  # the operator does not take the drawn inputs
             continue
         try:
-            wrong = _alone(case, builder.wrong, known, sizes, rng)
+            wrong = _alone(case, builder.wrong, drawn_values)
             for a, b in zip(right, wrong, strict=True):
+                if a.dtype != b.dtype:
+                    return ""
                 if a.shape != b.shape:
                     verdict = _BROADCASTS
                 shape = np.broadcast_shapes(a.shape, b.shape)
@@ -292,13 +301,42 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
     return verdict if drawn else None
 
 
-def _alone(
-    case: Case, call: Call | Val, known: dict[Value, Array], sizes: dict[str, int], rng: np.random.Generator
-) -> tuple[Array, ...]:
-    """The outputs of an operator for random inputs. Inputs in `known` are used; drawn ones are added to it."""
+@dataclass(slots=True)
+class _Drawn:
+    """Random inputs of operators, and the sizes of dimensions that have a name.
+
+    With `wide`, integers are drawn from their whole range, floats are large, and dimensions too.
+    """
+
+    rng: np.random.Generator
+    wide: bool
+    values: dict[Value, Array] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def size(self, dim: Dim) -> int:
+        if isinstance(dim, int):
+            return dim
+        options = _LARGE_SIZES if self.wide else _SMALL_SIZES
+        return self.sizes.setdefault(dim or "", int(self.rng.choice(options)))
+
+    def of(self, type: TensorType) -> Array:
+        """Raises ValueError for a tensor that is too large."""
+        shape = tuple(map(self.size, type.shape or ()))
+        if prod(shape) > _MOST_ELEMENTS:
+            raise ValueError("it is too large")
+        if type.dtype in FLOATS:
+            return self.rng.standard_normal(shape) * (_LARGE_NUMBERS if self.wide else 1.0)
+        dtype = numpy_dtype(type.dtype)
+        if self.wide and dtype.kind in "iu":
+            return integers(self.rng, shape, dtype)
+        return self.rng.integers(0, 2 if dtype.kind == "b" else 4, shape).astype(dtype)
+
+
+def _alone(case: Case, call: Call | Val, drawn: _Drawn) -> tuple[Array, ...]:
+    """The outputs of an operator for random inputs, which are drawn once."""
     graph = case.before
     if isinstance(call, Val):
-        return (_number(case, graph, call.value, call.type, known, sizes, rng),)
+        return (_number(case, graph, call.value, call.type, drawn),)
     scratch = ProofBuilder(graph)
     made = scratch.node(call.op, *call.inputs, **call.named)
     if not scratch.drafts:  # a constant
@@ -306,35 +344,14 @@ def _alone(
     draft = scratch.drafts[-1]
     types = {v.value: v.type for v in call.inputs if isinstance(v, Val)}
     arrays = [
-        _number(case, graph, v, types.get(v) or graph.type(v), known, sizes, rng) if v else None
-        for v in draft.inputs
+        _number(case, graph, v, types.get(v) or graph.type(v), drawn) if v else None for v in draft.inputs
     ]
     return evaluate_node(draft.op, draft.attrs, arrays, len(draft.types))[: len(draft.types)]
 
 
-def _number(
-    case: Case,
-    graph: Graph,
-    value: Value,
-    type: TensorType,
-    known: dict[Value, Array],
-    sizes: dict[str, int],
-    rng: np.random.Generator,
-) -> Array:
+def _number(case: Case, graph: Graph, value: Value, type: TensorType, drawn: _Drawn) -> Array:
     const = graph.leaves.consts.get(value)
-    if value not in known:
-        if const is not None and value not in case.problem.opaque:
-            known[value] = promote(REALS, const.numpy())
-        else:
-            shape = tuple(
-                d if isinstance(d, int) else sizes.setdefault(d or "", int(rng.integers(1, 5)))
-                for d in type.shape or ()
-            )
-            known[value] = (
-                rng.standard_normal(shape)
-                if type.dtype in FLOATS
-                else rng.integers(0, 2 if numpy_dtype(type.dtype).kind == "b" else 4, shape).astype(
-                    numpy_dtype(type.dtype)
-                )
-            )
-    return known[value]
+    if value not in drawn.values:
+        known = const is not None and value not in case.problem.opaque
+        drawn.values[value] = promote(REALS, const.numpy()) if known and const is not None else drawn.of(type)
+    return drawn.values[value]

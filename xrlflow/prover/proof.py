@@ -42,6 +42,7 @@ from xrlflow.prover.cases import (
     check_runtime,
     find_cases,
     large,
+    symbols,
     too_large,
     usable,
     whole_types,
@@ -49,8 +50,11 @@ from xrlflow.prover.cases import (
 from xrlflow.prover.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.prover.draw import Draw, T
 from xrlflow.prover.equivalence_classes import Kind, Meaningless, Unlucky
+from xrlflow.prover.errors import check_errors
 from xrlflow.prover.mutation_testing import Hunt, Hunted, Survivor
 from xrlflow.prover.patterns import dimension_of, draw_pattern, pattern_kinds
+from xrlflow.prover.ranges import at_sizes, check_ranges, converted
+from xrlflow.prover.rounding import check_rounding
 from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build, sketch_of
 from xrlflow.prover.thresholds import limits, watch, written
 from xrlflow.prover.variations import (
@@ -85,6 +89,8 @@ _AT_LIMITS = 3
 _LARGE = 8
 # So many of these graphs are tried: half for numbers of the rule, half for numbers of its cases.
 _AROUND_LIMITS = 600
+# So many graphs are tried with sizes beyond what narrow types hold.
+_AT_RANGES = 96
 # These numbers are always tried, for limits that are computed and written nowhere.
 _WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
 # A case may lose at most so many bits of float32. A case that seems to lose more is run again so many times.
@@ -116,6 +122,7 @@ class Certificate:
     float_draws: int
     runtime_cases: int
     bits: float | None
+    lost: float
     mutants: int
     mutants_rejected: int
     mutants_by_kind: dict[str, tuple[int, int]]
@@ -147,6 +154,8 @@ class Proof:
     library: Library = field(init=False)
     draw: Draw = field(init=False)
     rng: np.random.Generator = field(init=False)
+    # Later tests draw from this, so that what the others draw does not depend on them.
+    own_rng: np.random.Generator = field(init=False)
     source: Source = field(init=False)
     coverage: Coverage = field(init=False)
     seen: set[object] = field(default_factory=set)
@@ -164,8 +173,10 @@ class Proof:
     float_draws: int = 0
     runtime_cases: int = 0
     bits: float = -float("inf")
+    lost: float = 1.0
     large: int = 0
     at_their_limits: bool = False
+    ranged: list[Case] = field(default_factory=list)
     tried: list[Problem] = field(default_factory=list)
     whole: Counter[DType] = field(default_factory=Counter)
     in_runtime: bool = True
@@ -175,7 +186,7 @@ class Proof:
         # What the rule assumes of the processor may not hold here.
         self.in_runtime = self.rule.assumes != "vnni" or not saturates()
         self.draw = Draw(digest(self.rule.name) ^ self.seed)
-        self.rng = self.draw.rng
+        self.rng, self.own_rng = self.draw.rng, np.random.default_rng(digest(self.rule.name) ^ self.seed)
         self.source = Source.of(self.rule, self.draw)
         self.coverage = Coverage.of(self.source.kinds)
         self.conditions = own_conditions(self.rule)
@@ -207,6 +218,25 @@ class Proof:
             if self.failures:
                 break
             self.take(problem, always=len(self.cases) < tested + CASES)
+        self.at_ranges()
+
+    def at_ranges(self) -> None:
+        """Test graphs with sizes beyond what the narrow types hold that a case converts integers into."""
+        kinds: dict[object, list[Case]] = {}
+        for case in self.cases:
+            if types := converted(case):
+                kinds.setdefault((types, bool(symbols(case.problem))), []).append(case)
+        chosen = [c for alike in kinds.values() for c in alike[:_AT_LIMITS]]
+        draw = Draw(self.seed)
+        for problem in islice(in_turn(*(at_sizes(c, draw) for c in chosen)), _AT_RANGES):
+            cases, refusals = self.found(problem)
+            self.refused.update(map(str, refusals))
+            for case in cases[:1] if not self.failures else ():
+                try:
+                    if check_ranges(case, self.own_rng, self.rule):
+                        self.ranged.append(case)
+                except (Wrong, RuleError) as error:
+                    self.fail(str(error), case.before)
 
     def at_limits(self) -> Iterator[Problem]:
         """Graphs with numbers and sizes around those that the rule compares with and those of admitted cases."""
@@ -349,6 +379,11 @@ class Proof:
             draws = 0
         self.float_draws += draws
         said |= draws > 0
+        if self.rule.assumes != "approximate" and len(self.cases) < CASES:
+            lost = check_rounding(case, self.own_rng, self.rule, len(self.cases))
+            self.lost = max(self.lost, lost or 1.0)
+        check_errors(case, self.own_rng, self.rule)
+        said |= check_ranges(case, self.own_rng, self.rule)
         whole = whole_types(case)
         wide = any(self.whole[t] < _RUNTIME_OF_TYPE for t in whole)
         if self.in_runtime and (self.runtime_cases < _RUNTIME_CASES or wide):
@@ -400,10 +435,10 @@ class Proof:
 
     def further_cases(self) -> list[Case]:
         """More cases, for mutants of the target that survive the first ones."""
-        cases: list[Case] = []
+        cases = list(self.ranged)
         for problem in self.directed(_FURTHER):
             cases += self.found(problem)[0][:1]
-            if len(cases) >= CASES:
+            if len(cases) >= len(self.ranged) + CASES:
                 break
         return cases
 
@@ -458,6 +493,7 @@ class Proof:
             float_draws=self.float_draws,
             runtime_cases=self.runtime_cases,
             bits=self.bits if math.isfinite(self.bits) else None,
+            lost=self.lost,
             mutants=found.mutants,
             mutants_rejected=found.mutants - len(found.survivors),
             mutants_by_kind=found.by_kind,

@@ -144,13 +144,19 @@ def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
     """All sketches in which one dimension, or all of one size, has the size `limit` or one next to it."""
     sketch = replace(sketch, drawn=frozenset(), dims={})
     for size in (n for n in around(limit) if n <= LARGEST):
-        for old in _all_sizes(sketch):
+        for old in all_sizes(sketch):
             yield resize_to(sketch, old, size, draw)
         for at, type in enumerate(sketch.inputs):
             shape = type.shape if at not in sketch.hidden else None
             for place in range(len(shape or ())):
-                dims = shape or ()
-                yield _with_input(sketch, at, replace_dims(type, (*dims[:place], size, *dims[place + 1 :])))
+                yield with_dimension(sketch, at, place, size)
+
+
+def with_dimension(sketch: Sketch, at: int, place: int, size: int) -> Sketch:
+    """The sketch with another size for one dimension of one input."""
+    type = sketch.inputs[at]
+    dims = type.shape or ()
+    return _with_input(sketch, at, replace_dims(type, (*dims[:place], size, *dims[place + 1 :])))
 
 
 def numbers_of(sketch: Sketch) -> set[int]:
@@ -194,11 +200,11 @@ def forget(sketch: Sketch, draw: Draw) -> Sketch:
 
 def resize(sketch: Sketch, draw: Draw) -> Sketch:
     """Replace one size by another everywhere, in constant shapes too. The structure stays the same."""
-    numbers = _all_sizes(sketch)
+    numbers = all_sizes(sketch)
     return resize_to(sketch, draw.choice(numbers), draw.integer(1, 5), draw) if numbers else sketch
 
 
-def _all_sizes(sketch: Sketch) -> list[int]:
+def all_sizes(sketch: Sketch) -> list[int]:
     """The sizes above 1 of inputs and of float constants."""
     of_inputs = (d for t in sketch.inputs for d in t.shape or () if isinstance(d, int))
     of_consts = (d for c in sketch.consts if c.dtype in FLOATS for d in c.array.shape)
@@ -208,7 +214,7 @@ def _all_sizes(sketch: Sketch) -> list[int]:
 def square(sketch: Sketch, draw: Draw) -> Sketch:
     """Make all sizes above 1 equal, so that axes and operands can be exchanged."""
     size = draw.integer(2, 4)
-    for old in _all_sizes(sketch):
+    for old in all_sizes(sketch):
         sketch = resize_to(sketch, old, size, draw)
     return sketch
 

@@ -328,6 +328,13 @@ class _Declared:
     # Where the left side is infinite or NaN although the exact result is a number (overflow of an exponential, softmax
     # of -inf alone), the right side may be that number.
     may_remove_nonfinite: ClassVar[bool] = False
+    # Where terms nearly cancel, the right side may lose digits that the left side has: as many as one more rounding of
+    # each input would cost. Reasons: a sum that is grouped otherwise, x * (y - z) as x * y - x * z. Inputs are mostly
+    # rounded results themselves. What loses more assumes "approximate".
+    may_round_inputs: ClassVar[bool] = False
+    # Where the left side fails, the right side may have a value: for sizes that do not fit together ("sizes"), for an
+    # index or a size that is an operand and out of range ("indices").
+    may_lose_errors: ClassVar[tuple[Literal["sizes", "indices"], ...]] = ()
     # It needs sizes from 1: if a dimension is 0, ONNX Runtime refuses an operator of the right side or leaves its
     # result uninitialised.
     nonempty: ClassVar[bool] = False

@@ -1,0 +1,320 @@
+"""Tests numbers and sizes around what each element type holds.
+
+An index goes through int8 unharmed up to 127, a size through float16 up to 2,048. No small graph shows more. So if a
+side converts integers or booleans into a narrower type, dimensions get sizes just beyond what that type holds, and
+inputs get numbers around it. Wherever the left side rounds nothing, the right side must not round anything either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from xrlflow.ir import FLOATS, INTEGERS, DType, Graph, Node, TensorType, mix
+from xrlflow.ops.evaluate import NotEvaluable
+from xrlflow.ops.field import Array
+from xrlflow.ops.schema import canonical_attrs
+from xrlflow.ops.tensors import numpy_dtype
+from xrlflow.prover.cases import (
+    Case,
+    Feeds,
+    Wrong,
+    bindings,
+    compare,
+    elements,
+    placing,
+    says_where,
+    shape_of,
+    symbols,
+)
+from xrlflow.prover.draw import Draw
+from xrlflow.prover.machine import MACHINE, evaluation, integers, round_to
+from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build
+from xrlflow.prover.variations import all_sizes, replace_dims, resize_to, with_dimension
+from xrlflow.rewrite import AnyRule
+
+# For each narrow type the greatest number up to which it holds every integer. (No dimension exceeds int32.)
+HOLDS: Mapping[DType, int] = {
+    DType.INT4: 7,
+    DType.UINT4: 15,
+    DType.INT8: 127,
+    DType.UINT8: 255,
+    DType.BFLOAT16: 1 << 8,
+    DType.FLOAT16: 1 << 11,
+    DType.INT16: (1 << 15) - 1,
+    DType.UINT16: (1 << 16) - 1,
+    DType.FLOAT: 1 << 24,
+}
+# The greatest numbers of float types, for casts.
+_GREATEST = {DType.FLOAT16: 65504.0, DType.BFLOAT16: 3.3895e38, DType.FLOAT: 3.4028e38}
+# Graphs of a few of these operators may have larger tensors than others.
+_CHEAP = frozenset({
+    "Add", "ArgMax", "ArgMin", "Cast", "Concat", "Equal", "Gather", "Greater", "Identity", "Less", "Mul", "Not",
+    "ReduceSum", "Reshape", "Shape", "Size", "Squeeze", "Sub", "Transpose", "Unsqueeze",
+})  # fmt: skip
+_SIZES = frozenset({"Shape", "Size"})
+# Operators whose results grow with the sizes of their inputs (with all those that reduce).
+_COUNTS = _SIZES | {
+    "ArgMax", "ArgMin", "Conv", "ConvInteger", "CumSum", "Einsum", "Gemm", "Loop", "MatMul", "MatMulInteger", "MaxPool",
+    "NonZero", "Range", "Scan", "TopK", "Unique",
+}  # fmt: skip
+_MOST_NODES, _MOST_ELEMENTS, _MOST_CHEAP = 8, 1 << 19, 1 << 25
+# The most elements of the inputs of a graph with bodies, whose inner sizes are not inferred.
+_MOST_UNTOLD = 1 << 12
+# Tolerances: for another order of float64 operations and constants rounded to float32, relative to the largest number
+# of an output; and for floats that are computed from integers, in roundings of the coarsest type of the left side.
+_ROUNDED, _UNITS = 2.0**-20, 64.0
+_UNIT = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT: 2.0**-24}
+
+Filling = Literal["high", "low", "mixed"]
+
+
+def counted(graph: Graph) -> frozenset[DType]:
+    """The narrow types into which a graph converts integers or booleans, or what is computed from them."""
+    whole = {v for v in graph.inputs if graph.type(v).dtype not in FLOATS}
+    found = set[DType]()
+    for node in graph.topological():
+        if node.const:
+            continue
+        read = [v for i, v in enumerate(node.inputs) if v in whole and not _selects(node.op, i)]
+        types = {graph.type(v).dtype for v in node.inputs if v}
+        for value, type in zip(node.outputs, node.types):
+            if read or type.dtype not in FLOATS:
+                whole.add(value)
+                if type.dtype in HOLDS and type.dtype not in types:
+                    found.add(type.dtype)
+    return frozenset(found)
+
+
+def _selects(op: str, place: int) -> bool:
+    """Whether an input says which elements are taken, and is not computed with."""
+    return (op, place) in (("Where", 0), ("Compress", 1)) or (says_where(op, place) and op != "Range")
+
+
+@lru_cache(maxsize=256)
+def converted(case: Case) -> frozenset[DType]:
+    """The narrow types into which a side of a case converts integers."""
+    return counted(case.before) | counted(case.after)
+
+
+def counts(case: Case) -> bool:
+    """Whether a size or a place becomes a number on a side of a case, or a number says where something is."""
+    nodes = (*case.before.nodes(), *case.after.nodes())
+    return any(n.op in _COUNTS or n.op.startswith("Reduce") for n in nodes) or any(
+        case.before.type(v).dtype in INTEGERS for v in placing(case.problem) & set(case.before.inputs)
+    )
+
+
+def beyond(types: frozenset[DType]) -> list[int]:
+    """Sizes at which a number or a place no longer fits one of these types, in ascending order."""
+    return sorted({HOLDS[t] + more for t in types for more in (1, 2)})
+
+
+def at_sizes(case: Case, draw: Draw) -> Iterator[Problem]:
+    """The graph of a case with one dimension, or all of a name or a size, just beyond what its narrow types hold."""
+    problem = case.problem
+    sketch = problem.sketch
+    if not counts(case):
+        return
+    for size in beyond(converted(case)):
+        for name in symbols(problem):
+            yield from _named(problem, name, size)
+        if sketch.varied:
+            for at, type in enumerate(sketch.inputs):
+                for place, dim in enumerate(type.shape or ()):
+                    if isinstance(dim, int) and at not in sketch.hidden:
+                        yield from _built(with_dimension(sketch, at, place, size))
+            for old in all_sizes(sketch):
+                yield from _built(resize_to(sketch, old, size, draw))
+
+
+def _built(sketch: Sketch) -> Iterator[Problem]:
+    try:
+        problem = build(sketch)
+    except Unbuildable:
+        return
+    if _affordable(problem, problem):
+        yield problem
+
+
+def _named(problem: Problem, name: str, size: int) -> Iterator[Problem]:
+    """The problem with `size` for the dimension `name`, and 1 for all other names. The graph is not told."""
+    graph = problem.graph
+    actual = {v: _bound(problem.type(v), name, size) for v in graph.inputs}
+    if not problem.sketch.varied:
+        if sum(t.size or 0 for t in actual.values()) > _MOST_UNTOLD:
+            return
+        full = problem
+    else:
+        try:
+            full = build(problem.sketch.with_inputs(actual[v] for v in graph.inputs))
+        except Unbuildable:
+            return
+    if _affordable(problem, full):
+        yield replace(problem, actual=actual)
+
+
+def _bound(type: TensorType, name: str, size: int) -> TensorType:
+    if type.shape is None:
+        return type
+    return replace_dims(
+        type, tuple((size if d == name else 1) if isinstance(d, str) else d for d in type.shape)
+    )
+
+
+def _affordable(problem: Problem, full: Problem) -> bool:
+    """Whether the sizes of `full` can be evaluated. What nothing but Shape and Size reads takes no memory."""
+    nodes = full.graph.topological()
+    read = {v for n in nodes if n.op not in _SIZES for v in n.inputs}
+    types = [t for v in full.graph.inputs if v in read for t in [full.type(v)]] + [
+        t for n in nodes for t in n.types
+    ]
+    most = max((prod(d for d in t.shape or () if isinstance(d, int)) for t in types), default=0)
+    cheap = len(nodes) <= _MOST_NODES and all(n.op in _CHEAP for n in nodes)
+    return most <= (_MOST_CHEAP if cheap else _MOST_ELEMENTS)
+
+
+# The test
+
+
+def check_ranges(case: Case, rng: np.random.Generator, rule: AnyRule) -> bool:
+    """Compare both sides for numbers and places at the ends of what the narrow types of a case hold.
+
+    Returns whether the left side has a value for some of them. Raises Wrong.
+    """
+    try:
+        return _checked(case, converted(case), rng, rule)
+    except NotEvaluable:
+        return False
+
+
+def _checked(case: Case, types: frozenset[DType], rng: np.random.Generator, rule: AnyRule) -> bool:
+    said = False
+    fillings: tuple[Filling, ...] = ("high", "low", "mixed", "mixed")
+    if elements(case.problem) > _MOST_ELEMENTS:
+        fillings = fillings[:2]
+    for filling in fillings if types else ():
+        feeds = _filled(case, filling, types, rng)
+        if feeds is None:
+            continue
+        floats = [
+            v
+            for n in case.before.nodes()
+            if not n.const
+            for v, t in zip(n.outputs, n.types)
+            if t.dtype in _UNIT
+        ]
+        inner = Graph.make(
+            case.before.topological(), case.before.inputs, (*case.before.outputs, *floats), case.before.leaves
+        )
+        try:
+            found = evaluation(inner).run(feeds, MACHINE)
+        except NotEvaluable:
+            raise
+        except Exception:  # NumPy may raise anything for inputs that do not fit
+            continue
+        said = True
+        count = len(case.before.outputs)
+        left = found[:count]
+        _compare(left, _right(case.after, feeds), _ROUNDED, rule)
+        given = [(feeds[v], case.before.type(v).dtype) for v in feeds]
+        made = zip(found[count:], (case.before.type(v).dtype for v in floats), strict=True)
+        pairs = [(a, t) for a, t in (*given, *made) if t in _UNIT]
+        if all(np.array_equal(round_to(a, t), a, equal_nan=True) for a, t in pairs):
+            unit = max((_UNIT[t] for _, t in pairs), default=0.0)
+            _compare(left, _right(rounding(case.after), feeds), _UNITS * unit, rule)
+    return said
+
+
+def _right(graph: Graph, feeds: Feeds) -> list[Array]:
+    try:
+        return evaluation(graph).run(feeds, MACHINE)
+    except NotEvaluable:
+        raise
+    except Exception as error:
+        raise Wrong(f"the right side fails: {type(error).__name__}: {error}") from error
+
+
+def _compare(left: list[Array], right: list[Array], tolerance: float, rule: AnyRule) -> None:
+    try:
+        compare(left, right, tolerance, rule.may_add_nonfinite, rule.may_remove_nonfinite)
+    except Wrong as error:
+        raise Wrong(f"{error} (numbers or sizes are at the end of what a type holds)") from error
+
+
+def rounding(graph: Graph) -> Graph:
+    """The graph with every float result rounded to its type."""
+    nodes = list[Node]()
+    for node in graph.topological():
+        narrow = [t.dtype in _UNIT and not node.const for t in node.types]
+        outs = tuple(mix(v, 0x726F756E64) if n else v for v, n in zip(node.outputs, narrow))
+        exact = tuple(_double(t) if n else t for t, n in zip(node.types, narrow))
+        nodes.append(replace(node, outputs=outs, types=exact))
+        for value, out, type in zip(node.outputs, outs, node.types):
+            if value != out:
+                attrs = canonical_attrs("Cast", {"to": int(type.dtype)}, [_double(type)])
+                nodes.append(Node("Cast", (out,), (value,), (type,), attrs))
+    return Graph.make(nodes, graph.inputs, graph.outputs, graph.leaves)
+
+
+def _double(type: TensorType) -> TensorType:
+    return TensorType(DType.DOUBLE, type.shape, type.const)
+
+
+def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.random.Generator) -> Feeds | None:
+    """Inputs with the greatest counts, places and indices ("high"), with their opposites, or with a mixture."""
+    problem, graph = case.problem, case.before
+    numbers = bindings(problem, rng)
+    given = [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]
+    shapes = {v: shape_of(t, numbers) for v, t in given}
+    read = {v for g in (graph, case.after) for n in g.nodes() if n.op not in _SIZES for v in n.inputs}
+    longest = max((d for s in shapes.values() for d in s), default=1)
+    indices, feeds = placing(problem), Feeds()
+    for value, type in given:
+        shape, dtype = shapes[value], numpy_dtype(type.dtype)
+        if value not in read:
+            feeds[value] = np.broadcast_to(np.zeros((), np.float64 if type.dtype in FLOATS else dtype), shape)
+        elif prod(shape) > _MOST_CHEAP:
+            return None
+        elif type.dtype in FLOATS:
+            feeds[value] = round_to(_floats(shape, filling, types, rng), type.dtype)
+        elif dtype.kind == "b":
+            feeds[value] = (
+                rng.random(shape) < 0.5 if filling == "mixed" else np.full(shape, filling == "high")
+            )
+        elif filling != "mixed":
+            most = longest - 1 if value in indices else 1
+            feeds[value] = np.full(shape, most if filling == "high" else 0).astype(dtype)
+        elif value in indices:
+            feeds[value] = rng.choice([0, 1, -1, longest - 1, longest], shape).astype(dtype)
+        else:
+            feeds[value] = _integers(shape, dtype, types, rng)
+    return feeds
+
+
+def _floats(
+    shape: tuple[int, ...], filling: Filling, types: frozenset[DType], rng: np.random.Generator
+) -> Array:
+    """Numbers of one sign with the extreme one at the last place, or numbers around what types hold."""
+    if filling == "mixed":
+        ends = [n for t in types for n in (HOLDS[t], HOLDS[t] + 1, HOLDS[t] + 0.5, _GREATEST.get(t, 0.0))]
+        return np.asarray(rng.choice([0.0, 1.0, *ends], shape) * rng.choice([-1.0, 1.0], shape))
+    drawn = np.ones(shape)
+    drawn.reshape(-1)[-1:] = 2.0
+    return drawn if filling == "high" else -drawn
+
+
+def _integers(
+    shape: tuple[int, ...], dtype: np.dtype[Any], types: frozenset[DType], rng: np.random.Generator
+) -> Array:
+    """Integers of the whole range of a type, half of them around what narrower types hold."""
+    info = np.iinfo(dtype)
+    ends = {s * (HOLDS[t] + more) for t in types for more in (-1, 0, 1, 2) for s in (-1, 1)}
+    near = np.array([n for n in sorted(ends) if info.min <= n <= info.max] or [0], dtype)
+    drawn: Array = np.where(rng.random(shape) < 0.5, rng.choice(near, shape), integers(rng, shape, dtype))
+    return drawn

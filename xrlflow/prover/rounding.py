@@ -1,0 +1,295 @@
+"""Compares the rounding errors of both sides, by Monte Carlo arithmetic.
+
+D. S. Parker, "Monte Carlo arithmetic: exploiting randomness in floating-point arithmetic", UCLA CSD-970002 (1997).
+
+Both sides are computed several times. Each time each result of an operation is off by up to one rounding, at random.
+What this does to the left side is its own error: large where it loses digits itself, small where it does not. The right
+side's error may be a fixed multiple of that, for each element. Operands are drawn nearly equal (also to the graph's
+constants), of opposite signs, and far apart in magnitude: there digits cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xrlflow.ir import FLOATS, DType, Graph
+from xrlflow.ops.evaluate import Evaluation, NotEvaluable
+from xrlflow.ops.field import Array
+from xrlflow.prover.cases import Case, Feeds, Unusable, Wrong, both_sides, draw_feeds, tried_bindings
+from xrlflow.prover.machine import MACHINE, Machine, evaluation, round_to
+from xrlflow.rewrite import AnyRule
+
+Side = list[Array]
+
+# A rounding, relative to the result: that of float32. Only quotients of errors matter.
+_UNIT = 2.0**-24
+# What a Cast to a narrower type rounds.
+_CAST = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
+# The right side's error may be so many times that of the left side.
+MOST_LOST = 64.0
+# So many times each side is computed, and so many more times where that error seems to be larger.
+_SAMPLES, _MORE = 3, 24
+# Functions that ONNX defines, and runtimes compute, as exp(x) - 1 or log(exp(x) + 1): small results lose digits.
+_NEAR_ONE = frozenset({"celu", "elu", "selu", "softplus"})
+# Nearly equal numbers differ by this part of them. Small operands are smaller by this factor.
+_APART, _SMALL = 2.0**-12, 2.0**-10
+# Larger products are not computed term by term.
+_MOST_PRODUCTS = 1 << 17
+# Magnitudes that are far apart: powers of two with exponents up to this.
+_MOST_EXPONENT = 10.0
+
+
+class Rounding(Machine):
+    """Machine arithmetic in which each result is off by up to one rounding, at random.
+
+    Without `always`, only what float32 does not hold is off.
+    """
+
+    def __init__(self, rng: np.random.Generator, always: bool) -> None:
+        self._rng = rng
+        self._always = always
+
+    def _off(self, a: Any, unit: float = _UNIT) -> Any:
+        """Numbers, each with an error."""
+        if np.asarray(a).dtype.kind != "f":
+            return a
+        return a * (1.0 + unit * self._rng.uniform(-1.0, 1.0, np.shape(a)))
+
+    def _rounded(self, a: Any, exact: Any = True) -> Any:
+        """Numbers, with an error where they take more than the digits of float32, or are not `exact` in float64."""
+        if np.asarray(a).dtype.kind != "f":
+            return a
+        if self._always:
+            return self._off(a)
+        held = (np.float32(a) == a) & exact
+        return a if held.all() else np.where(held, a, self._off(a))
+
+    def perturbed(self, feeds: Feeds) -> Feeds:
+        """The inputs, each off by up to one rounding."""
+        return {v: self._off(a) for v, a in feeds.items()}
+
+    def narrow(self, a: Array, to: DType) -> Array:
+        # To round would be a jump that comes earlier on one side than on the other.
+        return np.where(round_to(a, to) == a, a, self._off(a, _CAST.get(to, _UNIT)))
+
+    def add(self, a: Any, b: Any) -> Array:
+        made = super().add(a, b)
+        return self._rounded(made, np.subtract(made, a) == b)  # type: ignore[no-any-return]
+
+    def sub(self, a: Any, b: Any) -> Array:
+        made = super().sub(a, b)
+        return self._rounded(made, np.subtract(a, made) == b)  # type: ignore[no-any-return]
+
+    def mul(self, a: Any, b: Any) -> Array:
+        return self._rounded(super().mul(a, b))  # type: ignore[no-any-return]
+
+    def div(self, a: Any, b: Any) -> Array:
+        return self._rounded(super().div(a, b))  # type: ignore[no-any-return]
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        if a.dtype.kind != "f" or min(a.ndim, b.ndim) < 2 or a.size * b.shape[-1] > _MOST_PRODUCTS:
+            return self._rounded(super().matmul(self._off(a), self._off(b)))  # type: ignore[no-any-return]
+        return self.sum(self.mul(a[..., :, :, None], b[..., None, :, :]), (-2,))
+
+    def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        """The sum in any order: each term is off, if there are more than two that are not 0."""
+        total = super().sum(a, axes, keepdims)
+        if a.dtype.kind != "f":
+            return total
+        several = np.sum(a != 0, axis=axes, keepdims=keepdims) > 2
+        if several.any():
+            total = np.where(several, super().sum(self._off(a), axes, keepdims), total)
+        return self._rounded(total)  # type: ignore[no-any-return]
+
+    def prod(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
+        return self._rounded(super().prod(self._off(a), axes, keepdims))  # type: ignore[no-any-return]
+
+    def cumsum(self, a: Array, axis: int) -> Array:
+        return self._rounded(super().cumsum(self._off(a), axis))  # type: ignore[no-any-return]
+
+    def unary(self, name: str, a: Any, *parameters: Any) -> Array:
+        made = self._rounded(super().unary(name, a, *parameters))
+        if name in _NEAR_ONE and np.asarray(made).dtype.kind == "f":
+            # exp(x) is about 1, and then multiplied by a parameter.
+            most = np.minimum(_UNIT * max(map(abs, parameters), default=1.0), np.abs(made))
+            made = made + np.where(
+                np.asarray(a) < 0, most * self._rng.uniform(-1.0, 1.0, np.shape(made)), 0.0
+            )
+        return made  # type: ignore[no-any-return]
+
+    def binary(self, name: str, a: Any, b: Any) -> Array:
+        return self._rounded(super().binary(name, a, b))  # type: ignore[no-any-return]
+
+    def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
+        super().scatter(name, a, index, self._off(updates))
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Draws floats: all near one number, some of them small, or (`spread`) far apart in magnitude.
+
+    Each operand has one sign, or each of its elements has.
+    """
+
+    rng: np.random.Generator
+    base: float
+    spread: bool
+
+    def __call__(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        rng = self.rng
+        if self.spread:
+            size = 2.0 ** rng.uniform(-_MOST_EXPONENT, _MOST_EXPONENT, shape)
+        else:
+            size = self.base * (1.0 + _APART * rng.standard_normal(shape))
+            size = size * (_SMALL if rng.random() < 0.3 else 1.0)
+        sign = rng.choice([-1.0, 1.0], shape if rng.random() < 0.3 else ())
+        return np.asarray(size * sign, np.float32).astype(np.float64)
+
+
+def _base(case: Case, rng: np.random.Generator) -> float:
+    """1, or a number among the constants that rules can read."""
+    if rng.random() < 0.5:
+        return 1.0
+    consts = case.before.leaves.consts
+    read = {v for n in case.before.nodes() for v in n.inputs}
+    arrays = [
+        c.array
+        for v in sorted(read & consts.keys())
+        if v not in case.problem.opaque and (c := consts[v]).array is not None and c.type.dtype in FLOATS
+    ]
+    numbers = [float(n) for a in arrays for n in np.ravel(a)[:8]]
+    usable = [abs(n) for n in numbers if n and 2.0**-_MOST_EXPONENT < abs(n) < 2.0**_MOST_EXPONENT]
+    return usable[int(rng.integers(len(usable)))] if usable else float(rng.uniform(0.5, 4.0))
+
+
+# The operands of which an operator takes the sum or the difference: an operand, the other one, and its sign.
+_CANCELLING = {
+    "Add": ((0, 1, -1.0), (1, 0, -1.0)),
+    "Sub": ((0, 1, 1.0), (1, 0, 1.0)),
+    "BatchNormalization": ((0, 3, 1.0),),
+}
+
+
+def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
+    """Set an operand of a sum or a difference of the left side so that it nearly cancels the other one."""
+    graph = case.before
+    places = [
+        (n.op, n.inputs[at], n.inputs[other], sign)
+        for n in graph.nodes()
+        for at, other, sign in _CANCELLING.get(n.op, ())
+        if n.inputs[at] in feeds and n.inputs[at] != n.inputs[other] and n.types[0].dtype in FLOATS
+    ]
+    if not places:
+        return
+    op, operand, other, sign = places[int(rng.integers(len(places)))]
+    inner = Graph.make(graph.topological(), graph.inputs, (other,), graph.leaves)
+    shape = feeds[operand].shape
+    try:
+        (value,) = evaluation(inner).run(feeds, MACHINE)
+        if op == "BatchNormalization":
+            value = value.reshape(-1, *(1,) * (len(shape) - 2))
+        value = value[(0,) * max(value.ndim - len(shape), 0)]
+        kept = shape[len(shape) - value.ndim :]
+        value = np.broadcast_to(value[tuple(slice(1 if d == 1 else None) for d in kept)], shape)
+    except Exception:  # the left side has no value: its own run says so
+        return
+    near = sign * value * (1.0 + _APART * rng.standard_normal(shape))
+    feeds[operand] = np.asarray(near, np.float32).astype(np.float64)
+
+
+def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: int = 0) -> float | None:
+    """Compare the rounding errors of both sides for one draw of inputs.
+
+    In turn, by `turn`, all are nearly equal; or they are far apart in magnitude; or one operand cancels another one.
+
+    Returns by what factor the right side's error exceeds the left side's (at least 1), or None if there is nothing to
+    compare. Raises Wrong if that is more than `MOST_LOST`, unless the rule may round inputs, and the right side's error
+    is no more than so many times what a rounding of each input does to the left side.
+    """
+    found = _drawn(case, rng, turn)
+    if found is None:
+        return None
+    feeds, left, right = found
+    # The left side's errors are those that an analysis has to expect; the right side's are those that it has.
+    field, before = Rounding(rng, always=True), evaluation(case.before)
+    declared = rule.may_round_inputs
+    try:
+        own = _errors(before, feeds, left, field, _SAMPLES)
+        new = _errors(evaluation(case.after), feeds, right, Rounding(rng, always=False), _SAMPLES)
+        lost = _lost((left, right), own, new)
+        if lost <= MOST_LOST:
+            return lost
+        # A left side that was exact by luck, or a jump that one side alone made: another look at the same inputs.
+        own = _greatest(own, _errors(before, feeds, left, field, _MORE))
+        lost = _lost((left, right), own, new)
+        if lost <= MOST_LOST:
+            return lost
+        if declared:
+            own = _greatest(own, _errors(before, feeds, left, field, _MORE, perturbed=True))
+            again = _lost((left, right), own, new)
+            if again <= MOST_LOST:
+                return lost
+            lost = again
+    except (NotEvaluable, Unusable):
+        return None
+    than = "a rounding of each input would make" if declared else "the left side makes"
+    raise Wrong(f"its rounding errors are {lost:.3g} times those that {than}: digits cancel")
+
+
+def _drawn(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds, Side, Side] | None:
+    """Inputs, and both sides for them without errors; None if the left side has no value."""
+    for numbers in tried_bindings(case.problem, rng):
+        try:
+            feeds = draw_feeds(case.problem, numbers, rng, Operands(rng, _base(case, rng), turn % 3 > 0))
+            if turn % 3 == 2:
+                _cancel(case, feeds, rng)
+            left, right = both_sides(case, feeds, MACHINE)
+        except Unusable:
+            continue
+        except (NotEvaluable, Wrong):  # another test says so
+            return None
+        alike = all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(left, right, strict=True))
+        return (feeds, left, right) if alike and any(a.dtype.kind == "f" and a.size for a in left) else None
+    return None
+
+
+def _errors(
+    side: Evaluation, feeds: Feeds, exact: Side, field: Rounding, samples: int, perturbed: bool = False
+) -> Side:
+    """The greatest errors of a side's float outputs, by element. Raises NotEvaluable, Unusable if a run fails."""
+    errors = [np.zeros(a.shape) for a in exact]
+    for _ in range(samples):
+        try:
+            found = side.run(field.perturbed(feeds) if perturbed else feeds, field)
+        except NotEvaluable:
+            raise
+        except Exception as error:  # a size or an index that depends on rounded numbers
+            raise Unusable(str(error)) from error
+        for most, a, b in zip(errors, exact, found, strict=True):
+            if a.dtype.kind == "f":
+                if a.shape != b.shape:
+                    raise Unusable("a size depends on rounded numbers")
+                with np.errstate(invalid="ignore"):
+                    np.maximum(most, np.abs(b - a), out=most)
+    return errors
+
+
+def _greatest(one: Side, other: Side) -> Side:
+    return [np.maximum(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def _lost(exact: tuple[Side, Side], own: Side, new: Side) -> float:
+    """The greatest quotient of the right side's errors and the left side's, which are at least one rounding."""
+    worst = 1.0
+    for x, y, a, b in zip(*exact, own, new, strict=True):
+        if x.dtype.kind != "f":
+            continue
+        bound = np.maximum(a, _UNIT * np.maximum(np.abs(x), np.abs(y)))
+        # Subnormal numbers have fewer digits.
+        fair = np.isfinite(bound) & np.isfinite(b) & (b > np.finfo(np.float32).tiny)
+        if fair.any():
+            worst = max(worst, float((b[fair] / np.maximum(bound[fair], np.finfo(np.float64).tiny)).max()))
+    return worst
