@@ -332,7 +332,9 @@ class Quantised:
             )
         strange = self._unexplained(new, b, compared)
         if strange:
-            return self._failed(strange, "ONNX Runtime makes something else of the whole model than of its parts")
+            return self._failed(
+                strange, "ONNX Runtime makes something else of the whole model than of its parts"
+            )
         tally = sum((s.tally for s in seen), Tally())
         return Judged(samples=len(seen), tally=tally)
 
