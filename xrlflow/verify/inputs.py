@@ -235,8 +235,10 @@ class _Draw:
             return np.resize(np.sort(self.rng.permutation(rank)[:count]), self.shape)
         if form is Form.SPLIT:
             return self.composition(self.size(self.demands.extent))
-        wide = interval is not None and interval[1] > 1
-        if (form is Form.MASK and not wide) or dtype == DType.BOOL or ("mask" in self.name and not wide):
+        # A mask of which 2 means something else than 1, too, is one of zeros and ones first of all.
+        wide = interval is not None and interval[1] > 2
+        named = "mask" in self.name and not wide and not (self.cautious and interval is not None)
+        if (form is Form.MASK and not wide) or dtype == DType.BOOL or named:
             return self.mask()
         if dtype in FLOATS and interval is None:
             return self.floats()
@@ -274,6 +276,10 @@ class _Draw:
         drawn = self.rng.standard_normal(self.shape)
         if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
+        if self.values.ordinary and self.sample == 0 and drawn.size == 1 and self.demands.divides:
+            return np.ones(
+                self.shape
+            )  # a speed, or a scale: a small one may make everything a hundred times larger
         if kind.spread is Spread.UNIFORM:
             drawn = self.rng.uniform(0.0, kind.scale, self.shape)
         elif kind.spread is Spread.FILLED:
