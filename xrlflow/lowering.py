@@ -13,14 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xrlflow.backends import BackendError, RepeatedComparison
+from xrlflow.backends.children import Child
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithm, Algorithms, Chosen, Timings
+from xrlflow.backends.tvm.compiled import Interface
 from xrlflow.backends.tvm.device import Device
-from xrlflow.backends.tvm.hybrid import Hybrid, hybrid
+from xrlflow.backends.tvm.hybrid import Hybrid, Told, hybrid
 from xrlflow.backends.tvm.layers_fusion import chosen_in
 from xrlflow.backends.tvm.lower import check_sizes, fuse, import_model
 from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
@@ -33,6 +35,7 @@ from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import SearchNode
+from xrlflow.stores import Where
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, block_results, results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
@@ -147,6 +150,11 @@ class Choice:
     interrupted: bool = False
 
 
+def load_tvm() -> None:
+    """What a process does first that will compile."""
+    detect()
+
+
 @functools.cache
 def runs(op: str) -> bool:
     """Whether TVM has an operator, by its name in the IR (`domain::name` for other domains)."""
@@ -192,10 +200,54 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Recipe:
+    """A `Lowering` as another process makes it: without open files, and without what only measuring needs."""
+
+    target: ExecutionTarget
+    shapes: Mapping[str, Sequence[int]]
+    folder: str
+    store: Where
+    algorithms: Algorithms
+    predicts: bool
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[Lowering]:
+        with Store(self.store) as store:
+            predictor = shipped() if self.predicts else None
+            yield Lowering(self.target, self.shapes, self.folder, store, None, self.algorithms, predictor)
+
+
+def _hybrid_there(recipe: _Recipe, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Told:
+    """`Lowering.hybrid` in a process of its own."""
+    with recipe.made() as how:
+        return Told.of(how.hybrid(path, sizes, to))
+
+
+def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tuple[Chosen, ...]]:
+    """`Lowering.compiled` in a process of its own."""
+    with recipe.made() as how:
+        model = how.backend().compile(path, threads=how.threads)
+        model.save(to)
+        return model.interface, model.chosen
+
+
+def _operators_there(
+    recipe: _Recipe, operators: Sequence[Operator], channels_last: bool
+) -> Sequence[Times | None]:
+    """`Lowering.operator_times` in a process of its own."""
+    with recipe.made() as how:
+        return how.operator_times(operators, channels_last)
+
+
+@dataclass(frozen=True, slots=True)
 class Lowering:
     """What is needed to compile the graphs of a model: input sizes, a folder for libraries, stored measurements of
     kernels, the options of ONNX Runtime, with which the results are compared, the algorithms that convolutions may use,
-    and the predictor that chooses kernels where nothing is measured (None: estimates choose)."""
+    and the predictor that chooses kernels where nothing is measured (None: estimates choose).
+
+    `child`: the process in which TVM compiles; None: this one, where nothing can end it. The child is ended when the
+    time is over (`deadline`), and what was asked for raises OutOfTime (a BackendError).
+    """
 
     target: ExecutionTarget
     shapes: Mapping[str, Sequence[int]]
@@ -204,10 +256,18 @@ class Lowering:
     session_options: Any = None
     algorithms: Algorithms = DEFAULT
     predictor: Predictor | None = None
+    child: Child | None = None
 
     @property
     def threads(self) -> int:
         return self.target.machine.cores
+
+    @property
+    def _recipe(self) -> _Recipe:
+        plain = replace(self.algorithms, timings=None)
+        return _Recipe(
+            self.target, self.shapes, self.folder, self.store.where, plain, self.predictor is not None
+        )
 
     def backend(self, tuned: bool = True) -> Tvm:
         """The TVM backend. `tuned`: use the times of kernels that the store has."""
@@ -234,14 +294,30 @@ class Lowering:
         """What the store knows of convolutions and blocks of them."""
         return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
-    def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]]) -> Hybrid:
-        """The model of a file, with kernels of our own. Raises BackendError (see `hybrid`)."""
+    def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Hybrid:
+        """The model of a file, with kernels of our own, saved at `to`. Raises BackendError (see `hybrid`)."""
+        if self.child is not None:
+            told = self.child.call(_hybrid_there, self._recipe, path, sizes, to)
+            return told.loaded(to)
         import onnx
 
-        return hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
+        made = hybrid(onnx.load(path), sizes, self.target.machine, self.tuned_algorithms)
+        made.save(to)
+        return made
+
+    def compiled(self, path: str, to: str) -> TvmModel:
+        """The model of a file, compiled and saved at `to`. Raises BackendError (see `Tvm.compile`)."""
+        if self.child is not None:
+            made = self.child.call(_compiled_there, self._recipe, path, to)
+            return TvmModel.settled(to, made[0], self.threads, made[1])
+        model = self.backend().compile(path, threads=self.threads)
+        model.settle(to)
+        return model
 
     def operator_times(self, operators: Sequence[Operator], channels_last: bool) -> Sequence[Times | None]:
         """How long kernels of single operators take on this machine. Raises BackendError (see `operator_times`)."""
+        if self.child is not None:
+            return self.child.call(_operators_there, self._recipe, operators, channels_last)
         return operator_times(
             operators, self.target.machine, self.threads,
             channels_last=channels_last, algorithms=self.tuned_algorithms,
@@ -314,20 +390,19 @@ class _Compiling:
 
     def compile_all(self, wanted: Sequence[SearchNode]) -> None:
         """Compile these graphs. Raises BackendError if the original graph cannot be compiled."""
-        backend, longest = self.how.backend(), 0.0
+        longest = 0.0
         for index, found in enumerate(wanted):
             before = self.time_left()
             if self.made and (self.alone or before < 3 * longest):
                 return
+            path = os.path.join(self.how.folder, f"compiled{index}.so")
             try:
-                model = backend.compile(self.export(found.state.graph), threads=self.how.threads)
+                model = self.how.compiled(self.export(found.state.graph), path)
             except BackendError as error:
-                if found is self.base:
+                if found is self.base and not self.made:
                     raise
                 self.remarks.append(f"a proposal was dropped: {error}")
                 continue
-            path = os.path.join(self.how.folder, f"compiled{index}.so")
-            model.settle(path)
             self.made.append(Lowered(found, path, model))
             longest = max(longest, before - self.time_left())
 

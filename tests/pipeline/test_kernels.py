@@ -203,6 +203,7 @@ def test_a_default_of_an_input_is_no_constant() -> None:
         asked(proto)
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_auto_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the comparison with the plain file; the last comparison, with the original, decides like any other."""
     monkeypatch.setattr(kernels, "MARGIN", 0.0)
@@ -269,6 +270,7 @@ def test_ctrl_c_before_there_are_the_kernels_asked_for(monkeypatch: pytest.Monke
         asked(network())
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_ctrl_c_while_kernels_asked_for_are_measured_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "measure", interrupt)
     result = asked(network(), measure=True, time_limit=10.0, threads=1)
@@ -276,6 +278,7 @@ def test_ctrl_c_while_kernels_asked_for_are_measured_keeps_them(monkeypatch: pyt
     assert "interrupted while kernels were compiled: the best so far is kept" in result.report.notes
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_the_second_ctrl_c_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one that came during the search."""
 
@@ -308,13 +311,13 @@ def test_wrong_kernels_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that computes something else fails the verification of the whole model."""
     true = kernels.Lowering.hybrid
 
-    def wrong(how: Any, path: str, sizes: Any) -> Any:
+    def wrong(how: Any, path: str, sizes: Any, to: str) -> Any:
         proto = onnx.load(path)
         for tensor in proto.graph.initializer:
             if len(tensor.dims) == 2:
                 tensor.CopyFrom(onnx.numpy_helper.from_array(W * 1.01, tensor.name))
         onnx.save(proto, path)
-        return true(how, path, sizes)
+        return true(how, path, sizes, to)
 
     monkeypatch.setattr(kernels.Lowering, "hybrid", wrong)
     result = asked(network())
@@ -544,6 +547,7 @@ def slow_softmax(how: Any, operators: Any, channels_last: bool) -> list[Times]:
     return [Times(np.full(5, 1.0 if b"Softmax" in proto else 1e-6), 0.0) for proto, _ in operators]
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And a trace of that makes the same file again."""
     monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
@@ -569,6 +573,7 @@ def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tm
     assert not any(node.left for node in plain.graph.nodes())
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_placement_is_excluded_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernels.Lowering, "operator_times", slow_softmax)
     monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
@@ -599,6 +604,7 @@ def test_all_sizes_are_exercised() -> None:
     assert {"N": 8} in [dict(b) for b in result.verification.bindings]
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_graphs_without_kernels_do_not_matter_where_others_have_some(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -614,6 +620,7 @@ def test_graphs_without_kernels_do_not_matter_where_others_have_some(
     assert not [note for note in result.report.notes if "no kernels of our own" in note]
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def failing(*_: Any) -> None:
         raise BackendError("a kernel failed")
@@ -625,6 +632,7 @@ def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, t
     assert "kernels of our own have no prices: a kernel failed" in result.report.notes
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("backend", ["hybrid", "tvm"])
 def test_what_fails_verification_is_compiled_again_with_exact_kernels(
     backend: str, monkeypatch: pytest.MonkeyPatch

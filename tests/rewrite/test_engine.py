@@ -22,6 +22,7 @@ from tests.rules.harness import applies, assert_equivalent, model, random_feeds,
 from xrlflow.ir import text
 from xrlflow.onnxio import load, to_proto
 from xrlflow.rewrite import Library, RegionRule, RewriteState, Rule, RuleError
+from xrlflow.rewrite.state import MANY, _Finder
 from xrlflow.search import Limits, TraceError, random_walk, replay
 
 RNG = np.random.default_rng(0)
@@ -311,3 +312,34 @@ def test_a_target_of_another_type_is_refused() -> None:
     proto = model("agraph (float[4] x) => (float[4] y) { y = Relu(x) }")
     with pytest.raises(RuleError, match="does not fit what it replaces"):
         RewriteState.start(load(proto).graph, Library([_WrongType()]))
+
+
+def test_a_pattern_has_a_number_of_matches_at_a_node() -> None:
+    """Of many products of one input, each three can be merged instead of others: a million triples of 180."""
+    count = 40
+    proto = model(
+        f"agraph (float[1,2,3] x) => ({', '.join(f'float[1,2,2] y{i}' for i in range(count))}) {{"
+        + " ".join(f"y{i} = MatMul(x, w{i})" for i in range(count))
+        + " }",
+        **{f"w{i}": weight(3, 2) for i in range(count)},
+    )
+    library = Library((MergeMatMuls(),))
+    state = RewriteState.start(load(proto).graph, library)
+    assert 2 * MANY < state.count <= 2 * MANY * count
+    keys = {match.key for match in state.candidates}
+    everything = _Finder(state.graph, library, None, many=None)
+    for node in state.graph.nodes():
+        everything.look(node, library.root_plans)
+    left_out = next(match for match in everything.matches if match.key not in keys)
+    found = state.find(left_out.key)  # a trace that has it can be followed
+    assert found is not None
+    assert found.key == left_out.key
+    assert state.apply(found).graph.node_count < state.graph.node_count
+    assert state.find(("MergeMatMuls", (*left_out.key[1][:-1], 1))) is None
+
+
+def test_what_is_not_found_in_time_is_left_out() -> None:
+    graph = load(layered()).graph
+    assert RewriteState.start(graph, Library(TOY)).count
+    late = RewriteState.start(graph, Library(TOY), until=0.0)
+    assert (late.count, late.graph) == (0, graph)

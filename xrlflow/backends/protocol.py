@@ -33,6 +33,10 @@ class BackendError(RuntimeError):
 USE_ONNXRUNTIME = "use optimize --backend onnxruntime for this model"
 
 
+class OutOfTime(BackendError):
+    """Something was ended because its time was over."""
+
+
 @runtime_checkable
 class CompiledModel(Protocol):
     """A model that is ready to run on a backend. Close it, or use it in a `with` statement."""

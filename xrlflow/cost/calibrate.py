@@ -10,7 +10,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -183,7 +183,12 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
         cached=_ADD.work.bytes / meter.alone(_ADD),
     )
     memory = min(rates.cached, _STREAM.work.bytes / meter.alone(_STREAM))
-    speeds, grouped, fork = rates.speeds(), rates.grouped(), rates.fork()
+    fork = rates.fork()
+    speeds, grouped = REFERENCE.speeds, REFERENCE.grouped
+    if not meter.noisy:
+        speeds, grouped = rates.speeds(), rates.grouped()
+    if meter.noisy:  # a ratio of a quiet and a disturbed measurement is the least reliable figure
+        speeds, grouped = REFERENCE.speeds, REFERENCE.grouped
     machine = Machine(
         name=cpu_name(),
         threads=threads,
@@ -197,8 +202,6 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
         grouped=grouped,
         lanes=vector_lanes(),
     )
-    if meter.noisy:  # a ratio of a quiet and a disturbed measurement is the least reliable figure
-        machine = replace(machine, speeds=REFERENCE.speeds, grouped=REFERENCE.grouped)
     return machine, meter.noisy == 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.ir import ABSENT, Attrs, Body, Graph, Node, Value
 from xrlflow.ops import (
     eval_attention,
@@ -76,8 +77,8 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
 
     Constants are converted when a node reads them. Intermediate arrays are freed after their last use. A graph input
     that is not fed takes its constant, if it is an overridable initialiser. Bodies of If, Loop and Scan are evaluated
-    the same way. Raises NotEvaluable at the first node without an evaluation, and KeyError for an input without a
-    value.
+    the same way. Raises NotEvaluable at the first node without an evaluation, KeyError for an input without a value,
+    and `deadline.Over` if the time is over.
     """
     return Evaluation.of(graph).run(feeds, field)
 
@@ -126,6 +127,7 @@ class Evaluation:
 
         with np.errstate(all="ignore"):
             for node in self.order:
+                deadline.check()
                 partial = node.op in _PARTIAL
                 arguments = [read(value, not partial) for value in node.inputs]
                 results = _evaluated(node.op, node.attrs, arguments, len(node.outputs), field)

@@ -109,6 +109,8 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
         begin = start(context, model)
         if isinstance(model, Learned):
             model.until = math.inf
+    if not context.options.train_steps:  # a large model may have taken the search's part of the time
+        context.clock.share()
     if isinstance(model, Learned):
         begin = _corrected(context, begin, model)
     explored = explore(context, begin)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from xrlflow import deadline
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost import InContextBenchmark
@@ -23,6 +24,8 @@ _TOLERANCE = 0.02
 _DECIDED, _NARROW = 0.01, 0.02
 # The fewest seconds of a comparison.
 _COMPARE_AT_LEAST = 0.5
+# Loading models for a comparison is ended after this many times the seconds that all of it may take.
+_PATIENCE = 3.0
 # The parts of the remaining selection time that may be used to measure substitutions in context: those that were made
 # (they explain the best proposal, which is measured first), and those that could be made.
 _LOOKING_BACK, _LOOKING_AHEAD = 0.25, 0.15
@@ -103,11 +106,12 @@ class Trials:
         most = budget.careful_comparison if self.careful else budget.each_comparison
         assert context.feeds is not None
         try:
-            measured = measure(
-                models, dict(context.feeds), threads=context.threads,
-                time_limit=min(most, left), target_width=_NARROW, control=False,
-                margin=_DECIDED, session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
-            )  # fmt: skip
+            with deadline.within(time.monotonic() + _PATIENCE * most):
+                measured = measure(
+                    models, dict(context.feeds), threads=context.threads,
+                    time_limit=min(most, left), target_width=_NARROW, control=False, margin=_DECIDED,
+                    session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
+                )  # fmt: skip
         except BackendError as error:  # the original ran, so the runtime refuses the proposal
             if self.strict and (self.best is None or self.best <= 1.0):
                 raise Unrunnable(found, str(error)) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from xrlflow import lowering
+from xrlflow import deadline, lowering
+from xrlflow.backends.children import Child
 from xrlflow.backends.tvm.algorithms import multiplies_less
 from xrlflow.lowering import Choice, Lowered
 from xrlflow.pipeline.confirm import final
@@ -71,9 +72,9 @@ def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
     """The proposal that runs fastest, compiled. Raises KeyboardInterrupt if the search was interrupted before."""
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
     context.say("compile", note="with TVM")
-    with clock.phase("compile"):
+    with clock.phase("compile"), Child(TMPDIR=context.folder) as child, deadline.within(clock.limit):
         choice = lowering.lower_best(
-            context.lowering, context.original, start.base, explored.proposals, context.write,
+            replace(context.lowering, child=child), context.original, start.base, explored.proposals, context.write,
             context.feeds if options.measure else None, lambda: clock.limit - time.monotonic(), interrupted,
         )  # fmt: skip
     context.notes.extend(choice.remarks)

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_path
+from xrlflow.backends.children import Child
 from xrlflow.backends.onnxruntime import Options, measure, with_library
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.algorithms import multiplies_less
 from xrlflow.backends.tvm.hybrid import Hybrid
 from xrlflow.ir import Graph
-from xrlflow.lowering import Lowering, missing_for_kernels
+from xrlflow.lowering import Lowering, load_tvm, missing_for_kernels
 from xrlflow.pipeline import confirm
 from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
 from xrlflow.pipeline.context import Context
@@ -185,6 +188,13 @@ def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
     if context.feeds is None or context.options.search == "random":
         return None
     until = context.clock.budget.compile_until - 2 * _one_graph(context, start.base.state.graph)
+    if how.child is not None and time.monotonic() + _SEARCH < until:
+        try:
+            with deadline.within(context.clock.budget.compile_until):
+                how.child.call(load_tvm)  # where that takes long, no search begins that is ended
+        except BackendError as error:
+            context.notes.append(f"kernels of our own have no prices: {error}")
+            return None
     if time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
         context.notes.append("no search by the prices of kernels: there was no time (--time-limit)")
         return None
@@ -231,12 +241,14 @@ def _best(
 def _lowering(context: Context) -> Iterator[Lowering]:
     """What compiling needs: the processor, and what is known of tuned kernels."""
     options = context.options
-    with context.clock.phase("compile"):
-        target = target_of(options)
-        if options.measure or options.verify:
-            target.check_runs()
-    with Store(options.store) as store:
-        yield replace(context, target=target, store=store).lowering
+    with Child(TMPDIR=context.folder) as child, Store(options.store) as store:
+        with context.clock.phase("compile"):
+            if child is not None:
+                child.prepare(load_tvm)  # while this process does so, too
+            target = target_of(options)
+            if options.measure or options.verify:
+                target.check_runs()
+        yield replace(replace(context, target=target, store=store).lowering, child=child)
 
 
 def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
@@ -278,6 +290,8 @@ class _Trials:
         compiled = 0
         for found in candidates.nodes:
             begun = time.monotonic()
+            if self.refused and begun >= self._compile_until():
+                break
             made = self._made(how, found, candidates.costs(found))
             if made is None:
                 continue
@@ -298,6 +312,13 @@ class _Trials:
             self.context.notes.extend(dict.fromkeys(self.refused))
         return self.fastest
 
+    def _compile_until(self) -> float:
+        """When compiling is ended (time.monotonic). What was asked for needs no time to be decided on."""
+        budget = self.context.clock.budget
+        if not self.context.options.measure or (self.asked and self.fastest is None):
+            return budget.until - budget.verification
+        return budget.compile_at_latest
+
     def _has_time(self, seconds: float) -> bool:
         """Whether another graph may be compiled and compared, if that takes so many seconds."""
         budget = self.context.clock.budget
@@ -309,9 +330,15 @@ class _Trials:
         with context.clock.phase("compile"):
             context.say("compile", note="kernels of our own")
             try:
-                hybrid = how.hybrid(context.write(found.state.graph), _sizes(context))
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
-                hybrid.save(path)
+                plain = context.write(found.state.graph)
+                with deadline.within(self._compile_until()):
+                    hybrid = how.hybrid(plain, _sizes(context), path)
+            except OutOfTime as error:
+                self.refused.append(
+                    f"no kernels of our own: compiling them takes longer (--time-limit): {error}"
+                )
+                return None
             except BackendError as error:
                 self.refused.append(f"no kernels of our own: {error.reason}")
                 return None
@@ -329,10 +356,11 @@ class _Trials:
                 for path in (before, after):
                     if not isinstance(path, bytes) and library_path(path).is_file():
                         options = with_library(options, str(library_path(path)))
-                measured = measure(
-                    [before, after], dict(context.feeds), threads=context.threads, time_limit=_patience(context),
-                    target_width=_NARROW, control=False, session_options=options,
-                )  # fmt: skip
+                with deadline.within(max(context.clock.budget.until, time.monotonic() + _comparing(context))):
+                    measured = measure(
+                        [before, after], dict(context.feeds), threads=context.threads,
+                        time_limit=_patience(context), target_width=_NARROW, control=False, session_options=options,
+                    )  # fmt: skip
             except BackendError as error:
                 context.notes.append(f"kernels of our own were dropped: {error}")
                 return False

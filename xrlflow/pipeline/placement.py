@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from xrlflow import deadline
 from xrlflow.backends.tvm.operator_times import code_version
 from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline, calibrated
 from xrlflow.ir import Graph
@@ -42,7 +43,8 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
         version = f"{code_version()} {how.kernels_version}"
         prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)
         model = Placed(runtime, prices, machine)
-        result = _search(context, start, model, until)
+        with deadline.within(until):
+            result = _search(context, start, model, until)
     context.notes.append(f"kernels of our own: {prices}")
     proposals = sorted((found for found in result if context.fits(found)), key=lambda found: found.cost)
     return Found(tuple(proposals), model.cost)

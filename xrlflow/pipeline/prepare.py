@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from xrlflow import lowering
+from xrlflow import deadline, lowering
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.onnxruntime.session import ort_errors
+from xrlflow.backends.onnxruntime.session import OrtModel, ort_errors
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import (
     AdditiveCost,
@@ -64,6 +65,11 @@ _PROFILING = 0.5
 _REMEMBERED = 64
 # The part of the search's time that fitting may take.
 _FITTING = 0.1
+# The part of the time that is left in which inputs are drawn, and the original is loaded and run on them; and the part
+# of the limit from which on a run takes long.
+_DRAWING, _LONG = 0.4, 0.03
+# The part of the time that is left in which all substitutions are looked for that apply at first.
+_LOOKING = 0.4
 # If the first run takes this many seconds, no second one is made to learn the latency.
 _SLOW = 1.0
 
@@ -150,61 +156,86 @@ def opened(
 def with_feeds(context: Context) -> Context:
     """The context with inputs for measurements, if anything is measured; their sizes replace open dimensions.
 
-    Raises what the original raises when it runs on the user's inputs.
+    If there is no time to find them, or to run the original once, nothing is measured, and a note says so. Raises what
+    the original raises when it runs on the user's inputs, and OutOfTime if the costs that were asked for are measured.
     """
-    options = context.options
-    with context.clock.phase("inputs"):
+    options, clock = context.options, context.clock
+    until = time.monotonic() + _DRAWING * max(0.0, clock.limit - time.monotonic())
+    with clock.phase("inputs"), deadline.within(until):
         feeds: dict[str, Any] | None = None
-        if options.inputs is not None:
-            feeds = dict(user_case(context.imported, options.inputs).feeds)
-            if options.measure:
-                _time_original(context, feeds)
-        elif options.measure or options.cost_name == "measured":
-            feeds = random_feeds(context)
-        if feeds is None:
-            return context
-        return replace(context, feeds=feeds, imported=_bound(context, feeds))
+        try:
+            if options.inputs is not None:
+                feeds = dict(user_case(context.imported, options.inputs).feeds)
+                if options.measure:
+                    _time_original(context, feeds)
+            elif options.measure or options.cost_name == "measured":
+                feeds = random_feeds(context)
+        except OutOfTime as error:
+            if options.cost_name == "measured":
+                raise
+            context.notes.append(f"nothing is measured: {error} (--time-limit, --inputs, --shape)")
+            context = replace(context, options=replace(options, measure=False))
+        if feeds is not None:
+            context = replace(context, feeds=feeds, imported=_bound(context, feeds))
+    return context
 
 
 def random_feeds(context: Context) -> dict[str, Any]:
-    """Drawn inputs on which the original runs. The clock notes how long that takes."""
+    """Drawn inputs on which the original runs. The clock notes how long that takes.
+
+    Where there is a deadline and a run takes long, smaller sizes of open dimensions are tried, as most of what follows
+    is runs. Raises OutOfTime if none are found in time.
+    """
     clock, options = context.clock, context.options
-    since = time.perf_counter()
-    with open_model(
-        context.original, threads=context.threads, session_options=options.session_options
-    ) as model:
-        clock.loading = time.perf_counter() - since
+    long = math.inf if math.isinf(deadline.until()) else _LONG * (clock.limit - clock.begin)
+    with _original(context) as model:
         failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
 
         def runs(feeds: Mapping[str, Any]) -> bool:
-            begin = time.perf_counter()
+            begin = time.monotonic()
             try:
-                model.run(feeds)
+                with deadline.within(begin + long):
+                    model.run(feeds)
+            except OutOfTime:
+                raise
             except failures:
                 return False
-            clock.latency = time.perf_counter() - begin
+            clock.latency = time.monotonic() - begin
             return True
 
-        found = feeds_for_measurement(context.imported, options.seed, runs)
+        try:
+            found = feeds_for_measurement(context.imported, options.seed, runs)
+        except OutOfTime:
+            if deadline.over():
+                raise
+            long = math.inf
+            found = feeds_for_measurement(context.imported, options.seed, runs)
         if clock.latency < _SLOW:
             clock.latency = _warm_latency(lambda: model.run(found))
         return found
 
 
-def _time_original(context: Context, feeds: dict[str, Any]) -> None:
-    """Note roughly how long loading, and a run on the user's inputs, take.
-
-    The first run is slower and does not count.
-    """
-    clock = context.clock
-    since = time.perf_counter()
+@contextmanager
+def _original(context: Context) -> Iterator[OrtModel]:
+    """The original in a session. The clock notes how long loading it takes."""
+    since = time.monotonic()
     with open_model(
         context.original, threads=context.threads, session_options=context.options.session_options
     ) as model:
-        clock.loading = time.perf_counter() - since
-        begin = time.perf_counter()
+        context.clock.loading = time.monotonic() - since
+        yield model
+
+
+def _time_original(context: Context, feeds: dict[str, Any]) -> None:
+    """Note roughly how long loading, and a run on the user's inputs, take.
+
+    The first run is slower and does not count. Raises OutOfTime.
+    """
+    clock = context.clock
+    with _original(context) as model:
+        begin = time.monotonic()
         model.run(feeds)
-        clock.latency = time.perf_counter() - begin
+        clock.latency = time.monotonic() - begin
         if clock.latency < _SLOW:
             clock.latency = _warm_latency(lambda: model.run(feeds))
 
@@ -297,14 +328,17 @@ def start(context: Context, model: CostModel) -> Start:
     if options.replay is not None:
         return _started_again(context, model, read_trace(options.replay))
     before: list[Early] = []
+    now = time.monotonic()
+    until = now + _LOOKING * (context.clock.limit - now)
 
     def tidy(graph: Graph, body: str = "") -> Graph:
-        simple, steps = simplify(graph, library, model.cost)
+        # Operators that TVM lacks must be written out in any case.
+        simple, steps = simplify(graph, library, model.cost, math.inf if options.compiling else until)
         before.append(Early(body, graph, tuple(steps), None))
         return simple
 
     def improve(graph: Graph, label: str) -> Graph:
-        state = RewriteState.start(graph, library, model.delta)
+        state = RewriteState.start(graph, library, model.delta, until)
         limits = Limits(budget=options.budget, deadline=context.clock.budget.search_until)
         cost = model.cost(graph)
         result = greedy(state, cost, limits)
@@ -317,10 +351,12 @@ def start(context: Context, model: CostModel) -> Start:
     graph = without_placement(context.imported.graph)
     if options.search != "random" and options.cost_name != "measured":
         graph = with_bodies(tidy(graph), improve, tidy)
-    elif options.compiling:  # operators that TVM lacks must be written out in any case
+    elif options.compiling:
         graph = tidy(graph)
-    base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
-    return Start(base, model, tuple(before))
+    state = RewriteState.start(graph, library, model.delta, until)
+    if time.monotonic() >= until:
+        context.notes.append("not all substitutions were looked for: there was no time (--time-limit)")
+    return Start(SearchNode(state, None, model.cost(graph)), model, tuple(before))
 
 
 def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:

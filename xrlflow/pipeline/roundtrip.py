@@ -6,19 +6,24 @@ that it loads at 13.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.backends import BackendError
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.onnxio import ImportedModel, preferring, written_opset
 from xrlflow.ops.schema import OPSET
 from xrlflow.pipeline.context import Context
 from xrlflow.verify import Reference, Status
 from xrlflow.verify.runner import first_line, flat, opened
 
+# The part of the time that is left in which this is tried.
+_TRYING = 0.25
 # What is tried where the model's own opset does not do.
 _OTHERS = (OPSET, 21, 19, 17, 15, 13)
 
@@ -32,26 +37,41 @@ def tried(context: Context) -> Context:
     options = context.options
     if options.compiling or not (options.measure or options.verify):
         return context
-    with context.clock.phase("import"):
-        try:
-            trial = _Trial(context, _outputs(context, context.original))
-        except BackendError:  # what is wrong with the original is said where it is run
-            return context
-        own = context.imported
-        fault = trial.fault(own)
-        if not fault:
-            return context
-        first, seen = written_opset(own, own.graph), set[int]()
-        seen.add(first)
-        for opset in () if options.opset is not None else _OTHERS:
-            other = preferring(own, opset)
-            found = written_opset(other, other.graph)
-            if found in seen:
-                continue
-            seen.add(found)
-            if not trial.fault(other):
-                context.notes.append(f"written at opset {found}, because at {first} {fault}")
-                return replace(context, imported=other)
+    now = time.monotonic()
+    try:
+        with context.clock.phase("import"), deadline.within(now + _TRYING * (context.clock.limit - now)):
+            return _tried(context)
+    except OutOfTime:
+        context.notes.append(
+            "there was no time to try whether the model runs as before when it is read and written"
+        )
+        return context
+
+
+def _tried(context: Context) -> Context:
+    """See `tried`. Raises OutOfTime."""
+    options = context.options
+    try:
+        trial = _Trial(context, _outputs(context, context.original))
+    except OutOfTime:
+        raise
+    except BackendError:  # what is wrong with the original is said where it is run
+        return context
+    own = context.imported
+    fault = trial.fault(own)
+    if not fault:
+        return context
+    first, seen = written_opset(own, own.graph), set[int]()
+    seen.add(first)
+    for opset in () if options.opset is not None else _OTHERS:
+        other = preferring(own, opset)
+        found = written_opset(other, other.graph)
+        if found in seen:
+            continue
+        seen.add(found)
+        if not trial.fault(other):
+            context.notes.append(f"written at opset {found}, because at {first} {fault}")
+            return replace(context, imported=other)
     tries = f"opset {first}" if len(seen) == 1 else f"{len(seen)} opsets, the first of which is {first}"
     return replace(context, unwritable=f"read and written again, at {tries}: {fault}")
 
@@ -72,6 +92,8 @@ class _Trial:
             if outputs is None or self.outputs is None or _same(self.outputs, outputs):
                 return ""
             return self._difference(path)
+        except OutOfTime:
+            raise
         except BackendError as error:
             return f"ONNX Runtime does not run it: {first_line(error)}"
         finally:
@@ -85,6 +107,8 @@ class _Trial:
             threads=context.threads, session_options=context.options.session_options,
         )  # fmt: skip
         found = reference.check(path)
+        if deadline.over():
+            raise OutOfTime("there was no time to compare it with the original")
         return f"it differs from the original: {found.failures[0]}" if found.status is Status.FAILED else ""
 
 

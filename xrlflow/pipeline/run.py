@@ -17,5 +17,6 @@ def optimize(source: Source, options: Options, listener: Listener | None = None)
     """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
     with opened(source, options, listener, time.monotonic()) as context:
         context = tried(with_feeds(context))
+        context.clock.share()
         found = attempted(context)
         return result_of(found.context, found.start, found.explored, found.finished)

@@ -105,7 +105,7 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         verification: Verification | None = None
         if options.verify:
             with lowering.running(target, found.path, found.model) as runner:
-                verification = Verifier(context).check_compiled(runner, found.model.sizes)
+                verification = Verifier(context, held=False).check_compiled(runner, found.model.sizes)
         compared = found.compared
         if options.measure and target.remote is None:
             hurried = context.clock.hurried or found.tuning.interrupted

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xrlflow import deadline
 from xrlflow.backends.protocol import CompiledModel
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, load
@@ -33,6 +35,10 @@ from xrlflow.verify import (
 _GUARD = re.compile(r"If xrlflow\.[0-9a-f]{32}\.\w+\.guard")
 
 
+# Seconds that a verification has in any case; the part of its time that the original has.
+_LEAST, _ORIGINAL = 2.0, 0.6
+
+
 class VerificationFailed(Exception):
     """A graph does not compute the same as the original, or the runtime refuses it. It was not written.
 
@@ -50,16 +56,21 @@ class _NoTime(VerificationError):
 
 @dataclass(slots=True)
 class Verifier:
-    """Verifies results of one optimisation. The original is run once, for the first result."""
+    """Verifies results of one optimisation. The original is run once, for the first result.
+
+    `held`: a verification is over when the optimisation has to be.
+    """
 
     context: Context
+    held: bool = True
     _reference: Reference | None = field(default=None, init=False)
 
     def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
         """Verify a file that these substitutions led to. Inputs include the numbers that their rules compare with."""
         steps = tuple(steps)
         further = {number for rule in self._rules(steps) for number in limits(written(rule, types=False))}
-        return self._original(path, further).check(path, nonempty=self._nonempty(steps))
+        with deadline.within(self._until()):
+            return self._original(path, further).check(path, nonempty=self._nonempty(steps))
 
     def check_kernels(
         self, path: str, steps: Iterable[TraceStep], wanted: Sequence[Mapping[str, tuple[int, ...]]]
@@ -72,8 +83,9 @@ class Verifier:
             if not checks[-1].verified:
                 return checks[-1]
             imported = load(context.source, shapes={**context.shapes, **sizes})
-            references.append(self._reference_of(imported, against=path))
-            checks.append(references[-1].check(path, nonempty=self._nonempty(steps)))
+            with deadline.within(self._until()):
+                references.append(self._reference_of(imported, against=path))
+                checks.append(references[-1].check(path, nonempty=self._nonempty(steps)))
         found = together(checks)
         tried = all(reference.tries(sizes) for reference, sizes in zip(references, wanted))
         if found.verified and not tried:
@@ -83,7 +95,8 @@ class Verifier:
 
     def check_compiled(self, model: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Verify a compiled model. Raises VerificationFailed if it is not known to compute the same."""
-        found = self._original().check_compiled(model, sizes)
+        with deadline.within(self._until()):
+            found = self._original().check_compiled(model, sizes)
         if found.status is Status.NOT_COMPARABLE:
             raise VerificationFailed(f"the compiled model cannot be verified: {found.reason} (--no-verify)")
         if not found.verified:
@@ -123,11 +136,17 @@ class Verifier:
     def _reference_of(self, imported: ImportedModel, **how: Any) -> Reference:
         """The original, run once more. Under the assumption that no dimension is 0 none is."""
         context, options = self.context, self.context.options
-        found = Reference.of(
-            context.original, imported=imported, seed=options.seed, threads=context.threads,
-            session_options=options.session_options, **how,
-        )  # fmt: skip
+        # The result needs time, too.
+        with deadline.within(time.monotonic() + _ORIGINAL * deadline.left()):
+            found = Reference.of(
+                context.original, imported=imported, seed=options.seed, threads=context.threads,
+                session_options=options.session_options, **how,
+            )  # fmt: skip
         return replace(found, empty=()) if NONEMPTY in options.assumptions else found
+
+    def _until(self) -> float:
+        """When a verification that begins now is over. One case or two are run in any case."""
+        return max(self.context.clock.budget.until, time.monotonic() + _LEAST) if self.held else math.inf
 
 
 def check_without(context: Context, start: Start, found: SearchNode) -> None:

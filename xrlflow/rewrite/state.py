@@ -8,9 +8,10 @@ of its nodes is dirty: it falls.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -46,6 +47,16 @@ Size = int | str | tuple[Value, int]
 """A dimension, or the value and axis of one that is not known."""
 
 MAY_BE_EMPTY = "an open dimension may be 0"
+
+MANY = 32
+"""Matches of one pattern that begin at one node. Of 180 products of one input there are a million triples, and each of
+them can be merged in place of another."""
+_CONSIDERED = 1024
+"""Matches of one pattern at one node whose conditions are evaluated."""
+
+
+class _Enough(Exception):
+    """A pattern has as many matches at a node as are wanted."""
 
 
 # Not frozen: freezing would take most of the time to make a match, and thousands are made.
@@ -97,14 +108,19 @@ class RewriteState:
     filled: frozenset[Size] = frozenset()
 
     @staticmethod
-    def start(graph: Graph, library: Library, delta: Delta | None = None) -> RewriteState:
-        """The state of a graph, matched from scratch. `delta` is evaluated for each candidate."""
+    def start(
+        graph: Graph, library: Library, delta: Delta | None = None, until: float = math.inf
+    ) -> RewriteState:
+        """The state of a graph, matched from scratch. `delta` is evaluated for each candidate.
+
+        `until`: what is not found by then (time.monotonic) is left out.
+        """
         with _no_collection():
             filled = (
                 frozenset(_needs(graph, graph.nodes())) if library.least_size is not None else frozenset()
             )
-            finder = _match_all(graph, library, delta, filled)
-            finder.settle()
+            finder = _match_all(graph, library, delta, filled, until)
+            finder.settle(until)
             gaining = Map((match, None) for match in finder.found.values() if match.delta < 0)
             index = Map(finder.index({}))
             return RewriteState(graph, library, delta, index, len(finder.found), gaining, filled)
@@ -140,7 +156,21 @@ class RewriteState:
         for entry in self.index.get(key[1][0], ()):
             if isinstance(entry, Match) and entry.key == key:
                 return entry
-        return None
+        return self._left_out(key)
+
+    def _left_out(self, key: Key) -> Match | None:
+        """A match with this key that is no candidate because there are many like it (see `MANY`)."""
+        rule = self.library.rules.get(key[0])
+        node = self.graph.producers.get(key[1][0])
+        if rule is None or node is None or isinstance(rule, RegionRule):
+            return None
+        finder = _Finder(
+            self.graph, self.library.only(frozenset({rule.name})), self.delta, self.filled, many=None
+        )
+        finder.look(node, finder.library.plans)
+        finder.matches = [match for match in finder.matches if match.key == key]
+        finder.settle()
+        return finder.found.get(key)
 
     def edit(self, match: Match) -> Edit:
         """The edit that applies a candidate."""
@@ -252,10 +282,16 @@ def match_all(graph: Graph, library: Library) -> list[Match]:
 
 
 def _match_all(
-    graph: Graph, library: Library, delta: Delta | None, filled: frozenset[Size] = frozenset()
+    graph: Graph,
+    library: Library,
+    delta: Delta | None,
+    filled: frozenset[Size] = frozenset(),
+    until: float = math.inf,
 ) -> _Finder:
     finder = _Finder(graph, library, delta, filled)
     for node in graph.nodes():
+        if time.monotonic() >= until:
+            break
         finder.look(node, library.root_plans)
         finder.look_for_regions(node, None)
     return finder
@@ -357,11 +393,18 @@ class _Types(dict[Value, TensorType | None]):
 
 
 class _Finder:
-    """Collects the matches that start at some nodes of a graph."""
+    """Collects the matches that start at some nodes of a graph: at most so `many` of one pattern at one node (None:
+    all)."""
 
     def __init__(
-        self, graph: Graph, library: Library, delta: Delta | None, filled: frozenset[Size] = frozenset()
+        self,
+        graph: Graph,
+        library: Library,
+        delta: Delta | None,
+        filled: frozenset[Size] = frozenset(),
+        many: int | None = MANY,
     ) -> None:
+        self.many = many
         self.graph = graph
         self.library = library
         self.delta = delta
@@ -375,6 +418,7 @@ class _Finder:
         self._types = _Types(graph)
         # Counts for the running plan: its matches, and those that are refused by the types of their variables alone.
         self.considered = self.refused_by_types = 0
+        self._before = 0  # matches before the running plan
 
     def around(self, node: Node) -> MatchSignature:
         found = self._around.get(node.outputs[0])
@@ -393,8 +437,10 @@ class _Finder:
             pattern, run = plan.pattern, plan.run  # compiled before the clock starts
             begin = time.perf_counter() if library.timed else 0.0
             self.refused_by_types = self.considered = 0
+            self._before = len(self.matches)
             found = partial(self.consider, pattern)
-            run(node, graph.producers, graph.uses, self.outputs, graph, found)
+            with suppress(_Enough):
+                run(node, graph.producers, graph.uses, self.outputs, graph, found)
             if len(pattern.nodes) == 1 and 0 < self.considered == self.refused_by_types:
                 hopeless.append(plan)
             if library.timed:
@@ -408,6 +454,10 @@ class _Finder:
     ) -> None:
         """Evaluate the conditions of the rule for a match of its pattern, and keep the match if they hold."""
         rule, stats = pattern.rule, self.library.stats[pattern.rule.name]
+        if self.many is not None and (
+            self.considered >= _CONSIDERED or len(self.matches) - self._before >= self.many
+        ):
+            raise _Enough
         types = tuple(map(self._types.__getitem__, values))
         self.considered += 1
         asked = (types, attrs)
@@ -515,9 +565,14 @@ class _Finder:
         reader.reads.discard(anchor)
         return (anchor, *sorted(reader.reads))
 
-    def settle(self) -> None:
-        """Build the edit of every match. Drop matches that are refused or change nothing, and price the others."""
+    def settle(self, until: float = math.inf) -> None:
+        """Build the edit of every match. Drop matches that are refused or change nothing, and price the others.
+
+        Those that have no edit at `until` (time.monotonic) are dropped, too.
+        """
         for match in self.matches:
+            if time.monotonic() >= until:
+                return
             stats = self.library.stats[match.rule.name]
             begin = time.perf_counter() if self.library.timed else 0.0
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,8 +12,11 @@ from xrlflow.rewrite import Library, Match, RewriteState
 from xrlflow.search.result import TraceStep
 
 
-def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> tuple[Graph, list[TraceStep]]:
-    """The graph after all rules that need no price (`canonicalises`), and the substitutions that were made.
+def simplify(
+    graph: Graph, library: Library, cost: Callable[[Graph], float], until: float = math.inf
+) -> tuple[Graph, list[TraceStep]]:
+    """The graph after all rules that need no price (`canonicalises`), and the substitutions that were made: those that
+    there was time for until then (time.monotonic).
 
     These rules find constants and decide branches, which fixes types: a search before them would price unknown types.
     They also write out operators that the backend lacks. Each step carries the cost of the final graph.
@@ -20,6 +25,8 @@ def simplify(graph: Graph, library: Library, cost: Callable[[Graph], float]) -> 
     matches: list[Match] = []
     # Writing out one operator may add thousands of nodes, so the bound grows with the graph.
     while (candidates := state.candidates) and len(matches) < 4 * state.graph.node_count:
+        if time.monotonic() >= until:
+            break
         matches.append(min(candidates, key=lambda m: m.key))
         state = state.apply(matches[-1])
     if not matches:

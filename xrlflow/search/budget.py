@@ -18,6 +18,8 @@ _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, turns).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
+# The fewest processes that a decision takes.
+_FEWEST_PROCESSES = 8
 _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
@@ -119,6 +121,12 @@ class Budget:
     def compile_until(self) -> float:
         """The moment at which kernels must be compiled and compared."""
         return self.end - self.ending
+
+    @property
+    def compile_at_latest(self) -> float:
+        """The moment at which a compilation that began is ended: then there is just enough time for the rest."""
+        fewest = _FEWEST_PROCESSES / _PROCESSES * self.comparison
+        return max(self.compile_until, self.until - self.verification - fewest)
 
     @property
     def begin_comparing_until(self) -> float:

@@ -131,6 +131,7 @@ class Store:
         """`where`: the file or server (see `stores.opened`); the file of the user's is `tuning.sqlite`."""
         self._file = opened(where, cache_directory() / "tuning.sqlite", _LAYOUT, _PATIENCE, StoreError)
         self.path = self._file.path
+        self.where = where
 
     def check(self) -> None:
         """Open it now. Raises StoreError if it is a named file that is not a store, or a server that cannot be used."""

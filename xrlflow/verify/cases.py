@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from xrlflow import deadline
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.ir import FLOATS
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import is_float
@@ -138,6 +140,8 @@ class Drawing(Generic[T]):
         working, tried = 0, 0
         spare: list[list[tuple[Case, T]]] = []
         for bindings in self._candidates(tries):
+            if found and deadline.over():
+                return found
             tried += 1
             cases = self._samples(bindings, range(samples) if not working else [(working + 1) % 3])
             if not all(self.sensible(case, result) for case, result in cases):
@@ -177,6 +181,8 @@ class Drawing(Generic[T]):
         # If all inputs are floats, other values do not help.
         redraws = 1 if _floats_only(self.plan) else _REDRAWS
         for sample in samples:
+            if found and deadline.over():
+                break
             for redraw in range(redraws + 1):
                 cautious = redraw == redraws
                 if cautious and redraws == 1:
@@ -197,7 +203,7 @@ class Drawing(Generic[T]):
         seconds = self.estimate(bindings).seconds
         left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
         for values in self.plan.takes().kinds():
-            if left <= 0:
+            if left <= 0 or deadline.over():
                 drawn.left_out.append(values.name)
                 continue
             found = self.of(bindings, values)
@@ -254,6 +260,9 @@ class Drawing(Generic[T]):
         for at, (choices, most) in enumerate(chain(telling, filling)):
             for chosen in choices:
                 if count >= most or attempts >= _ATTEMPTS:
+                    return
+                if deadline.over():
+                    drawn.left_out.append("other sizes (there was no time)")
                     return
                 if drawn.has(chosen):
                     break
@@ -333,12 +342,17 @@ def is_whole(outputs: Sequence[Any]) -> bool:
 
 
 def feeds_for_measurement(
-    imported: ImportedModel, seed: int = 0, runs: Callable[[Feeds], bool] | None = None
+    imported: ImportedModel,
+    seed: int = 0,
+    runs: Callable[[Feeds], bool] | None = None,
 ) -> dict[str, Any]:
     """One set of inputs at the user's sizes. Open dimensions have the sizes of the cost model (batch 1).
 
     `runs` returns whether the model runs on some inputs. With it, other values and then other sizes are tried until it
-    does. Raises InputsNeeded if no inputs work.
+    does. It may raise OutOfTime where a run takes long; then smaller sizes are tried.
+
+    Raises InputsNeeded if no inputs work, and OutOfTime if none were found in time (`deadline`), or if the only ones
+    take long.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)
@@ -349,13 +363,40 @@ def feeds_for_measurement(
         return runs(case.feeds) or None
 
     drawing = Drawing(plan, attempt, seed=seed)
-    for bindings in [
-        usual,
-        *(drawing._candidates(MAX_TRIES) if plan.dynamic else []),
-    ]:
-        found = drawing._samples(bindings, [0])
+    late: OutOfTime | None = None
+    waiting = [usual, *(drawing._candidates(MAX_TRIES) if plan.dynamic else [])][::-1]
+    while waiting:
+        bindings = waiting.pop()
+        if deadline.over():
+            raise OutOfTime(
+                "no inputs were found on which the model runs: the time for it was over"
+            ) from late
+        try:
+            found = drawing._samples(bindings, [0])
+        except OutOfTime as error:
+            if late is None:  # never others than the user's own sizes
+                waiting = [
+                    b for b in waiting if all(b[n] == plan.bound[n] for n in plan.bound.keys() & b.keys())
+                ]
+                waiting += reversed([*_smaller(plan, bindings)])
+            late = error
+            continue
         if found:
             return dict(found[0][0].feeds)
+    if late is not None:
+        raise late
     raise InputsNeeded(
         "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape"
     )
+
+
+def _smaller(plan: InputPlan, bindings: Bindings) -> Iterator[dict[str, int]]:
+    """The same choice with a quarter, a 16th and a 64th of the sizes that the user leaves open."""
+    before = dict(bindings)
+    free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
+    for part in (4, 16, 64):
+        fewer = {name: max(1, bindings[name] // part) for name in free}
+        chosen = plan.dimensions.changed(bindings, fewer)
+        if chosen != before:
+            yield chosen
+        before = chosen

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.backends.onnxruntime.session import Options
-from xrlflow.backends.protocol import BackendError, CompiledModel
+from xrlflow.backends.protocol import BackendError, CompiledModel, OutOfTime
 from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.verify.apart import run_apart
@@ -188,6 +189,24 @@ class _Wanted:
     sizes: int
 
 
+def _undecided(reason: str) -> Verification:
+    return Verification(Status.NOT_COMPARABLE, reason=reason)
+
+
+def _late(cases: Sequence[Known]) -> str:
+    """What is said of cases that are left out."""
+    return f"{'; '.join(str(known.case) for known in cases[:3])}{', ...' if cases[3:] else ''} (there was no time)"
+
+
+def _bindings(cases: Iterable[Known]) -> tuple[Bindings, ...]:
+    """The choices of sizes of cases, each once."""
+    found: list[Bindings] = []
+    for known in cases:
+        if known.case.bindings and known.case.bindings not in found:
+            found.append(known.case.bindings)
+    return tuple(found)
+
+
 def not_exercised(arm: str) -> str:
     """The note on a branch that no input reached."""
     return f"not exercised: {arm}"
@@ -283,6 +302,8 @@ class Reference:
                 if _has_custom(imported.graph) and not _repeats(runner, known[0]):
                     reason = "the original gives other results when it is run again on the same inputs"
                     return replace(base, incomparable=reason)
+        except OutOfTime:
+            return replace(base, incomparable="there was no time to run the original")
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
         return base._knowing(known, tried, run.at)
@@ -350,17 +371,26 @@ class Reference:
         failures = [*differences(self.declared, signature(new))]
         if failures:
             return Verification(Status.FAILED, failures=tuple(failures), notes=self.notes)
-        judged = self.quantised.judge(new) if self.quantised is not None else Judged("")
+        try:
+            judged = self.quantised.judge(new) if self.quantised is not None else Judged("")
+        except OutOfTime:
+            return _undecided("there was no time to run the new model")
+        if self.quantised is not None and not judged.evaluated and deadline.over():
+            return _undecided("there was no time to compare the new model layer by layer")
         try:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
                 found = self._compare(runner, self.known, by_layers=judged.evaluated)
             found = _with_layers(found, judged)
             if found.verified:
                 found = self._compare_empty(new, found, nonempty)
+        except OutOfTime:
+            return _undecided("there was no time to run the new model")
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
         bad = [r for r in found.outputs if not r.judgement.passed]
+        if found.failures and deadline.over():
+            return _undecided(f"there was no time to decide whether this is rounding: {found.failures[0]}")
         if bad and not judged.failures:
             broken = next((k for k in self.known if str(k.case) == bad[0].case), None)
             if broken is not None:
@@ -397,9 +427,20 @@ class Reference:
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
         doubtful: list[_Doubt] = []
-        for known in cases:
+        left_out = self.left_out
+        for at, known in enumerate(cases):
+            if at and deadline.over():
+                left_out = (*left_out, _late(cases[at:]))
+                cases = cases[:at]
+                break
             try:
                 outputs = runner.run(known.case.feeds)
+            except OutOfTime:
+                if not at:
+                    raise
+                left_out = (*left_out, _late(cases[at:]))
+                cases = cases[:at]
+                break
             except BackendError as error:
                 failures.append(f"the new model fails on {known.case}: {first_line(error)}")
                 break
@@ -412,10 +453,10 @@ class Reference:
             tuple(reports.values()),
             tuple(failures),
             notes=(*self.notes, *_kept(reports.values())),
-            bindings=self.bindings,
+            bindings=_bindings(cases),
             cases=len(cases),
             values=tuple(dict.fromkeys(k.case.values.name for k in cases if k.case.values.name)),
-            left_out=self.left_out,
+            left_out=left_out,
             unexercised=self.unexercised,
         )
 
@@ -423,11 +464,16 @@ class Reference:
         """Compare at sizes of 0, too. The original runs there."""
         reports: dict[str, OutputReport] = {}
         failures: list[str] = []
-        for known in self.empty:
+        empty = self.empty
+        for at, known in enumerate(self.empty):
             try:
                 outputs = run_apart(
                     new, known.case.feeds, threads=self.threads, session_options=self.session_options
                 )
+            except OutOfTime:
+                found = replace(found, left_out=(*found.left_out, _late(empty[at:])))
+                empty = empty[:at]
+                break
             except BackendError as error:
                 failures.append(f"the new model fails on {known.case}: {first_line(error)}")
                 continue
@@ -448,18 +494,14 @@ class Reference:
             status=Status.FAILED if failures else found.status,
             outputs=tuple(rows.values()),
             failures=tuple(failures),
-            bindings=(*found.bindings, *(known.case.bindings for known in self.empty)),
-            cases=found.cases + len(self.empty),
+            bindings=(*found.bindings, *(known.case.bindings for known in empty)),
+            cases=found.cases + len(empty),
         )
 
     @property
     def bindings(self) -> tuple[Bindings, ...]:
         """The choices of sizes that are compared."""
-        found: list[Bindings] = []
-        for known in self.known:
-            if known.case.bindings and known.case.bindings not in found:
-                found.append(known.case.bindings)
-        return tuple(found)
+        return _bindings(self.known)
 
     # --- the original at another optimisation level ---
 

@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from xrlflow import deadline
 from xrlflow.backends.onnxruntime.session import Options
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.apart import run_apart
 from xrlflow.verify.branches import deciding, has_branches, watched
@@ -63,6 +64,11 @@ class Runs:
         limit = None if self._first is None else max(_LEAST_LIMIT, 1000 * self._first)
         try:
             outputs = self._runner.run(case.feeds, limit)
+        except OutOfTime as error:
+            if self._first is None:
+                raise
+            self.errors.append(first_line(error))
+            return None
         except BackendError as error:
             self.errors.append(first_line(error))
             return None
@@ -173,6 +179,9 @@ def run_empty(
     """
     found, notes = [], []
     for case in cases:
+        if deadline.over():
+            notes.append("not compared with a dimension of 0: there was no time")
+            break
         try:
             outputs = run_apart(model, case.feeds, threads=threads, session_options=session_options)
         except BackendError:
@@ -232,7 +241,7 @@ def exercise(
                 for case, _ in drawn.cases:
                     watch.run(case.feeds, _LEAST_LIMIT)
                 for case in drawing.seeking(drawn.bindings[:5], deciding(imported.graph)):
-                    if not watch.missing:
+                    if not watch.missing or deadline.over():
                         break
                     if watch.run(case.feeds, _LEAST_LIMIT):
                         outputs = drawing.attempt(case)

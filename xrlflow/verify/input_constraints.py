@@ -89,6 +89,11 @@ class Demands:
     steers: bool = False
 
     @property
+    def divides(self) -> bool:
+        """Whether how much is computed depends on it as on a divisor."""
+        return self.positive and self.steers
+
+    @property
     def loose(self) -> bool:
         """Whether it may be outside its bounds, where that is only an error."""
         return (

@@ -237,8 +237,10 @@ class _Draw:
             return np.resize(np.sort(self.rng.permutation(rank)[:count]), self.shape)
         if form is Form.SPLIT:
             return self.composition(self.size(self.demands.extent))
-        wide = interval is not None and interval[1] > 1
-        named = "mask" in self.name and (dtype not in FLOATS or (self.values.ordinary and self.sample != 1))
+        # A mask of which 2 means something else than 1, too, is one of zeros and ones first of all.
+        wide = interval is not None and interval[1] > 2
+        usual = dtype not in FLOATS or (self.values.ordinary and self.sample != 1)
+        named = "mask" in self.name and usual and not (self.cautious and interval is not None)
         if (not wide and (form is Form.MASK or named)) or dtype == DType.BOOL:
             return self.mask()
         if dtype in FLOATS and interval is None:
@@ -280,6 +282,9 @@ class _Draw:
         free = self.values.ordinary and self.sample == 1 and not self.demands.steers
         if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED and not free:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
+        if self.values.ordinary and self.sample == 0 and drawn.size == 1 and self.demands.divides:
+            # A speed, or a scale: a small one may make everything a hundred times larger.
+            return np.ones(self.shape)
         if kind.spread is Spread.UNIFORM:
             drawn = self.rng.uniform(0.0, kind.scale, self.shape)
         elif kind.spread is Spread.FILLED:

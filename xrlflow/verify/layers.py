@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
 from xrlflow.ops.eval_qlinear import ROUNDINGS
 from xrlflow.ops.evaluate import REALS, evaluate_node, promote
@@ -210,6 +211,7 @@ def evaluate_layers(
         return lift(graph.leaves.consts[value].numpy()) if array is None else array
 
     for at, node in enumerate(order):
+        deadline.check()
         arguments = [read(value) for value in node.inputs]
         if _rounds(node) and node.outputs[0] in layers.varying:
             made = _layers_of(node, arguments)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from xrlflow import deadline
 from xrlflow.ir import DType, Graph, Value, node_key
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.tensors import same_content
@@ -135,6 +136,8 @@ class CutModel:
                 return evaluate_layers(
                     self.layers, self.feeds(sample), wanted, stops, settle, rounded=rounded
                 )
+        except deadline.Over:
+            raise Unjudged("there was no time for the exact evaluation") from None
         except NotEvaluable as error:
             raise Unjudged(f"{error} has no exact evaluation") from error
         except _FAILS as error:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
 from xrlflow.onnxio import ImportedModel
 from xrlflow.ops.eval_elementwise import promote
@@ -88,6 +89,7 @@ def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
         return held[value] if value in held else [promote(REALS, graph.leaves.consts[value].numpy())]
 
     for at, node in enumerate(order):
+        deadline.check()
         results = _results(graph, node, [read(v) for v in node.inputs], rng)
         held.update(zip(node.outputs, results))
         for value in node.inputs:

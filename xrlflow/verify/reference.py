@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from xrlflow import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, Graph, Node, TensorType, Value
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.shapes import solve
@@ -61,6 +62,8 @@ def evaluate_by(
         # other (14 times slower on two shared processors).
         with threadpool_limits(1, user_api="blas"):
             return evaluator(part_for(imported.graph, values), feeds)
+    except deadline.Over:
+        raise NoReference("there was no time for the float64 evaluation") from None
     except NotEvaluable as error:
         raise NoReference(f"{error} has no float64 evaluation") from error
     except (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
@@ -92,6 +95,7 @@ def _as_declared(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
         return held[value] if value in held else graph.leaves.consts[value].numpy()
 
     for at, node in enumerate(order):
+        deadline.check()
         results = evaluate_node(node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs))
         for value, type, result in zip(node.outputs, node.types, results):
             held[value] = result.astype(numpy_dtype(type.dtype)) if type.dtype in FLOATS else result

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Timer
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow import deadline
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
     Options,
     OrtModel,
+    ending,
     open_model,
     ort_errors,
     reason,
 )
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.ir import DType
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 
@@ -48,24 +51,22 @@ class Runner:
     def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> list[Any]:
         """The outputs in order: arrays, lists, dicts, and None for an empty optional.
 
-        Raises BackendError if the run fails or exceeds `limit` seconds (on some inputs a Loop does not end).
+        Raises BackendError if the run fails or exceeds `limit` seconds (on some inputs a Loop does not end); OutOfTime
+        if that is because the time is over (`deadline`).
         """
         import onnxruntime as ort
 
         options = ort.RunOptions()
-        timer = Timer(limit, setattr, (options, "terminate", True)) if limit is not None else None
-        if timer is not None:
-            timer.daemon = True
-            timer.start()
+        until = min(deadline.until(), math.inf if limit is None else time.monotonic() + limit)
         try:
-            if self._by_bytes:
-                return self._run_by_bytes(feeds, options)
-            return list(self._model.session.run(None, dict(feeds), options))
+            with ending(until, lambda: setattr(options, "terminate", True)):
+                if self._by_bytes:
+                    return self._run_by_bytes(feeds, options)
+                return list(self._model.session.run(None, dict(feeds), options))
         except ort_errors() as error:
+            if deadline.over():
+                raise OutOfTime("ONNX Runtime was ended: the time for a run was over") from error
             raise BackendError(f"ONNX Runtime cannot run the model: {reason(error)}") from error
-        finally:
-            if timer is not None:
-                timer.cancel()
 
     def _run_by_bytes(self, feeds: Mapping[str, Any], options: Any) -> list[Any]:
         import onnxruntime as ort
@@ -105,7 +106,7 @@ def opened(
     """The model in a session that is closed at the end of the block.
 
     `optimized`: with the user's session options (by default ONNX Runtime's whole optimiser); else with its optimiser
-    off. Raises BackendError if the model cannot be loaded.
+    off. Raises BackendError if the model cannot be loaded, OutOfTime if the time is over before (`deadline`).
     """
     source: str | os.PathLike[str] | bytes = (
         model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()

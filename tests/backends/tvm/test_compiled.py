@@ -347,6 +347,7 @@ def test_rules_do_not_write_what_tvm_lacks(monkeypatch: pytest.MonkeyPatch) -> N
     assert "Erf" in operators()
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize(
     "step",
     ["xrlflow.backends.tvm.lower.schedule", "xrlflow.backends.tvm.lower.fuse_attention", "tvm.compile"],
@@ -592,6 +593,7 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
         Tvm().compile(str(file))
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.usefixtures("brief_comparisons")
 @pytest.mark.parametrize("when", ["first", "second", "measuring"])
 def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,6 +628,7 @@ def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch:
     )
 
 
+@pytest.mark.usefixtures("compiled_here")
 def test_interrupted_once_more_it_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def interrupted(*_: object, **__: object) -> NoReturn:
@@ -640,6 +643,7 @@ def test_interrupted_once_more_it_ends(file: Path, monkeypatch: pytest.MonkeyPat
         xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", listener=interrupt)
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.usefixtures("brief_comparisons")
 def test_after_an_interrupted_search_its_best_is_compiled(
     file: Path, monkeypatch: pytest.MonkeyPatch

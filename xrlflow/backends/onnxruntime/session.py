@@ -19,13 +19,18 @@ workers.
 from __future__ import annotations
 
 import enum
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Timer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from xrlflow import deadline
 from xrlflow.backends.limits import default_threads, most_threads
-from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line, same_feeds
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, OutOfTime, one_line, same_feeds
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -76,10 +81,17 @@ class OrtModel:
         return self._session
 
     def run(self, feeds: Feeds) -> Sequence[Any]:
-        """The outputs, in the order of `output_names`. Raises BackendError if ONNX Runtime refuses or fails."""
+        """The outputs, in the order of `output_names`. Raises BackendError if ONNX Runtime refuses or fails, and
+        OutOfTime if the run was ended, between two operators, because the time was over (`deadline`)."""
+        import onnxruntime as ort
+
+        options = ort.RunOptions()
         try:
-            outputs: Sequence[Any] = self.session.run(list(self._output_names), dict(feeds))
+            with ending(deadline.until(), lambda: setattr(options, "terminate", True)):
+                outputs: Sequence[Any] = self.session.run(list(self._output_names), dict(feeds), options)
         except self._errors as error:
+            if options.terminate:
+                raise OutOfTime("ONNX Runtime was ended: the time for a run was over") from error
             raise BackendError(f"ONNX Runtime cannot run the model: {reason(error)}") from error
         return outputs
 
@@ -154,7 +166,7 @@ def open_model(
     (see `with_library`). `profile`: the session writes a profile to a file whose name begins with this.
 
     Raises BackendError if a provider other than the CPU's is asked for, if `threads` contradicts the options, if a file
-    is missing, and if ONNX Runtime cannot load the model.
+    is missing, and if ONNX Runtime cannot load the model; OutOfTime if the time was over while it did (`deadline`).
     """
     import onnxruntime as ort
 
@@ -167,11 +179,30 @@ def open_model(
         options = _options(threads, optimization, session_options, cpus)
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, profile
-        session = ort.InferenceSession(source, options, providers=[CPU])
+        with ending(deadline.until(), lambda: options.set_load_cancellation_flag(True)):
+            session = ort.InferenceSession(source, options, providers=[CPU])
     except ort_errors() as error:
+        if deadline.over():
+            options.set_load_cancellation_flag(False)  # it may be the user's
+            raise OutOfTime(f"loading {name} was ended: its time was over") from error
         raise BackendError(f"ONNX Runtime cannot load {name}: {reason(error)}") from error
     session.disable_fallback()
     return OrtModel(session, options.intra_op_num_threads)
+
+
+@contextmanager
+def ending(until: float, end: Callable[[], object]) -> Iterator[None]:
+    """Call `end` in another thread if the block is not over at that moment (time.monotonic)."""
+    if math.isinf(until):
+        yield
+        return
+    timer = Timer(max(0.0, until - time.monotonic()), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_providers(providers: Sequence[str]) -> None:

@@ -118,6 +118,7 @@ class TvmModel:
         self._machine = self._executable = None
         if self._settled is not None:
             self._release()
+            self._settled = None
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +132,8 @@ class TvmModel:
 
     def _started(self) -> Any:
         """The loaded code. It is not loaded before the first call, since it may be for another processor."""
+        if self._settled is not None and self._executable is None:  # its code is for another processor
+            check_runs_here(self.interface)
         if self._executable is None:
             raise BackendError("this model has been closed")
         if self._machine is None:
@@ -153,15 +156,27 @@ class TvmModel:
         there and saved from there: TVM makes machine code for each of loading and saving. Raises BackendError.
         """
         self.save(path)
+        self._settle(path)
+
+    @staticmethod
+    def settled(
+        path: str | os.PathLike[str], interface: Interface, threads: int, chosen: tuple[Chosen, ...]
+    ) -> TvmModel:
+        """A model that another process saved to a file of ours. Raises BackendError."""
+        model = TvmModel(None, interface, threads, chosen)
+        model._settle(path)
+        return model
+
+    def _settle(self, path: str | os.PathLike[str]) -> None:
         self._settled = os.open(path, os.O_RDONLY)
         self._release = weakref.finalize(self, os.close, self._settled)
         if not lacking(self.interface.triple, self.interface.cpu):
             self._executable, self._machine = _loaded(Path(path)), None
 
     def _export(self, library: Path, link: str) -> None:
-        if self._executable is None:
-            raise BackendError("this model has been closed")
         if self._settled is None:
+            if self._executable is None:
+                raise BackendError("this model has been closed")
             with _silent():
                 linked = _linked_by(self.interface.triple, link)
                 self._executable.export_library(str(library), fcompile=linked)

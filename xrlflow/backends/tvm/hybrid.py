@@ -16,7 +16,13 @@ from xrlflow.backends.beside import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm import lower
 from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms, Chosen
-from xrlflow.backends.tvm.kernel_library import CompiledRegion, KernelLibrary, compile_region, kernel_library
+from xrlflow.backends.tvm.kernel_library import (
+    BuiltLibrary,
+    CompiledRegion,
+    KernelLibrary,
+    compile_region,
+    kernel_library,
+)
 from xrlflow.backends.tvm.target import Machine
 from xrlflow.backends.tvm.value_types import types_of
 from xrlflow.onnxio import ModelError, load, to_proto
@@ -78,7 +84,7 @@ class Hybrid:
     """
 
     model: ModelProto
-    library: KernelLibrary
+    library: KernelLibrary | BuiltLibrary
     regions: tuple[Region, ...]
     total: int
     remarks: tuple[str, ...]
@@ -101,6 +107,25 @@ class Hybrid:
             save_regions(self.model, path)
         except OSError as error:
             raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one process tells another of a `Hybrid` besides its files."""
+
+    regions: tuple[Region, ...]
+    total: int
+    remarks: tuple[str, ...]
+    chosen: tuple[Chosen, ...]
+
+    @staticmethod
+    def of(made: Hybrid) -> Told:
+        return Told(made.regions, made.total, made.remarks, made.chosen)
+
+    def loaded(self, path: str) -> Hybrid:
+        """The hybrid that was saved at `path`."""
+        library = BuiltLibrary(library_path(path).read_bytes())
+        return Hybrid(onnx.load(path), library, self.regions, self.total, self.remarks, self.chosen)
 
 
 def hybrid(

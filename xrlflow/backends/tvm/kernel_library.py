@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,13 +117,7 @@ class KernelLibrary:
         command = linker(triple)
         if command is None:
             raise BackendError(f"{path}: a library of kernels is built with {compiler(triple)}: install that")
-        try:
-            target = Path(files.destination(path))
-            with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
-                built = self._build(command, Path(folder), options, profiled)
-                files.put(built, target)
-        except OSError as error:
-            raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+        _put(path, lambda folder: self._build(command, folder, options, profiled))
 
     @property
     def _section(self) -> str:
@@ -158,6 +152,35 @@ class KernelLibrary:
                 f"the C compiler ({command}) cannot build a library of kernels: {one_line(said)}"
             )
         return folder / "built.so"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltLibrary:
+    """A library of kernels that another process built, as the file that it is."""
+
+    content: bytes
+
+    def save(self, path: Path) -> None:
+        """Write the library. It is written completely or not at all. Raises BackendError if it cannot be written."""
+
+        def copied(folder: Path) -> Path:
+            copy = folder / "built.so"
+            copy.write_bytes(self.content)
+            copy.chmod(0o755)
+            return copy
+
+        _put(path, copied)
+
+
+def _put(path: Path, build: Callable[[Path], Path]) -> None:
+    """Put the file that `build` makes in a folder beside `path` to that path. Raises BackendError if it cannot be
+    written."""
+    try:
+        target = Path(files.destination(path))
+        with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
+            files.put(build(Path(folder)), target)
+    except OSError as error:
+        raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
 
 
 def kernel_library(
