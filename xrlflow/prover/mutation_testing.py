@@ -31,7 +31,7 @@ from xrlflow.prover.errors import check_errors
 from xrlflow.prover.machine import integers
 from xrlflow.prover.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
 from xrlflow.prover.ranges import check_ranges
-from xrlflow.prover.sketch import Problem
+from xrlflow.prover.sketch import Problem, check_types
 from xrlflow.rewrite import AnyRule, Library, Val, without
 from xrlflow.rewrite.rule import Site
 
@@ -179,6 +179,8 @@ class Hunt:
             builder = MutatingBuilder(case.before, mutation)
             try:
                 mutant = applied(case.problem, case.match, builder)
+                if mutant is not None:
+                    _check_fit(mutant)
             except Exception:  # the mutant's nodes do not even fit together
                 tried.effective += 1
                 return True
@@ -254,6 +256,12 @@ class Hunt:
                 if rejected is not None:
                     passed.append(problem)
         return False
+
+
+def _check_fit(mutant: Case) -> None:
+    """Raises Unbuildable for a new node whose operator does not take the element types of its inputs."""
+    for node in (*mutant.edit.added, *(new for _, new in mutant.edit.rewired)):
+        check_types(node.op, [mutant.after.type(v) if v else None for v in node.inputs])
 
 
 @dataclass(slots=True)

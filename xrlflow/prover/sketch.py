@@ -193,7 +193,7 @@ def _node(
     try:
         attrs = canonical_attrs(sketched.op, sketched.attrs, types)
         _check_ranks(sketched.op, attrs, types)
-        _check_types(sketched.op, types)
+        check_types(sketched.op, types)
         data = [leaves.consts.get(v) for v in values]
         found = infer(sketched.op, attrs, types, data, sketched.outputs)
     except (InferenceError, IndexError, ValueError, ArithmeticError) as error:  # a size may be too large
@@ -213,7 +213,7 @@ def _node(
     return outs, Node(sketched.op, values, outs, found, attrs)
 
 
-def _check_types(op: str, types: Sequence[TensorType | None]) -> None:
+def check_types(op: str, types: Sequence[TensorType | None]) -> None:
     """Raises Unbuildable for element types that the schema does not admit. ONNX's inference does not check them all."""
     if schema(op) is None:
         return
