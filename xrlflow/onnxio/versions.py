@@ -22,7 +22,7 @@ import onnx.shape_inference
 
 from xrlflow.ir import SMALL, DType, TensorType
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.protos import all_names, subgraphs
+from xrlflow.onnxio.protos import all_names, all_nodes, subgraphs
 from xrlflow.ops.infer import type_proto
 from xrlflow.ops.schema import OPSET
 
@@ -392,7 +392,7 @@ def _old_runtime() -> bool:
 
 def runnable(proto: onnx.ModelProto, opset: int) -> int:
     """The opset for which the ONNX Runtime at hand has kernels for all of a model's operators; else the one given."""
-    if not any(n.op_type in _LATE_KERNELS for n in _all_nodes(proto.graph)) or not _old_runtime():
+    if not any(n.op_type in _LATE_KERNELS for n in all_nodes(proto.graph)) or not _old_runtime():
         return opset
     return min(opset, _BEFORE_LATE)
 
@@ -447,7 +447,7 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         _raise(name, proto, opset)
     elif opset > OPSET:
         types = dict(_typed_names(_inferred(proto).graph))
-        later = [n for n in _all_nodes(proto.graph) if _is_later(n, opset, types)]
+        later = [n for n in all_nodes(proto.graph) if _is_later(n, opset, types)]
         for node in later:
             node.domain = f"{QUALIFIED}{opset}"
         if later:
@@ -466,7 +466,7 @@ def raised(model: onnx.ModelProto) -> onnx.ModelProto:
     Constants that are new are initialisers. Raises ModelError for a node that the canonical opset cannot express.
     """
     opset = opset_of(model) or OPSET
-    if all(opset >= OPSET or not _changes(node.op_type, opset) for node in _all_nodes(model.graph)):
+    if all(opset >= OPSET or not _changes(node.op_type, opset) for node in all_nodes(model.graph)):
         return model
     light = onnx.ModelProto()
     light.CopyFrom(model)
@@ -505,12 +505,12 @@ def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
     """Replace operators on element types without a kernel by ONNX's definition of them, in place."""
     import onnx.inliner
 
-    if not any(n.op_type in SPELT_OUT and not n.domain for n in _all_nodes(proto.graph)):
+    if not any(n.op_type in SPELT_OUT and not n.domain for n in all_nodes(proto.graph)):
         return
     for _ in range(3):  # a definition may use another such operator
         types = dict(_typed_names(_inferred(proto).graph))
         wanted: set[str] = set()
-        for node in _all_nodes(proto.graph):
+        for node in all_nodes(proto.graph):
             if node.op_type not in SPELT_OUT or node.domain or not node.input or node.input[0] not in types:
                 continue
             if types[node.input[0]].tensor_type.elem_type in SPELT_OUT[node.op_type]:
@@ -554,13 +554,6 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.shape_inference.infer_shapes(proto)
     except (onnx.shape_inference.InferenceError, RuntimeError):  # then fewer types are known
         return proto
-
-
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for body in subgraphs(node):
-            yield from _all_nodes(body)
 
 
 def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]:
