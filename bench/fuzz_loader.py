@@ -187,9 +187,8 @@ class Mutator:
             return None
         for _ in range(self.random.choice((1, 1, 2, 4))):
             if self.random.random() < 0.5:
-                with contextlib.suppress(
-                    TypeError, ValueError
-                ):  # names that are no text, numbers that are too large
+                # There may be nothing to choose from, a name may be no text, a number too large.
+                with contextlib.suppress(IndexError, TypeError, ValueError):
                     self._node(model)
             else:
                 self._once(model)

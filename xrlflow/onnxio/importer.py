@@ -56,6 +56,9 @@ from xrlflow.ops.symbolic_values import Known
 # A small constant with more bytes than this is written as the node that made it, if that takes at most a quarter.
 _COMPACT = 256
 
+# What identifies a flatbuffer of ONNX Runtime, after the four bytes of its root.
+_ORT_FORMAT = b"ORTM"
+
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
 
@@ -186,6 +189,11 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
     if store.data.nbytes == 0:
         raise ModelError(f"{store.name}: the file is empty: export or download it again")
     wrong = f"{store.name}: not an ONNX model, or cut off: export or download it again"
+    if bytes(store.data[4:8]) == _ORT_FORMAT:
+        raise ModelError(
+            f"{store.name}: is in ONNX Runtime's own format (.ort), which cannot be optimised: "
+            "pass the ONNX file that it was made from"
+        )
     try:
         stripped = strip_model(store.data)
         proto = onnx.ModelProto.FromString(stripped)

@@ -20,7 +20,7 @@ import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
 
-from xrlflow.ir import SMALL, DType, TensorType
+from xrlflow.ir import FLOATS, SMALL, DType, TensorType
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import all_names, all_nodes, subgraphs
 from xrlflow.ops.infer import type_proto
@@ -31,7 +31,7 @@ QUALIFIED = "ai.onnx@"
 
 # The readable opsets: the first whose elementwise operators broadcast as today's do, and the last that ONNX Runtime
 # runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
-OLDEST, NEWEST = 7, 26
+OLDEST, NEWEST = 7, 28
 # ONNX Runtime 1.23 has kernels for these at opset 21, and not at the canonical one.
 _LATE_KERNELS, _BEFORE_LATE, _KERNELS_SINCE = frozenset({"QuantizeLinear", "DequantizeLinear"}), 21, (1, 24)
 
@@ -380,6 +380,7 @@ _SPELT_OUT_AT = range(16, 19)
 _SPELLINGS = "xrlflow.spelling"
 
 # Operators that changed after the canonical opset, not only in the types they allow.
+_FLOATS = frozenset(map(int, FLOATS))
 CHANGED_LATER = frozenset(["Attention"])
 
 
@@ -437,9 +438,11 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         set_opset(proto, OPSET)
         return OPSET
     if opset > NEWEST or opset > onnx.defs.onnx_opset_version():
+        last = min(NEWEST, onnx.defs.onnx_opset_version())
+        newer = " or install a newer onnx" if opset <= NEWEST else ""
         raise ModelError(
-            f"{name}: opset {opset} is from the future, {NEWEST} is the last that is read: "
-            f"export the model with opset {OPSET}"
+            f"{name}: opset {opset} is from the future, {last} is the last that is read: "
+            f"export the model with opset {OPSET}{newer}"
         )
     if opset < OPSET:
         if opset in _SPELT_OUT_AT:
@@ -574,6 +577,8 @@ def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]
     now = onnx.defs.get_schema(node.op_type, opset, "")
     if now.since_version <= OPSET:
         return False
+    if node.op_type == "Mod" and types.get(node.input[0], onnx.TypeProto()).tensor_type.elem_type in _FLOATS:
+        return True  # opset 28 allows it without `fmod`
     if node.op_type in CHANGED_LATER or not onnx.defs.has(node.op_type, OPSET, ""):
         return True
     then = onnx.defs.get_schema(node.op_type, OPSET, "")

@@ -208,6 +208,10 @@ def _misfit(
         if len(data) > 1 and (sizes := data[1]) is not None and sizes.array is not None:
             parts = sizes.array.size
         return f"Split into {outputs} outputs with {parts} parts" if parts != outputs else None
+    if op == "Transpose" and types[0] is not None and types[0].rank is not None:
+        perm = attrs.get("perm")
+        if isinstance(perm, tuple) and len(perm) != types[0].rank:
+            return f"Transpose of {types[0]} has {list(perm)} for a permutation"
     if op == "Gemm" and len(types) > 2 and all(t is not None and t.rank is not None for t in types):
         a, b, c = (t.shape for t in types if t is not None and t.shape is not None)
         if len(a) != 2 or len(b) != 2:

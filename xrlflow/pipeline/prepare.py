@@ -12,9 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from xrlflow import lowering
-from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import (
     AdditiveCost,
@@ -37,6 +35,7 @@ from xrlflow.ops.schema import OPSET
 from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
+from xrlflow.pipeline.failing import explained
 from xrlflow.pipeline.library import library_for
 from xrlflow.pipeline.trace import Trace, read_trace
 from xrlflow.report import Listener
@@ -160,7 +159,8 @@ def with_feeds(context: Context) -> Context:
             if options.measure:
                 _time_original(context, feeds)
         elif options.measure or options.cost_name == "measured":
-            feeds = random_feeds(context)
+            with explained(context):
+                feeds = random_feeds(context)
         if feeds is None:
             return context
         return replace(context, feeds=feeds, imported=_bound(context, feeds))
@@ -174,18 +174,14 @@ def random_feeds(context: Context) -> dict[str, Any]:
         context.original, threads=context.threads, session_options=options.session_options
     ) as model:
         clock.loading = time.perf_counter() - since
-        failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
+        model.check_types()
 
-        def runs(feeds: Mapping[str, Any]) -> bool:
+        def run(feeds: Mapping[str, Any]) -> None:
             begin = time.perf_counter()
-            try:
-                model.run(feeds)
-            except failures:
-                return False
+            model.run(feeds)
             clock.latency = time.perf_counter() - begin
-            return True
 
-        found = feeds_for_measurement(context.imported, options.seed, runs)
+        found = feeds_for_measurement(context.imported, options.seed, run)
         if clock.latency < _SLOW:
             clock.latency = _warm_latency(lambda: model.run(found))
         return found

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import FLOATS
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import is_float
@@ -21,7 +22,7 @@ from xrlflow.verify.dims import Bindings, Role
 from xrlflow.verify.errors import InputsNeeded
 from xrlflow.verify.inputs import Case, Feeds, InputPlan
 from xrlflow.verify.numbers import around
-from xrlflow.verify.runner import flat
+from xrlflow.verify.runner import first_line, flat
 from xrlflow.verify.values import Floats, Integers, Masks, Spread, Values
 
 T = TypeVar("T")
@@ -333,20 +334,27 @@ def is_whole(outputs: Sequence[Any]) -> bool:
 
 
 def feeds_for_measurement(
-    imported: ImportedModel, seed: int = 0, runs: Callable[[Feeds], bool] | None = None
+    imported: ImportedModel, seed: int = 0, run: Callable[[Feeds], object] | None = None
 ) -> dict[str, Any]:
     """One set of inputs at the user's sizes. Open dimensions have the sizes of the cost model (batch 1).
 
-    `runs` returns whether the model runs on some inputs. With it, other values and then other sizes are tried until it
-    does. Raises InputsNeeded if no inputs work.
+    `run` runs the model on some inputs, or raises BackendError. With it, other values and then other sizes are tried
+    until it does not. Raises InputsNeeded if no inputs work.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)
-    if runs is None:
+    if run is None:
         return dict(plan.case(usual, seed, 0).feeds)
 
+    failures: list[str] = []
+
     def attempt(case: Case) -> bool | None:
-        return runs(case.feeds) or None
+        try:
+            run(case.feeds)
+        except BackendError as error:  # other inputs may do
+            failures.append(first_line(error))
+            return None
+        return True
 
     drawing = Drawing(plan, attempt, seed=seed)
     for bindings in [
@@ -357,5 +365,6 @@ def feeds_for_measurement(
         if found:
             return dict(found[0][0].feeds)
     raise InputsNeeded(
-        "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape"
+        "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape",
+        next(iter(failures), ""),
     )

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
     Options,
     OrtModel,
     open_model,
     ort_errors,
-    reason,
 )
 from xrlflow.backends.protocol import BackendError
 from xrlflow.ir import DType
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
+from xrlflow.text import shortened
 
 if TYPE_CHECKING:
     import onnx
@@ -127,8 +128,7 @@ def opened(
 
 def first_line(error: BaseException, limit: int = 300) -> str:
     """An error's message on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened(" ".join(str(error).split()), limit, limit // 2)
 
 
 def flat(value: Any, label: str = "") -> Sequence[tuple[str, Any]]:
