@@ -1,9 +1,11 @@
 """Broken models for the loader: `python bench/fuzz_loader.py --minutes 30 --jobs 2`.
 
-Atheris mutates serialised models, byte by byte and field by field, guided by the lines of xrlflow that they reach. Each
-is given to `xrlflow.onnxio.load`, and models that load are written again. The result must be a model or a ModelError of
-one line. Anything else (another exception, more than a few seconds or two gigabytes, a crash) is saved as an .onnx file
-under --save, reported once for each place in the code, and makes the exit code 1.
+Atheris mutates serialised models, byte by byte, field by field and node by node, guided by the lines of xrlflow that
+they reach. Each is given to `xrlflow.onnxio.load`; models that load are written again, and then searched as by
+`optimize --no-measure --no-verify --portable`, which is for files that one does not trust. The result must be a model
+or an error of one line that a user can correct. Anything else (another exception, more than a few seconds or two
+gigabytes, a crash) is saved as an .onnx file under --save, reported once for each place in the code, and makes the exit
+code 1.
 
 Models to start from: ONNX's backend tests, models of bench/fuzz_models.py, and some with functions, external data,
 sparse tensors, strings, sequences and nested bodies.
@@ -12,6 +14,7 @@ sparse tensors, strings, sequences and nested bodies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import random
@@ -29,10 +32,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for `bench`
 
-_SECONDS = 8  # for one model
+_SECONDS = 20  # for one model
+_BUDGET = 30  # graphs of one search
 _MEGABYTES = 2048  # for the process
 _LARGEST = 20_000  # bytes of an initial model
 _DATA = "data.bin"  # external data beside every model
+_NUMBERED = (2, 7)  # attributes of integers
+_OPERATORS = (
+    "Add", "BatchNormalization", "Cast", "Clip", "Concat", "Conv", "Expand", "Flatten", "Gather", "Gemm",
+    "LayerNormalization", "MatMul", "MaxPool", "Mul", "Pad", "Pow", "ReduceMean", "ReduceSum", "Relu", "Reshape",
+    "Shape", "Slice", "Softmax", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze", "Where",
+)  # fmt: skip
 _NUMBERS = (0, 1, -1, 2, 3, 7, 23, 127, 255, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63), 10**6, 10**12)
 
 
@@ -176,8 +186,98 @@ class Mutator:
         except DecodeError:
             return None
         for _ in range(self.random.choice((1, 1, 2, 4))):
-            self._once(model)
+            if self.random.random() < 0.5:
+                # There may be nothing to choose from, a name may be no text, a number too large.
+                with contextlib.suppress(IndexError, TypeError, ValueError):
+                    self._node(model)
+            else:
+                self._once(model)
         return bytes(model.SerializeToString())
+
+    def _node(self, model: Any) -> None:
+        """Change one node of the graph, a body or a function, or the type of a value that it reads."""
+        from onnx import AttributeProto, NodeProto, TensorProto, TypeProto, helper
+
+        messages = [model, *_inside(model)]
+        nodes = [m for m in messages if isinstance(m, NodeProto)]
+        if not nodes:
+            return
+        node, choose = self.random.choice(nodes), self.random.choice
+        values = [v for n in nodes for v in (*n.input, *n.output)]
+        kind = self.random.randrange(11)
+        if kind == 0 and node.input:  # an operand less
+            del node.input[self.random.randrange(len(node.input))]
+        elif kind == 1 and node.input:
+            node.input[self.random.randrange(len(node.input))] = ""
+        elif kind == 2 and node.input:  # another operand, perhaps one that is made later: a cycle
+            node.input[self.random.randrange(len(node.input))] = choose(values)
+        elif kind == 3:
+            node.input.append(choose(values))
+        elif kind == 4 and node.output:  # a name twice
+            node.output[self.random.randrange(len(node.output))] = choose(values)
+        elif kind == 5 and (given := [a for a in node.attribute if a.type in _NUMBERED]):
+            attribute = choose(given)
+            numbers = [attribute.i] if attribute.type == AttributeProto.INT else list(attribute.ints)
+            numbers.append(0)
+            numbers[self.random.randrange(len(numbers))] += choose((-3, -2, -1, 1, 2, 3, 97))
+            if attribute.type == AttributeProto.INT:
+                attribute.i = numbers[0]
+            else:
+                attribute.ClearField("ints")
+                attribute.ints.extend(numbers[: choose((-1, -1, -1, None))])
+        elif kind == 6:  # an attribute more, often one that other nodes have
+            found = [a for n in nodes for a in n.attribute]
+            made = helper.make_attribute(
+                choose(("axis", "strange", "keepdims", "to")), self.random.randrange(-3, 4)
+            )
+            copied = AttributeProto()
+            copied.CopyFrom(choose([*found, made]))
+            node.attribute.append(copied)
+        elif kind == 7 and node.attribute:
+            del node.attribute[self.random.randrange(len(node.attribute))]
+        elif kind == 8:  # the operator of another node
+            node.op_type = choose([n.op_type for n in nodes] + list(_OPERATORS))
+        elif kind == 9 and (types := [m for m in messages if isinstance(m, TypeProto.Tensor)]):
+            type = choose(types)
+            if self.random.random() < 0.4 or not type.shape.dim:
+                type.elem_type = choose((1, 6, 7, 9, 10, 11, 16))
+            else:
+                dims = type.shape.dim
+                at = self.random.randrange(len(dims))
+                what = self.random.randrange(4)
+                if what == 0:
+                    del dims[at]
+                elif what == 1:
+                    dims.add(dim_value=choose((1, 2, 3)))
+                elif what == 2:
+                    dims[at].dim_param = choose(("N", "M"))
+                else:
+                    dims[at].dim_value = choose((0, 1, 2, 3, 5, 64))
+        elif tensors := [m for m in messages if isinstance(m, TensorProto)]:
+            self._constant(choose(tensors))
+
+    def _constant(self, tensor: Any) -> None:
+        """Other sizes, another element type or other numbers for a constant, whose data still fits."""
+        import numpy as np
+        from onnx import numpy_helper
+
+        try:
+            array = numpy_helper.to_array(tensor).copy()
+        except Exception:  # the tensor was damaged before
+            return
+        if array.dtype.kind not in "fiub":
+            return
+        kind = self.random.randrange(4)
+        if kind == 0:
+            array = array.astype(self.random.choice(["f4", "f8", "i4", "i8", "u1", "?"]))
+        elif kind == 1:
+            array = array.reshape(self.random.choice([(-1,), (1, *array.shape), (*array.shape, 1)]))
+        elif kind == 2:
+            size = self.random.choice((0, 1, 2, 3))
+            array = np.resize(array, (size, *array.shape[1:]))
+        elif array.size:
+            array.reshape(-1)[self.random.randrange(array.size)] = self.random.choice((0, 1, 2, 3, 99))
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
     def _once(self, model: Any) -> None:
         messages = [model, *_inside(model)]
@@ -287,7 +387,7 @@ def _names(message: Any) -> Iterator[str]:
 
 
 class Loader:
-    """Loads models and writes them again. Models that neither work nor are refused in one line are saved."""
+    """Loads models, writes them again and searches. Models that neither work nor are refused in one line are saved."""
 
     def __init__(self, folder: Path, save: Path) -> None:
         self.path, self.save = folder / "model.onnx", save
@@ -296,7 +396,8 @@ class Loader:
         self.count = self.loaded = 0
 
     def one(self, data: bytes) -> None:
-        from xrlflow.onnxio import ModelError, load, to_proto
+        from xrlflow import api
+        from xrlflow.onnxio import load, to_proto
 
         self.count += 1
         if self.count % 50 == 0:  # the process may end without notice
@@ -306,7 +407,18 @@ class Loader:
             imported = load(str(self.path))
             to_proto(imported, imported.graph)
             self.loaded += 1
-        except ModelError as error:
+            api.optimize(
+                str(self.path),
+                search="greedy",
+                budget=_BUDGET,
+                portable=True,
+                measure=False,
+                verify=False,
+                cost="roofline",
+            )
+        except api.VerificationFailed as error:  # nothing was to be verified
+            self.keep(data, f"VerificationFailed: {error}", "VerificationFailed")
+        except api.UserError as error:
             told = str(error)
             if "\n" in told.strip() or "bug of xrlflow" in told:
                 self.keep(
@@ -341,7 +453,10 @@ def work(seconds: int, seed: int, save: Path, models: Path) -> None:
     """Fuzz in this process until the time is over or a model crashes it."""
     import atheris
 
-    with atheris.instrument_imports(include=["xrlflow.onnxio", "xrlflow.weights", "xrlflow.ops"]):
+    with atheris.instrument_imports(
+        include=["xrlflow.onnxio", "xrlflow.weights", "xrlflow.ops", "xrlflow.rewrite"]
+    ):
+        import xrlflow.api
         import xrlflow.onnxio
     assert xrlflow.onnxio.load is not None
     folder = tempfile.TemporaryDirectory(prefix="xrlflow-fuzz-")

@@ -164,13 +164,13 @@ class Loop:
         condition = self.explicit[1]
         if condition == ABSENT:
             return True
-        const = reader.graph.const(condition)
-        return const is not None and const.array is not None and bool(const.array.item())
+        return known_condition(reader.graph, condition) is True
 
     def steps(self, reader: Reader) -> int | None:
         """A Loop's trip count; None if it is not known."""
         const = reader.graph.const(self.explicit[0]) if self.explicit[0] != ABSENT else None
-        return int(const.array.item()) if const is not None and const.array is not None else None
+        known = const is not None and const.array is not None and const.array.size == 1
+        return int(const.array.item()) if known else None
 
     def has_a_step(self, reader: Reader) -> bool:
         """Whether a loop is known to run its body at least once."""
@@ -180,6 +180,12 @@ class Loop:
             return isinstance(dim, int) and dim > 0
         steps = self.steps(reader)
         return self.starts_true(reader) and (self.explicit[0] == ABSENT or (steps is not None and steps > 0))
+
+
+def known_condition(graph: Graph, condition: Value) -> bool | None:
+    """A condition, if it is a constant."""
+    const = graph.const(condition)
+    return None if const is None or const.array is None or const.array.size != 1 else bool(const.array.item())
 
 
 def take_apart(node: Node) -> Loop | None:

@@ -15,6 +15,7 @@ from rewrite_rules.bodies import (
     Scanned,
     around,
     bodies,
+    known_condition,
     made_outside,
     outside_name,
     put_in_place,
@@ -64,10 +65,10 @@ class InlineConstantIf(RegionRule, family="control"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        decided = _decided(reader.graph, node)
-        if decided is None:
+        known = known_condition(reader.graph, node.inputs[0])
+        if known is None:
             return None
-        body, captured = _branches(node)[decided]
+        body, captured = _branches(node)[known]
         require(repeats(body.graph), "the branch is random")
         return Region(node.outputs, (node.inputs[0], *captured), (node,), body)
 
@@ -91,12 +92,6 @@ def _branches(node: Node) -> dict[bool, tuple[Body, tuple[Value, ...]]]:
         found[name == "then_branch"] = body, node.inputs[at : at + len(body.captured)]
         at += len(body.captured)
     return found
-
-
-def _decided(graph: Graph, node: Node) -> bool | None:
-    """An If's condition, if it is a constant."""
-    const = graph.const(node.inputs[0])
-    return None if const is None or const.array is None or const.array.size != 1 else bool(const.array.item())
 
 
 class DropFailingBranch(RegionRule, family="control"):
@@ -141,7 +136,7 @@ class DropFailingBranch(RegionRule, family="control"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         branches = _branches(node)
-        if _decided(reader.graph, node) is not None:
+        if known_condition(reader.graph, node.inputs[0]) is not None:
             return None
         ranks = [[body.graph.type(v).rank for v in body.graph.outputs] for body, _ in branches.values()]
         if ranks[0] == ranks[1]:
@@ -187,7 +182,7 @@ def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Va
         inner = after.producers.get(value)
         if inner is None:
             continue
-        choice = _decided(after, inner) if inner.op == "If" else None
+        choice = known_condition(after, inner.inputs[0]) if inner.op == "If" else None
         chosen = _taking(after, inner, choice) if choice is not None and decided < _MOST_DECIDED else None
         if chosen is not None:
             before, after = after, chosen
@@ -196,9 +191,7 @@ def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Va
             work += new
             seen.update(new)
             continue
-        if _is_refused(after, inner) and not (
-            value in graph.producers and _is_refused(graph, graph.producers[value])
-        ):
+        if _is_refused(after, inner):
             return True
         more = [u.id for v in inner.outputs for u in after.users(v) if u.id not in seen]
         if len(seen) < _MOST_SEEN:
@@ -423,8 +416,7 @@ class UnrollLoop(RegionRule, family="control"):
         require(steps is not None, "the number of steps is not known")
         assert steps is not None
         on = through_identity(loop.graph, loop.condition[0])
-        const = loop.graph.const(on)
-        always = const is not None and const.array is not None and bool(const.array.item())
+        always = known_condition(loop.graph, on) is True
         require(loop.starts_true(reader), "it may not start")
         require(always or on == loop.graph.inputs[1], "it may stop early")
         require(repeats(loop.graph), "the body is random")

@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 
 from xrlflow.ir import ABSENT, SMALL, ArrayHandle, Attrs, Const, DType, Graph, Node, TensorType, Value
 from xrlflow.ops.bounds import Effort, effort
-from xrlflow.ops.evaluate import SPECS, NotEvaluable, evaluate_node, promote
+from xrlflow.ops.evaluate import MISFIT, SPECS, NotEvaluable, evaluate_node, promote
 from xrlflow.ops.field import REALS
 from xrlflow.ops.infer import attr_proto
 from xrlflow.ops.schema import OPSET, split_op
@@ -434,7 +434,7 @@ def _evaluate(
         made = evaluate_node(op, attrs, arguments, len(types))[: len(types)]
     except NotEvaluable:
         return _by_reference(op, attrs, inputs, types)
-    except (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
+    except MISFIT as error:
         raise NotEvaluable(f"{op}: {error}") from error
     if op in _ROUNDS:
         return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))

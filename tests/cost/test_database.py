@@ -1,5 +1,6 @@
 """Measurements on disk: keys, damage, many writers."""
 
+import contextlib
 import multiprocessing
 import sqlite3
 import threading
@@ -26,6 +27,20 @@ def test_what_is_put_is_found_again_by_another_connection(tmp_path: Path) -> Non
         second.put(SUBJECT, replace(SAMPLE, median=2e-3))
         assert second.get(SUBJECT) == replace(SAMPLE, median=2e-3)
         assert len(second) == 1
+
+
+@pytest.mark.parametrize("column", ["median", "low", "high", "count", "taken"])
+@pytest.mark.parametrize("wrong", [b"\xff", "garbage"])
+def test_what_is_no_number_is_measured_again(tmp_path: Path, column: str, wrong: str | bytes) -> None:
+    path = tmp_path / "m.sqlite"
+    with Database(path) as first:
+        first.put(SUBJECT, SAMPLE)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute(f"UPDATE measurement SET {column} = ?", (wrong,))
+    with Database(path) as second:
+        assert second.get(SUBJECT) == (SAMPLE if column == "taken" else None)
+        second.put(SUBJECT, SAMPLE)
+        assert second.get(SUBJECT) == SAMPLE
 
 
 @pytest.mark.parametrize(

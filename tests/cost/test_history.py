@@ -63,12 +63,13 @@ def test_graphs_that_do_nothing_are_not_kept(tmp_path: Path) -> None:
         assert kept.latest(1) == []
 
 
-def test_rows_of_another_version_are_left_out(tmp_path: Path) -> None:
+def test_rows_of_another_version_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
     before, after = walk(small("squeezenet"), 3)[::3]
     path = tmp_path / "c.sqlite"
     with History("a cpu", "r", 2, path) as kept:
         kept.keep(Roofline(), before, after, 0.1, 0.01)
     with sqlite3.connect(path) as connection:
-        connection.execute("INSERT INTO comparison VALUES ('a cpu', 'r', 2, 9e9, x'00')")
+        for wrong in (b"\0", 7, "text"):
+            connection.execute("INSERT INTO comparison VALUES ('a cpu', 'r', 2, 9e9, ?)", (wrong,))
     with History("a cpu", "r", 2, path) as kept:
         assert [c.arrays["logs"][0] for c in kept.latest(10)] == [0.1]

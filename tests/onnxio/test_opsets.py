@@ -16,7 +16,7 @@ from tests.onnxio.support import model
 from xrlflow.onnxio import check, load, to_proto, versions
 
 make, declare = helper.make_node, helper.make_tensor_value_info
-OPSETS = range(13, versions.NEWEST + 1)
+OPSETS = range(13, 27)  # ONNX Runtime 1.31 loads no later one, and 1.32 lacks QuantizeLinear of opset 28
 LEVELS = [
     ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
     ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,

@@ -267,11 +267,33 @@ def test_a_newer_operator_keeps_its_opset_and_is_opaque() -> None:
     assert [n.domain for n in result.graph.node] == ["", ""]
 
 
-@pytest.mark.parametrize("opset", [27, 99])
+@pytest.mark.parametrize("opset", [29, 99])
 def test_an_opset_from_the_future_is_refused(opset: int) -> None:
     proto = model([helper.make_node("Relu", ["x"], ["y"])], {"x": X}, [info("y", X)], opset=opset)
     with pytest.raises(ModelError, match=f"opset {opset} is from the future"):
         onnxio.load(proto)
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attributes", "kept"),
+    [
+        ("Relu", ["x"], {}, "Relu"),
+        ("SwiGLU", ["x", "x"], {}, "ai.onnx@28::SwiGLU"),
+        ("Mod", ["x", "x"], {}, "ai.onnx@28::Mod"),  # of floats without fmod: new
+        ("Celu", ["x"], {}, "Celu"),
+    ],
+)
+def test_the_newest_opsets_are_read(
+    op: str, inputs: list[str], attributes: dict[str, Any], kept: str
+) -> None:
+    node = helper.make_node(op, inputs, ["y"], **attributes)
+    proto = model([node], {"x": X}, [info("y", X)], opset=28, ir_version=14)
+    imported = onnxio.load(proto)
+    assert [n.op for n in imported.graph.nodes()] == [kept]
+    result = onnxio.to_proto(imported, imported.graph)
+    assert versions.opset_of(result) == 28
+    assert onnxio.check(result) is None
+    assert [(n.domain, n.op_type) for n in result.graph.node] == [("", op)]
 
 
 def test_an_operator_that_changed_before_opset_7_is_refused() -> None:

@@ -67,3 +67,28 @@ def test_a_trace_of_other_bodies_is_refused(tmp_path: Path) -> None:
         trace.write_text(json.dumps(data | {"before": wrong}))
         with pytest.raises(OptionError, match="not a trace"):
             optimize(cost=Roofline(), replay=trace)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"at": []}, {"at": 3}, {"at": None}, {"at": ["a"]}, {"at": [[1]]}, {"at": [1.5]}, {"rule": 3}, {"rule": ["a"]},
+     {"family": None}, {"cost": "much"}, {"cost": None}],
+    ids=str,
+)  # fmt: skip
+def test_a_trace_with_a_damaged_step_is_refused(tmp_path: Path, wrong: Mapping[str, Any]) -> None:
+    trace = tmp_path / "trace.json"
+    optimize(cost=Roofline()).save_trace(trace)
+    data = json.loads(trace.read_text())
+    data["steps"][0] |= wrong
+    trace.write_text(json.dumps(data))
+    with pytest.raises(OptionError, match="not a trace"):
+        optimize(cost=Roofline(), replay=trace)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"steps": "ab"}', '{"steps": {}}', '{"steps": [3]}', '{"steps": [[]]}']
+)
+def test_another_file_of_json_is_no_trace(tmp_path: Path, content: str) -> None:
+    (tmp_path / "trace.json").write_text(content)
+    with pytest.raises(OptionError, match="not a trace"):
+        optimize(cost=Roofline(), replay=tmp_path / "trace.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import threading
@@ -28,6 +29,7 @@ from xrlflow.options import OptionError
 from xrlflow.pipeline.pages import data_of_trace, drawing, result_page, write_page
 from xrlflow.report.page.advice import advice
 from xrlflow.report.page.changes import differences
+from xrlflow.report.page.document import VERSION
 from xrlflow.report.page.drawing import LONGEST, Drawing
 from xrlflow.report.page.html import embedded, page_html
 from xrlflow.report.page.server import PageServer
@@ -206,6 +208,17 @@ def test_a_lone_surrogate_is_replaced() -> None:
     assert "bad?.onnx" in page_html(data)
 
 
+@pytest.mark.parametrize("place", ["/*DATA*/", "/*STYLE*/", "/*SCRIPT*/", "<!--TITLE-->"])
+def test_a_name_that_is_a_place_of_the_page_stays_a_name(place: str) -> None:
+    data = page("small").to_json() | {"title": f"{place}.onnx", "environment": {}}
+    text = page_html(data)
+    assert text.count('id="data">') == 1
+    told = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert told is not None
+    assert json.loads(told[1]) == json.loads(json.dumps(data))
+    assert f"<title>{html.escape(place)}.onnx - xrlflow</title>" in text
+
+
 # --- commands ---
 
 
@@ -263,6 +276,12 @@ def test_without_a_report_json_has_no_page(tmp_path: Path) -> None:
         ('{"model": "m", "steps": []}', "it has 0 substitutions, but neither graphs nor measurements"),
         ('{"model": "m", "steps": [], "page": {"version": 0}}', "write it again with --trace"),
         ("[]", "not a trace of xrlflow"),
+        ('{"steps": 3}', "not a trace of xrlflow"),
+        (f'{{"steps": [], "page": {{"version": {VERSION}}}}}', "write it again with --trace"),
+        (
+            f'{{"steps": [], "page": {{"version": {VERSION}, "title": "t", "x": NaN}}}}',
+            "not a trace of xrlflow (NaN",
+        ),
         ("{", "not a trace of xrlflow"),
     ],
 )

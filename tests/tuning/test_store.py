@@ -57,8 +57,18 @@ def test_what_is_put_is_there_in_another_process_of_time(tmp_path: Path) -> None
         assert store.known("t")[1].outcome == Measurement(error="it crashed")
 
 
-@pytest.mark.parametrize("column", ["seconds", "threads", "taken"])
-@pytest.mark.parametrize("content", ["garbage", "[1.0, null]", b"\xff"])
+@pytest.mark.parametrize(
+    ("column", "content"),
+    [
+        *(
+            (column, wrong)
+            for column in ("seconds", "threads", "taken")
+            for wrong in ("garbage", "[1.0, null]", b"\xff")
+        ),
+        *((column, b"\xff") for column in ("target", "tvm", "device", "trace", "error")),
+        ("threads", "1e999"),
+    ],
+)
 def test_rows_that_are_no_records_are_left_out(column: str, content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "tuning.sqlite"
     good, bad = made(candidate="good", taken=2.0), made(candidate="bad", taken=1.0)

@@ -9,6 +9,7 @@ import onnxruntime as ort
 import pytest
 
 from tests.verify.models import model, normal
+from xrlflow.backends import BackendError
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, feeds_for_measurement, verify
 from xrlflow.verify.cases import Drawing
@@ -350,13 +351,14 @@ def test_feeds_for_measurement() -> None:
     picky = model("g (float[batch, s] x) => (float[] y) { y = Reshape(x, k) }", k=np.int64([-1, 160]))
     session = ort.InferenceSession(picky.SerializeToString(), providers=["CPUExecutionProvider"])
 
-    def runs(feeds: Any) -> bool:
-        return feeds["x"].size % 160 == 0
+    def run(feeds: Any) -> None:
+        if feeds["x"].size % 160:
+            raise BackendError("it does not fit")
 
-    found = feeds_for_measurement(load(picky), runs=runs)
+    found = feeds_for_measurement(load(picky), run=run)
     assert session.run(None, found)[0].shape[1] == 160
     with pytest.raises(InputsNeeded, match="--inputs"):
-        feeds_for_measurement(load(picky), runs=lambda feeds: False)
+        feeds_for_measurement(load(model("g (float[3] x) => (float[3] y) { y = Relu(x) }")), run=run)
 
 
 def test_defaults_are_overridden_in_one_sample() -> None:

@@ -65,13 +65,13 @@ class Database:
         self._storage.check()
 
     def get(self, subject: Subject) -> Sample | None:
-        """The measurement of this subject, or None."""
+        """The measurement of this subject; None if there is none, or if its numbers are none."""
         rows = self._storage.read(
             "SELECT median, low, high, count FROM measurement WHERE device = ? AND runtime = ? AND threads = ?"
             " AND operator = ? AND attributes = ? AND operands = ?",
             astuple(subject),
         )
-        if not rows:
+        if not rows or not all(isinstance(number, int | float) for number in rows[-1]):
             return None
         median, low, high, count = rows[-1]  # measurements that are not yet written come last
         return Sample(median, low, high, int(count))

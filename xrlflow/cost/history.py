@@ -69,13 +69,16 @@ class History:
         return True
 
     def latest(self, count: int) -> list[Comparisons]:
-        """The latest comparisons of this device, runtime and threads. Those of another version are left out."""
+        """The latest comparisons of this device, runtime and threads. Those of another version, and damaged ones, are
+        left out."""
         rows = self._storage.read(
             f"SELECT graphs FROM comparison WHERE {_OURS} ORDER BY taken DESC LIMIT ?",
             (*self._key, count),
         )
         found = []
         for (graphs,) in rows:
+            if not isinstance(graphs, bytes):
+                continue
             try:
                 found.append(Comparisons.from_bytes(graphs, os.fspath(self.path)))
             except ComparisonsError:  # written by another version: it cannot be learned from

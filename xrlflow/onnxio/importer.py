@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -42,18 +42,22 @@ from xrlflow.onnxio import shapes as dimensions
 from xrlflow.onnxio.backwards import write_ends
 from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.malformed import check_functions, check_inputs, check_nodes, check_structure, reading
+from xrlflow.onnxio.malformed import check_functions, check_inputs, check_structure, reading
 from xrlflow.onnxio.model import LEFT, ImportedModel, NodeLabel, Recipe
+from xrlflow.onnxio.nodes import check_nodes, check_types
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
 from xrlflow.ops import symbolic_values
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
-from xrlflow.ops.schema import canonical_attrs, is_foldable, schema
+from xrlflow.ops.schema import OPSET, canonical_attrs, is_foldable, schema
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
 
 # A small constant with more bytes than this is written as the node that made it, if that takes at most a quarter.
 _COMPACT = 256
+
+# What identifies a flatbuffer of ONNX Runtime, after the four bytes of its root.
+_ORT_FORMAT = b"ORTM"
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto
 
@@ -88,6 +92,12 @@ def _loaded(
     check_nodes(store.name, proto)
     nodes_before = protos.count_nodes(proto.graph)
     _drop_weights_from_inputs(proto)
+    try:
+        notes = check_types(store.name, proto)
+    except ModelError:
+        for tensor in protos.tensors(proto.graph):
+            store.const(tensor)  # a tensor that is damaged itself is told of first
+        raise
     frame = _frame(proto)
     dimensions.name_dimensions(proto)
     dims.start_deciding()
@@ -124,7 +134,7 @@ def _loaded(
         size=store.data.nbytes + external_bytes,
         external=bool(store.files),
         declared=importer.declared,
-        notes=importer.notes,
+        notes=(*notes, *importer.notes),
     )
 
 
@@ -179,6 +189,11 @@ def _parse(store: TensorStore) -> tuple[bytes, onnx.ModelProto]:
     if store.data.nbytes == 0:
         raise ModelError(f"{store.name}: the file is empty: export or download it again")
     wrong = f"{store.name}: not an ONNX model, or cut off: export or download it again"
+    if bytes(store.data[4:8]) == _ORT_FORMAT:
+        raise ModelError(
+            f"{store.name}: is in ONNX Runtime's own format (.ort), which cannot be optimised: "
+            "pass the ONNX file that it was made from"
+        )
     try:
         stripped = strip_model(store.data)
         proto = onnx.ModelProto.FromString(stripped)
@@ -425,7 +440,12 @@ class _Importer:
             self._name_const(scope, proto.output[0], const)
             return
         read = self._read(op, proto, scope)
-        found = self._output_types(read, scope)
+        try:
+            found = self._output_types(read, scope)
+        except InferenceError:  # it fails when it runs, if it does (in a branch): no rule may see it
+            op = f"{versions.QUALIFIED}{OPSET}::{op}"
+            read = replace(read, op=op)
+            found = [scope.types.get(name, UNKNOWN) for name in read.outputs]
         for name, type in zip(read.outputs, found):
             if name in self.claims:
                 self._compare(name, type.as_const(False))
@@ -601,6 +621,7 @@ class _Importer:
         return None
 
     def _output_types(self, read: _Read, scope: _Scope) -> list[TensorType]:
+        """The types of a node's outputs. Raises InferenceError if what is known of its inputs does not fit it."""
         op, attrs, types, outputs = read.op, read.attrs, read.types, read.outputs
         found = [scope.types.get(name, UNKNOWN) for name in outputs]
         doubtful = not self.doubtful.isdisjoint(outputs)
@@ -608,14 +629,11 @@ class _Importer:
             if self.doubtful:
                 declared.check_bodies(op, attrs, outputs, found)
             return found
-        sure = not doubtful and all(t.is_static or t.other is not None for t in found)
+        sure = not doubtful and all(t.other is not None for t in found)
         if sure or schema(op) is None:
             return found
         data = [None if v == ABSENT else scope.const(v) for v in read.inputs]
-        try:
-            own = infer(op, attrs, types, data, len(outputs))
-        except InferenceError:  # the file may know more than we do
-            return found
+        own = infer(op, attrs, types, data, len(outputs))
         if read.of_dimensions:
             own = refine(op, attrs, types, self._with_consts(read, scope), own)
         both = [

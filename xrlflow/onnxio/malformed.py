@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import onnx
 import onnx.checker
-import onnx.defs
 import onnx.shape_inference
 import onnx.version_converter
 
@@ -70,14 +68,17 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
     """Refuse what makes ONNX's own code abort or allocate endless memory: absurd numbers, undefined values, inputs
     without a type.
 
-    A negative dimension, or one with a name that is not UTF-8, is made unknown in place. Raises ModelError.
+    A negative dimension, or one with a name that is not UTF-8, is made unknown in place, as is an absurd one of a value
+    that is computed. Raises ModelError.
     """
     damaged = "the file is damaged, export it again"
-    for value in (*graph.input, *graph.output, *graph.value_info):
+    inputs = len(graph.input)
+    for at, value in enumerate((*graph.input, *graph.output, *graph.value_info)):
         for dim in value.type.tensor_type.shape.dim if value.type.HasField("tensor_type") else ():
-            if dim.dim_value < 0 or isinstance(dim.dim_param, bytes):
+            absurd = dim.dim_value > _LONGEST
+            if dim.dim_value < 0 or isinstance(dim.dim_param, bytes) or (absurd and at >= inputs):
                 dim.Clear()
-            elif dim.dim_value > _LONGEST:
+            elif absurd:
                 raise ModelError(
                     f"{name}: {value.name!r} has a dimension of {dim.dim_value}, which no tensor has: {damaged}"
                 )
@@ -159,31 +160,6 @@ def check_inputs(name: str, graph: onnx.GraphProto) -> None:
 # Functions that call each other can give a small file endless nodes.
 _MOST_NODES = 1_000_000
 
-# Attributes that are counts: kernels divide by them or iterate over them.
-_COUNTS = frozenset(
-    [
-        "blocksize",
-        "dilations",
-        "group",
-        "hidden_size",
-        "kernel_shape",
-        "kv_num_heads",
-        "num_groups",
-        "num_heads",
-    ]
-    + ["num_scan_inputs", "q_num_heads", "strides"]
-)
-# The numbers of attribute types in schemas.
-_KINDS = {
-    getattr(onnx.defs.OpSchema.AttrType, name): number
-    for name, number in onnx.AttributeProto.AttributeType.items()
-    if name != "UNDEFINED"
-}
-_CONSTANT = frozenset(
-    ["sparse_value", "value", "value_float", "value_floats", "value_int", "value_ints", "value_string"]
-    + ["value_strings"]
-)
-
 
 def check_functions(name: str, model: onnx.ModelProto) -> None:
     """Refuse functions that call themselves or exceed a million nodes when inlined, or with equations that are none.
@@ -218,112 +194,3 @@ def check_functions(name: str, model: onnx.ModelProto) -> None:
         raise ModelError(
             f"{name}: its functions are {total:,} nodes when they are inlined, at most {_MOST_NODES:,} are read"
         )
-
-
-def check_nodes(name: str, model: onnx.ModelProto) -> None:
-    """Refuse nodes that no runtime accepts. Raises ModelError, which names the node or value.
-
-    These are nodes without an input, attribute or body that their operator needs, with an attribute of the wrong type,
-    or with text that is not UTF-8. But for the text, ONNX Runtime checks the same when it loads a model.
-    """
-    opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
-    _check_nodes(name, model.graph, opsets)
-
-
-def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -> None:
-    for value in (*graph.input, *graph.output):
-        if not isinstance(value.name, str):
-            raise ModelError(
-                f"{name}: a value's name, {value.name!r}, is not UTF-8: the file is damaged, export it again"
-            )
-    # Nothing can read these: who does has a name that is no text.
-    _drop(graph.value_info, [not isinstance(v.name, str) for v in graph.value_info])
-    _drop(graph.initializer, [not isinstance(t.name, str) for t in graph.initializer])
-    _drop(graph.sparse_initializer, [not isinstance(t.values.name, str) for t in graph.sparse_initializer])
-    for node in graph.node:
-        texts = (node.name, node.op_type, node.domain, *node.input, *node.output)
-        wrong = (
-            "has a name that is not UTF-8"
-            if not all(isinstance(t, str) for t in (*texts, *(a.name for a in node.attribute)))
-            else _fault(node, opsets)
-        )
-        if wrong is not None:
-            title = (
-                f"node {node.name!r}" if node.name else f"the node that makes {next(iter(node.output), '')!r}"
-            )
-            raise ModelError(
-                f"{name}: {title} ({node.op_type}) {wrong}: the file is damaged, export it again"
-            )
-        for body in subgraphs(node):
-            _check_nodes(name, body, opsets)
-
-
-def _drop(fields: Any, wanted: Sequence[bool]) -> None:
-    """Delete entries of a repeated field, in place."""
-    for at in reversed([i for i, drop in enumerate(wanted) if drop]):
-        del fields[at]
-
-
-def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
-    """What is wrong with a node of an operator that ONNX defines, or None."""
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    try:
-        schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 0), domain)
-    except (onnx.defs.SchemaError, TypeError):  # not ONNX's operator, or an opset that is refused elsewhere
-        return None
-    if not schema.min_input <= len(node.input) <= schema.max_input:
-        return f"has {len(node.input)} inputs and needs {_range(schema.min_input, schema.max_input)}"
-    if not schema.min_output <= len(node.output) <= schema.max_output:
-        return f"has {len(node.output)} outputs and needs {_range(schema.min_output, schema.max_output)}"
-    given = {a.name: a for a in node.attribute}
-    for key, attribute in given.items():
-        known = schema.attributes.get(key)
-        wanted = None if known is None else _KINDS[known.type]
-        if wanted is not None and attribute.type and attribute.type != wanted:
-            kinds = onnx.AttributeProto.AttributeType
-            return f"has the attribute {key!r} of type {kinds.Name(attribute.type)}, not {kinds.Name(wanted)}"
-        counts = [attribute.i] if attribute.type == onnx.AttributeProto.INT else attribute.ints
-        if key in _COUNTS and min(counts, default=1) < 1:
-            return f"has the attribute {key!r} below 1"
-    for key, known in schema.attributes.items():
-        if known.required and key not in given:
-            return f"lacks {key!r}"
-    if domain:
-        return None
-    if node.op_type == "Constant" and len(given.keys() & _CONSTANT) != 1:
-        return "has no value" if not given else "has not one value"
-    if node.op_type == "Transpose" and "perm" in given:
-        perm = list(given["perm"].ints)
-        if sorted(perm) != list(range(len(perm))):
-            return f"has {perm} for a permutation"
-    return _fault_of_body(node, given, opsets.get(domain, 0))
-
-
-def _fault_of_body(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], opset: int) -> str | None:
-    """What is wrong with the bodies of an If, Loop or Scan: the number of their inputs or outputs."""
-    made = len(node.output)
-    if node.op_type == "If":
-        for key in ("then_branch", "else_branch"):
-            if len(given[key].g.output) < made or given[key].g.input:
-                return f"has {made} outputs, {len(given[key].g.output)} in {key!r}, and inputs there none"
-        return None
-    if node.op_type not in ("Loop", "Scan"):
-        return None
-    body = given["body"].g
-    read = len(node.input)
-    if node.op_type == "Loop":
-        states, more = read - 2, 1  # the body also computes the condition
-    else:
-        read -= opset < 9  # the first input had the lengths of a batch's sequences
-        states, more = read - given["num_scan_inputs"].i, 0
-    if states < 0:
-        return f"has {read} inputs, too few for what it scans"
-    if len(body.input) != read:
-        return f"has {read} inputs, and its body {len(body.input)}"
-    if len(body.output) < more + max(states, made):
-        return f"has {made} outputs, and its body {len(body.output)}"
-    return None
-
-
-def _range(least: int, most: int) -> str:
-    return str(least) if least == most else f"at least {least}" if most > 1 << 20 else f"{least} to {most}"

@@ -16,6 +16,14 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield from attribute.graphs
 
 
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph and its bodies."""
+    for node in graph.node:
+        yield node
+        for body in subgraphs(node):
+            yield from all_nodes(body)
+
+
 def count_nodes(graph: onnx.GraphProto) -> int:
     """The number of operators in a graph and its bodies."""
     return len(graph.node) + sum(count_nodes(g) for n in graph.node for g in subgraphs(n))

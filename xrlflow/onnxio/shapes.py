@@ -28,7 +28,7 @@ from xrlflow.ir import (
 from xrlflow.ir.graph import SMALL, ArrayHandle
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import subgraphs
-from xrlflow.ops.evaluate import evaluate_node
+from xrlflow.ops.evaluate import MISFIT, evaluate_node
 from xrlflow.ops.field import NotEvaluable
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_foldable, schema
@@ -365,11 +365,7 @@ def _evaluated(
         return {}
     try:
         found = evaluate_node(node.op, node.attrs, arrays, len(made))
-    except (
-        NotEvaluable,
-        ValueError,
-        IndexError,
-    ):  # the latter: the shapes do not fit the model, as a run will say
+    except (NotEvaluable, *MISFIT):  # the latter: the shapes do not fit the model, as a run will say
         return {}
     return {v: np.asarray(a).astype(numpy_dtype(t.dtype)) for v, a, t in zip(node.outputs, found, made)}
 

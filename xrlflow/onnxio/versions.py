@@ -20,9 +20,9 @@ import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
 
-from xrlflow.ir import SMALL, DType, TensorType
+from xrlflow.ir import FLOATS, SMALL, DType, TensorType
 from xrlflow.onnxio.errors import ModelError
-from xrlflow.onnxio.protos import all_names, subgraphs
+from xrlflow.onnxio.protos import all_names, all_nodes, subgraphs
 from xrlflow.ops.infer import type_proto
 from xrlflow.ops.schema import OPSET
 
@@ -31,7 +31,7 @@ QUALIFIED = "ai.onnx@"
 
 # The readable opsets: the first whose elementwise operators broadcast as today's do, and the last that ONNX Runtime
 # runs. Older models can be read if their operators did not change before opset 7, or have an adapter.
-OLDEST, NEWEST = 7, 26
+OLDEST, NEWEST = 7, 28
 # ONNX Runtime 1.23 has kernels for these at opset 21, and not at the canonical one.
 _LATE_KERNELS, _BEFORE_LATE, _KERNELS_SINCE = frozenset({"QuantizeLinear", "DequantizeLinear"}), 21, (1, 24)
 
@@ -380,6 +380,7 @@ _SPELT_OUT_AT = range(16, 19)
 _SPELLINGS = "xrlflow.spelling"
 
 # Operators that changed after the canonical opset, not only in the types they allow.
+_FLOATS = frozenset(map(int, FLOATS))
 CHANGED_LATER = frozenset(["Attention"])
 
 
@@ -392,7 +393,7 @@ def _old_runtime() -> bool:
 
 def runnable(proto: onnx.ModelProto, opset: int) -> int:
     """The opset for which the ONNX Runtime at hand has kernels for all of a model's operators; else the one given."""
-    if not any(n.op_type in _LATE_KERNELS for n in _all_nodes(proto.graph)) or not _old_runtime():
+    if not any(n.op_type in _LATE_KERNELS for n in all_nodes(proto.graph)) or not _old_runtime():
         return opset
     return min(opset, _BEFORE_LATE)
 
@@ -437,9 +438,11 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         set_opset(proto, OPSET)
         return OPSET
     if opset > NEWEST or opset > onnx.defs.onnx_opset_version():
+        last = min(NEWEST, onnx.defs.onnx_opset_version())
+        newer = " or install a newer onnx" if opset <= NEWEST else ""
         raise ModelError(
-            f"{name}: opset {opset} is from the future, {NEWEST} is the last that is read: "
-            f"export the model with opset {OPSET}"
+            f"{name}: opset {opset} is from the future, {last} is the last that is read: "
+            f"export the model with opset {OPSET}{newer}"
         )
     if opset < OPSET:
         if opset in _SPELT_OUT_AT:
@@ -447,7 +450,7 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
         _raise(name, proto, opset)
     elif opset > OPSET:
         types = dict(_typed_names(_inferred(proto).graph))
-        later = [n for n in _all_nodes(proto.graph) if _is_later(n, opset, types)]
+        later = [n for n in all_nodes(proto.graph) if _is_later(n, opset, types)]
         for node in later:
             node.domain = f"{QUALIFIED}{opset}"
         if later:
@@ -466,7 +469,7 @@ def raised(model: onnx.ModelProto) -> onnx.ModelProto:
     Constants that are new are initialisers. Raises ModelError for a node that the canonical opset cannot express.
     """
     opset = opset_of(model) or OPSET
-    if all(opset >= OPSET or not _changes(node.op_type, opset) for node in _all_nodes(model.graph)):
+    if all(opset >= OPSET or not _changes(node.op_type, opset) for node in all_nodes(model.graph)):
         return model
     light = onnx.ModelProto()
     light.CopyFrom(model)
@@ -505,12 +508,12 @@ def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
     """Replace operators on element types without a kernel by ONNX's definition of them, in place."""
     import onnx.inliner
 
-    if not any(n.op_type in SPELT_OUT and not n.domain for n in _all_nodes(proto.graph)):
+    if not any(n.op_type in SPELT_OUT and not n.domain for n in all_nodes(proto.graph)):
         return
     for _ in range(3):  # a definition may use another such operator
         types = dict(_typed_names(_inferred(proto).graph))
         wanted: set[str] = set()
-        for node in _all_nodes(proto.graph):
+        for node in all_nodes(proto.graph):
             if node.op_type not in SPELT_OUT or node.domain or not node.input or node.input[0] not in types:
                 continue
             if types[node.input[0]].tensor_type.elem_type in SPELT_OUT[node.op_type]:
@@ -556,13 +559,6 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
         return proto
 
 
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for body in subgraphs(node):
-            yield from _all_nodes(body)
-
-
 def _typed_names(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TypeProto]]:
     """Types by name, in bodies too."""
     for value in (*graph.input, *graph.value_info, *graph.output):
@@ -581,6 +577,8 @@ def _is_later(node: onnx.NodeProto, opset: int, types: dict[str, onnx.TypeProto]
     now = onnx.defs.get_schema(node.op_type, opset, "")
     if now.since_version <= OPSET:
         return False
+    if node.op_type == "Mod" and types.get(node.input[0], onnx.TypeProto()).tensor_type.elem_type in _FLOATS:
+        return True  # opset 28 allows it without `fmod`
     if node.op_type in CHANGED_LATER or not onnx.defs.has(node.op_type, OPSET, ""):
         return True
     then = onnx.defs.get_schema(node.op_type, OPSET, "")

@@ -31,8 +31,13 @@ from xrlflow.ops.eval_spec import Inputs, OpSpec, integer, integers, table
 from xrlflow.ops.field import REALS, Array, Field, NotEvaluable
 
 __all__ = [
-    "REALS", "SPECS", "Evaluation", "Field", "NotEvaluable", "OpSpec", "evaluate_graph", "evaluate_node", "promote",
+    "MISFIT", "REALS", "SPECS", "Evaluation", "Field", "NotEvaluable", "OpSpec", "evaluate_graph", "evaluate_node",
+    "promote",
 ]  # fmt: skip
+
+
+# What NumPy raises for inputs that do not fit an operator.
+MISFIT = (ArithmeticError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
 
 def evaluate_node(
@@ -47,7 +52,7 @@ def evaluate_node(
     may share memory with inputs and may be read-only.
 
     Raises NotEvaluable for operators, or uses of them, that have no evaluation here. Inputs that do not fit the
-    operator raise whatever NumPy raises.
+    operator raise whatever NumPy raises (MISFIT).
     """
     with np.errstate(all="ignore"):
         return _evaluated(op, attrs, inputs, n_outputs, field)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rewrite_rules import LIBRARY
 from xrlflow import files
@@ -294,18 +294,23 @@ def data_of_trace(trace: str | os.PathLike[str] | files.StandardInput) -> Mappin
     """The data of the page that a trace holds. Raises OptionError for a file that is no trace, or has none."""
     path = trace.name if isinstance(trace, files.StandardInput) else os.fspath(trace)
     try:
-        data = json.loads(trace if isinstance(trace, bytes) else Path(trace).read_text(encoding="utf-8"))
-        steps, page = data["steps"], data.get("page")
+        text = trace if isinstance(trace, bytes) else Path(trace).read_text(encoding="utf-8")
+        data = json.loads(text, parse_constant=_no_number)
+        count, page = len(data["steps"]), data.get("page")
     except FileNotFoundError as error:
         raise OptionError(f"{path}: there is no such trace: check the path") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OptionError(f"{path}: not a trace of xrlflow ({error}): write one with --trace") from error
-    if not isinstance(page, dict) or page.get("version") != VERSION:
+    if not isinstance(page, dict) or page.get("version") != VERSION or not isinstance(page.get("title"), str):
         raise OptionError(
-            f"{path}: it has {len(steps)} substitutions, but neither graphs nor measurements of this version's page: "
+            f"{path}: it has {count} substitutions, but neither graphs nor measurements of this version's page: "
             "write it again with --trace"
         )
     return page
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

@@ -12,9 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from xrlflow import deadline, lowering
-from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.onnxruntime.session import OrtModel, ort_errors
+from xrlflow.backends.onnxruntime.session import OrtModel
 from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import (
@@ -38,6 +37,7 @@ from xrlflow.ops.schema import OPSET
 from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
+from xrlflow.pipeline.failing import explained
 from xrlflow.pipeline.library import library_for
 from xrlflow.pipeline.trace import Trace, read_trace
 from xrlflow.report import Listener
@@ -169,7 +169,8 @@ def with_feeds(context: Context) -> Context:
                 if options.measure:
                     _time_original(context, feeds)
             elif options.measure or options.cost_name == "measured":
-                feeds = random_feeds(context)
+                with explained(context):
+                    feeds = random_feeds(context)
         except OutOfTime as error:
             if options.cost_name == "measured":
                 raise
@@ -189,27 +190,21 @@ def random_feeds(context: Context) -> dict[str, Any]:
     clock, options = context.clock, context.options
     long = math.inf if math.isinf(deadline.until()) else _LONG * (clock.limit - clock.begin)
     with _original(context) as model:
-        failures: tuple[type[Exception], ...] = (BackendError, *ort_errors())
+        model.check_types()
 
-        def runs(feeds: Mapping[str, Any]) -> bool:
+        def run(feeds: Mapping[str, Any]) -> None:
             begin = time.monotonic()
-            try:
-                with deadline.within(begin + long):
-                    model.run(feeds)
-            except OutOfTime:
-                raise
-            except failures:
-                return False
+            with deadline.within(begin + long):
+                model.run(feeds)
             clock.latency = time.monotonic() - begin
-            return True
 
         try:
-            found = feeds_for_measurement(context.imported, options.seed, runs)
+            found = feeds_for_measurement(context.imported, options.seed, run)
         except OutOfTime:
             if deadline.over():
                 raise
             long = math.inf
-            found = feeds_for_measurement(context.imported, options.seed, runs)
+            found = feeds_for_measurement(context.imported, options.seed, run)
         if clock.latency < _SLOW:
             clock.latency = _warm_latency(lambda: model.run(found))
         return found

@@ -52,14 +52,24 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace. Raises OptionError if the file is not one."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        steps = tuple(
-            TraceStep(s["rule"], s["family"], (s["rule"], tuple(s["at"])), s["cost"]) for s in data["steps"]
-        )
+        if not isinstance(data, dict) or not isinstance(data["steps"], list):
+            raise ValueError("it has no list of substitutions")
+        steps = tuple(map(_step, data["steps"]))
         before = tuple(int(count) for count in data.get("before", ()))
         if min(before, default=0) < 0 or sum(before) > len(steps):
             raise ValueError("it has fewer substitutions than it says")
         return Trace(steps, before)
     except FileNotFoundError as error:
         raise OptionError(f"{path}: there is no such trace: check the path") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise OptionError(f"{path}: not a trace of xrlflow ({error}): write one with --trace") from error
+
+
+def _step(row: Any) -> TraceStep:
+    """A substitution as `write_trace` writes it. Raises ValueError, KeyError or TypeError."""
+    rule, family, at, cost = row["rule"], row["family"], row["at"], row["cost"]
+    if not isinstance(rule, str) or not isinstance(family, str):
+        raise ValueError("the name of a rule is no text")
+    if not isinstance(at, list) or not at or not all(type(value) is int for value in at):
+        raise ValueError(f"{rule} has no numbers of nodes that it was applied at")
+    return TraceStep(rule, family, (rule, tuple(at)), float(cost))

@@ -14,7 +14,8 @@ from xrlflow import files
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import check_unedited, library_of
 from xrlflow.backends.onnxruntime import Options, load_library, open_model, with_library
-from xrlflow.backends.onnxruntime.session import ort_errors, reason
+from xrlflow.backends.onnxruntime.reasons import reason
+from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, check_seed
@@ -92,18 +93,11 @@ def run_once(
     imported = load(model, shapes=shapes)
     source = runnable(model)
     with open_model(source, threads=threads, session_options=options_with_kernels(source)) as opened:
-
-        def runs(feeds: Mapping[str, Any]) -> bool:
-            try:
-                opened.run(feeds)
-            except BackendError:  # other inputs may do
-                return False
-            return True
-
         if inputs is not None:
             feeds = dict(user_case(imported, inputs).feeds)
         else:
-            feeds = dict(feeds_for_measurement(imported, seed, runs))
+            opened.check_types()
+            feeds = dict(feeds_for_measurement(imported, seed, opened.run))
         return dict(zip(opened.output_names, opened.run(feeds), strict=True))
 
 

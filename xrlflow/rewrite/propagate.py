@@ -28,7 +28,7 @@ from xrlflow.ir import (
     plan_edit,
 )
 from xrlflow.ops.bounds import effort
-from xrlflow.ops.evaluate import NotEvaluable, evaluate_node
+from xrlflow.ops.evaluate import MISFIT, NotEvaluable, evaluate_node
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import schema
 from xrlflow.ops.tensors import numpy_dtype
@@ -66,7 +66,7 @@ def evaluate_small(
         return None
     try:
         outputs = evaluate_node(op, attrs, inputs, len(types))
-    except NotEvaluable:
+    except (NotEvaluable, *MISFIT):  # the latter: it fails when it runs, if it does
         return None
     with np.errstate(over="ignore"):  # a number too large for the type becomes infinite, as in the runtime
         return [np.asarray(o).astype(numpy_dtype(t.dtype)) for o, t in zip(outputs, types)]

@@ -220,11 +220,13 @@ def _text(value: object) -> str:
 
 
 def _record(row: Row) -> Record | None:
-    """The record of a row; None if its numbers are none."""
+    """The record of a row; None if its texts or numbers are none."""
     task, target, version, device, threads, candidate, trace, seconds, error, taken = row
+    if not all(isinstance(t, str) for t in (task, target, version, device, candidate, trace, error)):
+        return None
     try:
         setting = Setting(target, version, device, int(threads))
         times = tuple(float(s) for s in json.loads(seconds))
         return Record(task, setting, candidate, trace, times, error or None, float(taken))
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None

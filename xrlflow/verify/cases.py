@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from xrlflow import deadline
-from xrlflow.backends.protocol import OutOfTime
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.ir import FLOATS
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import is_float
@@ -23,7 +23,7 @@ from xrlflow.verify.dims import Bindings, Role
 from xrlflow.verify.errors import InputsNeeded
 from xrlflow.verify.inputs import Case, Feeds, InputPlan
 from xrlflow.verify.numbers import around
-from xrlflow.verify.runner import flat
+from xrlflow.verify.runner import first_line, flat
 from xrlflow.verify.values import Floats, Integers, Masks, Spread, Values
 
 T = TypeVar("T")
@@ -342,25 +342,32 @@ def is_whole(outputs: Sequence[Any]) -> bool:
 
 
 def feeds_for_measurement(
-    imported: ImportedModel,
-    seed: int = 0,
-    runs: Callable[[Feeds], bool] | None = None,
+    imported: ImportedModel, seed: int = 0, run: Callable[[Feeds], object] | None = None
 ) -> dict[str, Any]:
     """One set of inputs at the user's sizes. Open dimensions have the sizes of the cost model (batch 1).
 
-    `runs` returns whether the model runs on some inputs. With it, other values and then other sizes are tried until it
-    does. It may raise OutOfTime where a run takes long; then smaller sizes are tried.
+    `run` runs the model on some inputs, or raises BackendError. With it, other values and then other sizes are tried
+    until it does not. It may raise OutOfTime where a run takes long; then smaller sizes are tried.
 
     Raises InputsNeeded if no inputs work, and OutOfTime if none were found in time (`deadline`), or if the only ones
     take long.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)
-    if runs is None:
+    if run is None:
         return dict(plan.case(usual, seed, 0).feeds)
 
+    failures: list[str] = []
+
     def attempt(case: Case) -> bool | None:
-        return runs(case.feeds) or None
+        try:
+            run(case.feeds)
+        except OutOfTime:
+            raise
+        except BackendError as error:  # other inputs may do
+            failures.append(first_line(error))
+            return None
+        return True
 
     drawing = Drawing(plan, attempt, seed=seed)
     late: OutOfTime | None = None
@@ -386,7 +393,8 @@ def feeds_for_measurement(
     if late is not None:
         raise late
     raise InputsNeeded(
-        "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape"
+        "no inputs could be drawn on which the model runs: give some with --inputs data.npz, or shapes with --shape",
+        next(iter(failures), ""),
     )
 
 

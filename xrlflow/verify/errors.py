@@ -8,7 +8,14 @@ class VerificationError(ValueError):
 
 
 class InputsNeeded(VerificationError):
-    """No inputs were found on which the original runs: the user has to give some (`--inputs`)."""
+    """No inputs were found on which the original runs: the user has to give some (`--inputs`).
+
+    `failure`: how it failed on the first that were drawn, "" if none were.
+    """
+
+    def __init__(self, message: str, failure: str = "") -> None:
+        super().__init__(message + (f" (the first failure: {failure})" if failure else ""))
+        self.failure = failure
 
 
 class BadInputs(VerificationError):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow import deadline
+from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
     Options,
@@ -21,11 +22,11 @@ from xrlflow.backends.onnxruntime.session import (
     ending,
     open_model,
     ort_errors,
-    reason,
 )
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.ir import DType
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
+from xrlflow.text import shortened
 
 if TYPE_CHECKING:
     import onnx
@@ -128,8 +129,7 @@ def opened(
 
 def first_line(error: BaseException, limit: int = 300) -> str:
     """An error's message on one line."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened(" ".join(str(error).split()), limit, limit // 2)
 
 
 def flat(value: Any, label: str = "") -> Sequence[tuple[str, Any]]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,13 +31,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from xrlflow import deadline
 from xrlflow.backends.limits import default_threads, most_threads
-from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, OutOfTime, one_line, same_feeds
+from xrlflow.backends.onnxruntime.reasons import reason
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, OutOfTime, same_feeds
 
 if TYPE_CHECKING:
     import onnxruntime as ort
     from typing_extensions import Self
 
 CPU = "CPUExecutionProvider"
+# Element types that NumPy lacks.
+_LACKING = re.compile(r"bfloat16|float8\w+|float4\w+|u?int[24](?!\d)")
 QUIET = 4
 """Log severity: only fatal errors. Errors are raised, and so reported once."""
 DEFAULT_ENTRIES: Mapping[str, str] = {"session.force_spinning_stop": "1"}
@@ -92,8 +96,21 @@ class OrtModel:
         except self._errors as error:
             if options.terminate:
                 raise OutOfTime("ONNX Runtime was ended: the time for a run was over") from error
+            self.check_types()
             raise BackendError(f"ONNX Runtime cannot run the model: {reason(error)}") from error
         return outputs
+
+    def check_types(self) -> None:
+        """Raise BackendError if an input or output has an element type that NumPy lacks: then the model is not run
+        through Python as a user's program would."""
+        ports = [("input", v) for v in self.session.get_inputs()]
+        ports += [("output", v) for v in self.session.get_outputs()]
+        for what, value in ports:
+            if (found := _LACKING.search(value.type)) is not None:
+                raise BackendError(
+                    f"{what} {value.name!r} is {found[0]}, which NumPy lacks, so the model cannot be run from Python: "
+                    "put a Cast to float there, or optimize with --no-measure"
+                )
 
     def caller(self, feeds: Feeds) -> Callable[[], object]:
         """A function that runs the model once on `feeds`, as a user's program would.
@@ -226,14 +243,6 @@ def ort_errors() -> tuple[type[Exception], ...]:
         value for value in vars(native).values() if isinstance(value, type) and issubclass(value, Exception)
     )
     return (*own, RuntimeError, ValueError, TypeError)
-
-
-def reason(error: BaseException) -> str:
-    """The message of an ONNX Runtime error without its code, on one line."""
-    text = one_line(error)
-    if text.startswith("[ONNXRuntimeError]"):
-        text = text.split(" : ", 3)[-1]
-    return text
 
 
 def resolve_threads(threads: int | None, session_options: Options | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -31,11 +32,11 @@ def embedded(data: Mapping[str, Any]) -> str:
 def page_html(data: Mapping[str, Any]) -> str:
     """The page for the data of `Page.to_json`, in UTF-8's characters only."""
     folder = files("xrlflow.report.page") / "assets"
-    text = (folder / "page.html").read_text(encoding="utf-8")
-    title = shortened(printable(data["title"]), 80)
-    text = text.replace("<!--TITLE-->", html.escape(title))
-    for place, name in _PLACES.items():
-        text = text.replace(place, (folder / name).read_text(encoding="utf-8"))
-    head, _, tail = text.partition("/*DATA*/")  # last, since data may hold any of the places
+    parts = {place: (folder / name).read_text(encoding="utf-8") for place, name in _PLACES.items()}
+    parts["<!--TITLE-->"] = html.escape(shortened(printable(data["title"]), 80))
+    parts["/*DATA*/"] = embedded(data)
+    places = re.compile("|".join(map(re.escape, parts)))
+    # In one go: what is put in may hold any of the places.
+    text = places.sub(lambda place: parts[place[0]], (folder / "page.html").read_text(encoding="utf-8"))
     # Lone surrogates (undecodable bytes of a file name) cannot be written.
-    return (head + embedded(data) + tail).encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-8", "replace").decode("utf-8")

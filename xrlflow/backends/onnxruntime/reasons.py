@@ -1,0 +1,94 @@
+"""The telling part of ONNX Runtime's errors, and what to do about those of versions."""
+
+from __future__ import annotations
+
+import re
+
+from xrlflow.text import printable, shortened
+
+_LONGEST, _END = 500, 200
+# A place in ONNX Runtime's source, and the function there: its name alone, or its whole signature.
+_PLACE = re.compile(r"\S*\.(?:cc|h|cpp|hpp):\d+ +")
+_SIGNATURE = re.compile(r"(?:[\w:~<>*&,\[\] ]|\(anonymous namespace\))*\b(?:operator ?\(\)|\w+)\(")
+_NAME = re.compile(r"(?:\w+::)*~?\w+ +(?=[A-Z])")
+_TEMPLATE = re.compile(r" *(?:const\b)? *(?:\[with [^\]]*\])? *")
+_STATUS = re.compile(
+    r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)' Status Message: *"
+)
+_PREFIXES = re.compile(
+    r"(?:Load model from .*? failed: *|This is an invalid model\. +(?=\S)|Exception during initialization: *|Error: )"
+)
+_IR = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
+_OPSET = re.compile(r"Opset (\d+) is under development.*support for domain (\S+) is till opset (\d+)")
+# The first ONNX Runtime that reads these.
+_RUNTIME = {("ir", 14): "1.32", ("opset", 27): "1.32", ("opset", 28): "1.32"}
+
+
+def reason(error: object) -> str:
+    """The message of an ONNX Runtime error on one line: without codes, and places and signatures in its source."""
+    text = printable(error)
+    if text.startswith("[ONNXRuntimeError]"):
+        text = text.split(" : ", 3)[-1]
+    found = _by_version(text)
+    if found is None:
+        found = _without_places(_STATUS.sub(_of_node, _without_prefixes(text)))
+    return shortened(found.strip(), _LONGEST, _END)
+
+
+def _of_node(match: re.Match[str]) -> str:
+    op, name = match.groups()
+    return f"{op} {name!r}: " if name else f"{op}: "
+
+
+def _without_prefixes(text: str) -> str:
+    while found := _PREFIXES.match(text):
+        text = text[found.end() :]
+    return text
+
+
+def _without_places(text: str) -> str:
+    """The text without the first place in the source, if something follows it."""
+    place = _PLACE.search(text)
+    if place is None:
+        return text
+    rest = text[place.end() :]
+    if signature := _SIGNATURE.match(rest):
+        end = _closing(rest, signature.end() - 1)
+        following = _TEMPLATE.match(rest, end)
+        rest = rest[following.end() if following else end :]
+    elif name := _NAME.match(rest):
+        rest = rest[name.end() :]
+    return text[: place.start()] + _without_prefixes(rest) if rest.strip() else text
+
+
+def _closing(text: str, at: int) -> int:
+    """Behind the parenthesis that closes the one at a place."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def _by_version(text: str) -> str | None:
+    """What to do about a model that is newer than the runtime."""
+    import onnxruntime
+
+    ours = f"this ONNX Runtime ({onnxruntime.__version__})"
+    if found := _IR.search(text):
+        given, most = map(int, found.groups())
+        wanted = _RUNTIME.get(("ir", given), "of a newer version")
+        return (
+            f"its IR version is {given}, and {ours} reads {most} at most: set the model's `ir_version` to {most}, "
+            f"or install ONNX Runtime {wanted}"
+        )
+    if found := _OPSET.search(text):
+        given, most = int(found[1]), int(found[3])
+        domain = "" if found[2] == "ai.onnx" else f" of {found[2]}"
+        wanted = _RUNTIME.get(("opset", given), "of a newer version")
+        return (
+            f"its opset{domain} is {given}, and {ours} reads {most} at most: export the model with an older opset, "
+            f"or install ONNX Runtime {wanted}"
+        )
+    return None

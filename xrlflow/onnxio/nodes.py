@@ -1,0 +1,381 @@
+"""Checks nodes against the definitions of their operators, at the opset of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx.checker
+import onnx.defs
+import onnx.helper
+import onnx.shape_inference
+
+from xrlflow.onnxio import declared
+from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.protos import all_nodes, subgraphs
+from xrlflow.onnxio.shapes import without_claims
+from xrlflow.ops.infer import type_of_proto
+from xrlflow.ops.schema import OPSET
+
+# Attributes that are counts: kernels divide by them or iterate over them.
+_COUNTS = frozenset(
+    [
+        "blocksize",
+        "dilations",
+        "group",
+        "hidden_size",
+        "kernel_shape",
+        "kv_num_heads",
+        "num_groups",
+        "num_heads",
+    ]
+    + ["num_scan_inputs", "q_num_heads", "strides"]
+)
+# The numbers of attribute types in schemas.
+_KINDS = {
+    getattr(onnx.defs.OpSchema.AttrType, name): number
+    for name, number in onnx.AttributeProto.AttributeType.items()
+    if name != "UNDEFINED"
+}
+# What a Constant calls its value, by the value's type.
+_CONSTANT = {
+    onnx.AttributeProto.TENSOR: "value",
+    onnx.AttributeProto.SPARSE_TENSOR: "sparse_value",
+    onnx.AttributeProto.INT: "value_int",
+    onnx.AttributeProto.INTS: "value_ints",
+    onnx.AttributeProto.FLOAT: "value_float",
+    onnx.AttributeProto.FLOATS: "value_floats",
+    onnx.AttributeProto.STRING: "value_string",
+    onnx.AttributeProto.STRINGS: "value_strings",
+}
+
+
+_OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
+_SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
+# Where an attribute of each type has its value; it has no other.
+_FIELDS = {
+    number: {
+        "FLOAT": "f",
+        "INT": "i",
+        "STRING": "s",
+        "TENSOR": "t",
+        "GRAPH": "g",
+        "SPARSE_TENSOR": "sparse_tensor",
+    }.get(name, name.lower())
+    for name, number in onnx.AttributeProto.AttributeType.items()
+} | {onnx.AttributeProto.TYPE_PROTO: "tp"}
+_AUTO_PADS = frozenset([b"NOTSET", b"SAME_UPPER", b"SAME_LOWER", b"VALID"])
+# Attributes that are 0 or 1, and what ONNX Runtime takes for 1.
+_YES: Mapping[str, Callable[[int], bool]] = {
+    **dict.fromkeys(("keepdims", "ceil_mode", "noop_with_empty_axes"), (1).__eq__),
+    **dict.fromkeys(("transA", "transB", "count_include_pad", "allowzero"), (0).__ne__),
+}
+# ONNX's inference takes the lower 32 bits of a number.
+_LARGEST_AXIS = 1 << 12
+# ONNX Runtime looks at less of these than ONNX does.
+_LENIENT = frozenset(["NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"])
+_NOT_VALUES = frozenset(["name", "type", "doc_string", "ref_attr_name"])
+_STRING = onnx.AttributeProto.STRING
+_REFUSED = (
+    onnx.shape_inference.InferenceError,
+    onnx.checker.ValidationError,
+    IndexError,
+    RuntimeError,
+    ValueError,
+)
+_DAMAGED = "the file is damaged, export it again"
+
+_Types = Mapping[str, onnx.TypeProto]
+_Consts = Mapping[str, onnx.TensorProto]
+
+
+def check_nodes(name: str, model: onnx.ModelProto) -> None:
+    """Refuse nodes that no runtime accepts. Raises ModelError, which names the node or value.
+
+    These are nodes without an operand, attribute or body that their operator needs, with an attribute that is of the
+    wrong type or that the operator does not have, with text that is not UTF-8, or with an output that something else
+    makes too. But for the text, ONNX Runtime checks the same when it loads a model. Operators that ONNX does not define
+    are not looked at.
+    """
+    _check_nodes(name, model.graph, _opsets(model))
+
+
+def _opsets(model: onnx.ModelProto) -> dict[str, int]:
+    return {"": OPSET} | {("" if o.domain == "ai.onnx" else o.domain): o.version for o in model.opset_import}
+
+
+def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -> None:
+    for value in (*graph.input, *graph.output):
+        if not isinstance(value.name, str):
+            raise ModelError(f"{name}: a value's name, {value.name!r}, is not UTF-8: {_DAMAGED}")
+    # Nothing can read these: who does has a name that is no text.
+    _drop(graph.value_info, [not isinstance(v.name, str) for v in graph.value_info])
+    _drop(graph.initializer, [not isinstance(t.name, str) for t in graph.initializer])
+    _drop(graph.sparse_initializer, [not isinstance(t.values.name, str) for t in graph.sparse_initializer])
+    makers = {v.name: "an input of the graph" for v in graph.input}
+    makers.update((t.name, "an initialiser") for t in graph.initializer)
+    makers.update((t.values.name, "an initialiser") for t in graph.sparse_initializer)
+    for node in graph.node:
+        texts = (node.name, node.op_type, node.domain, *node.input, *node.output)
+        wrong = (
+            "has a name that is not UTF-8"
+            if not all(isinstance(t, str) for t in (*texts, *(a.name for a in node.attribute)))
+            else _fault(node, opsets)
+        )
+        if wrong is not None:
+            raise ModelError(f"{name}: {_title(node)} {wrong}: {_DAMAGED}")
+        for output in node.output:
+            if output and makers.setdefault(output, own := f"node {node.name!r} ({node.op_type})") is not own:
+                raise ModelError(
+                    f"{name}: the name {output!r} is defined twice, by {makers[output]} and by {own}: "
+                    "give one of them another name"
+                )
+        for body in subgraphs(node):
+            _check_nodes(name, body, opsets)
+
+
+def _title(node: onnx.NodeProto) -> str:
+    named = f"node {node.name!r}" if node.name else f"the node that makes {next(iter(node.output), '')!r}"
+    return f"{named} ({node.op_type})"
+
+
+def _drop(fields: Any, wanted: Sequence[bool]) -> None:
+    """Delete entries of a repeated field, in place."""
+    for at in reversed([i for i, drop in enumerate(wanted) if drop]):
+        del fields[at]
+
+
+def _schema(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.defs.OpSchema | None:
+    """The definition of a node's operator; None if ONNX does not define it, or at an opset that is refused elsewhere.
+
+    An operator that is newer than the model is read as the canonical opset has it.
+    """
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    for opset in (opsets.get(domain, 0), 0 if domain else OPSET):
+        try:
+            return onnx.defs.get_schema(node.op_type, opset, domain)
+        except (onnx.defs.SchemaError, TypeError):
+            continue
+    return None
+
+
+def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
+    """What is wrong with a node of an operator that ONNX defines, or None."""
+    schema = _schema(node, opsets)
+    if schema is None:
+        return None
+    if node.op_type == "Constant" and not schema.domain and not _one_value(node):
+        return "has no value"
+    if schema.since_version > opsets.get(schema.domain, 0) or node.op_type == "LayerNormalization":
+        # ONNX Runtime has a definition of its own, which takes any attribute.
+        _drop(node.attribute, [a.name not in schema.attributes for a in node.attribute])
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        return f"has {len(node.input)} inputs and needs {_range(schema.min_input, schema.max_input)}"
+    if not schema.min_output <= len(node.output) <= schema.max_output:
+        return f"has {len(node.output)} outputs and needs {_range(schema.min_output, schema.max_output)}"
+    for at, value in enumerate(node.input):
+        formal = schema.inputs[min(at, len(schema.inputs) - 1)]
+        if not value and formal.option != _OPTIONAL:
+            return f"lacks its operand {formal.name!r}"
+    for value, formal in zip(node.output, schema.outputs):
+        if not value and formal.option == _SINGLE:
+            return f"lacks a name for its output {formal.name!r}"
+    return _fault_of_attributes(node, schema) or (
+        None if schema.domain else _fault_of_values(node, opsets.get("", 0))
+    )
+
+
+def _one_value(node: onnx.NodeProto) -> bool:
+    """Leave a Constant its first attribute, in place: ONNX Runtime reads no more. Returns whether that is a value."""
+    del node.input[:], node.attribute[1:]
+    for value in node.attribute:
+        fields = [f.name for f, _ in value.ListFields() if f.name not in ("type", _FIELDS.get(value.type))]
+        for name in fields:
+            value.ClearField(name)
+        value.name = _CONSTANT.get(value.type, "")
+    return bool(node.attribute and node.attribute[0].name)
+
+
+def _fault_of_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> str | None:
+    # ONNX Runtime reads no text as NOTSET, which is the default; ONNX's inference does not.
+    _drop(node.attribute, [a.name == "auto_pad" and a.type == _STRING and not a.s for a in node.attribute])
+    kinds = onnx.AttributeProto.AttributeType
+    seen: set[str] = set()
+    for attribute in node.attribute:
+        if attribute.name in _YES and attribute.HasField("i"):
+            attribute.i = int(_YES[attribute.name](attribute.i))
+        key, known = attribute.name, schema.attributes.get(attribute.name)
+        if key in seen:
+            return f"has the attribute {key!r} twice"
+        seen.add(key)
+        if known is None:
+            if key.startswith("__"):  # notes of runtimes to themselves, which need not have a type
+                continue
+            return f"has the attribute {key!r}, which {node.op_type} does not have"
+        wanted = _KINDS[known.type]
+        if attribute.type != wanted:
+            return f"has the attribute {key!r} of type {kinds.Name(attribute.type)}, not {kinds.Name(wanted)}"
+        if any(f.name not in _NOT_VALUES and f.name != _FIELDS[wanted] for f, _ in attribute.ListFields()):
+            return f"has the attribute {key!r} with a value that is not of type {kinds.Name(wanted)}"
+        numbers = [attribute.i] if attribute.type == kinds.Value("INT") else attribute.ints
+        if key in _COUNTS and min(numbers, default=1) < 1:
+            return f"has the attribute {key!r} below 1"
+        if key in ("axis", "axes") and max(map(abs, numbers), default=0) > _LARGEST_AXIS:
+            return f"has the attribute {key!r} of {attribute.i or list(attribute.ints)}, and no tensor has so many axes"
+        if key == "auto_pad" and attribute.s not in _AUTO_PADS:
+            return f"has the attribute 'auto_pad' of {attribute.s!r}"
+    missing = next(
+        (key for key, known in schema.attributes.items() if known.required and key not in seen), None
+    )
+    return None if missing is None else f"lacks {missing!r}"
+
+
+def _fault_of_values(node: onnx.NodeProto, opset: int) -> str | None:
+    """What is wrong with the attributes' values."""
+    given = {a.name: a for a in node.attribute}
+    if node.op_type == "Transpose" and "perm" in given:
+        perm = list(given["perm"].ints)
+        if sorted(perm) != list(range(len(perm))):
+            return f"has {perm} for a permutation"
+    return _fault_of_body(node, given, opset)
+
+
+def _fault_of_body(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], opset: int) -> str | None:
+    """What is wrong with the bodies of an If, Loop or Scan: the number of their inputs or outputs."""
+    made = len(node.output)
+    if node.op_type == "If":
+        for key in ("then_branch", "else_branch"):
+            if len(given[key].g.output) < made or given[key].g.input:
+                return f"has {made} outputs, {len(given[key].g.output)} in {key!r}, and inputs there none"
+        return None
+    if node.op_type not in ("Loop", "Scan"):
+        return None
+    body = given["body"].g
+    read = len(node.input)
+    if node.op_type == "Loop":
+        states, more = read - 2, 1  # the body also computes the condition
+    else:
+        read -= opset < 9  # the first input had the lengths of a batch's sequences
+        states, more = read - given["num_scan_inputs"].i, 0
+    if states < 0:
+        return f"has {read} inputs, too few for what it scans"
+    if len(body.input) != read:
+        return f"has {read} inputs, and its body {len(body.input)}"
+    if len(body.output) < more + max(states, made):
+        return f"has {made} outputs, and its body {len(body.output)}"
+    return None
+
+
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"at least {least}" if most > 1 << 20 else f"{least} to {most}"
+
+
+def check_types(name: str, model: onnx.ModelProto) -> tuple[str, ...]:
+    """Refuse nodes whose operands do not fit their operator: element types, ranks, axes, sizes. Returns notes.
+
+    What ONNX's inference refuses, ONNX Runtime refuses when it loads the model. Only inputs, constants and what follows
+    from them are believed. Shapes that the file declares for outputs of operators that ONNX does not define are
+    believed unless they contradict the rest; then they are removed, in place, and there is a note. Raises ModelError,
+    which names the node.
+    """
+    bare = _bare(model)
+    wrong = _contradiction(bare)
+    if wrong is None:
+        return ()
+    opaque = {o for node in model.graph.node if not declared.is_defined(node) for o in node.output}
+    claims = [v for v in model.graph.value_info if v.name in opaque and v.type.tensor_type.HasField("shape")]
+    if claims:
+        for value in claims:
+            value.type.tensor_type.ClearField("shape")
+        doubted, wrong = wrong, _contradiction(_bare(model))
+        if wrong is None:
+            return (f"what the model declares of its values is not believed: {doubted}",)
+    raise ModelError(f"{name}: {wrong}: {_DAMAGED}")
+
+
+def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without what it declares and may not be believed."""
+    bare = declared.forget(model, loops=True)
+    without_claims(bare.graph)
+    inputs = {v.name for v in bare.graph.input}  # inference would use their defaults
+    _drop(bare.graph.initializer, [t.name in inputs for t in bare.graph.initializer])
+    return bare
+
+
+def _contradiction(bare: onnx.ModelProto) -> str | None:
+    """The first node of a model that ONNX's inference refuses, and why; None if there is none."""
+    try:
+        typed = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
+    except _REFUSED:  # also where the types of some values are not known
+        typed = _leniently_typed(bare)
+    else:
+        if all(map(declared.is_defined, all_nodes(bare.graph))):
+            return None  # otherwise errors are not told
+    return _first_refused(typed, typed.graph, {}, {})
+
+
+def _leniently_typed(bare: onnx.ModelProto) -> onnx.ModelProto:
+    try:
+        return onnx.shape_inference.infer_shapes(bare)
+    except _REFUSED:
+        return bare
+
+
+def _first_refused(
+    model: onnx.ModelProto, graph: onnx.GraphProto, types: _Types, consts: _Consts
+) -> str | None:
+    """The same for a graph with types. `types` and `consts` are those of the graphs around it."""
+    formals = {v.name for v in graph.input}
+    types = {**types, **{v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}}
+    types.update((t.name, onnx.helper.make_tensor_type_proto(t.data_type, t.dims)) for t in graph.initializer)
+    own = {t.name: t for t in graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            own[node.output[0]] = node.attribute[0].t
+    consts = {**{k: v for k, v in consts.items() if k not in formals}, **own}
+    opsets = _opsets(model)
+    for node in graph.node:
+        for body in subgraphs(node):
+            if (wrong := _first_refused(model, body, types, consts)) is not None:
+                return wrong
+            for output, value in zip(node.output, body.output[node.op_type == "Loop" :]):
+                if _differ(value.type, types.get(output)):
+                    return f"{output!r} is declared {_shown(types[output])} and is {_shown(value.type)}"
+        schema = _schema(node, opsets)
+        reads = [n for n in node.input if n]
+        known = all(n in types and types[n].WhichOneof("value") for n in reads)
+        if schema is None or not known or node.op_type in _LENIENT or any(True for _ in subgraphs(node)):
+            continue
+        try:
+            made = onnx.shape_inference.infer_node_outputs(
+                schema,
+                node,
+                {n: types[n] for n in reads},
+                {n: consts[n] for n in reads if n in consts},
+                opset_imports=model.opset_import,
+                ir_version=model.ir_version,
+            )
+        except _REFUSED as error:
+            shown = ", ".join(_shown(types[n]) if n else "nothing" for n in node.input)
+            told = str(error).removeprefix("[ShapeInferenceError] ").removeprefix("[TypeInferenceError] ")
+            return f"{_title(node)} does not fit its operands ({shown}): {told.rstrip('.')}"
+        for output, type in made.items():
+            if _differ(type, types.get(output)):
+                return f"{output!r} is declared {_shown(types[output])} and is {_shown(type)}"
+    return None
+
+
+def _differ(a: onnx.TypeProto, b: onnx.TypeProto | None) -> bool:
+    """Whether two types have different element types."""
+    if b is None:
+        return False
+    first, second = a.tensor_type.elem_type, b.tensor_type.elem_type
+    return bool(first and second and first != second)
+
+
+def _shown(type: onnx.TypeProto) -> str:
+    try:
+        return str(type_of_proto(type))
+    except ValueError:
+        return f"element type {type.tensor_type.elem_type}"
