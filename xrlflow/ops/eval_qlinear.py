@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,36 +40,25 @@ def _real(x: Array, scale: Array, zero: Array | None) -> Array:
     return np.asarray((value if zero is None else value - widen(zero)) * REALS.lift(scale))
 
 
-def _padded(inputs: tuple[Array | None, ...], count: int) -> list[Array | None]:
+def _padded(inputs: tuple[Any, ...], count: int) -> list[Any]:
     return [*inputs, *[None] * (count - len(inputs))]
 
 
-def _add(
-    attrs: Attrs,
-    a: Array,
-    a_scale: Array,
-    a_zero: Array | None,
-    b: Array,
-    b_scale: Array,
-    b_zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
-    return _Output(to, to_zero, a).of(_real(a, a_scale, a_zero) + _real(b, b_scale, b_zero))
+def _pair(*given: Any) -> tuple[Array, Array, _Output]:
+    """The numbers of two quantised operands, and what becomes of a result: a, its scale and zero point, b, its own, and
+    those of the output."""
+    a, a_scale, a_zero, b, b_scale, b_zero, to, to_zero = _padded(given, 8)
+    return _real(a, a_scale, a_zero), _real(b, b_scale, b_zero), _Output(to, to_zero, a)
 
 
-def _mul(
-    attrs: Attrs,
-    a: Array,
-    a_scale: Array,
-    a_zero: Array | None,
-    b: Array,
-    b_scale: Array,
-    b_zero: Array | None,
-    to: Array,
-    to_zero: Array | None = None,
-) -> Unrounded:
-    return _Output(to, to_zero, a).of(_real(a, a_scale, a_zero) * _real(b, b_scale, b_zero))
+def _add(attrs: Attrs, *given: Any) -> Unrounded:
+    a, b, output = _pair(*given)
+    return output.of(a + b)
+
+
+def _mul(attrs: Attrs, *given: Any) -> Unrounded:
+    a, b, output = _pair(*given)
+    return output.of(a * b)
 
 
 def _sigmoid(
