@@ -169,8 +169,9 @@ class Loop:
     def steps(self, reader: Reader) -> int | None:
         """A Loop's trip count; None if it is not known."""
         const = reader.graph.const(self.explicit[0]) if self.explicit[0] != ABSENT else None
-        known = const is not None and const.array is not None and const.array.size == 1
-        return int(const.array.item()) if known else None
+        if const is None or const.array is None or const.array.size != 1:
+            return None
+        return int(const.array.item())
 
     def has_a_step(self, reader: Reader) -> bool:
         """Whether a loop is known to run its body at least once."""

@@ -31,7 +31,18 @@ from rewrite_rules.identity import RANDOM
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value, apply_edit
 from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import is_deterministic, schema
-from xrlflow.rewrite import GraphBuilder, Op, Reader, Region, RegionRule, RuleError, Val, profitable, require
+from xrlflow.rewrite import (
+    GraphBuilder,
+    Op,
+    Reader,
+    Refused,
+    Region,
+    RegionRule,
+    RuleError,
+    Val,
+    profitable,
+    require,
+)
 
 # Branches
 
@@ -208,7 +219,7 @@ def _taking(graph: Graph, node: Node, taken: bool) -> Graph | None:
     try:
         made = _inlined(op, body, graph, [Val(graph, v, graph.type(v)) for v in captured])
         return apply_edit(graph, op.edit("assume", node.outputs, made))[0]
-    except RuleError:
+    except (Refused, RuleError):
         return None
 
 

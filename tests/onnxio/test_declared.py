@@ -278,3 +278,19 @@ def test_a_note_has_no_long_formula() -> None:
     (note,) = onnxio.load(proto).notes
     assert "f(m, n" in note
     assert len(note) < 160
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_loop_that_declares_a_shape_that_does_not_follow(shape: tuple[int, ...]) -> None:
+    """The state has no shape in the body, so neither has what is computed of it."""
+    i, go, on = (
+        declare(n, t, ())
+        for n, t in (("i", TensorProto.INT64), ("go", TensorProto.BOOL), ("on", TensorProto.BOOL))
+    )
+    state = onnx.ValueInfoProto(name="v", type=onnx.helper.make_tensor_type_proto(F, None))
+    nodes = [make("Identity", ["go"], ["on"]), make("Neg", ["v"], ["w"]), make("Identity", ["v"], ["s"])]
+    body = helper.make_graph(nodes, "b", [i, go, state], [on, declare("w", F, None), declare("s", F, shape)])
+    node = make("Loop", ["n", "", "x"], ["y", "all"], body=body)
+    x, outputs = declare("x", F, (2, 3)), [declare("y", F, None), declare("all", F, None)]
+    (loop,) = onnxio.load(model([node], [x], outputs, {"n": np.int64(2)})).graph.nodes()
+    assert [t.shape for t in loop.types] == [None, None]

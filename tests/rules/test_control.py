@@ -166,6 +166,16 @@ def test_a_branch_stays_while_both_can_be() -> None:
     )  # fmt: skip
 
 
+def test_a_type_of_a_body_that_is_not_so_is_not_believed() -> None:
+    """The body's result is a matrix, and the file says a vector: only inlining it shows."""
+    proto = model(
+        "agraph (float[2,3] x) => (float[A,B] y, float[M,C,D] all) { n = Constant<value_int = 2>()"
+        " y, all = Loop (n, , x) <body = b (int64 i, bool going, float[] v) => (bool on, float[] w, float[K] s)"
+        " { on = Identity(going) w = Neg(v) s = Identity(v) }> }"
+    )
+    refuses(UnrollLoop(), proto)
+
+
 # --- loops ---
 
 

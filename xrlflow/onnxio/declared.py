@@ -39,6 +39,8 @@ def check(name: str, declared: TensorType, found: TensorType, proven: bool = Fal
         both = merge_types(found, declared)
     except TypeConflict as error:
         raise Contradiction(name, declared, found) from error
+    if proven and found.shape is None and both.shape == ():
+        raise Contradiction(name, declared, found)
     known = (None,) * len(both.shape or ()) if found.shape is None else found.shape
     open_ = [a for a, b in zip(known, both.shape or ()) if isinstance(b, int) and a != b]
     if open_ if proven else any(map(_is_open, open_)):

@@ -443,7 +443,7 @@ class _Importer:
         try:
             found = self._output_types(read, scope)
         except InferenceError:  # it fails when it runs, if it does (in a branch): no rule may see it
-            op = f"{versions.QUALIFIED}{OPSET}::{op}"
+            op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # none knows those of other domains
             read = replace(read, op=op)
             found = [scope.types.get(name, UNKNOWN) for name in read.outputs]
         for name, type in zip(read.outputs, found):

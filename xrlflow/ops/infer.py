@@ -14,6 +14,7 @@ import onnx.shape_inference
 
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
 from xrlflow.ops.eval_shape import ends_of_slice
+from xrlflow.ops.misfits import misfit
 from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import of_array
@@ -198,39 +199,16 @@ def _is_defined(op: str, types: Sequence[TensorType | None]) -> bool:
     return schema(op) is not None and not any(t is not None and t is UNKNOWN for t in types)
 
 
-def _misfit(
-    op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
-) -> str | None:
-    """What does not fit an operator, although ONNX's inference does not say so; None if all fits."""
-    if op == "Split":  # if the numbers differ, ONNX reads beyond the end of one of them
-        parts = attrs.get("num_outputs", outputs)
-        assert isinstance(parts, int)
-        if len(data) > 1 and (sizes := data[1]) is not None and sizes.array is not None:
-            parts = sizes.array.size
-        return f"Split into {outputs} outputs with {parts} parts" if parts != outputs else None
-    if op == "Transpose" and types[0] is not None and types[0].rank is not None:
-        perm = attrs.get("perm")
-        if isinstance(perm, tuple) and len(perm) != types[0].rank:
-            return f"Transpose of {types[0]} has {list(perm)} for a permutation"
-    if op == "Gemm" and len(types) > 2 and all(t is not None and t.rank is not None for t in types):
-        a, b, c = (t.shape for t in types if t is not None and t.shape is not None)
-        if len(a) != 2 or len(b) != 2:
-            return None  # ONNX says that
-        made = (a[1 if attrs.get("transA") else 0], b[0 if attrs.get("transB") else 1])
-        pairs = zip(reversed(made), reversed(c))
-        if len(c) > 2 or any(isinstance(m, int) and isinstance(d, int) and d not in (1, m) for m, d in pairs):
-            return f"Gemm of {types[0]} and {types[1]} adds {types[2]}"
-    return None
-
-
 def _by_onnx(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
     found, places = schema(op), _DATA_INPUTS.get(op, ())
-    if found is None or not _is_defined(op, types) or any(isinstance(v, Body) for v in attrs.values()):
+    if found is None or any(isinstance(v, Body) for v in attrs.values()):
         return (UNKNOWN,) * outputs
-    if (wrong := _misfit(op, attrs, types, data, outputs)) is not None:
+    if (wrong := misfit(op, attrs, types, data, outputs)) is not None:
         raise InferenceError(wrong)
+    if not _is_defined(op, types):
+        return (UNKNOWN,) * outputs
     domain, name = split_op(op)
     names = ["" if t is None else f"i{i}" for i, t in enumerate(types)]
     node = onnx.NodeProto(op_type=name, domain=domain, input=names, output=[f"o{i}" for i in range(outputs)])

@@ -31,7 +31,7 @@ from xrlflow.ops.infer import InferenceError, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.rewrite.propagate import fold_small, more_precise, propagated
-from xrlflow.rewrite.rule import Contradiction, Lit, Op, RuleError, Val
+from xrlflow.rewrite.rule import Contradiction, Lit, Op, Refused, RuleError, Val
 
 _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 
@@ -233,7 +233,7 @@ class GraphBuilder(Op):
                 continue
             types = tuple(
                 [
-                    _adopt(rule, graph.type(o), t) if temp in adopted else t
+                    _adopt(rule, graph, o, t) if temp in adopted else t
                     for o, t, temp in zip(outs, draft.types, draft.temporary)
                 ]
             )
@@ -245,7 +245,7 @@ class GraphBuilder(Op):
         targets = [named[new.value] if new.value < 0 else new.value for new in results]
         for old, new, target in zip(replaced, results, targets):
             if target != old:
-                _adopt(rule, graph.type(old), new.type)
+                _adopt(rule, graph, old, new.type)
         return self._propagate(plan_edit(graph, rule, nodes, _aliases(rule, replaced, targets)))
 
     def _propagate(self, edit: Edit) -> Edit:
@@ -282,10 +282,15 @@ def _aliases(rule: str, replaced: Sequence[Value], targets: Sequence[Value]) -> 
     return aliases
 
 
-def _adopt(rule: str, old: TensorType, new: TensorType) -> TensorType:
+def _adopt(rule: str, graph: Graph, old: Value, new: TensorType) -> TensorType:
+    """The type that a replaced value and what replaces it allow. Raises Contradiction, and Refused if the file alone
+    says what type the old one has: bodies are believed until then."""
     try:
-        return merge_types(old, new)
+        return merge_types(graph.type(old), new)
     except TypeConflict as error:
+        maker = graph.producers.get(old)
+        if maker is not None and any(isinstance(a, Body) for a in maker.attrs.values()):
+            raise Refused("the file declares another type of what a body computes") from error
         raise Contradiction(f"{rule}: the target's type does not fit what it replaces: {error}") from error
 
 
