@@ -238,23 +238,27 @@ class Mutator:
         elif kind == 8:  # the operator of another node
             node.op_type = choose([n.op_type for n in nodes] + list(_OPERATORS))
         elif kind == 9 and (types := [m for m in messages if isinstance(m, TypeProto.Tensor)]):
-            type = choose(types)
-            if self.random.random() < 0.4 or not type.shape.dim:
-                type.elem_type = choose((1, 6, 7, 9, 10, 11, 16))
-            else:
-                dims = type.shape.dim
-                at = self.random.randrange(len(dims))
-                what = self.random.randrange(4)
-                if what == 0:
-                    del dims[at]
-                elif what == 1:
-                    dims.add(dim_value=choose((1, 2, 3)))
-                elif what == 2:
-                    dims[at].dim_param = choose(("N", "M"))
-                else:
-                    dims[at].dim_value = choose((0, 1, 2, 3, 5, 64))
+            self._type(choose(types))
         elif tensors := [m for m in messages if isinstance(m, TensorProto)]:
             self._constant(choose(tensors))
+
+    def _type(self, type: Any) -> None:
+        """Another element type, or another size."""
+        choose = self.random.choice
+        if self.random.random() < 0.4 or not type.shape.dim:
+            type.elem_type = choose((1, 6, 7, 9, 10, 11, 16))
+        else:
+            dims = type.shape.dim
+            at = self.random.randrange(len(dims))
+            what = self.random.randrange(4)
+            if what == 0:
+                del dims[at]
+            elif what == 1:
+                dims.add(dim_value=choose((1, 2, 3)))
+            elif what == 2:
+                dims[at].dim_param = choose(("N", "M"))
+            else:
+                dims[at].dim_value = choose((0, 1, 2, 3, 5, 64))
 
     def _constant(self, tensor: Any) -> None:
         """Other sizes, another element type or other numbers for a constant, whose data still fits."""

@@ -133,13 +133,13 @@ def _product(
 def _gemm(attrs: Attrs, *inputs: Array) -> Unrounded:
     *operands, scale, zero = _padded(inputs, 9)
     assert scale is not None
-    return _Output(scale, zero, inputs[0]).of(_product(attrs, *operands))  # type: ignore[arg-type]
+    return _Output(scale, zero, inputs[0]).of(_product(attrs, *operands))
 
 
 def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
     """Without a scale for the output, that is of floats."""
     given = _padded(inputs, 9)
-    return _product(attrs, *given[:7]) if given[7] is None else _gemm(attrs, *inputs).rounded()  # type: ignore[arg-type]
+    return _product(attrs, *given[:7]) if given[7] is None else _gemm(attrs, *inputs).rounded()
 
 
 def _unpacked(packed: Array, bits: int, count: int) -> Array:

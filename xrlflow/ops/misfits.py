@@ -39,7 +39,7 @@ def _concat(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | Non
     if len(ranks) > 1:
         return f"Concat of tensors of ranks {sorted(ranks)}"
     if any(isinstance(axis, int) and not -rank <= axis < rank for rank in ranks):
-        return f"Concat of tensors of rank {ranks.pop()} along axis {axis}"
+        return f"Concat of tensors of rank {ranks.pop()} along axis {axis!r}"
     return None
 
 
