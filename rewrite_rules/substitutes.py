@@ -218,6 +218,10 @@ class ReplaceMishByExp(_Substitute):
     proof = "numeric"
     relies_on = "tanh(log(1 + e)) = (e^2 + 2 * e) / (e^2 + 2 * e + 2), which is 1 for e >= exp(20)"
 
+    survivors: ClassVar[Mapping[str, str]] = {
+        "number 2 0 of Clip (call 0)": "the quotient is rounded to 1 from 20 on, and so it is from 21 on"
+    }
+
     def source(self, op: Op, x: Any) -> Any:
         return op.Mish(x)
 
