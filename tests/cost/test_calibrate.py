@@ -5,6 +5,7 @@ import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,23 @@ def test_beside_other_load_the_ratios_are_the_reference_s(
     assert said is quiet
     assert (machine.speeds == Machine.reference().speeds) is not quiet
     assert machine.peak > 0
+
+
+def test_beside_other_load_little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is discarded is not measured, and nothing is measured again in the hope of quiet."""
+    busy = Sample(2e-3, 1e-3, 3e-3, 10, 1.0)
+    calls: list[str] = []
+
+    def taken(node: Any, *_: Any, **__: Any) -> Sample:
+        calls.append(node if isinstance(node, str) else node.op)
+        return busy
+
+    monkeypatch.setattr(calibrate, "call_seconds", lambda threads: taken("call"))
+    monkeypatch.setattr(calibrate, "_chain", lambda threads: taken("chain"))
+    monkeypatch.setattr(calibrate, "time_node", taken)
+    calibrate.calibrate(2)
+    assert calls[:3] == ["call"] * 3, "the first figure is taken again"
+    assert calls[3:] == ["chain", "MatMul", "Conv", "Add", "Add", "Tanh", "Tanh"]
 
 
 def test_the_processor_has_a_name_and_a_cache() -> None:

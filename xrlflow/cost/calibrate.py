@@ -104,7 +104,10 @@ class _Meter:
         """Seconds that one call of the runtime takes."""
 
     def fastest(self, once: Callable[[], Sample]) -> float:
-        """Seconds of a sample, repeated until one is taken in quiet or the attempts are used up."""
+        """Seconds of a sample, repeated until one is taken in quiet or the attempts are used up. After a figure that
+        was not taken in quiet, nothing is kept, and each sample is taken once."""
+        if self.noisy:
+            return once().low
         sample, quiet = in_quiet(once)
         self.noisy += not quiet
         return sample.low
