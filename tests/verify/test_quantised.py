@@ -245,6 +245,18 @@ def test_bytes_may_have_another_zero_point() -> None:
     assert not judge(signed(), pool(AGAIN, ws=scaled(2))).passed
 
 
+def test_the_first_of_two_equal_quantisations_may_be_missing() -> None:
+    """The numbers that are rounded differ by up to half a step, the rounded ones do not."""
+    once = pool("e = Identity(p)")
+    text = POOL.replace("MIDDLE", "e = Identity(p)")
+    twice = text.replace("  q = Q", "  q0 = Q").replace("  d = D", "  d0 = D").replace("r(q, s", "r(q0, s")
+    twice = twice.replace("p = Max", "q = QuantizeLinear(d0, s, z) d = DequantizeLinear(q, s, z) p = Max")
+    again = net(twice, z3=np.uint8(128))
+    assert judge(again, once).passed
+    assert judge(once, again).passed
+    assert not judge(net(twice.replace("(d0, s, z)", "(d0, s2, z)"), z3=np.uint8(128)), once).passed
+
+
 def test_names_say_nothing_if_values_are_others() -> None:
     """The same tensors under each other's names."""
     text = """
@@ -441,6 +453,22 @@ def test_saturation_is_no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
         quantised, "_run", lambda r, m: {n: a // 2 if n == "q2" else a for n, a in _RUN(r, m).items()}
     )
     assert not found.judge(net().SerializeToString()).passed
+
+
+def test_a_runtime_may_do_with_other_bytes_what_it_does_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 40
+    monkeypatch.setattr(
+        quantised,
+        "_run",
+        lambda r, m: {
+            n: np.minimum(a, limit + 128 * (a.dtype == np.uint8)) if n == "q2" else a
+            for n, a in _RUN(r, m).items()
+        },
+    )
+    found = original(signed())
+    assert found.judge(pool(AGAIN).SerializeToString()).tally.runtime > 0
+    limit = 30
+    assert not found.judge(pool(AGAIN).SerializeToString()).passed
 
 
 def test_the_note_names_the_option_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:

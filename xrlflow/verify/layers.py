@@ -70,7 +70,29 @@ class Layer:
         """Where another layer is rounded from other numbers. The zero points are equal."""
         if self.offsets is None or other.offsets is None:
             return self.misses(other.numbers, window)
+        # What is quantised again is whole: leaving out the first of two equal quantisations changes nothing.
+        if self.is_whole or other.is_whole:
+            return self.misses(other.numbers, window) & other.misses(self.numbers, window)
         return np.asarray(~(np.abs(self.steps - other.steps) <= window))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was rounded."""
+        return self.offsets is None or float(np.max(np.abs(self.offsets), initial=0.0)) <= TIE
+
+    def moved(self, dtype: np.dtype[Any]) -> Layer | None:
+        """The same with the zero point of a type of the other sign; None if `dtype` has another size."""
+        if dtype == self.numbers.dtype:
+            return self
+        if self.offsets is None or dtype.kind not in "iu" or dtype.itemsize != self.numbers.dtype.itemsize:
+            return None
+        return Layer(moved(self.numbers, dtype), self.offsets)
+
+
+def moved(numbers: Array, dtype: np.dtype[Any]) -> Array:
+    """Integers in a type of the same size, so that the least number stays the least."""
+    shift = limits(dtype)[0] - limits(numbers.dtype)[0]
+    return (numbers.astype(np.int64) + shift).astype(dtype)
 
 
 def limits(dtype: np.dtype[Any]) -> tuple[int, int]:

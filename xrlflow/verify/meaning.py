@@ -6,7 +6,7 @@ The other model's quantised tensors get their inputs from the original: see `qua
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -257,13 +257,18 @@ def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
 class Comparison:
     """The new model's meaning on one sample, and where it is not the original's.
 
-    `left`: tensors of the original, and of the new model, that are equal to none of the other; names and types.
+    `left`, `new`: tensors of the original, and of the new model, that are equal to none of the other; names and types.
     """
 
     meaning: Meaning
     pairs: Pairs
-    wrong: list[Apart]
-    left: tuple[set[tuple[str, Any]], set[tuple[str, Any]]]
+    wrong: list[Apart] = field(default_factory=list)
+    left: set[tuple[str, Any]] = field(default_factory=set)
+    new: set[tuple[str, Any]] = field(default_factory=set)
+
+    def add(self, apart: Apart | None) -> None:
+        if apart is not None:
+            self.wrong.append(apart)
 
 
 def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
@@ -278,40 +283,48 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
 
     def settle(value: Value, layer: Layer) -> Array:
         for u, other in original.layers.items():
-            if u not in taken and _alike(layer, other) and not layer.differs(other, TIE).any():
+            same = other.moved(layer.numbers.dtype) if u not in taken else None
+            if same is not None and _alike(layer, same) and not layer.differs(same, TIE).any():
                 pairs.of[value] = u
                 taken.add(u)
-                return original.given[u]
+                return same.numbers
         return layer.numbers
 
     computed, others = b.evaluate(original.sample, wanted, stops, settle)
     layers = {v: computed[v] if v in computed else original.layers[u] for v, u in known.items()}
     layers.update(computed)
-    given = {v: original.given[pairs.of[v]] if pairs.known(v) else layers[v].numbers for v in layers}
+    given = {v: layer.numbers for v, layer in layers.items()} | stops
+    for v in layers.keys() - stops.keys():
+        same = original.layers[pairs.of[v]].moved(given[v].dtype) if pairs.known(v) else None
+        given[v] = given[v] if same is None else same.numbers
     results = {
         v: others[v] if v in others else layers[v].numbers if v in layers else original.outputs[u]
         for v, u in outputs.items()
     }
-    wrong = [apart for v in pairs.claimed if (apart := _apart(original, pairs.of[v], layers[v], b.name(v)))]
-    wrong += [
-        apart
-        for v, u in outputs.items()
-        if pairs.of[v] != u
-        if (apart := output_apart(original, u, results[v], original.outputs[u]))
-    ]
+    found = Comparison(Meaning(b, original.sample, layers, results, given), pairs)
+    for v in pairs.claimed:
+        found.add(_apart(original, pairs.of[v], layers[v], b.name(v)))
     for v, u in outputs.items():
-        # An output that is rounded from other numbers may be equal by chance.
-        unknown = [w for w in b.layers.nearest(v) if not pairs.known(w)]
-        untaken = [w for w in a.layers.nearest(u) if w not in taken]
-        for new, old in itertools.product(unknown, untaken):
-            if _alike(layers[new], original.layers[old]):
-                figures = distance(layers[new].steps, original.layers[old].steps)
-                wrong.append(Apart(b.name(new), *figures, layers[new].offsets is None))
-    left = (
-        {(a.name(v), layer.numbers.dtype) for v, layer in original.layers.items() if v not in taken},
-        {(b.name(v), layer.numbers.dtype) for v, layer in layers.items() if not pairs.known(v)},
-    )
-    return Comparison(Meaning(b, original.sample, layers, results, given), pairs, wrong, left)
+        if pairs.of[v] != u:
+            found.add(output_apart(original, u, results[v], original.outputs[u]))
+        for apart in _by_chance(original, found, v, u, taken):
+            found.add(apart)
+    found.left.update((a.name(v), x.numbers.dtype) for v, x in original.layers.items() if v not in taken)
+    found.new.update((b.name(v), x.numbers.dtype) for v, x in layers.items() if not pairs.known(v))
+    return found
+
+
+def _by_chance(
+    original: Meaning, found: Comparison, output: Value, of: Value, taken: Container[Value]
+) -> Iterator[Apart]:
+    """Tensors that an output is computed from, if they are not the original's: few numbers may be equal by chance."""
+    b, layers = found.meaning.model, found.meaning.layers
+    unknown = [v for v in b.layers.nearest(output) if not found.pairs.known(v)]
+    untaken = [v for v in original.model.layers.nearest(of) if v not in taken]
+    for v, u in itertools.product(unknown, untaken):
+        other = original.layers[u].moved(layers[v].numbers.dtype)
+        if other is not None and _alike(layers[v], other):
+            yield Apart(b.name(v), *distance(layers[v].steps, other.steps), layers[v].offsets is None)
 
 
 def _alike(a: Layer, b: Layer) -> bool:

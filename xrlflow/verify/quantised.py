@@ -32,7 +32,7 @@ from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import Judgement, Leg, Licence, by_deviation, is_float, judge_floats, wide
 from xrlflow.verify.cuts import GIVEN
 from xrlflow.verify.inputs import Case
-from xrlflow.verify.layers import TIE, Layers, is_quantised
+from xrlflow.verify.layers import TIE, Layers, is_quantised, moved
 from xrlflow.verify.meaning import (
     Apart,
     Comparison,
@@ -141,7 +141,8 @@ def _seen(
         wrong = strange
         if strange.any():
             for other in others(value):
-                wrong = wrong & (array != other)
+                if other.shape == array.shape:
+                    wrong = wrong & (array != other)
         if wrong.any():
             steps = np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong].max()
             count = int(np.count_nonzero(wrong))
@@ -315,7 +316,7 @@ class Quantised:
         found = compared(original, b, by_name=True)
         if found.wrong:
             again = compared(original, b, by_name=False)
-            if not again.wrong and not again.left[0] & again.left[1]:
+            if not again.wrong and not again.left & again.new:
                 return again
         return found
 
@@ -349,11 +350,12 @@ class Quantised:
         def others(value: Value) -> list[Array]:
             self._run_plain()
             name = names.get(places.get(value, comparison.pairs.of[value]))
-            shape = (comparison.meaning.outputs.get(value), comparison.meaning.layers.get(value))
-            expected = (
-                shape[0].shape if shape[0] is not None else shape[1].numbers.shape if shape[1] else None
-            )
-            return [run[name] for run in original.runs if name is not None and run[name].shape == expected]
+            layer = comparison.meaning.layers.get(value)
+            found = [] if name is None else [run[name] for run in original.runs]
+            if layer is None or layer.offsets is None:
+                return found
+            dtype = layer.numbers.dtype
+            return [moved(a, dtype) for a in found if a.dtype.itemsize == dtype.itemsize]
 
         return others
 
