@@ -69,7 +69,7 @@ _AUTO_PADS = frozenset([b"NOTSET", b"SAME_UPPER", b"SAME_LOWER", b"VALID"])
 # Attributes that are 0 or 1, and what ONNX Runtime takes for 1.
 _YES: Mapping[str, Callable[[int], bool]] = {
     **dict.fromkeys(("keepdims", "ceil_mode", "noop_with_empty_axes"), (1).__eq__),
-    **dict.fromkeys(("transA", "transB", "count_include_pad", "allowzero"), (0).__ne__),
+    **dict.fromkeys(("transA", "transB", "count_include_pad", "allowzero", "new_axis"), (0).__ne__),
 }
 # ONNX's inference takes the lower 32 bits of a number.
 _LARGEST_AXIS = 1 << 12

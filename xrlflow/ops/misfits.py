@@ -38,8 +38,8 @@ def _concat(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | Non
     ranks = {t.rank for t in types if t is not None and t.rank is not None}
     if len(ranks) > 1:
         return f"Concat of tensors of ranks {sorted(ranks)}"
-    if any(isinstance(axis, int) and not -rank <= axis < rank for rank in ranks):
-        return f"Concat of tensors of rank {ranks.pop()} along axis {axis!r}"
+    if isinstance(axis, int) and any(not -rank <= axis < rank for rank in ranks):
+        return f"Concat of tensors of rank {ranks.pop()} along axis {axis}"
     return None
 
 
