@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import onnx
@@ -76,7 +78,7 @@ _LARGEST_AXIS = 1 << 12
 # ONNX Runtime looks at less of these than ONNX does.
 _LENIENT = frozenset(["NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"])
 _NOT_VALUES = frozenset(["name", "type", "doc_string", "ref_attr_name"])
-_STRING = onnx.AttributeProto.STRING
+_STRING, _INT = onnx.AttributeProto.STRING, onnx.AttributeProto.INT
 _REFUSED = (
     onnx.shape_inference.InferenceError,
     onnx.checker.ValidationError,
@@ -113,7 +115,7 @@ def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -
     _drop(graph.value_info, [not isinstance(v.name, str) for v in graph.value_info])
     _drop(graph.initializer, [not isinstance(t.name, str) for t in graph.initializer])
     _drop(graph.sparse_initializer, [not isinstance(t.values.name, str) for t in graph.sparse_initializer])
-    makers = {v.name: "an input of the graph" for v in graph.input}
+    makers: dict[str, str | onnx.NodeProto] = {v.name: "an input of the graph" for v in graph.input}
     makers.update((t.name, "an initialiser") for t in graph.initializer)
     makers.update((t.values.name, "an initialiser") for t in graph.sparse_initializer)
     for node in graph.node:
@@ -126,11 +128,14 @@ def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -
         if wrong is not None:
             raise ModelError(f"{name}: {_title(node)} {wrong}: {_DAMAGED}")
         for output in node.output:
-            if output and makers.setdefault(output, own := f"node {node.name!r} ({node.op_type})") is not own:
+            if output and output in makers:
+                first = makers[output]
+                by = first if isinstance(first, str) else f"node {first.name!r} ({first.op_type})"
                 raise ModelError(
-                    f"{name}: the name {output!r} is defined twice, by {makers[output]} and by {own}: "
-                    "give one of them another name"
+                    f"{name}: the name {output!r} is defined twice, by {by} and by node {node.name!r} "
+                    f"({node.op_type}): give one of them another name"
                 )
+            makers[output] = node
         for body in subgraphs(node):
             _check_nodes(name, body, opsets)
 
@@ -146,43 +151,78 @@ def _drop(fields: Any, wanted: Sequence[bool]) -> None:
         del fields[at]
 
 
-def _schema(node: onnx.NodeProto, opsets: Mapping[str, int]) -> onnx.defs.OpSchema | None:
-    """The definition of a node's operator; None if ONNX does not define it, or at an opset that is refused elsewhere.
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    """An operator's definition, in Python: each look into ONNX's own takes long.
+
+    `operands` and `results`: their names, and whether one may be left out. The last stands for all that follow.
+    `attributes`: the numbers of their types.
+    """
+
+    schema: onnx.defs.OpSchema
+    domain: str
+    since: int
+    inputs: tuple[int, int]
+    outputs: tuple[int, int]
+    operands: tuple[tuple[str, bool], ...]
+    results: tuple[tuple[str, bool], ...]
+    attributes: Mapping[str, int]
+    required: tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def _defined(op: str, domain: str, opset: int) -> _Definition | None:
+    """The definition of an operator; None if ONNX does not define it, or at an opset that is refused elsewhere.
 
     An operator that is newer than the model is read as the canonical opset has it.
     """
-    domain = "" if node.domain == "ai.onnx" else node.domain
-    for opset in (opsets.get(domain, 0), 0 if domain else OPSET):
+    for version in (opset, 0 if domain else OPSET):
         try:
-            return onnx.defs.get_schema(node.op_type, opset, domain)
+            schema = onnx.defs.get_schema(op, version, domain)
         except (onnx.defs.SchemaError, TypeError):
             continue
+        attributes = schema.attributes
+        return _Definition(
+            schema, schema.domain, schema.since_version, (schema.min_input, schema.max_input),
+            (schema.min_output, schema.max_output),
+            tuple((formal.name, formal.option == _OPTIONAL) for formal in schema.inputs),
+            tuple((formal.name, formal.option != _SINGLE) for formal in schema.outputs),
+            {key: _KINDS[known.type] for key, known in attributes.items()},
+            tuple(key for key, known in attributes.items() if known.required),
+        )  # fmt: skip
     return None
+
+
+def _definition(node: onnx.NodeProto, opsets: Mapping[str, int]) -> _Definition | None:
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    return _defined(node.op_type, domain, opsets.get(domain, 0))
 
 
 def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
     """What is wrong with a node of an operator that ONNX defines, or None."""
-    schema = _schema(node, opsets)
-    if schema is None:
+    found = _definition(node, opsets)
+    if found is None:
         return None
-    if node.op_type == "Constant" and not schema.domain and not _one_value(node):
+    if node.op_type == "Constant" and not found.domain and not _one_value(node):
         return "has no value"
-    if schema.since_version > opsets.get(schema.domain, 0) or node.op_type == "LayerNormalization":
+    if found.since > opsets.get(found.domain, 0) or node.op_type == "LayerNormalization":
         # ONNX Runtime has a definition of its own, which takes any attribute.
-        _drop(node.attribute, [a.name not in schema.attributes for a in node.attribute])
-    if not schema.min_input <= len(node.input) <= schema.max_input:
-        return f"has {len(node.input)} inputs and needs {_range(schema.min_input, schema.max_input)}"
-    if not schema.min_output <= len(node.output) <= schema.max_output:
-        return f"has {len(node.output)} outputs and needs {_range(schema.min_output, schema.max_output)}"
+        _drop(node.attribute, [a.name not in found.attributes for a in node.attribute])
+    for what, count, (least, most) in (
+        ("inputs", len(node.input), found.inputs), ("outputs", len(node.output), found.outputs),
+    ):  # fmt: skip
+        if not least <= count <= most:
+            return f"has {count} {what} and needs {_range(least, most)}"
     for at, value in enumerate(node.input):
-        formal = schema.inputs[min(at, len(schema.inputs) - 1)]
-        if not value and formal.option != _OPTIONAL:
-            return f"lacks its operand {formal.name!r}"
-    for value, formal in zip(node.output, schema.outputs):
-        if not value and formal.option == _SINGLE:
-            return f"lacks a name for its output {formal.name!r}"
-    return _fault_of_attributes(node, schema) or (
-        None if schema.domain else _fault_of_values(node, opsets.get("", 0))
+        if not value:
+            name, optional = found.operands[min(at, len(found.operands) - 1)]
+            if not optional:
+                return f"lacks its operand {name!r}"
+    for value, (name, optional) in zip(node.output, found.results):
+        if not value and not optional:
+            return f"lacks a name for its output {name!r}"
+    return _fault_of_attributes(node, found) or (
+        None if found.domain else _fault_of_values(node, opsets.get("", 0))
     )
 
 
@@ -197,42 +237,43 @@ def _one_value(node: onnx.NodeProto) -> bool:
     return bool(node.attribute and node.attribute[0].name)
 
 
-def _fault_of_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> str | None:
+def _fault_of_attributes(node: onnx.NodeProto, definition: _Definition) -> str | None:
     # ONNX Runtime reads no text as NOTSET, which is the default; ONNX's inference does not.
-    _drop(node.attribute, [a.name == "auto_pad" and a.type == _STRING and not a.s for a in node.attribute])
+    if "auto_pad" in definition.attributes:
+        _drop(
+            node.attribute, [a.name == "auto_pad" and a.type == _STRING and not a.s for a in node.attribute]
+        )
     kinds = onnx.AttributeProto.AttributeType
     seen: set[str] = set()
     for attribute in node.attribute:
         if attribute.name in _YES and attribute.HasField("i"):
             attribute.i = int(_YES[attribute.name](attribute.i))
-        key, known = attribute.name, schema.attributes.get(attribute.name)
+        key, wanted = attribute.name, definition.attributes.get(attribute.name)
         if key in seen:
             return f"has the attribute {key!r} twice"
         seen.add(key)
-        if known is None:
+        if wanted is None:
             if key.startswith("__"):  # notes of runtimes to themselves, which need not have a type
                 continue
             return f"has the attribute {key!r}, which {node.op_type} does not have"
-        wanted = _KINDS[known.type]
         if attribute.type != wanted:
             return f"has the attribute {key!r} of type {kinds.Name(attribute.type)}, not {kinds.Name(wanted)}"
         if any(f.name not in _NOT_VALUES and f.name != _FIELDS[wanted] for f, _ in attribute.ListFields()):
             return f"has the attribute {key!r} with a value that is not of type {kinds.Name(wanted)}"
-        numbers = [attribute.i] if attribute.type == kinds.Value("INT") else attribute.ints
+        numbers = [attribute.i] if wanted == _INT else attribute.ints
         if key in _COUNTS and min(numbers, default=1) < 1:
             return f"has the attribute {key!r} below 1"
         if key in ("axis", "axes") and max(map(abs, numbers), default=0) > _LARGEST_AXIS:
             return f"has the attribute {key!r} of {attribute.i or list(attribute.ints)}, and no tensor has so many axes"
         if key == "auto_pad" and attribute.s not in _AUTO_PADS:
             return f"has the attribute 'auto_pad' of {attribute.s!r}"
-    missing = next(
-        (key for key, known in schema.attributes.items() if known.required and key not in seen), None
-    )
-    return None if missing is None else f"lacks {missing!r}"
+    return next((f"lacks {key!r}" for key in definition.required if key not in seen), None)
 
 
 def _fault_of_values(node: onnx.NodeProto, opset: int) -> str | None:
     """What is wrong with the attributes' values."""
+    if node.op_type not in ("Transpose", "If", "Loop", "Scan"):
+        return None
     given = {a.name: a for a in node.attribute}
     if node.op_type == "Transpose" and "perm" in given:
         perm = list(given["perm"].ints)
@@ -342,14 +383,14 @@ def _first_refused(
             for output, value in zip(node.output, body.output[node.op_type == "Loop" :]):
                 if _differ(value.type, types.get(output)):
                     return f"{output!r} is declared {_shown(types[output])} and is {_shown(value.type)}"
-        schema = _schema(node, opsets)
+        found = _definition(node, opsets)
         reads = [n for n in node.input if n]
         known = all(n in types and types[n].WhichOneof("value") for n in reads)
-        if schema is None or not known or node.op_type in _LENIENT or any(True for _ in subgraphs(node)):
+        if found is None or not known or node.op_type in _LENIENT or any(True for _ in subgraphs(node)):
             continue
         try:
             made = onnx.shape_inference.infer_node_outputs(
-                schema,
+                found.schema,
                 node,
                 {n: types[n] for n in reads},
                 {n: consts[n] for n in reads if n in consts},
