@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from tests.verify.models import model
 from xrlflow import deadline
-from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.protocol import OutOfTime
+from xrlflow.backends.onnxruntime import open_model, session
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, Status, feeds_for_measurement
 from xrlflow.verify.inputs import InputPlan
@@ -200,3 +202,27 @@ def test_a_run_apart_has_the_time_that_is_left(tmp_path: Path) -> None:
 
     with deadline.within(past()), pytest.raises(OutOfTime):
         run_apart(RELU, {"x": np.ones((2, 4), np.float32)})
+
+
+def test_a_load_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime looks whether it is to end between two passes of its optimiser, and one of them may take long."""
+    going_on = Event()
+    true = ort.InferenceSession
+
+    def slow(*given: Any, **named: Any) -> Any:
+        going_on.wait(60.0)
+        return true(*given, **named)
+
+    monkeypatch.setattr(ort, "InferenceSession", slow)
+    monkeypatch.setattr(session, "_GRACE", 0.0)
+    monkeypatch.setattr(deadline, "left", lambda: 0.0)
+    with deadline.within(time.monotonic() + 1000.0), pytest.raises(OutOfTime, match="loading"):
+        open_model(RELU.SerializeToString())
+    (thread,) = session._abandoned
+    going_on.set()
+    thread.join()
+
+
+def test_what_cannot_be_loaded_says_why_with_a_deadline_too() -> None:
+    with deadline.within(time.monotonic() + 100.0), pytest.raises(BackendError, match="cannot load"):
+        open_model(b"no model")
