@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from tests.verify.models import model
 from xrlflow import deadline
-from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.protocol import OutOfTime
+from xrlflow.backends.onnxruntime import open_model, session
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, Status, feeds_for_measurement
 from xrlflow.verify.inputs import InputPlan
@@ -126,27 +128,30 @@ def test_a_difference_without_time_to_look_at_it_again_is_no_verdict(
 def test_smaller_sizes_are_tried_where_a_run_takes_long() -> None:
     tried: list[int] = []
 
-    def runs(feeds: Any) -> bool:
+    def run(feeds: Any) -> None:
         tried.append(feeds["x"].shape[1])
         if tried[-1] > 10:
             raise OutOfTime("it takes long")
-        return True
 
     proto = load(model("g (float[batch, s] x) => (float[batch, s] y) { y = Relu(x) }"))
-    assert feeds_for_measurement(proto, runs=runs)["x"].shape == (1, 4)
+    assert feeds_for_measurement(proto, run=run)["x"].shape == (1, 4)
     assert tried == [64, 16, 4]
     mine = load(model("g (float[batch, s] x) => (float[batch, s] y) { y = Relu(x) }"), shapes={"x": (1, 64)})
     tried.clear()
     with pytest.raises(OutOfTime, match="it takes long"):
-        feeds_for_measurement(mine, runs=runs)
+        feeds_for_measurement(mine, run=run)
     assert set(tried) == {64}
 
 
 def test_no_inputs_are_drawn_when_the_time_is_over() -> None:
     with deadline.within(past()), pytest.raises(OutOfTime, match="no inputs were found"):
-        feeds_for_measurement(load(RELU), runs=lambda feeds: True)
+        feeds_for_measurement(load(RELU), run=lambda feeds: True)
+
+    def fail(feeds: Any) -> None:
+        raise BackendError("it never runs")
+
     with pytest.raises(InputsNeeded):
-        feeds_for_measurement(load(RELU), runs=lambda feeds: False)
+        feeds_for_measurement(load(RELU), run=fail)
 
 
 def test_a_speed_is_one_at_first() -> None:
@@ -184,14 +189,7 @@ def test_a_mask_that_is_an_index_is_drawn_within_its_table() -> None:
     )
     imported = load(proto)
     with open_model(proto.SerializeToString()) as loaded:
-
-        def runs(feeds: Any) -> bool:
-            try:
-                return bool(loaded.run(feeds))
-            except RuntimeError:
-                return False
-
-        found = feeds_for_measurement(imported, runs=runs)
+        found = feeds_for_measurement(imported, run=loaded.run)
     assert not found["attention_mask"].any()
 
 
@@ -200,3 +198,27 @@ def test_a_run_apart_has_the_time_that_is_left(tmp_path: Path) -> None:
 
     with deadline.within(past()), pytest.raises(OutOfTime):
         run_apart(RELU, {"x": np.ones((2, 4), np.float32)})
+
+
+def test_a_load_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime looks whether it is to end between two passes of its optimiser, and one of them may take long."""
+    going_on = Event()
+    true = ort.InferenceSession
+
+    def slow(*given: Any, **named: Any) -> Any:
+        going_on.wait(60.0)
+        return true(*given, **named)
+
+    monkeypatch.setattr(ort, "InferenceSession", slow)
+    monkeypatch.setattr(session, "_GRACE", 0.0)
+    monkeypatch.setattr(deadline, "left", lambda: 0.0)
+    with deadline.within(time.monotonic() + 1000.0), pytest.raises(OutOfTime, match="loading"):
+        open_model(RELU.SerializeToString())
+    (thread,) = session._abandoned
+    going_on.set()
+    thread.join()
+
+
+def test_what_cannot_be_loaded_says_why_with_a_deadline_too() -> None:
+    with deadline.within(time.monotonic() + 100.0), pytest.raises(BackendError, match="cannot load"):
+        open_model(b"no model")

@@ -18,6 +18,7 @@ workers.
 
 from __future__ import annotations
 
+import atexit
 import enum
 import math
 import os
@@ -25,7 +26,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import Timer
+from threading import Thread, Timer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -185,8 +186,6 @@ def open_model(
     Raises BackendError if a provider other than the CPU's is asked for, if `threads` contradicts the options, if a file
     is missing, and if ONNX Runtime cannot load the model; OutOfTime if the time was over while it did (`deadline`).
     """
-    import onnxruntime as ort
-
     check_providers(providers)
     name = describe(model)
     source: str | bytes = bytes(model) if isinstance(model, bytes) else os.fspath(model)
@@ -196,15 +195,66 @@ def open_model(
         options = _options(threads, optimization, session_options, cpus)
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, profile
-        with ending(deadline.until(), lambda: options.set_load_cancellation_flag(True)):
-            session = ort.InferenceSession(source, options, providers=[CPU])
+        session = _session(source, options)
+    except OutOfTime as error:
+        raise OutOfTime(f"loading {name} was ended: its time was over") from error
     except ort_errors() as error:
         if deadline.over():
-            options.set_load_cancellation_flag(False)  # it may be the user's
             raise OutOfTime(f"loading {name} was ended: its time was over") from error
         raise BackendError(f"ONNX Runtime cannot load {name}: {reason(error)}") from error
     session.disable_fallback()
     return OrtModel(session, options.intra_op_num_threads)
+
+
+# Loads that were told to end, and have not yet. ONNX Runtime heeds that between two passes of its optimiser only.
+_abandoned: list[Thread] = []
+# Seconds to wait for one that was told to end.
+_GRACE = 0.5
+
+
+def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session. If there is a deadline, it is made in another thread, which is left alone when the time is over.
+
+    Raises OutOfTime, and what ONNX Runtime raises.
+    """
+    import onnxruntime as ort
+
+    if math.isinf(deadline.until()):
+        return ort.InferenceSession(source, options, providers=[CPU])
+    if deadline.over():
+        raise OutOfTime("the time was over before it began")
+    made: list[ort.InferenceSession] = []
+    failed: list[Exception] = []
+
+    def load() -> None:
+        try:
+            made.append(ort.InferenceSession(source, options, providers=[CPU]))
+        except Exception as error:
+            failed.append(error)
+        finally:
+            options.set_load_cancellation_flag(False)  # they may be the user's
+
+    thread = Thread(target=load, daemon=True)
+    thread.start()
+    try:
+        thread.join(deadline.left())
+    finally:  # Ctrl-C, too
+        if thread.is_alive():
+            options.set_load_cancellation_flag(True)
+            _abandoned[:] = [*filter(Thread.is_alive, _abandoned), thread]
+    thread.join(_GRACE)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise OutOfTime("its time was over")
+    return made[0]
+
+
+@atexit.register
+def _wait_for_abandoned() -> None:
+    """Libraries are not taken down while a thread is in them."""
+    for thread in _abandoned:
+        thread.join()
 
 
 @contextmanager
