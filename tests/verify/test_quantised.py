@@ -257,6 +257,30 @@ def test_the_first_of_two_equal_quantisations_may_be_missing() -> None:
     assert not judge(net(twice.replace("(d0, s, z)", "(d0, s2, z)"), z3=np.uint8(128)), once).passed
 
 
+LATER = """
+later (float[1, 4, 8, 8] x) => (float[1, 6, 1, 1] y) {
+  q = QuantizeLinear(x, s, z)
+  d = DequantizeLinear(q, s, z)
+  wd = DequantizeLinear<axis = 0>(w, ws, wz)
+  bd = DequantizeLinear<axis = 0>(b, bs)
+  c = Conv<pads = [1, 1, 1, 1]>(d, wd, bd)
+  MIDDLE
+  g = GlobalAveragePool(e)
+  q3 = QuantizeLinear(g, s2, z3)
+  y = DequantizeLinear(q3, s2, z3)
+}"""
+
+
+def test_a_relu_may_come_after_the_quantisation() -> None:
+    before = "r = Relu(c) q2 = QuantizeLinear(r, s2, z3) e = DequantizeLinear(q2, s2, z3)"
+    after = "p2 = QuantizeLinear(c, s2, z3) r = DequantizeLinear(p2, s2, z3) e = Relu(r)"
+    a = net(LATER.replace("MIDDLE", before), z3=np.uint8(100))
+    b = net(LATER.replace("MIDDLE", after), z3=np.uint8(100))
+    assert judge(a, b).passed
+    assert judge(b, a).passed
+    assert not judge(a, net(LATER.replace("MIDDLE", after), z3=np.uint8(100), ws=scaled(3))).passed
+
+
 def test_names_say_nothing_if_values_are_others() -> None:
     """The same tensors under each other's names."""
     text = """

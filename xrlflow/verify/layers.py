@@ -169,14 +169,21 @@ class Layers:
 
     def nearest(self, output: Value) -> frozenset[Value]:
         """The quantised tensors that a value is computed from, without those behind them."""
-        if output in self._places:
-            return frozenset((output,))
-        nodes = self.part([output], self._places)
-        return frozenset(v for node in nodes for v in node.inputs if v in self._places)
+        return frozenset((output,)) if output in self._places else self._before(output) & self._places
+
+    def place(self, tensor: Value, name: Callable[[Value], Value]) -> tuple[str, int, frozenset[Value]]:
+        """Where a quantised tensor is: operator, which of its outputs, and what it is computed from: quantised tensors
+        and inputs of the graph, each by `name`."""
+        node = self.graph.producers[tensor]
+        return node.op, node.outputs.index(tensor), frozenset(map(name, self._before(tensor)))
+
+    def _before(self, value: Value) -> frozenset[Value]:
+        ends = self._places | set(self.graph.inputs)
+        return frozenset(v for node in self.part([value], ends) for v in node.inputs if v in ends)
 
     @cached_property
-    def _places(self) -> Mapping[Value, int]:
-        return {value: at for at, value in enumerate(self.tensors)}
+    def _places(self) -> frozenset[Value]:
+        return frozenset(self.tensors)
 
     def part(self, wanted: Iterable[Value], stops: Container[Value]) -> list[Node]:
         """The nodes that `wanted` needs, producers first, if the values of `stops` are known to their readers."""

@@ -307,24 +307,61 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
     for v, u in outputs.items():
         if pairs.of[v] != u:
             found.add(output_apart(original, u, results[v], original.outputs[u]))
-        for apart in _by_chance(original, found, v, u, taken):
-            found.add(apart)
+    for apart in _unlike(original, found, taken):
+        found.add(apart)
     found.left.update((a.name(v), x.numbers.dtype) for v, x in original.layers.items() if v not in taken)
     found.new.update((b.name(v), x.numbers.dtype) for v, x in layers.items() if not pairs.known(v))
     return found
 
 
-def _by_chance(
-    original: Meaning, found: Comparison, output: Value, of: Value, taken: Container[Value]
-) -> Iterator[Apart]:
-    """Tensors that an output is computed from, if they are not the original's: few numbers may be equal by chance."""
-    b, layers = found.meaning.model, found.meaning.layers
-    unknown = [v for v in b.layers.nearest(output) if not found.pairs.known(v)]
-    untaken = [v for v in original.model.layers.nearest(of) if v not in taken]
+def _unlike(original: Meaning, found: Comparison, taken: Container[Value]) -> Iterator[Apart]:
+    """Tensors that are none of the original's, though they stand where one of its tensors does, or make an output.
+
+    What is behind them may be equal by chance.
+    """
+    a, b, layers = original.model.layers, found.meaning.model.layers, found.meaning.layers
+    unknown = [v for v in b.tensors if v in layers and not found.pairs.known(v)]
+    untaken = [u for u in a.tensors if u not in taken]
+    ends = [(b.nearest(v), a.nearest(u)) for v, u in zip(b.graph.outputs, a.graph.outputs)] if unknown else []
     for v, u in itertools.product(unknown, untaken):
         other = original.layers[u].moved(layers[v].numbers.dtype)
-        if other is not None and _alike(layers[v], other):
-            yield Apart(b.name(v), *distance(layers[v].steps, other.steps), layers[v].offsets is None)
+        if other is None or not _alike(layers[v], other):
+            continue
+        figures = distance(layers[v].steps, other.steps)
+        if any(v in new and u in old for new, old in ends) or (
+            b.place(v, lambda w: found.pairs.of[w]) == a.place(u, lambda w: w)
+            and not _are_in_turn(original, u, found.meaning, v)
+        ):
+            yield Apart(found.meaning.model.name(v), *figures, layers[v].offsets is None)
+
+
+def _are_in_turn(first: Meaning, u: Value, second: Meaning, v: Value) -> bool:
+    """Whether two different tensors are steps of the same computation."""
+    same = np.array_equal(first.layers[u].numbers, second.layers[v].numbers)
+    return not same and (_is_behind(first, u, second, v) or _is_behind(second, v, first, u))
+
+
+def _is_behind(first: Meaning, tensor: Value, second: Meaning, other: Value) -> bool:
+    """Whether one model computes a tensor of the other, or the floats that it stands for, behind a tensor of its own: a
+    Relu may come before or after the quantisation."""
+    graph = second.model.graph
+    readers = [n.outputs[0] for n in graph.users(other) if n.op.endswith("DequantizeLinear")]
+    _, floats = second.model.evaluate(second.sample, readers, second.given)
+    targets = [second.layers[other].numbers, *floats.values()]
+    behind = {tensor}
+    later: list[Value] = []
+    for node in first.model.layers.order:
+        if any(v in behind for v in node.inputs) and node.outputs[0] not in first.layers:
+            behind.add(node.outputs[0])
+            later.append(node.outputs[0])
+    _, found = first.model.evaluate(first.sample, later, first.given)
+    return any(
+        array.shape == target.shape
+        and array.dtype.kind == target.dtype.kind
+        and np.array_equal(array, target)
+        for array in found.values()
+        for target in targets
+    )
 
 
 def _alike(a: Layer, b: Layer) -> bool:
