@@ -307,16 +307,20 @@ def test_why_an_operator_is_not_spelt_out(function: Callable[..., object]) -> No
 
 
 @pytest.mark.parametrize(
-    ("operators", "named"),
+    ("operators", "output", "named"),
     [
-        ("a = NonZero(x) y = Transpose(a)", "nonzero"),
-        ("f = Cast<to=7>(x) s = ReduceMax<keepdims=0>(f) e = Unsqueeze(s, z) y = ConstantOfShape(e)", ""),
+        ("a = NonZero(x) y = Transpose(a)", "int64[n,2]", "nonzero"),
+        (
+            "f = Cast<to=7>(x) s = ReduceMax<keepdims=0>(f) e = Unsqueeze(s, z) y = ConstantOfShape(e)",
+            "float[n]",
+            "",
+        ),
     ],
 )
-def test_sizes_that_depend_on_values_are_an_answer(operators: str, named: str) -> None:
+def test_sizes_that_depend_on_values_are_an_answer(operators: str, output: str, named: str) -> None:
     model = onnx.parser.parse_model(
-        '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x) => (int64[n,2] y)'
-        f" <int64[1] z = {{0}}> {{ {operators} }}"
+        '<ir_version: 9, opset_import: ["": 20]> agraph (float[4,8] x)'
+        f" => ({output} y) <int64[1] z = {{0}}> {{ {operators} }}"
     )
     says = f"TVM cannot compile a model in which the size of what {named}.* computes depends on values: use optimize"
     with pytest.raises(BackendError, match=says):

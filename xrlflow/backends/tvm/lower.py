@@ -218,12 +218,11 @@ def _checked(results: Sequence[str], found: Any, types: Mapping[str, Any]) -> An
     kinds = list(found.ty.fields) if isinstance(found.ty, relax.TupleType) else [found.ty]
     for name, kind in zip(results, kinds):
         if name in types and isinstance(kind, relax.TensorType):
-            known = None if kind.shape is None else list(kind.shape)
-            shape = (
-                [int(n) for n in known]
-                if known is not None and all(hasattr(n, "value") for n in known)
-                else None
-            )
+            known = (
+                list(kind.shape.values) if isinstance(kind.shape, relax.ShapeExpr) else None
+            )  # else computed
+            whole = known is not None and all(hasattr(n, "value") for n in known)
+            shape = [int(n) for n in known or ()] if whole else None
             if said := disagreement(types[name], str(kind.dtype), shape):
                 raise BackendError(f"TVM cannot import {name}: it gives {said}", USE_ONNXRUNTIME)
     return found
