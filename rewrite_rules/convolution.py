@@ -923,6 +923,7 @@ class WriteOutAutoPad(RegionRule, family="convolution"):
 class ReplaceAveragePoolByConv(Rule, family="convolution"):
     """averagepool(x) -> conv(x, 1/n; each channel by itself)  when the padding is counted, or there is none."""
 
+    may_round_inputs = True
     proof = "numeric"
     relies_on = "a quotient by n is the product with 1/n, rounded"
     dtypes = FLOAT
