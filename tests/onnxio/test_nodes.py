@@ -34,6 +34,12 @@ def changed(node: onnx.NodeProto, **fields: Any) -> onnx.NodeProto:
     return node
 
 
+def emptied(node: onnx.NodeProto) -> onnx.NodeProto:
+    """The node with a first attribute that has a type and no value."""
+    node.attribute[0].ClearField("f")
+    return node
+
+
 def again(node: onnx.NodeProto) -> onnx.NodeProto:
     """The node with its first attribute twice."""
     node.attribute.append(node.attribute[0])
@@ -186,6 +192,9 @@ def only_in_a_branch() -> onnx.ModelProto:
 RIGHT: dict[str, onnx.ModelProto] = {
     "a branch that is not taken": only_in_a_branch(),
     "a Constant with two values": of(make("Constant", ["x"], ["y"], value_float=1.0, value_int=2)),
+    "a Constant of nothing": of(
+        emptied(make("Constant", [], ["k"], value_float=1.0)), make("Add", ["x", "k"], ["y"])
+    ),
     "a Constant of another name": of(make("Constant", [], ["y"], axis=np.float32(1).item())),
     "three for yes or no": model(
         [make("ReduceSum", ["x", "a"], ["s"], keepdims=3), make("Gemm", ["s", "w"], ["y"], transB=3)],

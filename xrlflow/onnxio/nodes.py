@@ -234,6 +234,9 @@ def _one_value(node: onnx.NodeProto) -> bool:
         for name in fields:
             value.ClearField(name)
         value.name = _CONSTANT.get(value.type, "")
+        field = _FIELDS.get(value.type)
+        if field in ("i", "f", "s") and not value.HasField(field):  # nothing stands for 0
+            setattr(value, field, getattr(value, field))
     return bool(node.attribute and node.attribute[0].name)
 
 
