@@ -401,8 +401,10 @@ def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apa
     dtype = exact.sample.outputs[exact.model.graph.outputs.index(value)].dtype
     if not is_float(np.empty(0, dtype)):
         return Apart(name, *distance(new, target)) if (new != target).any() else None
-    moved = wide(exact.rounded(value)) - wide(exact.outputs[value])
-    yardstick = Yardstick(Leg.FLOAT64, (wide(target) + moved).astype(dtype), wide(target))
+    with np.errstate(invalid="ignore"):
+        moved = wide(exact.rounded(value)) - wide(exact.outputs[value])
+    moved = np.where(np.isfinite(moved), moved, 0.0)
+    yardstick = Yardstick(Leg.FLOAT64, target.astype(dtype), wide(target), noise=np.abs(moved))
     if judge_floats(yardstick, new.astype(dtype)).passed:
         return None
     return Apart(name, *distance(wide(new), wide(target)), True)
