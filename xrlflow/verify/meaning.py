@@ -57,11 +57,13 @@ class Apart:
     size: int
     floats: bool = False
 
-    def __str__(self) -> str:
+    @property
+    def extent(self) -> str:
         unit = "" if self.floats else " step" if self.most == 1 else " steps"
-        return (
-            f"{self.name!r} by up to {self.most:.4g}{unit} in {share(self.count, self.size)} of its elements"
-        )
+        return f"by up to {self.most:.4g}{unit} in {share(self.count, self.size)} of its elements"
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.extent}"
 
 
 def share(count: int, size: int) -> str:

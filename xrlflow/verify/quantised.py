@@ -55,6 +55,8 @@ PRECISE = "session.x64quantprecision"
 
 # On so many sets of inputs the original runs once more, without optimisations, to see how its results vary.
 _VARIED = 3
+# With so many elements of quantised tensors, of 10 bytes or so each, no further inputs are evaluated.
+_MOST_ELEMENTS = 30_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,6 @@ class Judged:
     failures: tuple[str, ...] = ()
     wrong: tuple[Apart, ...] = ()
     tally: Tally = Tally()
-    notes: tuple[str, ...] = ()
 
     @property
     def evaluated(self) -> bool:
@@ -208,13 +209,19 @@ class Quantised:
         layers = Layers(imported.graph)
         base = Quantised(layers.touched, "", (), (), threads, session_options)
         base = replace(base, notes=base._variations(model, imported, samples))
-        chosen, left_out = _within(samples, budget)
+        chosen = _within(samples, budget)
         try:
             if layers.obstacle or not chosen:
                 raise Unjudged(layers.obstacle or "its exact evaluation takes too long")
-            own = CutModel.of(model, imported)
-            meanings = tuple(meaning_of(own, sample) for sample in chosen)
-            return replace(base, notes=(*base.notes, *left_out), _meanings=meanings)._with_runs()
+            meanings = _meanings(CutModel.of(model, imported), chosen)
+            notes = base.notes
+            if len(meanings) < len(samples):
+                tried = f"{len(meanings)} of {len(samples)} sets of inputs"
+                notes = (
+                    *notes,
+                    f"judged layer by layer on {tried}: the others take too long, or too much memory",
+                )
+            return replace(base, notes=notes, _meanings=meanings)._with_runs()
         except Unjudged as error:
             reason = str(error)
         except BackendError as error:
@@ -300,14 +307,13 @@ class Quantised:
             return Judged(self.reason)
         try:
             b = CutModel.of(new)
-            compared = [self._compare(original, b) for original in self._meanings]
+            found = [self._compare(original, b) for original in self._meanings]
+            wrong = _worst(comparison.wrong for comparison in found)
+            if wrong:
+                return self._failed(wrong, "from the same inputs, the original means something else")
+            return self._judge_runs(new, b, found)
         except Unjudged as error:
             return Judged(f"the new model: {error}")
-        wrong = _worst(c.wrong for c in compared)
-        if wrong:
-            return self._failed(wrong, "from the same inputs, the original means something else")
-        try:
-            return self._judge_runs(new, b, compared)
         except BackendError as error:
             return Judged(f"the new model: a copy that is cut does not run: {first_line(error)}")
 
@@ -363,7 +369,7 @@ class Quantised:
         worst = sorted(wrong.values(), key=lambda apart: (apart.floats, -apart.most))
         return Judged(
             samples=len(self._meanings),
-            failures=tuple(f"tensor {apart}: {why}" for apart in worst),
+            failures=tuple(f"tensor {apart.name!r} differs {apart.extent}: {why}" for apart in worst),
             wrong=tuple(worst),
         )
 
@@ -434,18 +440,27 @@ def _is_finite(array: Any) -> bool:
     return not is_float(array) or bool(np.isfinite(wide(array)).all())
 
 
-def _within(samples: Sequence[Sample], budget: float) -> tuple[list[Sample], list[str]]:
-    """The samples that are evaluated, the first ones before others, and a note on those that are not."""
+def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
+    """The samples that are evaluated, the first ones before others."""
     chosen: list[Sample] = []
     left = budget
     for sample in samples:
         if sample.cost <= left or (not chosen and sample.cost <= 10 * budget):
             chosen.append(sample)
             left -= sample.cost
-    note = (
-        f"judged layer by layer on {len(chosen)} of {len(samples)} sets of inputs: the others take too long"
-    )
-    return chosen, [note] if chosen and len(chosen) < len(samples) else []
+    return chosen
+
+
+def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[Meaning, ...]:
+    """What a model means on the first samples, as many as may be kept in memory. Raises Unjudged."""
+    found: list[Meaning] = []
+    kept = 0
+    for sample in samples:
+        if kept >= _MOST_ELEMENTS:
+            break
+        found.append(meaning_of(model, sample))
+        kept += sum(layer.numbers.size for layer in found[-1].layers.values())
+    return tuple(found)
 
 
 def _worst(found: Iterable[Sequence[Apart]]) -> dict[str, Apart]:
