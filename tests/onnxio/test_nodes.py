@@ -268,3 +268,12 @@ def test_a_shape_that_only_the_file_knows_is_believed_until_it_contradicts() -> 
     )
     (odd,) = [n for n in imported.graph.nodes() if n.op == "my::Odd"]
     assert odd.types[0].shape is None
+
+
+def test_types_that_a_file_declares_of_its_constants_hide_nothing() -> None:
+    """Beside a type of `axes` without a shape, ONNX's inference slices the first axis: exporters declare such types."""
+    slices = [make("Slice", ["x", "s", "e", "axes"], ["a"]), make("Slice", ["x", "e", "far", "axes"], ["b"])]
+    numbers = {"s": np.int64([0]), "e": np.int64([2]), "far": np.int64([9]), "axes": np.int64([1])}
+    proto = of(*slices, make("Concat", ["b", "a"], ["y"], axis=-1), **numbers)
+    proto.graph.value_info.extend(declare(name, TensorProto.INT64, [1]) for name in numbers)
+    assert load(proto).graph.type(load(proto).graph.outputs[0]).shape == (2, 3)

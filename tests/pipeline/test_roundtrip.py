@@ -122,7 +122,7 @@ def test_an_opset_that_was_asked_for_is_the_only_one(refusing: Callable[..., lis
 
 @pytest.mark.parametrize("opset", [6, 99])
 def test_an_opset_that_cannot_be_written_is_refused_at_once(opset: int) -> None:
-    with pytest.raises(ModelError, match=f"opset {opset} cannot be written, only 7 to 26"):
+    with pytest.raises(ModelError, match=f"opset {opset} cannot be written, only 7 to 28"):
         optimize(twice_transposed(), **PLAIN, opset=opset)
 
 

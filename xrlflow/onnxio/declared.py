@@ -76,12 +76,16 @@ def in_loops(model: onnx.ModelProto) -> set[str]:
 def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
     """The model without the shapes that it declares for computed values; in loops only if asked.
 
-    Element types stay, because a runtime checks them when it loads the model. It does not check shapes.
+    Element types stay, because a runtime checks them when it loads the model. It does not check shapes. What is
+    declared of initialisers goes: beside a type without a shape, ONNX's inference ignores the axes of a Slice.
     """
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     for graph in _graphs(bare.graph):
         known = {name for node in graph.node if not is_defined(node) for name in node.output}
+        constants = {tensor.name for tensor in graph.initializer}
+        for at in reversed([i for i, v in enumerate(graph.value_info) if v.name in constants]):
+            del graph.value_info[at]
         _clear(v for v in (*graph.value_info, *graph.output) if v.name not in known)
     for op, body in _loops(bare.graph) if loops else ():
         scalars = 2 if op == "Loop" else 0  # the iteration number and the condition are scalars
