@@ -589,11 +589,13 @@ def _differs(known: Known, index: int, expected: Array, new: Array) -> str:
         place = tuple(int(i) for i in np.argwhere(wrong)[0]) if wrong.ndim else ()
         return f"{np.count_nonzero(wrong)} of {wrong.size} elements differ: {new[place]} instead of {expected[place]}"
     reference = known.exact[index]
-    yardstick = by_reference(expected, reference) if reference is not None else None
-    if yardstick is None or yardstick.error() > _CREDIBLE:
-        others = [a for a in (known.plain[index], (known.optimized or {index: None})[index]) if a is not None]
-        yardstick = by_deviation(expected, next((a for a in others if a is not expected), None))
-    found = judge_floats(yardstick, new)
+    others = [a for a in (known.plain[index], (known.optimized or {index: None})[index]) if a is not None]
+    targets = [
+        by_reference(expected, reference) if reference is not None else None,
+        by_deviation(expected, next((a for a in others if a is not expected), None)),
+    ]
+    judged = [judge_floats(y, new) for y in targets if y is not None]
+    found = next((j for j in judged if j.passed), judged[0])
     return found.reason + (f", {found.worst}" if found.reason and found.worst is not None else "")
 
 

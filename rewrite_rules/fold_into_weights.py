@@ -254,7 +254,7 @@ class FoldBatchNormBeforeConv(_Convolution):
     near_misses = (
         f"agraph (double[N,2,3] x) => (double[N,2,3] y) <double[2,2,1] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
-        f"agraph (float[N,2,3] x) => (double[N,2,3] y) <float[2,2,1] w = {{1, 2, 3, 4}}, {_MIXED}>"
+        f"agraph (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] w = {{1, 2, 3, 4}}, {_MIXED}>"
         " { a = BatchNormalization(x, s, b, m, v) y = Conv(a, w) }",
     )
 
@@ -359,7 +359,7 @@ class FoldBatchNormIntoMatMul(Rule, family="linear"):
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
-        f"agraph (float[N,2] x) => (double[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}, {_MIXED}>"
+        f"agraph (float[N,2] x) => (float[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}, {_MIXED}>"
         " { a = MatMul(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 
@@ -427,7 +427,7 @@ class FoldBatchNormIntoGemm(_Gemm):
     near_misses = (
         f"agraph (double[N,2] x) => (double[N,2] y) <double[2,2] w = {{1, 2, 3, 4}}, {STATISTICS}>"
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
-        f"agraph (float[N,2] x) => (double[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}, {_MIXED}>"
+        f"agraph (float[N,2] x) => (float[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}, {_MIXED}>"
         " { a = Gemm(x, w) y = BatchNormalization(a, s, b, m, v) }",
     )
 

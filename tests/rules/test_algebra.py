@@ -61,7 +61,6 @@ def test_sums_in_products():
     )
     applies(rule, model(text.format("2,3", "x")), ops=["Add", "MatMul", "MatMul", "MatMul"])
     applies(rule, model(text.format("N,2,3", "x")), ops=["Add", "MatMul", "MatMul", "MatMul"])
-    refuses(rule, model(text.format("3,3", "z")))
     text = (
         "agraph (float[2,1] x, float[1,3] w, float[3,4] z) => (float[] y) "
         "{ a = MatMul(x, w) s = Add(x, a) y = MatMul(s, z) }"
@@ -106,7 +105,6 @@ def test_rows_put_together():
     applies(rule, model(text.format("4,3", "4,3", 0), w=normal(1, 3, 5)), ops=["Concat", "MatMul"])
     refuses(rule, model(text.format("4,3", "4,3", 0), w=normal(2, 3, 5)), "not one of rows")
     refuses(rule, model(text.format("4,3", "4,3", 2), w=normal(3, 5)), "not one of rows")
-    refuses(rule, model(text.format("1,4,3", "4,3", 2), w=normal(2, 3, 5)))
     gemm = (
         "agraph (float[2,3] x, float[2,3] z) => (float[4,5] y) "
         "{ a = Gemm(x, w, c) b = Gemm(z, w, c) y = Concat<axis=0>(a, b) }"
@@ -177,7 +175,7 @@ def test_groups():
     kernels = {"v": normal(3, 2, 3, 3), "w": normal(3, 2, 3, 3, seed=1)}
     graph = applies(rule, model(text.format("2,5,5", "2,5,5", "", ""), **kernels), ops=["Concat", "Conv"])
     assert next(n for n in graph.nodes() if n.op == "Conv").attrs["group"] == 2
-    refuses(rule, model(text.format("2,5,5", "2,5,5", "", "<strides=[1,1], dilations=[2,2]>"), **kernels))
+    refuses(rule, model(text.format("2,5,5", "2,5,5", "", "<dilations=[2,2], pads=[1,1,1,1]>"), **kernels))
     refuses(
         rule,
         model(text.format("2,5,5", "4,5,5", "", "<group=2>"), v=normal(3, 2, 3, 3), w=normal(4, 2, 3, 3)),

@@ -714,4 +714,3 @@ def test_resize_to_sizes():
     rule = PushConvBeforeResize()
     applies(rule, model(text.format(""), s=np.array([2, 3, 8, 5]), w=w), ops=["Conv", "Resize"])
     applies(rule, model(text.format("<axes=[2,3]>"), s=np.array([8, 5]), w=w), ops=["Conv", "Resize"])
-    refuses(rule, model(text.format(""), s=np.array([2, 3, 8]), w=w), "no sizes")

@@ -12,7 +12,7 @@ import pytest
 from rewrite_rules.movement import MergeMovement, PushMovementIntoConcat, ReplaceMovement, _Trace
 from tests.rules.harness import applies, ints, model, refuses
 from xrlflow.ir import Attrs, Graph
-from xrlflow.onnxio import load
+from xrlflow.onnxio import ModelError, load
 from xrlflow.rewrite import Library, Reader, RegionRule
 from xrlflow.rewrite.state import match_all
 
@@ -301,11 +301,12 @@ def test_unknown_ranks():
 @pytest.mark.parametrize(
     "given", [{"e": [5]}, {"i": [1]}, {"k": [0]}, {"t": [1]}], ids=["ends", "starts", "axes", "steps"]
 )
-def test_a_slice_of_uneven_lists_is_left_alone(given):
-    """No runtime takes it; reading it must not fail."""
+def test_a_slice_of_uneven_lists_reaches_no_rule(given):
+    """No runtime takes it."""
     numbers = {"i": [1, 1], "e": [5, 5], "k": [0, 1], "t": [1, 2]} | given
     source = "agraph (float[6,6] x) => (y) { a = Slice(x, i, e, k, t) b = Transpose(a) y = Neg(b) }"
-    refuses(MergeMovement(), model(source, **ints(**numbers)))
+    with pytest.raises(ModelError, match=r"'a' \(Slice\) does not fit"):
+        load(model(source, **ints(**numbers)))
 
 
 def test_a_reshape_that_may_take_zeros_but_has_none():
@@ -432,7 +433,10 @@ def test_what_is_remembered_changes_nothing(seed: int):
             **ints(zero=[0], one=[1], two=[2], three=[3], cut=[0, 2, 2, -1], join=[0, 0, -1]),
             **ints(pads3=[0, 1, 0, 0, 0, 2], pads4=[0, 0, 1, 0, 0, 2, 0, 0]),
         )
-        graph = load(proto).graph
+        try:
+            graph = load(proto).graph
+        except ModelError:  # a Reshape that does not fit
+            continue
         seen = dict(rule._known)
         fresh = matches(MergeMovement(), graph)
         assert matches(rule, graph) == fresh
