@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 from onnx import ModelProto, TypeProto
@@ -22,7 +22,11 @@ _SMALL = 1024
 
 
 def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str, TypeProto]:
-    """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them."""
+    """The types of all values of a model whose inputs have these sizes, as far as ONNX infers them.
+
+    It says nothing of sizes behind a pool with ceil_mode: ONNX counts a window that begins in the padding, runtimes and
+    the specification do not.
+    """
     light = ModelProto(ir_version=model.ir_version)
     light.opset_import.extend(model.opset_import)
     light.functions.extend(model.functions)
@@ -48,10 +52,24 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
             graph.initializer.append(tensor)
         else:
             graph.input.add(name=tensor.name, type=kind)
+    pools = [n for n in graph.node if any(a.name == "ceil_mode" and a.i for a in n.attribute)]
+    if pools:
+        first = {v.name: v.type for v in _values(onnx.shape_inference.infer_shapes(light).graph)}
+        for node in pools:
+            graph.node.remove(node)
+            for name in filter(None, node.output):
+                made = first.get(name)
+                if made is not None:
+                    kind = onnx.helper.make_tensor_type_proto(made.tensor_type.elem_type, None)
+                    known[name] = kind
+                    graph.input.add(name=name, type=kind)
     inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
-    for value in (*inferred.input, *inferred.output, *inferred.value_info):
-        known[value.name] = value.type
+    known.update((value.name, value.type) for value in _values(inferred))
     return known
+
+
+def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    yield from (*graph.input, *graph.output, *graph.value_info)
 
 
 def check_types(types: Mapping[str, TypeProto]) -> None:
