@@ -346,6 +346,7 @@ def test_a_models_layers_are_measured_again_beside_the_untuned_ones(
             assert kernels.usual(task).key == key_of(layer, layer.untuned(MACHINE)[0], MACHINE)
 
 
+@pytest.mark.usefixtures("compiled_here")
 @pytest.mark.parametrize("function", [api.optimize, api.tune])
 def test_kernels_run_as_the_store_has_them(
     function: Any, file: Path, tasks: LayerTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
