@@ -122,7 +122,8 @@ def test_an_interrupt_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert child.call(double, 1) == 2
         process = child._process
         assert process is not None
-        assert child._connection is not None
+        held = child._connection
+        assert held is not None
 
         class Interrupted:
             def send_bytes(self, order: bytes) -> None: ...
@@ -130,9 +131,9 @@ def test_an_interrupt_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyP
             def poll(self, seconds: float | None) -> bool:
                 raise KeyboardInterrupt
 
-            def close(self) -> None: ...
+            def close(self) -> None:
+                held.close()  # not before: without it the child ends, and another would be started
 
-        child._connection.close()
         monkeypatch.setattr(child, "_connection", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             child.call(double, 2)
