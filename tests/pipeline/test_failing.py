@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import xrlflow
 from tests.onnxio.support import model
 from xrlflow.backends import BackendError
 from xrlflow.onnxio import ModelError
-from xrlflow.verify import InputsNeeded
+from xrlflow.verify import InputsNeeded, OriginalFails
 
 make, declare = helper.make_node, helper.make_tensor_value_info
 
@@ -32,7 +33,7 @@ def widened() -> onnx.ModelProto:
 
 
 def test_what_the_runtimes_optimiser_breaks_is_said_to_be() -> None:
-    with pytest.raises(InputsNeeded) as caught:
+    with pytest.raises(OriginalFails) as caught:
         xrlflow.optimize(widened(), portable=True, search="greedy")
     told = str(caught.value)
     assert told.startswith(
@@ -42,14 +43,26 @@ def test_what_the_runtimes_optimiser_breaks_is_said_to_be() -> None:
     assert "must match X.shape[axis:]" in told
 
 
-def test_the_first_failure_is_told() -> None:
-    """It runs with no inputs: an index is outside of its table."""
+@pytest.mark.parametrize("measure", [True, False])
+def test_where_no_inputs_are_found_the_original_is_kept(measure: bool) -> None:
+    """It runs with no inputs: an index is outside of its table. The first failure is told."""
     x, y = declare("x", TensorProto.FLOAT, [2, 3]), declare("y", TensorProto.FLOAT, None)
     proto = model([make("Gather", ["x", "i"], ["y"])], [x], [y], {"i": np.array([7])}, opset=17)
-    with pytest.raises(
-        InputsNeeded, match=r"no inputs could be drawn.*the first failure.*Gather.*out of data bounds"
-    ):
-        xrlflow.optimize(proto, portable=True, search="greedy")
+    proto.graph.node.insert(0, make("Relu", ["x"], ["r"]))
+    proto.graph.node.insert(1, make("Relu", ["r"], ["s"]))
+    proto.graph.node[2].input[0] = "s"
+    found = xrlflow.optimize(proto, portable=True, search="greedy", measure=measure)
+    assert found.report.returned_original
+    assert found.model.SerializeToString() == proto.SerializeToString()
+    assert re.search(r"--inputs data.npz.*Gather.*out of data bounds", found.report.reason)
+    assert xrlflow.optimize(proto, portable=True, measure=False, verify=False).trace
+
+
+def test_kernels_that_cannot_be_tried_raise() -> None:
+    x, y = declare("x", TensorProto.FLOAT, [2, 3]), declare("y", TensorProto.FLOAT, None)
+    proto = model([make("Gather", ["x", "i"], ["y"])], [x], [y], {"i": np.array([7])}, opset=17)
+    with pytest.raises(InputsNeeded, match=r"no inputs could be drawn.*Gather.*out of data bounds"):
+        xrlflow.optimize(proto, backend="tvm")
 
 
 def test_the_types_without_a_kernel_are_named() -> None:
@@ -62,8 +75,9 @@ def test_the_types_without_a_kernel_are_named() -> None:
 def test_an_output_that_numpy_lacks_is_named() -> None:
     x, y = declare("x", TensorProto.FLOAT, [3]), declare("y", TensorProto.BFLOAT16, [3])
     proto = model([make("Cast", ["x"], ["y"], to=TensorProto.BFLOAT16)], [x], [y], opset=17)
-    with pytest.raises(BackendError, match=r"output 'y' is bfloat16.*--no-measure"):
-        xrlflow.optimize(proto, portable=True, search="greedy")
+    found = xrlflow.optimize(proto, portable=True, search="greedy")
+    assert found.report.returned_original
+    assert re.search(r"output 'y' is bfloat16.*--no-measure", found.report.reason)
     xrlflow.optimize(proto, portable=True, search="greedy", measure=False)
 
 

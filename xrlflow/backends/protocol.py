@@ -37,6 +37,10 @@ class OutOfTime(BackendError):
     """Something was ended because its time was over."""
 
 
+class NotFromPython(BackendError):
+    """A model has an input or output of a type that NumPy lacks."""
+
+
 @runtime_checkable
 class CompiledModel(Protocol):
     """A model that is ready to run on a backend. Close it, or use it in a `with` statement."""

@@ -114,7 +114,7 @@ class Context:
     `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
     compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime. `database`
     has the prices of operators; None: what `Profiled` opens. `unwritable`: why no file that is written of the model can
-    take the original's place, if so.
+    take the original's place, if so. (It may be that nothing can be compared with it.)
     """
 
     options: Options

@@ -10,7 +10,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import Optimization, open_model
 from xrlflow.ir import ABSENT, Graph
 from xrlflow.pipeline.context import Context
-from xrlflow.verify import InputsNeeded, feeds_for_measurement
+from xrlflow.verify import InputsNeeded, OriginalFails, feeds_for_measurement
 
 _NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\)")
 
@@ -18,13 +18,13 @@ _NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\)")
 @contextmanager
 def explained(context: Context) -> Iterator[None]:
     """Say more of errors of the original: the element types for which there is no kernel, and whether ONNX Runtime runs
-    the model with its optimiser off. Raises the same errors."""
+    the model with its optimiser off: then OriginalFails is raised, otherwise the same errors."""
     try:
         yield
     except InputsNeeded as error:
         if not error.failure or not _runs_unoptimised(context):
             raise
-        raise InputsNeeded(
+        raise OriginalFails(
             "ONNX Runtime's own optimiser breaks the original, which runs with optimisations off: "
             f"{error.failure}: change what it fails on in the model, or take another ONNX Runtime"
         ) from error

@@ -14,7 +14,7 @@ from typing import Any
 from xrlflow import deadline, lowering
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.onnxruntime.session import OrtModel
-from xrlflow.backends.protocol import OutOfTime
+from xrlflow.backends.protocol import NotFromPython, OutOfTime
 from xrlflow.backends.tvm.remote import Remote
 from xrlflow.cost import (
     AdditiveCost,
@@ -56,7 +56,7 @@ from xrlflow.search import (
 )
 from xrlflow.stores import server_of
 from xrlflow.tuning.store import Store
-from xrlflow.verify import feeds_for_measurement
+from xrlflow.verify import InputsNeeded, feeds_for_measurement
 from xrlflow.verify.inputs import user_case
 
 # The part of the search's time that measuring operators may take.
@@ -151,6 +151,18 @@ def opened(
             options, source, imported, library, clock, folder, listener, target=target, store=store,
             database=database,
         )  # fmt: skip
+
+
+def fed(context: Context) -> Context:
+    """The context `with_feeds`. Where none are found on which the original runs, the original is kept, unless a trace
+    or kernels were asked for. Raises what `with_feeds` raises."""
+    options = context.options
+    try:
+        return with_feeds(context)
+    except (InputsNeeded, NotFromPython) as error:
+        if options.replay is not None or options.backend not in ("auto", "onnxruntime"):
+            raise
+        return replace(context, unwritable=str(error))
 
 
 def with_feeds(context: Context) -> Context:

@@ -35,7 +35,7 @@ def tried(context: Context) -> Context:
     Without measuring, the files are only loaded; without verification either, nothing is tried.
     """
     options = context.options
-    if options.compiling or not (options.measure or options.verify):
+    if context.unwritable or options.compiling or not (options.measure or options.verify):
         return context
     now = time.monotonic()
     try:

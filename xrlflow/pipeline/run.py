@@ -7,7 +7,7 @@ import time
 from xrlflow.onnxio import Source
 from xrlflow.options import Options
 from xrlflow.pipeline.attempts import attempted
-from xrlflow.pipeline.prepare import opened, with_feeds
+from xrlflow.pipeline.prepare import fed, opened
 from xrlflow.pipeline.results import Result, result_of
 from xrlflow.pipeline.roundtrip import tried
 from xrlflow.report import Listener
@@ -16,7 +16,7 @@ from xrlflow.report import Listener
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
     """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
     with opened(source, options, listener, time.monotonic()) as context:
-        context = tried(with_feeds(context))
+        context = tried(fed(context))
         context.clock.share()
         found = attempted(context)
         return result_of(found.context, found.start, found.explored, found.finished)

@@ -21,6 +21,7 @@ from xrlflow.rewrite import AnyRule, RewriteState
 from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import (
+    InputsNeeded,
     NotASubstitution,
     NotRepeatable,
     Reference,
@@ -66,11 +67,18 @@ class Verifier:
     _reference: Reference | None = field(default=None, init=False)
 
     def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
-        """Verify a file that these substitutions led to. Inputs include the numbers that their rules compare with."""
+        """Verify a file that these substitutions led to. Inputs include the numbers that their rules compare with.
+
+        Where no inputs are found on which the original runs, it is not comparable.
+        """
         steps = tuple(steps)
         further = {number for rule in self._rules(steps) for number in limits(written(rule, types=False))}
         with deadline.within(self._until()):
-            return self._original(path, further).check(path, nonempty=self._nonempty(steps))
+            try:
+                original = self._original(path, further)
+            except InputsNeeded as error:
+                return Verification(Status.NOT_COMPARABLE, reason=str(error))
+            return original.check(path, nonempty=self._nonempty(steps))
 
     def check_kernels(
         self, path: str, steps: Iterable[TraceStep], wanted: Sequence[Mapping[str, tuple[int, ...]]]
@@ -78,14 +86,19 @@ class Verifier:
         """Verify a file with kernels of our own for inputs of each of these sizes."""
         context, steps = self.context, tuple(steps)
         checks = [self.check(path, steps)]
+        if not checks[0].verified:
+            return checks[0]
         references = [self._original()]
         for sizes in wanted[1:]:
-            if not checks[-1].verified:
-                return checks[-1]
             imported = load(context.source, shapes={**context.shapes, **sizes})
             with deadline.within(self._until()):
-                references.append(self._reference_of(imported, against=path))
+                try:
+                    references.append(self._reference_of(imported, against=path))
+                except InputsNeeded as error:
+                    return Verification(Status.NOT_COMPARABLE, reason=str(error))
                 checks.append(references[-1].check(path, nonempty=self._nonempty(steps)))
+            if not checks[-1].verified:
+                return checks[-1]
         found = together(checks)
         tried = all(reference.tries(sizes) for reference, sizes in zip(references, wanted))
         if found.verified and not tried:

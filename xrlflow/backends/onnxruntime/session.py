@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from xrlflow import deadline
 from xrlflow.backends.limits import default_threads, most_threads
 from xrlflow.backends.onnxruntime.reasons import reason
-from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, OutOfTime, same_feeds
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, NotFromPython, OutOfTime, same_feeds
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -102,13 +102,13 @@ class OrtModel:
         return outputs
 
     def check_types(self) -> None:
-        """Raise BackendError if an input or output has an element type that NumPy lacks: then the model is not run
+        """Raise NotFromPython if an input or output has an element type that NumPy lacks: then the model is not run
         through Python as a user's program would."""
         ports = [("input", v) for v in self.session.get_inputs()]
         ports += [("output", v) for v in self.session.get_outputs()]
         for what, value in ports:
             if (found := _LACKING.search(value.type)) is not None:
-                raise BackendError(
+                raise NotFromPython(
                     f"{what} {value.name!r} is {found[0]}, which NumPy lacks, so the model cannot be run from Python: "
                     "put a Cast to float there, or optimize with --no-measure"
                 )
