@@ -231,12 +231,17 @@ def _widened(array: Array) -> Array:
     return array.astype(np.float64) if is_float(array) and array.dtype.kind != "c" else array
 
 
+_HALVES = (DType.FLOAT16, DType.BFLOAT16)
+
+
 class _Noise:
     """Noise of two units in the last place.
 
     With seed 0 all numbers become larger, with seed 1 smaller, then random. From _ROUNDED on they are rounded to their
-    type (so some become whole), and weights change as well, like those that are computed when a model is loaded. From
-    _FLUSHED on, subnormal numbers become 0 or -0: sums and maxima do not determine the sign.
+    type (so some become whole), and weights change as well, like those that are computed when a model is loaded. With
+    odd seeds half-precision numbers are then rounded to float32: ONNX Runtime keeps them as that between two kernels
+    that it has for float32 only. From _FLUSHED on, subnormal numbers become 0 or -0: sums and maxima do not determine
+    the sign.
     """
 
     def __init__(self, seed: int) -> None:
@@ -251,12 +256,15 @@ class _Noise:
         eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
         signs = self.rng.choice((-1.0, 1.0), array.shape) if self.seed > 1 else (1.0, -1.0)[self.seed]
         made = np.asarray(array + 2 * eps * signs * (array if size is None else size))
-        return made if self.seed < _ROUNDED else made.astype(numpy_dtype(dtype)).astype(np.float64)
+        if self.seed < _ROUNDED:
+            return made
+        kept = DType.FLOAT if self.seed % 2 and dtype in _HALVES else dtype
+        return made.astype(numpy_dtype(kept)).astype(np.float64)
 
     def as_read(self, array: Array, dtype: DType) -> Array:
         """Half-precision numbers may differ between readers, and may be infinite where they overflow, because ONNX
         Runtime rounds them only for some readers."""
-        if self.seed < 2 or self.flushes or dtype not in (DType.FLOAT16, DType.BFLOAT16):
+        if self.seed < 2 or self.flushes or dtype not in _HALVES:
             return array
         wide = self.moved(array, dtype)
         beyond = np.abs(wide) > float(ml_dtypes.finfo(numpy_dtype(dtype)).max)
