@@ -189,6 +189,14 @@ def test_open_dimensions_need_sizes() -> None:
         asked(network("N"))
 
 
+def test_nothing_is_compiled_where_no_sizes_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph of the model could have kernels: the time goes to the search, and TVM is not even loaded."""
+    monkeypatch.setattr(kernels, "_lowering", lambda context: pytest.fail("it begins to compile"))
+    result = asked(network("N"), backend="auto", measure=True, time_limit=5.0, threads=1)
+    (note,) = [note for note in result.report.notes if "kernels" in note]
+    assert note.startswith("no kernels of our own: input x has open dimensions")
+
+
 def test_what_cannot_be_lowered_at_all_is_one_line() -> None:
     proto = model("agraph (int64[4] x) => (int64[?] y) { y = Unique(x) }")
     with pytest.raises(BackendError, match=r"^no kernels of our own: .*lowered"):

@@ -142,7 +142,7 @@ def hybrid(
     """
     _check_defaults(model)
     wanted = [sizes] if isinstance(sizes, Mapping) else list(sizes)
-    opened = _open_inputs(model, wanted)
+    opened = open_inputs(model, wanted)
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
@@ -286,7 +286,7 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
         raise BackendError(f"no graph for fixed sizes: {error}") from error
 
 
-def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
+def open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """The inputs with open dimensions.
 
     Raises BackendError if their sizes were not given, or are not those of the dimensions that are fixed.
