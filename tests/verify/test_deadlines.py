@@ -219,6 +219,13 @@ def test_a_load_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     thread.join()
 
 
+def test_an_original_that_had_no_time_is_not_said_to_fail() -> None:
+    reference = Reference.of(RELU)
+    with deadline.within(past()):
+        (note,) = reference.reruns.unoptimised(reference.known)
+    assert note == "there was no time to run the original without ONNX Runtime's optimisations"
+
+
 def test_what_cannot_be_loaded_says_why_with_a_deadline_too() -> None:
     with deadline.within(time.monotonic() + 100.0), pytest.raises(BackendError, match="cannot load"):
         open_model(b"no model")

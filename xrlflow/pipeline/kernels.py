@@ -118,7 +118,8 @@ class _Candidates:
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Choose with or without kernels, verify and measure. See `Finisher`.
 
-    Raises BackendError if kernels were asked for (`backend="hybrid"`) and there can be none, VerificationFailed if a rule makes a wrong graph, and KeyboardInterrupt if there is nothing to keep.
+    Raises BackendError if kernels were asked for (`backend="hybrid"`) and there can be none, VerificationFailed if a
+    rule makes a wrong graph, and KeyboardInterrupt if there is nothing to keep.
     """
     if not context.options.with_kernels:
         return confirm.finish(context, start, explored)

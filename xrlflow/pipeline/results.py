@@ -166,8 +166,10 @@ def _report(
         control=compared.control if compared else None,
         decided=compared.decided if compared else None,
         processes=compared.processes if compared else 0,
-        verified=verification.verified if verification is not None else None,
-        max_error=finite(verification.max_error) if verification is not None else None,
+        verified=verification.verified if verification is not None and verification.compared else None,
+        max_error=finite(verification.max_error)
+        if verification is not None and verification.outputs
+        else None,
         seconds=round(time.monotonic() - context.clock.begin, 3),
         phases=context.clock.phases,
         returned_original=kept is None,

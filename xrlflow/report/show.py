@@ -50,7 +50,8 @@ def ratio(value: SpeedUp | None) -> str:
 def _grid(*headers: str, title: str | None = None) -> _Table:
     table = _Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(headers))
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index == 0 else "right")
+        # A name that is cut off cannot be used.
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return table
 
 
@@ -132,9 +133,9 @@ def _verdict(verified: bool | None, error: float | None) -> str:
 
 def proven(certificate: Certificate, done: int, total: int) -> None:
     """One line for each rule that has been proven."""
-    verdict = "proven" if certificate.proven else "[bold red]NOT PROVEN[/]"
+    verdict = "proven" if certificate.proven else "NOT PROVEN"
     if certificate.proven and certificate.unexplained:
-        verdict = f"[bold red]{len(certificate.unexplained)} mutants survive[/], nobody knows why"
+        verdict = f"{len(certificate.unexplained)} mutants survive, nobody knows why"
     _console.print(f"{done:4}/{total} {certificate.name}: {verdict}", highlight=False)
 
 
@@ -145,7 +146,7 @@ def certificates(found: Sequence[Certificate]) -> None:
     )
     for c in found:
         table.add_row(
-            c.name if c.proven else f"[bold red]{c.name}[/]", c.proof, str(c.admitted), str(c.trials),
+            c.name, c.proof if c.proven else "NOT PROVEN", str(c.admitted), str(c.trials),
             f"{c.bound:.0e}" if c.proof == "field" else "-", str(c.runtime_cases),
             "-" if c.bits is None else f"{c.bits:.1f}", str(c.mutants), str(c.mutants_rejected), f"{c.seconds:.1f}",
         )  # fmt: skip
@@ -205,6 +206,8 @@ def batch(found: Mapping[str, Any], page: Path) -> None:
     for row in found["rows"]:
         if row["error"] is not None:
             _console.print(f"{row['name']}: {row['error']}")
+        if row["report"] is not None and row["report"]["returned_original"]:
+            _console.print(f"{row['name']}: the original, unchanged ({row['report']['reason']})")
         for note in row["notes"]:
             _console.print(f"note: {row['name']}: {note}")
     mean = found["mean_speedup"]
@@ -328,7 +331,8 @@ def verification(found: Verification) -> None:
     table = _grid(*HEADERS)
     for output in found.outputs:
         table.add_row(*output.row)
-    _console.print(table)
+    if found.outputs:
+        _console.print(table)
     if found.bindings:
         _console.print(f"sizes: {found.sizes}")
     if found.values:

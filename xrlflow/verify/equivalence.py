@@ -114,6 +114,11 @@ class Verification:
         return self.status is Status.VERIFIED
 
     @property
+    def compared(self) -> bool:
+        """Whether there is a verdict: not if there was no time, or nothing to compare with."""
+        return self.status is not Status.NOT_COMPARABLE
+
+    @property
     def sizes(self) -> str:
         """The choices of sizes that were run, as "n=2, s=11; n=1, s=3"."""
         return "; ".join(", ".join(f"{k}={v}" for k, v in chosen.items()) for chosen in self.bindings)
