@@ -52,7 +52,11 @@ def test_what_cannot_be_compared_is_not_called_different() -> None:
     proto = model(
         "agraph (float[2,4] x) => (float[2,4] y) { a = Neg(x) b = Neg(a) c = RandomNormalLike(x) y = Add(b, c) }"
     )
-    report = xrlflow.optimize(proto, search="greedy", cost="roofline", measure=False, threads=1).report
+    result = xrlflow.optimize(proto, search="greedy", cost="roofline", measure=False, threads=1)
+    report = result.report
+    assert repr(result) == f"<Result for {report.model}: the original ({report.reason})>", (
+        "one line at a prompt"
+    )
     assert "cannot be verified" in report.reason
     assert (report.verified, report.max_error) == (None, None)
 

@@ -31,7 +31,7 @@ from xrlflow.options import Common, OptionError, Options, TuneOptions
 from xrlflow.pipeline import kernels, placement, tuning
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.rewrite import Op, Rule, Val
-from xrlflow.verify import Status
+from xrlflow.verify import Status, not_exercised
 
 pytest.importorskip("tvm")
 pytestmark = pytest.mark.usefixtures("brief_comparisons")
@@ -607,7 +607,7 @@ def test_all_sizes_are_exercised() -> None:
     """What one verification does not reach, that of another size does."""
     result = asked(network("N"), shapes={"x": (32, 48)}, further_shapes=[{"x": (8, 48)}])
     assert result.verification is not None
-    assert not [note for note in result.report.notes if "not exercised" in note and "then" in note]
+    assert not [note for note in result.report.notes if "not exercised: the kernels" in note]
     assert {"N": 32} in [dict(b) for b in result.verification.bindings]
     assert {"N": 8} in [dict(b) for b in result.verification.bindings]
 
@@ -696,3 +696,11 @@ def test_a_wrong_rule_is_taken_back_and_kernels_are_made_of_the_rest(
     assert not result.trace
     assert (result.hybrid if backend == "hybrid" else result.compiled) is not None
     assert result.report.verified
+
+
+def test_kernels_that_were_not_run_are_told_in_words() -> None:
+    """Whoever verifies with kernels learns that they were not what was compared, and what to do."""
+    result = asked(network("N"), shapes={"x": (32, 48)}, verify=False)
+    (guard,) = [node.name for node in result.model.graph.node if node.op_type == "If"]
+    said = "not exercised: the kernels of Region_0: no input has their sizes (--shape names them)"
+    assert not_exercised(f"If {guard}, then") == said

@@ -56,6 +56,10 @@ class Result:
     compiled: TvmModel | None = None
     hybrid: Hybrid | None = None
 
+    def __repr__(self) -> str:
+        kept = "the original" if self.returned_original else f"{self.report.nodes_after} operators"
+        return f"<Result for {self.report.model}: {kept} ({self.report.reason})>"
+
     @property
     def speedup(self) -> SpeedUp | None:
         return self.report.speedup
@@ -148,7 +152,7 @@ def _report(
     after = operators(kept.state.graph) if kept is not None else before
     return Report(
         model=imported.name,
-        search=options.search,
+        search=options.search if options.replay is None else "replay",
         cost_model=start.model.name,
         backend=options.backend,
         threads=finished.threads or context.threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def optimization(report: Report, output: str) -> None:
         _console.print(_algorithms([each for each in report.algorithms if not each.plain]))
     summary = _grid("", "", title="\nResult")
     summary.show_header = False
-    summary.add_row("search", f"{report.search}, {report.expanded} graphs, guided by {report.cost_model}")
+    guided = f"guided by {report.cost_model}" if report.search != "replay" else "not searched for"
+    summary.add_row("search", f"{report.search}, {report.expanded} graphs, {guided}")
     summary.add_row(
         "modelled cost", f"{report.cost_before * 1e3:.3f} -> {report.cost_after * 1e3:.3f} ms (not a latency)"
     )
@@ -254,11 +256,21 @@ def rules(listed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def bench(measured: Mapping[str, Any]) -> None:
-    """A measurement, as names and values."""
+    """A measurement, as names and values, and what it says."""
     table = _grid("", "")
     for key, value in measured.items():
-        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+        if key != "shapes":
+            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     _console.print(table)
+    shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in measured["shapes"].items())
+    if shapes:
+        _console.print(f"measured with {shapes}")
+    if measured["disturbed"]:
+        _console.print("note: other programs used the processor while it was measured")
+    if measured["against"] != "itself":
+        low, high = measured["speedup_low"] or 0.0, measured["speedup_high"] or math.inf
+        found = SpeedUp(measured["speedup"], low, high)
+        _console.print(f"speed-up of {measured['model']} over {measured['against']}: {found}")
 
 
 def outputs(values: Mapping[str, Any]) -> None:
