@@ -261,8 +261,15 @@ def _compiled(
         name = f"{prefix}Region_{len(regions)}"
         regions[name], done[name] = region, compiled
     if not regions:
-        raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
+        raise BackendError(remarks[0] if remarks else _nothing_fits(types))
     return _Compiled(regions, done, len(model.graph.node), tuple(remarks))
+
+
+def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
+    """Why no node can be in a region."""
+    if any(each.tensor_type.elem_type == _FLOAT for each in types.values()):
+        return "no part of the model can be lowered"
+    return "no part of the model can be lowered: kernels compute in single precision, and it has no float32 tensors"
 
 
 def _around(graph: GraphProto, region: Region, results: Sequence[str]) -> list[Region]:
@@ -309,9 +316,10 @@ def open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]
         if None in declared:
             found.append(name)
             if not wanted or any(name not in sizes for sizes in wanted):
+                sizes = ",".join(str(d or "?") for d in declared)
                 raise BackendError(
                     f"input {name} has open dimensions: kernels are for fixed sizes, give them with "
-                    f"--shape {name}=..."
+                    f"--shape {name}={sizes}"
                 )
     return found
 
