@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.rules.harness import model
 from xrlflow.cli import app
+from xrlflow.report import show
 
 RNG = np.random.default_rng(0)
 FAST = ["--cost", "roofline", "--time-limit", "60"]
@@ -155,7 +156,21 @@ def test_verify(path: Path, tmp_path: Path) -> None:
 def test_bench(path: Path) -> None:
     result = invoke("bench", path, "--time-limit", 1, "--threads", 1, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["latency_ms"] > 0
+    found = json.loads(result.stdout)
+    assert found["latency_ms"] > 0
+    assert all(shape for shape in found["shapes"].values())
+
+
+def test_bench_says_which_model_is_how_many_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = {
+        "model": "fast.onnx", "latency_ms": 1.0, "against": "slow.onnx", "speedup": 2.0, "speedup_low": 1.9,
+        "speedup_high": 2.1, "disturbed": True, "shapes": {"x": [1, 3]},
+    }  # fmt: skip
+    show.bench(measured)
+    *_, shapes, disturbed, said = capsys.readouterr().out.splitlines()
+    assert shapes == "measured with x 1x3"
+    assert disturbed == "note: other programs used the processor while it was measured"
+    assert said == "speed-up of fast.onnx over slow.onnx: 2.000x [1.900, 2.100]"
 
 
 # --- what users get wrong ---

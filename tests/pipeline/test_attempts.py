@@ -103,7 +103,7 @@ def test_later_attempts_make_no_kernels_and_have_the_time_for_them(monkeypatch: 
         return attempts.confirm.finish(context, start, explored)
 
     monkeypatch.setitem(attempts.FINISHERS, "auto", with_kernels)  # type: ignore[arg-type]
-    monkeypatch.setattr(attempts, "missing_for_kernels", lambda: None)
+    monkeypatch.setattr(attempts, "lacking", lambda context: None)
     monkeypatch.setattr(attempts, "compile_seconds", lambda context: 5.0)
     with context(replace(OPTIONS, backend="auto")) as known:
         attempted(known)

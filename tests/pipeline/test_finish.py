@@ -48,6 +48,19 @@ def test_every_backend_has_its_finisher() -> None:
     assert set(FINISHERS) == set(BACKENDS)
 
 
+def test_what_cannot_be_compared_is_not_called_different() -> None:
+    proto = model(
+        "agraph (float[2,4] x) => (float[2,4] y) { a = Neg(x) b = Neg(a) c = RandomNormalLike(x) y = Add(b, c) }"
+    )
+    result = xrlflow.optimize(proto, search="greedy", cost="roofline", measure=False, threads=1)
+    report = result.report
+    assert repr(result) == f"<Result for {report.model}: the original ({report.reason})>", (
+        "one line at a prompt"
+    )
+    assert "cannot be verified" in report.reason
+    assert (report.verified, report.max_error) == (None, None)
+
+
 def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
     """Each can be called by itself, twice, and finds the same."""
     proto = model("agraph (float[N,4] x) => (float[N,4] y) { a = Neg(x) b = Neg(a) y = Relu(b) }")

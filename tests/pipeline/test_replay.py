@@ -48,6 +48,7 @@ def test_bodies_become_what_they_became(
     found.save_trace(trace)
     again = optimize(**replayed, replay=trace)
     assert again.graph.fingerprint == found.graph.fingerprint
+    assert again.report.search == "replay", "nothing was searched for"
     assert [s.key for s in again.trace] == [s.key for s in found.trace]
     again.save_trace(tmp_path / "again.json")
     assert (

@@ -219,6 +219,25 @@ def test_a_load_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     thread.join()
 
 
+def test_sizes_are_as_large_as_can_be_compared_in_the_time() -> None:
+    """A size that takes a second to run takes many to compare: then nothing is left for a dimension of 0."""
+    proto = model(
+        "g (float[s, n, 16] x) => (float[s, 1, n, 32] y) { y = LSTM<hidden_size=32>(x, w, r) }",
+        w=np.zeros((1, 128, 16), np.float32), r=np.zeros((1, 128, 32), np.float32),
+    )  # fmt: skip
+    with deadline.within(time.monotonic() + 10.0):
+        reference = Reference.of(proto, further=[1024])
+    assert all(b["s"] * b["n"] < 1 << 20 for b in reference.bindings)
+    assert any("s=1025, n=1025" in text and "more than is left" in text for text in reference.left_out)
+
+
+def test_an_original_that_had_no_time_is_not_said_to_fail() -> None:
+    reference = Reference.of(RELU)
+    with deadline.within(past()):
+        (note,) = reference.reruns.unoptimised(reference.known)
+    assert note == "there was no time to run the original without ONNX Runtime's optimisations"
+
+
 def test_what_cannot_be_loaded_says_why_with_a_deadline_too() -> None:
     with deadline.within(time.monotonic() + 100.0), pytest.raises(BackendError, match="cannot load"):
         open_model(b"no model")

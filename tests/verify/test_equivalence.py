@@ -497,6 +497,9 @@ def test_the_users_inputs(tmp_path: Path) -> None:
             verify(mlp(), mlp(), inputs=arrays)
     with pytest.raises(BadInputs, match="no such file"):
         verify(mlp(), mlp(), inputs=tmp_path / "other.npz")
+    np.savez(path, z=normal(1))
+    with pytest.raises(BadInputs, match=r"data\.npz: input 'x' is missing"):
+        verify(mlp(), mlp(), inputs=path)
     path.write_text("text")
     with pytest.raises(BadInputs, match="npz"):
         verify(mlp(), mlp(), inputs=path)

@@ -12,6 +12,7 @@ import onnx.numpy_helper
 import pytest
 
 from tests.verify.models import changed, model, normal
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.ir import DType
 from xrlflow.onnxio import load, to_proto
 from xrlflow.verify import Verification, cuts, quantised, verify
@@ -611,6 +612,15 @@ def test_samples_are_chosen_by_their_cost() -> None:
     none = Quantised.of(raw, load(raw), [one], 0.5)
     assert none is not None
     assert none.judge(raw).reason == "its exact evaluation takes too long"
+
+
+def test_a_run_that_was_ended_is_not_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*given: object) -> None:
+        raise OutOfTime("ONNX Runtime was ended")
+
+    monkeypatch.setattr(quantised, "_meanings", ended)
+    found = original(net(), [{"x": normal(1, 4, 8, 8)}])
+    assert found.judge(net().SerializeToString()).reason == "there was no time for the exact evaluation"
 
 
 def test_what_is_kept_in_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,13 @@ from rewrite_rules import LIBRARY
 from tests.runtime import faulty
 from tests.verify.models import model, normal
 from xrlflow.backends import BackendError
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.cost import Roofline
 from xrlflow.cost.model import InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load
 from xrlflow.prover.thresholds import limits, written
-from xrlflow.verify import Reference, Status, apart, verify
+from xrlflow.verify import Reference, Status, apart, exercise, verify
 from xrlflow.verify.branches import instrumented, watched
 from xrlflow.verify.cases import Estimate
 from xrlflow.verify.compare import Leg, Licence, Yardstick, by_deviation, judge_floats
@@ -605,6 +606,14 @@ def test_scans_hand_counters_on() -> None:
         assert watch.missing == []
         counts = watch.runner.run({"x": np.float32([[1, 2], [20, 0], [3, 3]])})
     assert [int(n) for n in counts] == [1, 2]
+
+
+def test_branches_that_no_time_was_left_for_are_not_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*given: object, **named: object) -> None:
+        raise OutOfTime("loading was ended")
+
+    monkeypatch.setattr(exercise, "watched", ended)
+    assert "not exercised: any branch: there was no time" in verify(nested(), nested()).notes
 
 
 def test_every_branch_is_sought_and_what_is_not_reached_is_named() -> None:

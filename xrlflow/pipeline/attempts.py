@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled, Roofline
-from xrlflow.lowering import missing_for_kernels
 from xrlflow.pipeline import compiled, confirm, kernels
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.correct import corrected, ordered
 from xrlflow.pipeline.explore import Explored, explore
 from xrlflow.pipeline.finish import Finished, Finisher
-from xrlflow.pipeline.kernels import compile_seconds
+from xrlflow.pipeline.kernels import compile_seconds, lacking
 from xrlflow.pipeline.prepare import Start, cost_model, restarted, start
 from xrlflow.pipeline.verifier import VerificationFailed
 from xrlflow.rewrite import Library, RewriteState
@@ -55,7 +54,7 @@ def attempted(context: Context) -> Attempt:
     options, clock = context.options, context.clock
     if context.unwritable:
         return _none(context)
-    if options.with_kernels and missing_for_kernels() is None:
+    if options.with_kernels and lacking(context) is None:
         clock.compiling = clock.reserved = compile_seconds(context)
     first, *others = options.costs
     made = [_attempt(context, first)]

@@ -23,7 +23,7 @@ from xrlflow.backends.children import Child
 from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.algorithms import multiplies_less
-from xrlflow.backends.tvm.hybrid import Hybrid
+from xrlflow.backends.tvm.hybrid import Hybrid, open_inputs
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, load_tvm, missing_for_kernels
 from xrlflow.pipeline import confirm
@@ -45,6 +45,22 @@ _COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02
 _LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.06, 2.0
 # The most of the time limit that is reserved for all that, where a model needs the whole limit.
 _AT_MOST = 0.35
+
+
+def lacking(context: Context) -> str | None:
+    """What kernels of our own lack, whatever graph is found: a compiler, or sizes of inputs; None if nothing.
+
+    Raises BackendError if they were asked for and lack something.
+    """
+    missing = missing_for_kernels()
+    if missing is None:
+        try:
+            open_inputs(context.imported.frame, _sizes(context))
+        except BackendError as error:
+            missing = error.reason
+    if missing is not None and context.options.backend == "hybrid":
+        raise BackendError(f"kernels of our own: {missing}")
+    return missing
 
 
 def compile_seconds(context: Context) -> float:
@@ -102,20 +118,17 @@ class _Candidates:
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
     """Choose with or without kernels, verify and measure. See `Finisher`.
 
-    Raises BackendError if kernels were asked for (`backend="hybrid"`) and no part of the model can be lowered,
-    VerificationFailed if a rule makes a wrong graph, and KeyboardInterrupt if there is nothing to keep.
+    Raises BackendError if kernels were asked for (`backend="hybrid"`) and there can be none, VerificationFailed if a
+    rule makes a wrong graph, and KeyboardInterrupt if there is nothing to keep.
     """
-    asked = context.options.backend == "hybrid"
     if not context.options.with_kernels:
         return confirm.finish(context, start, explored)
     proposal = propose(context, start, explored)
-    lacking = missing_for_kernels()
-    if lacking is not None and asked:
-        raise BackendError(f"kernels of our own: {lacking}")
-    if lacking is None and not asked:
-        lacking = _too_late(context, [f.state.graph for f in (start.base, proposal.chosen) if f is not None])
-    if lacking is not None:
-        context.notes.append(f"no kernels of our own: {lacking}")
+    missing = lacking(context)
+    if missing is None and context.options.backend != "hybrid":
+        missing = _too_late(context, [f.state.graph for f in (start.base, proposal.chosen) if f is not None])
+    if missing is not None:
+        context.notes.append(f"no kernels of our own: {missing}")
         return judged(context, start, explored, proposal)
     made = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
@@ -334,10 +347,8 @@ class _Trials:
                 plain = context.write(found.state.graph)
                 with deadline.within(self._compile_until()):
                     hybrid = how.hybrid(plain, _sizes(context), path)
-            except OutOfTime as error:
-                self.refused.append(
-                    f"no kernels of our own: compiling them takes longer (--time-limit): {error}"
-                )
+            except OutOfTime:
+                self.refused.append("no kernels of our own: there was no time to compile them (--time-limit)")
                 return None
             except BackendError as error:
                 self.refused.append(f"no kernels of our own: {error.reason}")

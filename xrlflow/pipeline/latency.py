@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.onnxio import Source, load, name_of
 from xrlflow.options import Options
@@ -32,8 +34,9 @@ def bench(
 ) -> dict[str, Any]:
     """Latency of a model in milliseconds, and how many times faster it is than `against`.
 
-    Without `against` the model is measured against itself, which shows how noisy the machine is. `kernels`: with the
-    libraries in the models' folders (`NAME.so`), which is to run their code.
+    `speedup` is the latency of `against` divided by that of the model. Without `against` the model is measured against
+    itself, which shows how noisy the machine is. `shapes`: those of the tensors that it was measured with.
+    `kernels`: with the libraries in the models' folders (`NAME.so`), which is to run their code.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()
@@ -51,6 +54,7 @@ def bench(
         "latency_ms": after.median_ms,
         "latency_p10_ms": after.p10_ms,
         "latency_p90_ms": after.p90_ms,
+        "shapes": {name: list(a.shape) for name, a in feeds.items() if isinstance(a, np.ndarray)},
         "against": name_of(against) if against is not None else "itself",
         "against_ms": before.median_ms,
         "speedup": measured.speedup.median,

@@ -56,6 +56,10 @@ class Result:
     compiled: TvmModel | None = None
     hybrid: Hybrid | None = None
 
+    def __repr__(self) -> str:
+        kept = "the original" if self.returned_original else f"{self.report.nodes_after} operators"
+        return f"<Result for {self.report.model}: {kept} ({self.report.reason})>"
+
     @property
     def speedup(self) -> SpeedUp | None:
         return self.report.speedup
@@ -148,7 +152,7 @@ def _report(
     after = operators(kept.state.graph) if kept is not None else before
     return Report(
         model=imported.name,
-        search=options.search,
+        search=options.search if options.replay is None else "replay",
         cost_model=start.model.name,
         backend=options.backend,
         threads=finished.threads or context.threads,
@@ -166,8 +170,10 @@ def _report(
         control=compared.control if compared else None,
         decided=compared.decided if compared else None,
         processes=compared.processes if compared else 0,
-        verified=verification.verified if verification is not None else None,
-        max_error=finite(verification.max_error) if verification is not None else None,
+        verified=verification.verified if verification is not None and verification.compared else None,
+        max_error=finite(verification.max_error)
+        if verification is not None and verification.outputs
+        else None,
         seconds=round(time.monotonic() - context.clock.begin, 3),
         phases=context.clock.phases,
         returned_original=kept is None,

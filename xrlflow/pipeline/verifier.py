@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from xrlflow.rewrite import AnyRule, RewriteState
 from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import (
+    GUARD,
     InputsNeeded,
     NotASubstitution,
     NotRepeatable,
@@ -31,10 +31,6 @@ from xrlflow.verify import (
     blame,
     not_exercised,
 )
-
-# A branch of a comparison of sizes (`regions.with_guard`), as `branches` names it.
-_GUARD = re.compile(r"If xrlflow\.[0-9a-f]{32}\.\w+\.guard")
-
 
 # Seconds that a verification has in any case; the part of its time that the original has.
 _LEAST, _ORIGINAL = 2.0, 0.6
@@ -229,7 +225,7 @@ def together(checks: Sequence[Verification]) -> Verification:
     unexercised = tuple(
         arm
         for arm in last.unexercised
-        if not _GUARD.match(arm) and all(arm in check.unexercised for check in checks)
+        if not GUARD.match(arm) and all(arm in check.unexercised for check in checks)
     )
     exercised = {
         not_exercised(arm) for check in checks for arm in check.unexercised if arm not in unexercised

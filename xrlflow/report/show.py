@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def ratio(value: SpeedUp | None) -> str:
 def _grid(*headers: str, title: str | None = None) -> _Table:
     table = _Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(headers))
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index == 0 else "right")
+        # A name that is cut off cannot be used.
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return table
 
 
@@ -73,7 +75,8 @@ def optimization(report: Report, output: str) -> None:
         _console.print(_algorithms([each for each in report.algorithms if not each.plain]))
     summary = _grid("", "", title="\nResult")
     summary.show_header = False
-    summary.add_row("search", f"{report.search}, {report.expanded} graphs, guided by {report.cost_model}")
+    guided = f"guided by {report.cost_model}" if report.search != "replay" else "not searched for"
+    summary.add_row("search", f"{report.search}, {report.expanded} graphs, {guided}")
     summary.add_row(
         "modelled cost", f"{report.cost_before * 1e3:.3f} -> {report.cost_after * 1e3:.3f} ms (not a latency)"
     )
@@ -132,9 +135,9 @@ def _verdict(verified: bool | None, error: float | None) -> str:
 
 def proven(certificate: Certificate, done: int, total: int) -> None:
     """One line for each rule that has been proven."""
-    verdict = "proven" if certificate.proven else "[bold red]NOT PROVEN[/]"
+    verdict = "proven" if certificate.proven else "NOT PROVEN"
     if certificate.proven and certificate.unexplained:
-        verdict = f"[bold red]{len(certificate.unexplained)} mutants survive[/], nobody knows why"
+        verdict = f"{len(certificate.unexplained)} mutants survive, nobody knows why"
     _console.print(f"{done:4}/{total} {certificate.name}: {verdict}", highlight=False)
 
 
@@ -145,7 +148,7 @@ def certificates(found: Sequence[Certificate]) -> None:
     )
     for c in found:
         table.add_row(
-            c.name if c.proven else f"[bold red]{c.name}[/]", c.proof, str(c.admitted), str(c.trials),
+            c.name, c.proof if c.proven else "NOT PROVEN", str(c.admitted), str(c.trials),
             f"{c.bound:.0e}" if c.proof == "field" else "-", str(c.runtime_cases),
             "-" if c.bits is None else f"{c.bits:.1f}", str(c.mutants), str(c.mutants_rejected), f"{c.seconds:.1f}",
         )  # fmt: skip
@@ -205,6 +208,8 @@ def batch(found: Mapping[str, Any], page: Path) -> None:
     for row in found["rows"]:
         if row["error"] is not None:
             _console.print(f"{row['name']}: {row['error']}")
+        if row["report"] is not None and row["report"]["returned_original"]:
+            _console.print(f"{row['name']}: the original, unchanged ({row['report']['reason']})")
         for note in row["notes"]:
             _console.print(f"note: {row['name']}: {note}")
     mean = found["mean_speedup"]
@@ -251,11 +256,21 @@ def rules(listed: Sequence[Mapping[str, Any]]) -> None:
 
 
 def bench(measured: Mapping[str, Any]) -> None:
-    """A measurement, as names and values."""
+    """A measurement, as names and values, and what it says."""
     table = _grid("", "")
     for key, value in measured.items():
-        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+        if key != "shapes":
+            table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     _console.print(table)
+    shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in measured["shapes"].items())
+    if shapes:
+        _console.print(f"measured with {shapes}")
+    if measured["disturbed"]:
+        _console.print("note: other programs used the processor while it was measured")
+    if measured["against"] != "itself":
+        low, high = measured["speedup_low"] or 0.0, measured["speedup_high"] or math.inf
+        found = SpeedUp(measured["speedup"], low, high)
+        _console.print(f"speed-up of {measured['model']} over {measured['against']}: {found}")
 
 
 def outputs(values: Mapping[str, Any]) -> None:
@@ -328,7 +343,8 @@ def verification(found: Verification) -> None:
     table = _grid(*HEADERS)
     for output in found.outputs:
         table.add_row(*output.row)
-    _console.print(table)
+    if found.outputs:
+        _console.print(table)
     if found.bindings:
         _console.print(f"sizes: {found.sizes}")
     if found.values:

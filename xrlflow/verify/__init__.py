@@ -1,6 +1,7 @@
 """Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics."""
 
 from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
+from xrlflow.verify.branches import GUARD
 from xrlflow.verify.cases import feeds_for_measurement
 from xrlflow.verify.equivalence import (
     HEADERS,
@@ -15,6 +16,7 @@ from xrlflow.verify.errors import BadInputs, InputsNeeded, OriginalFails, Verifi
 from xrlflow.verify.inputs import Case
 
 __all__ = [
+    "GUARD",
     "HEADERS",
     "BadInputs",
     "Case",

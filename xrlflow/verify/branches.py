@@ -6,6 +6,7 @@ inside a branch leaves it as a further output, which is 0 on the other side; one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from xrlflow.verify.runner import Model, Runner, first_line, opened
 # Models with more data than this are not instrumented.
 _LARGEST = 1 << 30
 _INT64 = onnx.TensorProto.INT64
+GUARD = re.compile(r"If xrlflow\.[0-9a-f]{32}\.(?P<region>\w+)\.guard.*, (?P<taken>then|else)")
+"""A branch of a comparison of sizes (`regions.with_guard`), as an `Arm` names it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ _SAMPLES = 2
 LEAST_SIZES, _MOST_SIZES, _ATTEMPTS = 6, 12, 40
 # Estimated seconds that all further sizes may take, and all further values; a few runs are made in any case.
 _SECONDS = 2.0
+# What a size costs in the end, in estimated runs of it: both models' runs and float64 evaluations of the original.
+_COMPARED = 20.0
 _LEAST_KINDS = 3
 # How many dimensions are set to 0.
 _EMPTY = 3
@@ -253,7 +255,7 @@ class Drawing(Generic[T]):
     def _sizes(self, drawn: Drawn[T]) -> None:
         """Add ones, then sizes around the numbers that the models mention, then others, until there are enough."""
         bases = drawn.bindings
-        left = max(_SECONDS, 4 * self.estimate(bases[0]).seconds)
+        left = min(max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.left() / _COMPARED)
         count, attempts = len(bases), 0
         telling = ((choices, _MOST_SIZES) for choices in self._choices(bases))
         filling = (([chosen], LEAST_SIZES) for chosen in self._others())

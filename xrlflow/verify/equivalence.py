@@ -20,6 +20,7 @@ from xrlflow.backends.protocol import BackendError, CompiledModel, OutOfTime
 from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.verify.apart import run_apart
+from xrlflow.verify.branches import GUARD
 from xrlflow.verify.cases import Drawn
 from xrlflow.verify.compare import (
     Judgement,
@@ -112,6 +113,11 @@ class Verification:
     @property
     def verified(self) -> bool:
         return self.status is Status.VERIFIED
+
+    @property
+    def compared(self) -> bool:
+        """Whether there is a verdict: not if there was no time, or nothing to compare with."""
+        return self.status is not Status.NOT_COMPARABLE
 
     @property
     def sizes(self) -> str:
@@ -208,8 +214,15 @@ def _bindings(cases: Iterable[Known]) -> tuple[Bindings, ...]:
 
 
 def not_exercised(arm: str) -> str:
-    """The note on a branch that no input reached."""
-    return f"not exercised: {arm}"
+    """The note on a branch that no input reached. Those of guards are told by what they choose (`GUARD`)."""
+    guard = GUARD.fullmatch(arm)
+    if guard is None:
+        return f"not exercised: {arm}"
+    if guard["taken"] == "then":
+        return (
+            f"not exercised: the kernels of {guard['region']}: no input has their sizes (--shape names them)"
+        )
+    return f"not exercised: the graph itself: all inputs have the sizes of {guard['region']}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -248,6 +248,8 @@ def exercise(
                         if outputs is not None:
                             drawn.cases.append((case, outputs))
                 missing.update((str(arm), None) for arm in watch.missing)
+        except OutOfTime:
+            missing["any branch: there was no time"] = None
         except BackendError as error:
             missing[
                 f"any branch: a copy of the model that counts them does not run ({first_line(error)})"

@@ -442,9 +442,19 @@ class _Draw:
 def user_case(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[str, Any]) -> Case:
     """The user's inputs: a .npz file, or arrays by name. A sequence is given as name.0, name.1, ...
 
-    Raises BadInputs, naming the input and what is expected of it.
+    Raises BadInputs, naming the file, the input and what is expected of it.
     """
-    given = dict(inputs) if isinstance(inputs, Mapping) else _read(os.fspath(inputs))
+    if isinstance(inputs, Mapping):
+        return _case_of(imported, dict(inputs))
+    path = os.fspath(inputs)
+    given = _read(path)
+    try:
+        return _case_of(imported, given)
+    except BadInputs as error:
+        raise BadInputs(f"{path}: {error}") from error
+
+
+def _case_of(imported: ImportedModel, given: dict[str, Any]) -> Case:
     declared = {v.name: v.type for v in imported.frame.graph.input}
     feeds: dict[str, Any] = {}
     bindings: dict[str, int] = {}

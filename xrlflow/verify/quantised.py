@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.onnxruntime.session import Options
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.ir import Value
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import Judgement, Leg, Licence, by_deviation, is_float, judge_floats, wide
@@ -224,6 +224,8 @@ class Quantised:
             return replace(base, notes=notes, _meanings=meanings)._with_runs()
         except Unjudged as error:
             reason = str(error)
+        except OutOfTime:
+            reason = "there was no time for the exact evaluation"
         except BackendError as error:
             reason = f"a copy that is cut does not run: {first_line(error)}"
         return replace(base, reason=reason)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.onnxruntime.session import Options
-from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import Leg, Yardstick, by_deviation, judge_floats, wide
 from xrlflow.verify.inputs import perturbed
@@ -163,6 +163,8 @@ class Reruns:
                 for k in known:
                     for index, output in enumerate(runner.run(k.case.feeds)):
                         self._add(k, index, dict(flat(output)))
+        except OutOfTime:
+            return ["there was no time to run the original without ONNX Runtime's optimisations"]
         except BackendError as error:
             return [f"the original does not run without ONNX Runtime's optimisations: {first_line(error)}"]
         far = [

@@ -142,7 +142,7 @@ def hybrid(
     """
     _check_defaults(model)
     wanted = [sizes] if isinstance(sizes, Mapping) else list(sizes)
-    opened = _open_inputs(model, wanted)
+    opened = open_inputs(model, wanted)
     if not opened:
         large = weight_bytes(model.graph) > EXTERNAL_ABOVE
         whole = region_of(model.graph, range(len(model.graph.node)))
@@ -261,8 +261,15 @@ def _compiled(
         name = f"{prefix}Region_{len(regions)}"
         regions[name], done[name] = region, compiled
     if not regions:
-        raise BackendError(remarks[0] if remarks else "no part of the model can be lowered")
+        raise BackendError(remarks[0] if remarks else _nothing_fits(types))
     return _Compiled(regions, done, len(model.graph.node), tuple(remarks))
+
+
+def _nothing_fits(types: Mapping[str, TypeProto]) -> str:
+    """Why no node can be in a region."""
+    if any(each.tensor_type.elem_type == _FLOAT for each in types.values()):
+        return "no part of the model can be lowered"
+    return "no part of the model can be lowered: kernels compute in single precision, and it has no float32 tensors"
 
 
 def _around(graph: GraphProto, region: Region, results: Sequence[str]) -> list[Region]:
@@ -286,7 +293,7 @@ def _with_sizes(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> ModelP
         raise BackendError(f"no graph for fixed sizes: {error}") from error
 
 
-def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
+def open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
     """The inputs with open dimensions.
 
     Raises BackendError if their sizes were not given, or are not those of the dimensions that are fixed.
@@ -309,9 +316,10 @@ def _open_inputs(model: ModelProto, wanted: Sequence[Mapping[str, Sequence[int]]
         if None in declared:
             found.append(name)
             if not wanted or any(name not in sizes for sizes in wanted):
+                sizes = ",".join(str(d or "?") for d in declared)
                 raise BackendError(
                     f"input {name} has open dimensions: kernels are for fixed sizes, give them with "
-                    f"--shape {name}=..."
+                    f"--shape {name}={sizes}"
                 )
     return found
 
