@@ -20,13 +20,16 @@ from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.tensors import same_content
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.tensors import dtype_of
-from xrlflow.verify.compare import Leg, Yardstick, is_float, judge_floats, wide
+from xrlflow.verify.compare import Leg, Yardstick, around, is_float, judge_floats, wide
 from xrlflow.verify.cuts import GIVEN, Uncut, as_proto, showing, spelt_out
 from xrlflow.verify.inputs import evaluable_feeds
 from xrlflow.verify.layers import TIE, Layer, Layers, evaluate_layers
+from xrlflow.verify.noise import jumps_at
 from xrlflow.verify.runner import Array, Model
 
 _NOISE = 8.0
+# One evaluation in float32 may move a single element by nothing. The greatest of so many says more.
+_SLICE = 16
 # What NumPy raises for uses of an operator that our evaluator does not know.
 _FAILS = (ArithmeticError, AssertionError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
@@ -48,7 +51,7 @@ class Sample:
 class Apart:
     """How a tensor differs from another: by up to `most` steps of its scale, in `count` of `size` elements.
 
-    For a tensor of floats, `most` is absolute.
+    For a tensor of floats, `most` is absolute. It is infinite if the shapes differ, or NaN and infinities.
     """
 
     name: str
@@ -59,6 +62,10 @@ class Apart:
 
     @property
     def extent(self) -> str:
+        if self.most == float("inf"):
+            return (
+                f"in shape, or in what is NaN or infinite, in {share(self.count, self.size)} of its elements"
+            )
         unit = "" if self.floats else " step" if self.most == 1 else " steps"
         return f"by up to {self.most:.4g}{unit} in {share(self.count, self.size)} of its elements"
 
@@ -160,7 +167,7 @@ class Meaning:
     outputs: dict[Value, Array]
     given: dict[Value, Array]
     runs: list[dict[str, Array]] = field(default_factory=list)
-    _windows: dict[Value, float] = field(default_factory=dict)
+    _windows: dict[Value, Array] = field(default_factory=dict)
     _rounded: dict[Value, Array] = field(default_factory=dict)
 
     def showing(self, *, cut: bool) -> bytes:
@@ -173,27 +180,38 @@ class Meaning:
         given = {name + GIVEN: self.given[value] for value, name in self.model.cuts.items()}
         return {**self.sample.feeds, **given}
 
-    def window(self, value: Value) -> float:
-        """TIE, or 8 times what rounding to the declared types moves the numbers by, if that is more."""
+    def window(self, value: Value) -> Array:
+        """For each element TIE, or 8 times what rounding to the declared types moves the numbers around it by, if that
+        is more."""
         if value not in self._windows:
             others = {v: a for v, a in self.given.items() if v != value}
-            found, _ = self.model.evaluate(self.sample, [value], others, rounded=True)
+            found, _ = self._in_single(value, others)
             exact, moved = self.layers[value], found[value]
-            strays = 0.0
+            strays = np.zeros(exact.numbers.shape)
             if exact.offsets is not None and moved.offsets is not None:
                 shift = (
                     0 if exact.zero is None else shift_of(found[exact.zero].numbers, self.layers[exact.zero])
                 )
-                strays = float(np.max(np.abs(moved.steps - shift - exact.steps), initial=0.0))
-            self._windows[value] = max(TIE, _NOISE * strays)
+                strays = np.abs(moved.steps - shift - exact.steps)
+            self._windows[value] = np.maximum(TIE, _NOISE * around(strays, _SLICE))
         return self._windows[value]
 
     def rounded(self, value: Value) -> Array:
         """An output in the model's own precision, from the same quantised tensors."""
         if value not in self._rounded:
-            _, found = self.model.evaluate(self.sample, [value], self.given, rounded=True)
-            self._rounded[value] = found[value]
+            self._rounded[value] = self._in_single(value, self.given)[1][value]
         return self._rounded[value]
+
+    def _in_single(
+        self, value: Value, stops: Mapping[Value, Array]
+    ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
+        """Evaluate a part in float32. What jumps (Floor, a comparison) is exact: it is no noise if it falls the other
+        way."""
+        model = self.model
+        jumping = [node for node in model.layers.part([value], stops) if jumps_at(model.graph, node)]
+        outputs = {v for node in jumping for v in node.outputs} - {value, *self.layers}
+        _, exact = model.evaluate(self.sample, outputs, stops) if outputs else ({}, {})
+        return model.evaluate(self.sample, [value], {**stops, **exact}, rounded=True)
 
 
 def shift_of(zero: Array, exact: Layer) -> int:
@@ -380,8 +398,13 @@ def _apart(original: Meaning, value: Value, new: Layer, name: str) -> Apart | No
         wrong = exact.differs(new, original.window(value))
     if not wrong.any():
         return None
-    steps = np.abs(new.steps - exact.steps)[wrong].max()
-    return Apart(name, float(steps), int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
+    steps = most(np.abs(new.steps - exact.steps)[wrong])
+    return Apart(name, steps, int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
+
+
+def most(distances: Array) -> float:
+    """The greatest distance; infinite if one is NaN."""
+    return float(np.max(np.where(np.isnan(distances), np.inf, distances), initial=0.0))
 
 
 def distance(a: Array, b: Array) -> tuple[float, int, int]:
@@ -391,8 +414,9 @@ def distance(a: Array, b: Array) -> tuple[float, int, int]:
     wrong = a != b
     if a.dtype.kind not in "iufb":
         return float(wrong.any()), int(np.count_nonzero(wrong)), a.size
-    distance = np.abs(wide(a) - wide(b))
-    return float(np.max(distance[wrong], initial=0.0)), int(np.count_nonzero(wrong)), a.size
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(wide(a) - wide(b))
+    return most(distance[wrong]), int(np.count_nonzero(wrong)), a.size
 
 
 def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apart | None:

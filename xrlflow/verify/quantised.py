@@ -12,8 +12,9 @@ quantised inputs, those of the original's exact evaluation (integers and float64
 - Whole: if the outputs of whole models differ, the parts must explain them: the new model's own quantised tensors are
   what its parts make of those before them, or mean.
 
-Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window is 8 times what rounding to
-the declared types moves the numbers by, in our evaluation. The runtimes' own errors never count.
+Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window of each element is 8 times
+what rounding to the declared types moves the numbers around it by, in our evaluation. The runtimes' own errors never
+count.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from xrlflow.verify.meaning import (
     compared,
     distance,
     meaning_of,
+    most,
     output_apart,
     share,
     shift_of,
@@ -145,9 +147,9 @@ def _seen(
                 if other.shape == array.shape:
                     wrong = wrong & (array != other)
         if wrong.any():
-            steps = np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong].max()
+            steps = most(np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong])
             count = int(np.count_nonzero(wrong))
-            found.wrong.append(Apart(name, float(steps), count, wrong.size, exact.offsets is None))
+            found.wrong.append(Apart(name, steps, count, wrong.size, exact.offsets is None))
         differs = array != meaning.given[value]
         ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~strange))
         found.tally += Tally(0, array.size, ties, int(np.count_nonzero(strange & ~wrong)))
@@ -213,10 +215,11 @@ class Quantised:
         try:
             if layers.obstacle or not chosen:
                 raise Unjudged(layers.obstacle or "its exact evaluation takes too long")
-            meanings = _meanings(CutModel.of(model, imported), chosen)
+            meanings, left = _meanings(CutModel.of(model, imported), chosen)
             notes = base.notes
-            if len(meanings) < len(samples):
-                tried = f"{len(meanings)} of {len(samples)} sets of inputs"
+            left += len(samples) - len(chosen)
+            if left:
+                tried = f"{len(samples) - left} of {len(samples)} sets of inputs"
                 notes = (
                     *notes,
                     f"judged layer by layer on {tried}: the others take too long, or too much memory",
@@ -279,10 +282,11 @@ class Quantised:
     def _deviation(self, found: Mapping[str, Apart], copy: bytes) -> str:
         """The sentence on a runtime that does not compute what the original means."""
         worst = max(found.values(), key=lambda apart: (not apart.floats, apart.most))
-        count = len(self._meanings[0].model.cuts)
+        meaning = self._meanings[0]
+        count = len({*meaning.model.cuts, *meaning.outputs})
         text = (
             "ONNX Runtime on this processor does not compute what the original means: it differs in "
-            f"{len(found)} of {count} quantised tensors and the outputs, most in {worst}"
+            f"{len(found)} of {count} quantised tensors and outputs, most in {worst}"
         )
         if self._is_mended(copy):
             return (
@@ -425,20 +429,19 @@ def _is_explained(meaning: Meaning, whole: Sequence[Array], shown: Runner, cut: 
 
 
 def samples_of(known: Sequence[Known], cost: Callable[[Case], float]) -> list[Sample]:
-    """The cases that can be evaluated: tensors of finite numbers. Ordinary values come first, then cheap cases."""
+    """Cases of tensors whose outputs are defined everywhere. Ordinary values come first, then cheap cases."""
     found: list[tuple[bool, float, Sample]] = []
     for item in known:
         plain = all(len(parts) == 1 and not parts[0][0] for parts in item.outputs)
-        if plain and not item.licences and all(_is_finite(a) for a in item.case.feeds.values()):
+        tensors = all(isinstance(a, np.ndarray) for a in item.case.feeds.values())
+        if plain and tensors and all(licence is Licence.NONE for licence in item.licences):
             needed = cost(item.case)
             sample = Sample(item.case.feeds, [parts[0][1] for parts in item.outputs], needed)
             found.append((not item.case.values.ordinary, needed, sample))
     return [sample for _, _, sample in sorted(found, key=lambda entry: entry[:2])]
 
 
-def _is_finite(array: Any) -> bool:
-    if not isinstance(array, np.ndarray):
-        return False
+def _is_finite(array: Array) -> bool:
     return not is_float(array) or bool(np.isfinite(wide(array)).all())
 
 
@@ -453,16 +456,30 @@ def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
     return chosen
 
 
-def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[Meaning, ...]:
-    """What a model means on the first samples, as many as may be kept in memory. Raises Unjudged."""
+def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning, ...], int]:
+    """What a model means on the first samples, as many as may be kept in memory, and the number of the others.
+
+    A sample with NaN or infinities is no evidence, and left out, if a quantised tensor depends on them: what NaN is
+    rounded to is up to the runtime. Raises Unjudged.
+    """
     found: list[Meaning] = []
     kept = 0
-    for sample in samples:
+    for at, sample in enumerate(samples):
         if kept >= _MOST_ELEMENTS:
-            break
-        found.append(meaning_of(model, sample))
-        kept += sum(layer.numbers.size for layer in found[-1].layers.values())
-    return tuple(found)
+            return tuple(found), len(samples) - at
+        finite = all(map(_is_finite, sample.feeds.values()))
+        try:
+            meaning = meaning_of(model, sample)
+        except Unjudged:
+            if finite or not found:
+                raise
+            continue
+        if finite or all(map(_is_finite, (layer.steps for layer in meaning.layers.values()))):
+            found.append(meaning)
+            kept += sum(layer.numbers.size for layer in meaning.layers.values())
+    if not found:
+        raise Unjudged("its quantised numbers are NaN or infinite on these inputs")
+    return tuple(found), 0
 
 
 def _worst(found: Iterable[Sequence[Apart]]) -> dict[str, Apart]:
