@@ -240,6 +240,44 @@ def test_noise_in_one_channel_hides_no_fault_in_another(strange: str, c: float, 
     assert not verify(net_of(1), net_of(1.007)).verified
 
 
+@pytest.mark.parametrize(
+    "end", ["y = Identity(e)", "q2 = QuantizeLinear(e, t, z) y = DequantizeLinear(q2, t, z)"]
+)
+def test_what_a_new_model_rounds_worse_is_no_tolerance(end: str) -> None:
+    def net_of(middle: str) -> onnx.ModelProto:
+        text = f"""
+        g (float[n, 16] x) => (float[n, 16] y) {{
+          q = QuantizeLinear(x, s, z)
+          d = DequantizeLinear(q, s, z)
+          m = Mul(d, k)
+          {middle}
+          {end}
+        }}"""
+        scales = {"s": np.float32(0.0513), "t": np.float32(0.1), "k": np.float32(1.37)}
+        return model(text, **scales, z=np.uint8(128), c=np.float32(1e6))
+
+    assert verify(net_of("e = Identity(m)"), net_of("e = Identity(m)")).verified
+    assert not verify(net_of("e = Identity(m)"), net_of("a = Add(m, c) e = Sub(a, c)")).verified
+    assert verify(net_of("a = Add(m, c) e = Sub(a, c)"), net_of("e = Identity(m)")).verified
+
+
+def test_the_default_of_an_input_counts() -> None:
+    def with_default(k: float) -> onnx.ModelProto:
+        return model(
+            """g (float[n, 16] x, float k) => (float[n, 16] y) {
+              q = QuantizeLinear(x, s, z)
+              d = DequantizeLinear(q, s, z)
+              y = Mul(d, k)
+            }""",
+            s=np.float32(0.05),
+            z=np.uint8(128),
+            k=np.float32(k),
+        )
+
+    assert verify(with_default(1.37), with_default(1.37)).verified
+    assert not verify(with_default(1.37), with_default(1.4)).verified
+
+
 def test_a_guard_against_nan_is_looked_at() -> None:
     def guarded(guard: str, value: float = 0) -> onnx.ModelProto:
         text = f"""

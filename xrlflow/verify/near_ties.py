@@ -109,7 +109,8 @@ def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, toler
 def _within(x: Array, tolerance: Array, axis: int, a: Array, b: Array) -> Array:
     """Where x at the indices `a` of an axis may be x at the indices `b`."""
     apart = np.abs(np.take_along_axis(x, a, axis) - np.take_along_axis(x, b, axis))
-    return apart < np.take_along_axis(tolerance, a, axis) + np.take_along_axis(tolerance, b, axis)
+    allowed = np.take_along_axis(tolerance, a, axis) + np.take_along_axis(tolerance, b, axis)
+    return np.asarray(apart < allowed)
 
 
 def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: Array) -> Array | None:
