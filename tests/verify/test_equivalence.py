@@ -404,10 +404,10 @@ TINY = np.float32([1e-12])
 TIED = np.float32([[0, 1, 1 + 2e-7, 0.5]])
 
 
-def argmax(weight: np.ndarray) -> onnx.ModelProto:
+def argmax(weight: np.ndarray, z: np.ndarray = TINY) -> onnx.ModelProto:
     return model(
         "g (float[n, 4] x) => (int64[n] y) { p = Mul(x, z)\n s = Add(p, w)\n y = ArgMax<axis=1, keepdims=0>(s) }",
-        z=TINY,
+        z=z,
         w=weight,
     )
 
@@ -417,6 +417,8 @@ def test_integers_may_differ_at_proven_near_ties_only() -> None:
     found = verify(argmax(TIED), argmax(other))
     assert found.verified
     assert legs(found) == {Leg.TIE}
+    some = np.float32([1e-9])  # with x of 1000 there is no tie
+    assert legs(verify(argmax(TIED, some), argmax(other, some))) == {Leg.TIE}
     apart = np.float32([[0, 1.001, 1, 0.5]])
     assert not verify(argmax(apart), argmax(np.float32([[0, 1, 1.001, 0.5]]))).verified
 
