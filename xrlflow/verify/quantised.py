@@ -64,11 +64,13 @@ _MOST_ELEMENTS = 30_000_000
 @dataclass(frozen=True, slots=True)
 class Tally:
     """How the quantised tensors of a model compare with what they mean. `ties`: elements that a tie may explain;
-    `runtime`: those that are what ONNX Runtime makes of the original, though not what it means; `elements`: all."""
+    `rounded`: those that a wider window admits; `runtime`: those that are what ONNX Runtime makes of the original,
+    though not what it means; `elements`: all."""
 
     tensors: int = 0
     elements: int = 0
     ties: int = 0
+    rounded: int = 0
     runtime: int = 0
 
     def __add__(self, other: Tally) -> Tally:
@@ -76,6 +78,7 @@ class Tally:
             max(self.tensors, other.tensors),
             self.elements + other.elements,
             self.ties + other.ties,
+            self.rounded + other.rounded,
             self.runtime + other.runtime,
         )
 
@@ -83,10 +86,12 @@ class Tally:
         found = [
             f"{self.tensors} quantised tensors of {self.elements:,} elements are what the original means"
         ]
-        if not self.ties and not self.runtime:
+        if not (self.ties or self.rounded or self.runtime):
             return f"{found[0]}, exactly"
         if self.ties:
             found.append(f"{self.ties:,} elements within one step at rounding ties")
+        if self.rounded:
+            found.append(f"{self.rounded:,} as near as the types of their floats allow")
         if self.runtime:
             found.append(f"{self.runtime:,} as ONNX Runtime computes the original")
         return ", ".join(found)
@@ -140,7 +145,7 @@ def _seen(
         if array.shape != exact.numbers.shape:
             found.wrong.append(Apart(name, float("inf"), array.size, array.size))
             continue
-        strange, shift = _misses(meaning, run, value)
+        far, strange, shift = _misses(meaning, run, value)
         wrong = strange
         if strange.any():
             for other in others(value):
@@ -151,8 +156,9 @@ def _seen(
             count = int(np.count_nonzero(wrong))
             found.wrong.append(Apart(name, steps, count, wrong.size, exact.offsets is None))
         differs = array != meaning.given[value]
-        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~strange))
-        found.tally += Tally(0, array.size, ties, int(np.count_nonzero(strange & ~wrong)))
+        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~far))
+        rounded, runtime = np.count_nonzero(far & ~strange), np.count_nonzero(strange & ~wrong)
+        found.tally += Tally(0, array.size, ties, int(rounded), int(runtime))
     for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
         if value in meaning.layers:
             continue
@@ -163,15 +169,16 @@ def _seen(
     return found
 
 
-def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, int]:
-    """Where a tensor of a run is not what its part means, and how much larger its zero point is there."""
+def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
+    """Where a tensor of a run is not what its part means, within TIE and within its window, and how much larger its
+    zero point is there."""
     array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
     zero = exact.zero if exact.zero in meaning.model.cuts else None
     shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
-    wrong = exact.misses(array, TIE, shift)
-    if wrong.any() and exact.offsets is not None:
-        wrong = exact.misses(array, meaning.window(value), shift)
-    return wrong, shift
+    far = strange = exact.misses(array, TIE, shift)
+    if far.any() and exact.offsets is not None:
+        strange = exact.misses(array, meaning.window(value), shift)
+    return far, strange, shift
 
 
 # --- the original, and what is judged by it ---
