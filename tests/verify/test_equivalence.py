@@ -399,13 +399,15 @@ def test_a_reference_of_something_else_is_not_believed(monkeypatch: pytest.Monke
 
 # --- integers ---
 
+# Too small to change a sum, but the sum is rounded.
+TINY = np.float32([1e-12])
 TIED = np.float32([[0, 1, 1 + 2e-7, 0.5]])
 
 
-def argmax(weight: np.ndarray) -> onnx.ModelProto:
+def argmax(weight: np.ndarray, z: np.ndarray = TINY) -> onnx.ModelProto:
     return model(
         "g (float[n, 4] x) => (int64[n] y) { p = Mul(x, z)\n s = Add(p, w)\n y = ArgMax<axis=1, keepdims=0>(s) }",
-        z=np.float32([0]),
+        z=z,
         w=weight,
     )
 
@@ -415,6 +417,8 @@ def test_integers_may_differ_at_proven_near_ties_only() -> None:
     found = verify(argmax(TIED), argmax(other))
     assert found.verified
     assert legs(found) == {Leg.TIE}
+    some = np.float32([1e-9])  # with x of 1000 there is no tie
+    assert legs(verify(argmax(TIED, some), argmax(other, some))) == {Leg.TIE}
     apart = np.float32([[0, 1.001, 1, 0.5]])
     assert not verify(argmax(apart), argmax(np.float32([[0, 1, 1.001, 0.5]]))).verified
 
@@ -426,7 +430,7 @@ def test_ranks_and_rounding_at_near_ties() -> None:
               p = Mul(x, z)
               s = Add(p, w)
               v, y = TopK<axis=1>(s, k) }""",
-            z=np.float32([0]),
+            z=TINY,
             w=weight,
             k=np.int64([3]),
         )
@@ -439,7 +443,7 @@ def test_ranks_and_rounding_at_near_ties() -> None:
     def cast(offset: float, op: str = "t = Identity(s)") -> onnx.ModelProto:
         return model(
             f"g (float[n, 4] x) => (int32[n, 4] y) {{ p = Mul(x, z)\n s = Add(p, w)\n {op}\n y = Cast<to=6>(t) }}",
-            z=np.float32([0]),
+            z=TINY,
             w=np.float32([offset]),
         )
 
@@ -447,6 +451,33 @@ def test_ranks_and_rounding_at_near_ties() -> None:
     assert verify(cast(2.5, "t = Round(s)"), cast(2.5 + 3e-7, "t = Round(s)")).verified
     assert not verify(cast(2.9), cast(3)).verified
     assert not verify(cast(3), cast(5)).verified
+
+
+@pytest.mark.parametrize("op", ["y = ArgMax<axis=1>(s)", "v, y = TopK<axis=1>(s, k)"])
+def test_a_near_tie_is_one_of_its_own_element(op: str) -> None:
+    """One row of 1e8 says nothing of the others."""
+
+    def moved(by: float) -> onnx.ModelProto:
+        return model(
+            f"g (float[16, 10] x) => (int64[16, {2 if 'TopK' in op else 1}] y) {{ "
+            f"p = Mul(x, r)\n s = Add(p, w)\n {op} }}",
+            r=np.where(np.arange(16)[:, None] == 0, np.float32(1e8), np.float32(1)),
+            w=np.where((np.arange(16)[:, None] > 0) & (np.arange(10) == 3), np.float32(by), np.float32(0)),
+            k=np.int64([2]),
+        )
+
+    assert verify(moved(0), moved(0)).verified
+    assert not verify(moved(0), moved(2)).verified
+
+
+@pytest.mark.parametrize("s", ["s = Relu(x)", "s = Identity(x)", "b = Greater(x, h)\n s = Cast<to=1>(b)"])
+def test_of_equal_numbers_the_first_is_chosen(s: str) -> None:
+    def last(at: int) -> onnx.ModelProto:
+        op = f"y = ArgMax<axis=1, keepdims=0, select_last_index={at}>(s)"
+        return model(f"g (float[16, 4] x) => (int64[16] y) {{ {s}\n {op} }}", h=np.float32(0.5))
+
+    assert verify(last(0), last(0)).verified
+    assert not verify(last(0), last(1)).verified
 
 
 # --- what cannot be compared ---

@@ -122,6 +122,19 @@ def test_large_elements_do_not_hide_small_ones(scale: np.ndarray) -> None:
             )
 
 
+def test_in_narrow_floats_large_elements_hide_no_small_ones_either() -> None:
+    """The third of 16 channels is off by a tenth, beside one that is 300 times as large."""
+
+    def scaled(third: float) -> onnx.ModelProto:
+        scales = np.where(np.arange(16) == 0, 300, 1) * np.where(np.arange(16) == 3, third, 1)
+        return elementwise(
+            "a = Mul(x, m)\n y = Mul(a, k)", "float16", m=np.float16(scales), k=np.float16(0.7)
+        )
+
+    assert verify(scaled(1), scaled(1)).verified
+    assert not verify(scaled(1), scaled(1.1)).verified
+
+
 POOLED = "g (float[2, 3, 16, 16] x) => (float[2, 3, 9, 9] y) {{ p = Pad(x, pads, v)\n {}\n y = Neg(n) }}"
 PADS = np.int64([0, 0, 1, 1, 0, 0, 1, 1])
 

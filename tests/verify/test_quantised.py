@@ -207,6 +207,100 @@ def test_long_sums_in_float32_widen_the_window() -> None:
     assert not judge(a, model(text, **other)).passed
 
 
+@pytest.mark.parametrize(
+    ("strange", "c", "s", "k"),
+    [("t = Add(d, c) e = Sub(t, c)", 1e6, 0.03, 1), ("a = Abs(d) t = Mul(a, c) e = Floor(t)", -10, 0.1, 0.1)],
+    ids=["digits", "jumps"],
+)
+def test_noise_in_one_channel_hides_no_fault_in_another(strange: str, c: float, s: float, k: float) -> None:
+    """Digits that cancel and jumps of Floor, which float32 and float64 see differently, in channel 0."""
+    text = f"""
+    g (float[2, 8, 32] x) => (float[2, 8, 32] y) {{
+      q = QuantizeLinear(x, s, z)
+      d = DequantizeLinear(q, s, z)
+      {strange}
+      f = Where(first, e, d)
+      m = Mul(f, k)
+      q2 = QuantizeLinear(m, s, z)
+      y = DequantizeLinear(q2, s, z)
+    }}"""
+
+    def net_of(factor: float) -> onnx.ModelProto:
+        first = np.arange(8).reshape(8, 1) == 0
+        return model(
+            text,
+            s=np.float32(s),
+            z=np.uint8(128),
+            c=np.float32(c),
+            first=first,
+            k=np.where(first, np.float32(k), np.float32(factor)),
+        )
+
+    assert verify(net_of(1), net_of(1)).verified
+    assert not verify(net_of(1), net_of(1.007)).verified
+
+
+@pytest.mark.parametrize(
+    "end", ["y = Identity(e)", "q2 = QuantizeLinear(e, t, z) y = DequantizeLinear(q2, t, z)"]
+)
+def test_what_a_new_model_rounds_worse_is_no_tolerance(end: str) -> None:
+    def net_of(middle: str) -> onnx.ModelProto:
+        text = f"""
+        g (float[n, 16] x) => (float[n, 16] y) {{
+          q = QuantizeLinear(x, s, z)
+          d = DequantizeLinear(q, s, z)
+          m = Mul(d, k)
+          {middle}
+          {end}
+        }}"""
+        scales = {"s": np.float32(0.0513), "t": np.float32(0.1), "k": np.float32(1.37)}
+        return model(text, **scales, z=np.uint8(128), c=np.float32(1e6))
+
+    assert verify(net_of("e = Identity(m)"), net_of("e = Identity(m)")).verified
+    assert not verify(net_of("e = Identity(m)"), net_of("a = Add(m, c) e = Sub(a, c)")).verified
+    rounding = net_of("a = Add(m, c) e = Sub(a, c)")
+    assert verify(rounding, net_of("e = Identity(m)")).verified
+    if "q2" in end:
+        assert "as near as the types of their floats allow" in verify(rounding, rounding).notes[-1]
+
+
+def test_the_default_of_an_input_counts() -> None:
+    def with_default(k: float) -> onnx.ModelProto:
+        return model(
+            """g (float[n, 16] x, float k) => (float[n, 16] y) {
+              q = QuantizeLinear(x, s, z)
+              d = DequantizeLinear(q, s, z)
+              y = Mul(d, k)
+            }""",
+            s=np.float32(0.05),
+            z=np.uint8(128),
+            k=np.float32(k),
+        )
+
+    assert verify(with_default(1.37), with_default(1.37)).verified
+    assert not verify(with_default(1.37), with_default(1.4)).verified
+
+
+def test_a_guard_against_nan_is_looked_at() -> None:
+    def guarded(guard: str, value: float = 0) -> onnx.ModelProto:
+        text = f"""
+        g (float[n, 16] x) => (float[n, 16] y) {{
+          {guard}
+          q = QuantizeLinear(f, s, z)
+          y = DequantizeLinear(q, s, z)
+        }}"""
+        return model(text, s=np.float32(0.05), z=np.uint8(128), v=np.float32(value))
+
+    where = "n = IsNaN(x) f = Where(n, v, x)"
+    assert verify(guarded(where), guarded(where)).verified
+    assert not verify(guarded(where), guarded(where, 1)).verified
+    lost = verify(guarded(where), guarded("f = Identity(x)"))
+    assert not lost.verified
+    assert "in what is NaN or infinite" in lost.failures[0]
+    unguarded = guarded("f = Identity(x)")
+    assert verify(unguarded, unguarded).verified, "what NaN is rounded to is up to the runtime"
+
+
 # --- pairs whose quantised tensors are not the same ---
 
 POOL = """
@@ -435,7 +529,7 @@ def test_what_the_runtime_makes_of_the_original_is_right_too() -> None:
     found = original(soft())
     varies, differs = found.notes
     assert "the original's own results vary by up to 0.0039" in varies
-    assert "does not compute what the original means: it differs in 1 of 2 quantised tensors" in differs
+    assert "does not compute what the original means: it differs in 1 of 3 quantised tensors" in differs
     assert "'q2' by up to 1 step" in differs
     assert differs.endswith("with its optimisations off it computes what is meant")
     same = found.judge(soft().SerializeToString())

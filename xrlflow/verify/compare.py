@@ -4,7 +4,7 @@ An output is compared with a target `y`, by its largest element and element by e
 
     all elements   max |new - y| <= 4 max noise + eps max |y|        y: our float64 evaluation
                    max |new - y| <= 8 max(max noise, eps max |y|)    y: an output of the original
-    each element   |new - y| <= 1024 noise + 2^-10 |y| + 8 grid
+    each element   |new - y| <= 1024 noise + 2^-10 |y| + 8 grid      narrow floats: 32 noise + 4 eps |y| + 8 grid
 
 `noise` is how far rounding moves each element of the original. At first it is what one pair of the original's results
 shows (in ONNX Runtime and in float64; without float64: with ONNX Runtime's optimisations and without), but at most
@@ -25,7 +25,8 @@ Each slice of 64 elements or more, at an index of an axis, is judged by its own 
 
     |new - y| in the slice <= 16 noise in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
-That notices a channel that lost its bias. Slices and elements can only make an output fail.
+(8 noise for narrow floats). That notices a channel that lost its bias. Slices and elements can only make an output
+fail.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ EPS, _DOUBLE_EPS = 2.0**-20, 2.0**-36
 _LEAST_SLICE = 64
 _SLICE_ERROR, _SCALE = 16.0, 2.0**-10
 _GRID, _COARSEST_GRID = 8.0, 2.0**-24
-# A few samples may show an element much less noise than it has.
+# A few samples may show an element much less noise than it has. In narrow floats 1024 times is more than the element.
 _ELEMENT_ERROR = 1024.0
+_NARROW_SLICE, _NARROW_ELEMENT = 8.0, 32.0
 # The part of the magnitudes around an element that one difference may show as noise, as a multiple of eps.
 _UNPROVEN = 16.0
 
@@ -117,7 +119,7 @@ class Yardstick:
         if self.other is None or self.leg is Leg.PLAIN:
             return y, np.zeros(a.shape)
         eps = epsilon(self.original)
-        limit = (4 if eps > EPS else _UNPROVEN) * eps * _around(_finite(y))
+        limit = (4 if eps > EPS else _UNPROVEN) * eps * around(_finite(y))
         return y, np.minimum(_distance(a, wide(self.other)), limit)
 
 
@@ -212,12 +214,14 @@ def _scale(y: Array) -> float:
     return _max(_finite(y))
 
 
-def _around(magnitude: Array) -> Array:
-    """For each element, the least of the largest magnitudes in the slices that it is in, one along each axis."""
+def around(magnitude: Array, least: int = 1) -> Array:
+    """For each element, the least of the largest magnitudes in the slices of at least `least` elements that it is in,
+    one along each axis."""
     found = np.full(magnitude.shape, _max(magnitude))
-    for axis in range(magnitude.ndim if magnitude.size else 0):
+    for axis, length in enumerate(magnitude.shape if magnitude.size else ()):
         others = tuple(i for i in range(magnitude.ndim) if i != axis)
-        found = np.minimum(found, magnitude.max(others, keepdims=True))
+        if magnitude.size // length >= least:
+            found = np.minimum(found, magnitude.max(others, keepdims=True))
     return found
 
 
@@ -308,6 +312,7 @@ def _worst_slice(
     `noise` is added to the tolerance of every element.
     """
     magnitude = _finite(y)
+    factor = _SLICE_ERROR if eps <= EPS else _NARROW_SLICE
     floor = eps / 8 * _max(magnitude) + noise
     found: tuple[tuple[int, ...], float, float, str] | None = None
     excess = 1.0
@@ -316,7 +321,7 @@ def _worst_slice(
             continue
         others = tuple(i for i in range(error.ndim) if i != axis)
         errors, owns, scales = error.max(others), own.max(others), magnitude.max(others)
-        limits = _SLICE_ERROR * owns + _SCALE * scales + floor
+        limits = factor * owns + _SCALE * scales + floor
         at = int(np.argmax(errors / limits))
         if errors[at] > excess * limits[at]:
             excess = float(errors[at] / limits[at])
@@ -332,7 +337,11 @@ def _worst_element(
 ) -> tuple[tuple[int, ...], float, float, str] | None:
     """The element that exceeds its own tolerance most, as `_worst_slice` has it. None if none does."""
     scale = max(_SCALE, 4 * float(_finfo(original).eps))
-    limits = _ELEMENT_ERROR * noise + scale * _finite(y) + floor
+    if epsilon(original) <= EPS:
+        known = _ELEMENT_ERROR * noise
+    else:
+        known = np.maximum(_NARROW_ELEMENT * noise, 2 * around(noise))
+    limits = known + scale * _finite(y) + floor
     index = _greatest(error / limits)
     if error[index] <= limits[index]:
         return None

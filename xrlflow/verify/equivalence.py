@@ -795,13 +795,13 @@ def _mismatch(a: Array, b: Array | None) -> Judgement | None:
 
 
 def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
-    """Keep the worse of two results for an output, and the greater difference."""
+    """Keep the worse of two results for an output (a near-tie is worse than none), and the greater difference."""
     old = reports.get(report.name)
     if old is None:
         reports[report.name] = report
         return
     difference = max(old.judgement.difference, report.judgement.difference)
-    worse = report if report.judgement.ratio > old.judgement.ratio else old
+    worse = max(old, report, key=lambda r: (r.judgement.ratio, r.judgement.leg is Leg.TIE))
     judgement = replace(worse.judgement, difference=difference)
     reports[report.name] = replace(worse, judgement=judgement, sides=old.sides | report.sides)
 

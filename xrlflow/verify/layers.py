@@ -50,7 +50,7 @@ class Layer:
         value = self.numbers.astype(np.float64)
         return value if self.offsets is None else value + self.offsets
 
-    def misses(self, other: Array, window: float, shift: int = 0) -> Array:
+    def misses(self, other: Array, window: Array | float, shift: int = 0) -> Array:
         """Where `other` is no rounding of a number within `window` of what was rounded.
 
         `shift`: how much larger the zero point of `other` is.
@@ -61,12 +61,12 @@ class Layer:
         value = other.astype(np.float64) - shift
         least, most = limits(self.numbers.dtype)
         steps = self.steps
-        found = (value < np.rint(steps - window)) | (value > np.rint(steps + window))
+        found = ~((np.rint(steps - window) <= value) & (value <= np.rint(steps + window)))
         if shift:  # what is clamped there need not be so here
             found &= (other != least) & (other != most)
         return np.asarray(found)
 
-    def differs(self, other: Layer, window: float) -> Array:
+    def differs(self, other: Layer, window: Array | float) -> Array:
         """Where another layer is rounded from other numbers. The zero points are equal."""
         if self.offsets is None or other.offsets is None:
             return self.misses(other.numbers, window)

@@ -20,13 +20,16 @@ from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.tensors import same_content
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.tensors import dtype_of
-from xrlflow.verify.compare import Leg, Yardstick, is_float, judge_floats, wide
+from xrlflow.verify.compare import Leg, Yardstick, around, is_float, judge_floats, wide
 from xrlflow.verify.cuts import GIVEN, Uncut, as_proto, showing, spelt_out
-from xrlflow.verify.inputs import evaluable_feeds
+from xrlflow.verify.inputs import evaluable_feeds, input_values
 from xrlflow.verify.layers import TIE, Layer, Layers, evaluate_layers
+from xrlflow.verify.noise import jumps_at
 from xrlflow.verify.runner import Array, Model
 
 _NOISE = 8.0
+# One evaluation in float32 may move a single element by nothing. The greatest of so many says more.
+_SLICE = 16
 # What NumPy raises for uses of an operator that our evaluator does not know.
 _FAILS = (ArithmeticError, AssertionError, IndexError, KeyError, MemoryError, TypeError, ValueError)
 
@@ -48,7 +51,7 @@ class Sample:
 class Apart:
     """How a tensor differs from another: by up to `most` steps of its scale, in `count` of `size` elements.
 
-    For a tensor of floats, `most` is absolute.
+    For a tensor of floats, `most` is absolute. It is infinite if the shapes differ, or NaN and infinities.
     """
 
     name: str
@@ -59,6 +62,10 @@ class Apart:
 
     @property
     def extent(self) -> str:
+        if self.most == float("inf"):
+            return (
+                f"in shape, or in what is NaN or infinite, in {share(self.count, self.size)} of its elements"
+            )
         unit = "" if self.floats else " step" if self.most == 1 else " steps"
         return f"by up to {self.most:.4g}{unit} in {share(self.count, self.size)} of its elements"
 
@@ -152,6 +159,9 @@ class Meaning:
 
     `given`: what its parts get in place of their quantised inputs. `runs`: what ONNX Runtime makes of the parts, at
     several levels, the user's first; by the names of the cuts and outputs.
+
+    `original`: of a new model, what it is judged by. `of`: the values of the original that its tensors and outputs are;
+    `spare`: tensors that only the original has.
     """
 
     model: CutModel
@@ -159,9 +169,12 @@ class Meaning:
     layers: dict[Value, Layer]
     outputs: dict[Value, Array]
     given: dict[Value, Array]
+    original: Meaning | None = None
+    of: Mapping[Value, Value] = field(default_factory=dict)
+    spare: Sequence[Value] = ()
     runs: list[dict[str, Array]] = field(default_factory=list)
-    _windows: dict[Value, float] = field(default_factory=dict)
-    _rounded: dict[Value, Array] = field(default_factory=dict)
+    _windows: dict[Value, Array] = field(default_factory=dict)
+    _noise: dict[Value, Array] = field(default_factory=dict)
 
     def showing(self, *, cut: bool) -> bytes:
         """A copy that shows the quantised tensors."""
@@ -173,27 +186,56 @@ class Meaning:
         given = {name + GIVEN: self.given[value] for value, name in self.model.cuts.items()}
         return {**self.sample.feeds, **given}
 
-    def window(self, value: Value) -> float:
-        """TIE, or 8 times what rounding to the declared types moves the numbers by, if that is more."""
+    def window(self, value: Value) -> Array:
+        """For each element TIE, or 8 times what rounding to the declared types moves the numbers around it by, if that
+        is more.
+
+        The rounding of a new model counts only as far as the original's part rounds as well, or tensors that it has in
+        addition do: the new part may be as long as these together.
+        """
         if value not in self._windows:
-            others = {v: a for v, a in self.given.items() if v != value}
-            found, _ = self.model.evaluate(self.sample, [value], others, rounded=True)
-            exact, moved = self.layers[value], found[value]
-            strays = 0.0
-            if exact.offsets is not None and moved.offsets is not None:
-                shift = (
-                    0 if exact.zero is None else shift_of(found[exact.zero].numbers, self.layers[exact.zero])
-                )
-                strays = float(np.max(np.abs(moved.steps - shift - exact.steps), initial=0.0))
-            self._windows[value] = max(TIE, _NOISE * strays)
+            self._windows[value] = (
+                self._judged_by(self.original, value) if self.original else self._own(value)
+            )
         return self._windows[value]
 
-    def rounded(self, value: Value) -> Array:
-        """An output in the model's own precision, from the same quantised tensors."""
-        if value not in self._rounded:
-            _, found = self.model.evaluate(self.sample, [value], self.given, rounded=True)
-            self._rounded[value] = found[value]
-        return self._rounded[value]
+    def _judged_by(self, original: Meaning, value: Value) -> Array:
+        u = self.of[value]
+        least = original.window(u) if u in original.layers else np.asarray(TIE)
+        most = max((float(original.window(v).max(initial=TIE)) for v in self.spare), default=TIE)
+        return np.maximum(least, np.minimum(self._own(value), most)) if most > TIE else least
+
+    def _own(self, value: Value) -> Array:
+        others = {v: a for v, a in self.given.items() if v != value}
+        found, _ = self._in_single(value, others)
+        exact, moved = self.layers[value], found[value]
+        strays = np.zeros(exact.numbers.shape)
+        if exact.offsets is not None and moved.offsets is not None:
+            shift = 0 if exact.zero is None else shift_of(found[exact.zero].numbers, self.layers[exact.zero])
+            strays = np.abs(moved.steps - shift - exact.steps)
+        return np.maximum(TIE, _NOISE * around(strays, _SLICE))
+
+    def noise(self, value: Value) -> Array:
+        """How far the declared types move an output of floats, from the same quantised tensors: in the original."""
+        if self.original is not None:
+            return self.original.noise(self.of[value])
+        if value not in self._noise:
+            rounded = self._in_single(value, self.given)[1][value]
+            with np.errstate(invalid="ignore"):
+                moved = np.abs(wide(rounded) - wide(self.outputs[value]))
+            self._noise[value] = np.where(np.isfinite(moved), moved, 0.0)
+        return self._noise[value]
+
+    def _in_single(
+        self, value: Value, stops: Mapping[Value, Array]
+    ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
+        """Evaluate a part in float32. What jumps (Floor, a comparison) is exact: it is no noise if it falls the other
+        way."""
+        model = self.model
+        jumping = [node for node in model.layers.part([value], stops) if jumps_at(model.graph, node)]
+        outputs = {v for node in jumping for v in node.outputs} - {value, *self.layers}
+        _, exact = model.evaluate(self.sample, outputs, stops) if outputs else ({}, {})
+        return model.evaluate(self.sample, [value], {**stops, **exact}, rounded=True)
 
 
 def shift_of(zero: Array, exact: Layer) -> int:
@@ -233,6 +275,10 @@ def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
     nodes = {node.key: node for node in a.graph.nodes()}
     named = {a.name(v): v for v in a.layers.tensors}
     of = {value: value for value in b.graph.inputs}
+    for name, value in input_values(b.imported).items():
+        default, before = b.imported.overridable.get(name), a.imported.overridable.get(name)
+        if default is not None and before is not None and not same_content(before, default):
+            of[value] = Value(-value)
     for value, const in b.graph.leaves.consts.items():
         # Large constants have the same number if samples of them are equal.
         other = a.graph.leaves.consts.get(value)
@@ -303,7 +349,9 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
         v: others[v] if v in others else layers[v].numbers if v in layers else original.outputs[u]
         for v, u in outputs.items()
     }
-    found = Comparison(Meaning(b, original.sample, layers, results, given), pairs)
+    spare = [u for u in original.layers if u not in taken]
+    meaning = Meaning(b, original.sample, layers, results, given, original, {**pairs.of, **outputs}, spare)
+    found = Comparison(meaning, pairs)
     for v in pairs.claimed:
         found.add(_apart(original, pairs.of[v], layers[v], b.name(v)))
     for v, u in outputs.items():
@@ -311,7 +359,7 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
             found.add(output_apart(original, u, results[v], original.outputs[u]))
     for apart in _unlike(original, found, taken):
         found.add(apart)
-    found.left.update((a.name(v), x.numbers.dtype) for v, x in original.layers.items() if v not in taken)
+    found.left.update((a.name(v), original.layers[v].numbers.dtype) for v in spare)
     found.new.update((b.name(v), x.numbers.dtype) for v, x in layers.items() if not pairs.known(v))
     return found
 
@@ -380,8 +428,13 @@ def _apart(original: Meaning, value: Value, new: Layer, name: str) -> Apart | No
         wrong = exact.differs(new, original.window(value))
     if not wrong.any():
         return None
-    steps = np.abs(new.steps - exact.steps)[wrong].max()
-    return Apart(name, float(steps), int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
+    steps = most(np.abs(new.steps - exact.steps)[wrong])
+    return Apart(name, steps, int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
+
+
+def most(distances: Array) -> float:
+    """The greatest distance; infinite if one is NaN."""
+    return float(np.max(np.where(np.isnan(distances), np.inf, distances), initial=0.0))
 
 
 def distance(a: Array, b: Array) -> tuple[float, int, int]:
@@ -391,8 +444,9 @@ def distance(a: Array, b: Array) -> tuple[float, int, int]:
     wrong = a != b
     if a.dtype.kind not in "iufb":
         return float(wrong.any()), int(np.count_nonzero(wrong)), a.size
-    distance = np.abs(wide(a) - wide(b))
-    return float(np.max(distance[wrong], initial=0.0)), int(np.count_nonzero(wrong)), a.size
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(wide(a) - wide(b))
+    return most(distance[wrong]), int(np.count_nonzero(wrong)), a.size
 
 
 def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apart | None:
@@ -403,10 +457,7 @@ def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apa
     dtype = exact.sample.outputs[exact.model.graph.outputs.index(value)].dtype
     if not is_float(np.empty(0, dtype)):
         return Apart(name, *distance(new, target)) if (new != target).any() else None
-    with np.errstate(invalid="ignore"):
-        moved = wide(exact.rounded(value)) - wide(exact.outputs[value])
-    moved = np.where(np.isfinite(moved), moved, 0.0)
-    yardstick = Yardstick(Leg.FLOAT64, target.astype(dtype), wide(target), noise=np.abs(moved))
+    yardstick = Yardstick(Leg.FLOAT64, target.astype(dtype), wide(target), noise=exact.noise(value))
     if judge_floats(yardstick, new.astype(dtype)).passed:
         return None
     return Apart(name, *distance(wide(new), wide(target)), True)

@@ -3,8 +3,8 @@
 For each element that differs, one of two proofs is needed:
 
 - By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats. The floats are evaluated in float64, and
-  the other integer is as good a choice within their tolerance (4 times the rounding error of our own evaluation, plus
-  2^-20 of the greatest).
+  the other integer is as good a choice if each float may be off by 8 times its own noise: how far rounding moves that
+  element. Floats that are never rounded leave no choice: of equal ones, ONNX says which comes first.
 - By the original: at another optimisation level, or with its inputs moved to neighbouring floats, it gives the same
   integer as the new model.
 
@@ -19,13 +19,16 @@ import numpy as np
 
 from xrlflow.ir import FLOATS, INTEGERS, Graph, Node, Value
 from xrlflow.onnxio import ImportedModel
-from xrlflow.verify.compare import EPS, wide
+from xrlflow.verify.compare import wide
 from xrlflow.verify.inputs import Case
+from xrlflow.verify.noise import rounding_noise
 from xrlflow.verify.reference import NoReference, evaluate, evaluate_rounded
 from xrlflow.verify.runner import Array
 
 # Operators that keep all elements in their order.
 _SAME_ORDER = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+# A few samples may show an element less noise than it has.
+_NOISE = 8.0
 _ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
 
 
@@ -71,14 +74,12 @@ def _by_value(imported: ImportedModel, case: Case, value: Value, original: Array
     try:
         exact = evaluate(imported, case, (source,))[0]
         rounded = wide(evaluate_rounded(imported, case, (source,))[0])
+        noise = rounding_noise(imported, case, (source,))[0]
     except NoReference:
         return None
     if exact.shape != rounded.shape or not np.isfinite(exact).all() or not np.isfinite(rounded).all():
         return None
-    tolerance = 4 * float(np.max(np.abs(rounded - exact), initial=0.0)) + EPS * float(
-        np.max(np.abs(exact), initial=0.0)
-    )
-    found = judge(chain, exact, original, new, tolerance)
+    found = judge(chain, exact, original, new, _NOISE * np.maximum(noise, np.abs(rounded - exact)))
     return None if found is None else found.reshape(original.shape)
 
 
@@ -93,7 +94,7 @@ def _axis(node: Node, default: int, rank: int) -> int:
     return axis % rank if isinstance(axis, int) and rank else 0
 
 
-def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: float) -> Array | None:
+def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: Array) -> Array | None:
     node = chain[0]
     axis = _axis(node, 0, x.ndim)
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
@@ -101,12 +102,18 @@ def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, toler
         return None
     chosen = new.reshape(shape).astype(np.int64)
     inside = (chosen >= 0) & (chosen < x.shape[axis])
-    taken = np.take_along_axis(x, np.where(inside, chosen, 0), axis)
-    best = x.max(axis, keepdims=True) - taken if node.op == "ArgMax" else taken - x.min(axis, keepdims=True)
-    return np.asarray(inside & (best <= tolerance))
+    best = np.expand_dims(x.argmax(axis) if node.op == "ArgMax" else x.argmin(axis), axis)
+    return np.asarray(inside & _within(x, tolerance, axis, np.where(inside, chosen, 0), best))
 
 
-def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: float) -> Array | None:
+def _within(x: Array, tolerance: Array, axis: int, a: Array, b: Array) -> Array:
+    """Where x at the indices `a` of an axis may be x at the indices `b`."""
+    apart = np.abs(np.take_along_axis(x, a, axis) - np.take_along_axis(x, b, axis))
+    allowed = np.take_along_axis(tolerance, a, axis) + np.take_along_axis(tolerance, b, axis)
+    return np.asarray(apart < allowed)
+
+
+def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: Array) -> Array | None:
     axis = _axis(chain[0], -1, x.ndim)
     count = new.size // max(1, x.size // x.shape[axis]) if x.size else 0
     shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
@@ -118,12 +125,11 @@ def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolera
     # A ranking has no index twice.
     ordered = np.sort(chosen, axis)
     distinct = (np.diff(ordered, axis=axis) != 0).all(axis, keepdims=True)
-    apart = np.abs(np.take_along_axis(x, chosen, axis) - np.take_along_axis(x, old, axis))
-    return np.asarray(inside & distinct & (apart <= tolerance))
+    return np.asarray(inside & distinct & _within(x, tolerance, axis, chosen, old))
 
 
 def _truncated(
-    chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: float
+    chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: Array
 ) -> Array | None:
     if x.size != new.size:
         return None

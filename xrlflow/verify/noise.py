@@ -62,10 +62,11 @@ def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value])
 
 def jumps(graph: Graph, value: Value) -> bool:
     """Whether a value depends on floats through something that jumps, so that a moved input may change it at will."""
-    return any(_jumps(graph, node) for node in part_for(graph, (value,)).nodes())
+    return any(jumps_at(graph, node) for node in part_for(graph, (value,)).nodes())
 
 
-def _jumps(graph: Graph, node: Node) -> bool:
+def jumps_at(graph: Graph, node: Node) -> bool:
+    """Whether one operator jumps where its floats are moved."""
     floats = any(v != ABSENT and graph.type(v).dtype in FLOATS for v in node.inputs)
     steps = node.op in _JUMPING or any(type.dtype not in FLOATS for type in node.types)
     return (floats and steps and node.op not in ("Shape", "Size")) or _bodies_jump(node)
@@ -73,7 +74,7 @@ def _jumps(graph: Graph, node: Node) -> bool:
 
 def _bodies_jump(node: Node) -> bool:
     bodies = [attr.graph for attr in node.attrs.values() if isinstance(attr, Body)]
-    return any(_jumps(body, inner) for body in bodies for inner in body.nodes())
+    return any(jumps_at(body, inner) for body in bodies for inner in body.nodes())
 
 
 def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:

@@ -12,8 +12,9 @@ quantised inputs, those of the original's exact evaluation (integers and float64
 - Whole: if the outputs of whole models differ, the parts must explain them: the new model's own quantised tensors are
   what its parts make of those before them, or mean.
 
-Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window is 8 times what rounding to
-the declared types moves the numbers by, in our evaluation. The runtimes' own errors never count.
+Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window of each element is 8 times
+what rounding to the declared types moves the numbers around it by, in our evaluation. The runtimes' own errors never
+count.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from xrlflow.verify.meaning import (
     compared,
     distance,
     meaning_of,
+    most,
     output_apart,
     share,
     shift_of,
@@ -62,11 +64,13 @@ _MOST_ELEMENTS = 30_000_000
 @dataclass(frozen=True, slots=True)
 class Tally:
     """How the quantised tensors of a model compare with what they mean. `ties`: elements that a tie may explain;
-    `runtime`: those that are what ONNX Runtime makes of the original, though not what it means; `elements`: all."""
+    `rounded`: those that a wider window admits; `runtime`: those that are what ONNX Runtime makes of the original,
+    though not what it means; `elements`: all."""
 
     tensors: int = 0
     elements: int = 0
     ties: int = 0
+    rounded: int = 0
     runtime: int = 0
 
     def __add__(self, other: Tally) -> Tally:
@@ -74,6 +78,7 @@ class Tally:
             max(self.tensors, other.tensors),
             self.elements + other.elements,
             self.ties + other.ties,
+            self.rounded + other.rounded,
             self.runtime + other.runtime,
         )
 
@@ -81,10 +86,12 @@ class Tally:
         found = [
             f"{self.tensors} quantised tensors of {self.elements:,} elements are what the original means"
         ]
-        if not self.ties and not self.runtime:
+        if not (self.ties or self.rounded or self.runtime):
             return f"{found[0]}, exactly"
         if self.ties:
             found.append(f"{self.ties:,} elements within one step at rounding ties")
+        if self.rounded:
+            found.append(f"{self.rounded:,} as near as the types of their floats allow")
         if self.runtime:
             found.append(f"{self.runtime:,} as ONNX Runtime computes the original")
         return ", ".join(found)
@@ -138,19 +145,20 @@ def _seen(
         if array.shape != exact.numbers.shape:
             found.wrong.append(Apart(name, float("inf"), array.size, array.size))
             continue
-        strange, shift = _misses(meaning, run, value)
+        far, strange, shift = _misses(meaning, run, value)
         wrong = strange
         if strange.any():
             for other in others(value):
                 if other.shape == array.shape:
                     wrong = wrong & (array != other)
         if wrong.any():
-            steps = np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong].max()
+            steps = most(np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong])
             count = int(np.count_nonzero(wrong))
-            found.wrong.append(Apart(name, float(steps), count, wrong.size, exact.offsets is None))
+            found.wrong.append(Apart(name, steps, count, wrong.size, exact.offsets is None))
         differs = array != meaning.given[value]
-        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~strange))
-        found.tally += Tally(0, array.size, ties, int(np.count_nonzero(strange & ~wrong)))
+        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~far))
+        rounded, runtime = np.count_nonzero(far & ~strange), np.count_nonzero(strange & ~wrong)
+        found.tally += Tally(0, array.size, ties, int(rounded), int(runtime))
     for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
         if value in meaning.layers:
             continue
@@ -161,15 +169,16 @@ def _seen(
     return found
 
 
-def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, int]:
-    """Where a tensor of a run is not what its part means, and how much larger its zero point is there."""
+def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
+    """Where a tensor of a run is not what its part means, within TIE and within its window, and how much larger its
+    zero point is there."""
     array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
     zero = exact.zero if exact.zero in meaning.model.cuts else None
     shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
-    wrong = exact.misses(array, TIE, shift)
-    if wrong.any() and exact.offsets is not None:
-        wrong = exact.misses(array, meaning.window(value), shift)
-    return wrong, shift
+    far = strange = exact.misses(array, TIE, shift)
+    if far.any() and exact.offsets is not None:
+        strange = exact.misses(array, meaning.window(value), shift)
+    return far, strange, shift
 
 
 # --- the original, and what is judged by it ---
@@ -213,10 +222,11 @@ class Quantised:
         try:
             if layers.obstacle or not chosen:
                 raise Unjudged(layers.obstacle or "its exact evaluation takes too long")
-            meanings = _meanings(CutModel.of(model, imported), chosen)
+            meanings, left = _meanings(CutModel.of(model, imported), chosen)
             notes = base.notes
-            if len(meanings) < len(samples):
-                tried = f"{len(meanings)} of {len(samples)} sets of inputs"
+            left += len(samples) - len(chosen)
+            if left:
+                tried = f"{len(samples) - left} of {len(samples)} sets of inputs"
                 notes = (
                     *notes,
                     f"judged layer by layer on {tried}: the others take too long, or too much memory",
@@ -279,10 +289,11 @@ class Quantised:
     def _deviation(self, found: Mapping[str, Apart], copy: bytes) -> str:
         """The sentence on a runtime that does not compute what the original means."""
         worst = max(found.values(), key=lambda apart: (not apart.floats, apart.most))
-        count = len(self._meanings[0].model.cuts)
+        meaning = self._meanings[0]
+        count = len({*meaning.model.cuts, *meaning.outputs})
         text = (
             "ONNX Runtime on this processor does not compute what the original means: it differs in "
-            f"{len(found)} of {count} quantised tensors and the outputs, most in {worst}"
+            f"{len(found)} of {count} quantised tensors and outputs, most in {worst}"
         )
         if self._is_mended(copy):
             return (
@@ -425,20 +436,19 @@ def _is_explained(meaning: Meaning, whole: Sequence[Array], shown: Runner, cut: 
 
 
 def samples_of(known: Sequence[Known], cost: Callable[[Case], float]) -> list[Sample]:
-    """The cases that can be evaluated: tensors of finite numbers. Ordinary values come first, then cheap cases."""
+    """Cases of tensors whose outputs are defined everywhere. Ordinary values come first, then cheap cases."""
     found: list[tuple[bool, float, Sample]] = []
     for item in known:
         plain = all(len(parts) == 1 and not parts[0][0] for parts in item.outputs)
-        if plain and not item.licences and all(_is_finite(a) for a in item.case.feeds.values()):
+        tensors = all(isinstance(a, np.ndarray) for a in item.case.feeds.values())
+        if plain and tensors and all(licence is Licence.NONE for licence in item.licences):
             needed = cost(item.case)
             sample = Sample(item.case.feeds, [parts[0][1] for parts in item.outputs], needed)
             found.append((not item.case.values.ordinary, needed, sample))
     return [sample for _, _, sample in sorted(found, key=lambda entry: entry[:2])]
 
 
-def _is_finite(array: Any) -> bool:
-    if not isinstance(array, np.ndarray):
-        return False
+def _is_finite(array: Array) -> bool:
     return not is_float(array) or bool(np.isfinite(wide(array)).all())
 
 
@@ -453,16 +463,30 @@ def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
     return chosen
 
 
-def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[Meaning, ...]:
-    """What a model means on the first samples, as many as may be kept in memory. Raises Unjudged."""
+def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning, ...], int]:
+    """What a model means on the first samples, as many as may be kept in memory, and the number of the others.
+
+    A sample with NaN or infinities is no evidence, and left out, if a quantised tensor depends on them: what NaN is
+    rounded to is up to the runtime. Raises Unjudged.
+    """
     found: list[Meaning] = []
     kept = 0
-    for sample in samples:
+    for at, sample in enumerate(samples):
         if kept >= _MOST_ELEMENTS:
-            break
-        found.append(meaning_of(model, sample))
-        kept += sum(layer.numbers.size for layer in found[-1].layers.values())
-    return tuple(found)
+            return tuple(found), len(samples) - at
+        finite = all(map(_is_finite, sample.feeds.values()))
+        try:
+            meaning = meaning_of(model, sample)
+        except Unjudged:
+            if finite or not found:
+                raise
+            continue
+        if finite or all(map(_is_finite, (layer.steps for layer in meaning.layers.values()))):
+            found.append(meaning)
+            kept += sum(layer.numbers.size for layer in meaning.layers.values())
+    if not found:
+        raise Unjudged("its quantised numbers are NaN or infinite on these inputs")
+    return tuple(found), 0
 
 
 def _worst(found: Iterable[Sequence[Apart]]) -> dict[str, Apart]:
