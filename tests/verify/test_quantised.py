@@ -16,7 +16,7 @@ from xrlflow.backends.protocol import OutOfTime
 from xrlflow.ir import DType
 from xrlflow.onnxio import load, to_proto
 from xrlflow.verify import Verification, cuts, quantised, verify
-from xrlflow.verify.cuts import Uncut, as_proto, showing, twins
+from xrlflow.verify.cuts import Uncut, as_proto, moved_constants, showing, twins
 from xrlflow.verify.layers import Layer, Layers, is_quantised
 from xrlflow.verify.meaning import Apart, Sample
 from xrlflow.verify.quantised import Judged, Quantised, judge_whole, variation
@@ -465,6 +465,34 @@ def test_a_fused_dynamic_product_shows_its_quantised_numbers() -> None:
     assert judge(dynamic(), dynamic(FUSED)).passed
     assert judge(dynamic(FUSED), dynamic()).passed
     assert not judge(dynamic(), dynamic(FUSED, v=-drawn(8, 8))).passed
+
+
+def test_a_fused_dynamic_product_may_differ_as_much_as_the_original_from_itself() -> None:
+    """As a whole, ONNX Runtime fuses products that a copy with shown tensors keeps apart, and a tie falls otherwise."""
+    found = original(dynamic())
+    (sample, *_), y = [m.sample for m in found._meanings], Apart("y", 0.0, 1, 48, True)
+    moved = moved_constants(dynamic(), 0)
+    with opened(moved) as runner:
+        least = float(np.abs(runner.run(sample.feeds)[0] - sample.outputs[0]).max())
+    assert 0 < least < 1e-2
+    assert found._varies_as_much(sample, [replace(y, most=least)])
+    assert not found._varies_as_much(sample, [replace(y, most=1.0)])
+    assert not found._varies_as_much(sample, [replace(y, most=least, floats=False)])
+    fixed = original(net())
+    assert not fixed._varies_as_much(fixed._meanings[0].sample, [replace(y, most=0.0)])
+
+
+def test_constants_move_to_their_neighbours() -> None:
+    weights = {"a": np.float32([1, -np.inf, 3]), "i": np.int8([1, 2])}
+    proto = model("m (float[3] x) => (float[3] y) { y = Add(x, a) }", **weights)
+    after = {
+        t.name: onnx.numpy_helper.to_array(t)
+        for t in onnx.load_from_string(moved_constants(proto, 0)).graph.initializer
+    }
+    assert after["i"].tolist() == [1, 2]
+    assert after["a"][1] == -np.inf
+    assert np.abs(after["a"][[0, 2]] - [1, 3]).max() < 1e-6
+    assert (after["a"][[0, 2]] != [1, 3]).all()
 
 
 def test_a_zero_point_that_falls_the_other_way_moves_all_numbers() -> None:

@@ -12,9 +12,11 @@ from hashlib import blake2b
 
 import onnx
 import onnx.helper
+import onnx.numpy_helper
 
 from xrlflow.ir import DType
 from xrlflow.onnxio import protos
+from xrlflow.verify.inputs import perturbed
 from xrlflow.verify.runner import Model
 
 GIVEN = ".given"
@@ -118,6 +120,19 @@ def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) 
             onnx.helper.make_tensor_value_info(name + GIVEN, int(dtype), None)
             for name, dtype in tensors.items()
         )
+    serialised: bytes = out.SerializeToString()
+    return serialised
+
+
+def moved_constants(proto: onnx.ModelProto, seed: int) -> bytes:
+    """A copy whose initial values of floats are each replaced by one of their two neighbours."""
+    out = onnx.ModelProto()
+    out.CopyFrom(proto)
+    arrays = {t.name: onnx.numpy_helper.to_array(t) for t in out.graph.initializer}
+    moved = perturbed(arrays, seed)
+    for tensor in out.graph.initializer:
+        if arrays[tensor.name].dtype.kind == "f":
+            tensor.CopyFrom(onnx.numpy_helper.from_array(moved[tensor.name], tensor.name))
     serialised: bytes = out.SerializeToString()
     return serialised
 
