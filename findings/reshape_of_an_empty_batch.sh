@@ -4,7 +4,7 @@
 # A Reshape takes its shape from parts: two sizes of x, and the last size of another input, which is declared as 64.
 # Guess: the optimiser puts in what it knows, [0, 0, 64] (0: as before), as it does where the 64 is a constant. Seen: it
 # writes [0, 0, -1], and -1 cannot be computed for a tensor without elements. ORT_DISABLE_ALL returns [0, 3, 64]; from
-# ORT_ENABLE_BASIC on the run fails. The shape that exporters make of `x.view(b, s, -1)` is of this kind.
+# ORT_ENABLE_BASIC on the run fails. PyTorch's exporter writes such shapes for x.view(*other.shape).
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
