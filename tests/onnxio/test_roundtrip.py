@@ -16,6 +16,7 @@ from xrlflow import onnxio
 from xrlflow.ir import Body, Dim, Graph, Node, apply_edit, output_key, plan_edit
 from xrlflow.onnxio.errors import GrowthError
 from xrlflow.ops.infer import infer
+from xrlflow.search import with_bodies
 
 F, I64, B = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 RNG = np.random.default_rng(0)
@@ -646,3 +647,42 @@ def test_bodies_do_not_declare_names_that_inference_made_up() -> None:
     assert [n.SerializeToString() for n in again.graph.node] == [
         n.SerializeToString() for n in once.graph.node
     ]
+
+
+def sparse_constant(output: str) -> onnx.NodeProto:
+    indices = numpy_helper.from_array(np.array([1, 5]))
+    value = helper.make_sparse_tensor(numpy_helper.from_array(X[0, :2]), indices, [8])
+    return helper.make_node("Constant", [], [output], sparse_value=value)
+
+
+def without_identities(graph: Graph, name: str = "") -> Graph:
+    """The graph without the nodes that change nothing."""
+    aliases = {n.outputs[0]: n.inputs[0] for n in graph.nodes() if n.op == "Identity"}
+    return apply_edit(graph, plan_edit(graph, "r", [], aliases))[0]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_sparse_constant_is_no_output_itself(used: bool) -> None:
+    """ONNX Runtime returns it as a sparse tensor, and fails in a body, and where a node reads it, too."""
+    yes = [sparse_constant("s"), helper.make_node("Identity", ["s"], ["a"])]
+    if used:
+        yes[1:1] = [helper.make_node("Mul", ["s", "s"], ["t"]), helper.make_node("Identity", ["t"], ["u"])]
+    no = [helper.make_node("Neg", ["w"], ["b"])]
+    branches = {
+        "then_branch": helper.make_graph(yes, "yes", [], [tensor("a", F, [8])]),
+        "else_branch": helper.make_graph(no, "no", [], [tensor("b", F, [8])]),
+    }
+    nodes = [
+        sparse_constant("w"),
+        helper.make_node("Add", ["x", "w"], ["p"]) if used else helper.make_node("Neg", ["x"], ["p"]),
+        helper.make_node("Identity", ["w"], ["q"]),
+        helper.make_node("If", ["c"], ["r"], **branches),
+    ]
+    outputs = [tensor("p", F, [2, 8]), tensor("q", F, [8]), tensor("r", F, [8])]
+    proto = model(nodes, [tensor("x", F, [2, 8]), tensor("c", B, [])], outputs)
+    imported = onnxio.load(proto)
+    graph = with_bodies(without_identities(imported.graph), without_identities)
+    assert not any(n.op == "Identity" for g in (graph, *(b.graph for b in bodies(graph))) for n in g.nodes())
+    for c in (True, False):
+        feeds = {"x": X, "c": np.array(c)}
+        assert_same_outputs(run(proto, feeds), run(onnxio.to_proto(imported, graph), feeds))

@@ -385,9 +385,12 @@ class _Writer:
         made = {v for node in found.nodes for v in node.outputs}
         read = {v for node in found.nodes for v in node.inputs} | set(graph.outputs)
         live = made | read
+        # ONNX Runtime returns a sparse constant as such, or fails, unless a node makes a dense tensor of it.
+        sparse = {v for node in found.nodes if node.op == "Constant" for v in node.outputs}
+        dense = made - (sparse - set(self.model.graph.outputs))
         aliases: list[tuple[str, Value]] = []
         for name, value in zip(declared, graph.outputs):
-            if value in made and value not in names and name not in claims:
+            if value in dense and value not in names and name not in claims:
                 names[value] = name
             elif names.get(value) != name:  # an input that is also an output
                 aliases.append((name, value))
