@@ -24,6 +24,7 @@ from xrlflow.verify import Reference, Status, apart, exercise, verify
 from xrlflow.verify.branches import instrumented, watched
 from xrlflow.verify.cases import Estimate
 from xrlflow.verify.compare import Leg, Licence, Yardstick, by_deviation, judge_floats
+from xrlflow.verify.input_constraints import input_constraints
 from xrlflow.verify.inputs import InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import around, marks, on_symbols, thresholds
@@ -668,3 +669,23 @@ def test_sizes_that_crash_the_runtime_are_left_out() -> None:
     proto = squeezenet(8, 0, width=16, image=64)
     proto.graph.input[0].type.tensor_type.shape.dim[2].dim_param = "height"
     assert verify(proto, proto).verified
+
+
+def test_each_body_in_a_body_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "y0 = Relu(x)"
+    for k in range(12):
+        body = f"""y{k + 1} = If(c) <
+            then_branch = t{k} () => (float[n] y{k}) {{ {body} }},
+            else_branch = e{k} () => (float[n] z{k}) {{ z{k} = Neg(x) }}
+          >"""
+    graph = load(model(f"g (float[n] x, bool c) => (float[n] y12) {{ {body} }}")).graph
+    seen: list[Node] = []
+
+    def decides(graph: Graph, node: Node, position: int) -> bool:
+        seen.append(node)
+        return False
+
+    monkeypatch.setattr("xrlflow.verify.input_constraints._decides", decides)
+    for value in graph.inputs:
+        input_constraints(graph, value)
+    assert 24 <= len(seen) < 100  # it was 2 to the power of the depth

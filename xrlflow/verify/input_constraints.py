@@ -168,13 +168,13 @@ def input_constraints(
 
 def _steers(graph: Graph, value: Value) -> bool:
     """Whether a value, or something computed from it, decides how much is computed: see `Demands.steers`."""
-    seen: set[Value] = set()
-    work = [value]
+    seen: set[tuple[int, Value]] = set()  # a value reaches a body in several ways, and so does what is inside
+    work = [(graph, value)]
     while work:
-        value = work.pop()
-        if value in seen:
+        graph, value = work.pop()
+        if (id(graph), value) in seen:
             continue
-        seen.add(value)
+        seen.add((id(graph), value))
         for node in graph.users(value):
             if node.op in ("Shape", "Size"):
                 continue
@@ -187,9 +187,10 @@ def _steers(graph: Graph, value: Value) -> bool:
                 explicit = [i for i in at if i < len(node.inputs) - node.captured]
                 inner += [body.graph.inputs[i] for i in explicit if i < len(body.graph.inputs)]
                 ends = body.graph.outputs[:1] if node.op == "Loop" else ()
-                if any(_steers(body.graph, v) or v in ends or _reaches(body.graph, v, ends) for v in inner):
+                if any(v in ends or _reaches(body.graph, v, ends) for v in inner):
                     return True
-            work.extend(node.outputs)
+                work.extend((body.graph, v) for v in inner)
+            work.extend((graph, v) for v in node.outputs)
     return False
 
 
