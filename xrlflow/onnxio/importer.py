@@ -42,6 +42,7 @@ from xrlflow.onnxio import shapes as dimensions
 from xrlflow.onnxio.backwards import write_ends
 from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.malformed import check_functions, check_inputs, check_structure, reading
 from xrlflow.onnxio.model import LEFT, ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.nodes import check_nodes, check_types
@@ -262,7 +263,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
     try:
-        typed = onnx.shape_inference.infer_shapes(bare)
+        typed = infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # ONNX's inference fails for the whole model; node by node it may still find most types.
         return bare.graph, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}
