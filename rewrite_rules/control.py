@@ -30,7 +30,7 @@ from rewrite_rules.elementwise import BROADCAST, UNARY
 from rewrite_rules.identity import RANDOM
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value, apply_edit
 from xrlflow.ops.infer import InferenceError, infer
-from xrlflow.ops.schema import is_deterministic, schema
+from xrlflow.ops.schema import is_deterministic, is_opaque, schema
 from xrlflow.rewrite import (
     GraphBuilder,
     Op,
@@ -225,6 +225,8 @@ def _taking(graph: Graph, node: Node, taken: bool) -> Graph | None:
 
 def _is_refused(graph: Graph, node: Node) -> bool:
     """Whether shape inference refuses an operator's inputs."""
+    if is_opaque(node.op):  # found out by the edit
+        return True
     if any(True for _ in bodies(node)) or schema(node.op) is None:
         return False
     types = [None if v == ABSENT else graph.type(v) for v in node.inputs]

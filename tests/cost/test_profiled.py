@@ -279,6 +279,26 @@ def test_a_depth_that_is_computed_is_measured() -> None:
     assert time_node(node, types, {}, threads=1, time_limit=0.001).count >= 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "told"), [((1 << 20, 1 << 20), "needs 16384 GB"), ((1,) * 65, "more than 64 dimensions")]
+)
+def test_what_this_machine_cannot_hold_is_not_measured(shape: tuple[int, ...], told: str, path: Path) -> None:
+    b = Builder()
+    node = b.node("Relu", [b.input(t(*shape))], t(*shape))
+    with pytest.raises(NotStandalone, match=told):
+        time_node(node, [t(*shape)], {}, threads=1)
+    model = profiled(path)
+    model.cost(b.graph(node.id))
+    assert (model.tally.measured, model.tally.modelled.total()) == (0, 1)
+
+
+def test_what_takes_long_is_not_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xrlflow.cost.profiled._LONGEST", 0.0)
+    model = profiled(path)
+    model.cost(one("Relu", [t(8)], t(8)))
+    assert model.tally.modelled == {"Relu that takes long": 1}
+
+
 def test_attributes_that_hold_bodies_are_refused() -> None:
     b = Builder()
     branch = Body(MEASURED["mask"], ())

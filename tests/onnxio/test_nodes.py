@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 import xrlflow
 from tests.onnxio.support import assert_same_outputs, model, run
+from xrlflow import onnxio
 from xrlflow.ir import Body
 from xrlflow.onnxio import ModelError, load, to_proto
 
@@ -216,6 +217,22 @@ RIGHT: dict[str, onnx.ModelProto] = {
         )
         for opset in (16, 17)
     },
+    "an operator that the runtime had first": model(
+        [
+            make("Gelu", ["x"], ["g"], domain="com.microsoft"),
+            make("MeanVarianceNormalization", ["g"], ["y"], across_channels=1),
+        ],
+        [declare("x", TensorProto.FLOAT, [1, 2, 3, 4])],
+        [Y],
+        domains=["com.microsoft"],
+        opset=8,
+    ),
+    "numbers of heads that are not set": model(
+        [make("Attention", ["x", "x", "x"], ["y"], q_num_heads=0, kv_num_heads=0)],
+        [declare("x", TensorProto.FLOAT, [1, 2, 3, 4])],
+        [Y],
+        opset=23,
+    ),
     "notes of a runtime": of(make("Relu", ["x"], ["y"], __note=1)),
     "outputs that nobody reads": of(make("Dropout", ["x"], ["y", ""])),
     "operands left out": of(make("Clip", ["x", "", "m"], ["y"]), m=np.float32(1)),
@@ -268,6 +285,39 @@ def test_a_shape_that_only_the_file_knows_is_believed_until_it_contradicts() -> 
     )
     (odd,) = [n for n in imported.graph.nodes() if n.op == "my::Odd"]
     assert odd.types[0].shape is None
+
+
+def test_types_that_inference_takes_for_known_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX's inference reads the type of an EyeLike's operand, even where no node before it tells."""
+    seen: list[onnx.ModelProto] = []
+    infer = onnx.shape_inference.infer_shapes
+    monkeypatch.setattr(
+        onnx.shape_inference,
+        "infer_shapes",
+        lambda m, *args, **more: (seen.append(m), infer(m, *args, **more))[1],
+    )
+    nodes = [make("EyeLike", ["o"], ["y"]), make("Odd", ["x"], ["o"], domain="my")]
+    imported = load(model(nodes, [X], [Y], domains=["my"], opset=17))
+    onnxio.check_result(imported, imported.graph)
+    assert len(seen) >= 4
+    assert all(
+        any(v.name == "o" and v.type.HasField("tensor_type") for v in m.graph.value_info) for m in seen
+    )
+    assert imported.graph.type(imported.graph.producers[imported.graph.outputs[0]].inputs[0]).shape is None
+
+
+def test_elements_without_a_type_are_told_by_the_checker() -> None:
+    proto = model([make("Relu", ["x"], ["y"])], [X], [declare("y", TensorProto.FLOAT, [2, 3])], opset=17)
+    value = proto.graph.input.add(name="q")
+    value.type.sequence_type.elem_type.tensor_type.SetInParent()
+    proto.graph.node.append(make("SequenceMap", ["q"], ["r"], body=helper.make_graph(
+        [make("Identity", ["i"], ["o"])], "b",
+        [declare("i", TensorProto.FLOAT, ["N"])], [declare("o", TensorProto.FLOAT, ["M"])],
+    )))  # fmt: skip
+    made = proto.graph.output.add(name="r").type.sequence_type.elem_type.tensor_type
+    made.elem_type = TensorProto.FLOAT
+    made.shape.dim.add(dim_param="N")
+    assert "data type 0" in str(onnxio.check(proto))
 
 
 def test_types_that_a_file_declares_of_its_constants_hide_nothing() -> None:

@@ -366,6 +366,31 @@ def test_functions_are_inlined() -> None:
     assert_same_outputs(run(proto, {"x": X}), run(result, {"x": X}))
 
 
+def test_what_a_call_leaves_to_a_functions_defaults() -> None:
+    """A default of the function is not that of the operator inside."""
+    inner = helper.make_node("Softmax", ["a"], ["b"])
+    inner.attribute.add(name="axis", ref_attr_name="along", type=onnx.AttributeProto.INT)
+    function = helper.make_function("f", "Along", ["a"], ["b"], [inner], [helper.make_opsetid("", 18)])
+    function.attribute_proto.append(helper.make_attribute("along", 0))
+    outer = helper.make_node("Along", ["a"], ["b"], domain="f")
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("f", 1)]
+    proto = model(
+        [
+            helper.make_node("Twice", ["x"], ["h"], domain="f"),
+            helper.make_node("Along", ["h"], ["y"], domain="f", along=1),
+        ],
+        {"x": X},
+        [info("y", X)],
+        opset=18,
+        domains=("f",),
+    )
+    proto.functions.extend([function, helper.make_function("f", "Twice", ["a"], ["b"], [outer], opsets)])
+    imported = onnxio.load(proto)
+    assert [n.attrs.get("axis", 1) for n in imported.graph.topological()] == [0, 1]
+    result = onnxio.to_proto(imported, imported.graph)
+    assert_same_outputs(run(proto, {"x": X}), run(result, {"x": X}))
+
+
 # Control flow
 
 

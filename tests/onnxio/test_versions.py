@@ -80,6 +80,8 @@ CASES = {
     "GroupNormalization": Case(
         18, "GroupNormalization", {"num_groups": 2}, (np.float32([1.5, -2]), np.float32([0.5, 3]))
     ),
+    "MeanVarianceNormalization, not ONNX's": Case(8, "MeanVarianceNormalization", {"across_channels": 1}),
+    "MeanVarianceNormalization, its mean": Case(7, "MeanVarianceNormalization", {"normalize_variance": 0}),
     "Scatter": Case(9, "Scatter", {"axis": 1}, (np.int64([[1, 0]]), np.float32([[7, 8]])), X[0, 0]),
     "Gemm": Case(6, "Gemm", {"broadcast": 1}, (X[1, 0, :5, :3], X[0, 0, 0, :3]), X[0, 0]),
 }  # fmt: skip

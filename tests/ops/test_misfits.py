@@ -9,7 +9,7 @@ import pytest
 
 from xrlflow.ir import Attrs, DType, TensorType
 from xrlflow.onnxio.tensors import array_const
-from xrlflow.ops.infer import UNKNOWN, InferenceError, infer
+from xrlflow.ops.infer import UNKNOWN, InferenceError, TooLarge, infer
 
 F = DType.FLOAT
 
@@ -51,6 +51,11 @@ def test_what_does_not_fit(op: str, attrs: Any, types: list[TensorType], told: s
 )
 def test_what_may_fit(op: str, attrs: Any, types: list[TensorType]) -> None:
     infer(op, Attrs(attrs), types, [None] * len(types))
+
+
+def test_more_elements_than_any_machine_holds() -> None:
+    with pytest.raises(TooLarge, match="MatMul makes float"):
+        infer("MatMul", Attrs(), [floats(1 << 30, 2), floats(2, 1 << 30)], [None, None])
 
 
 def test_a_split_by_given_sizes() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rewrite_rules.control import InlineConstantIf
-from rewrite_rules.identity import FoldDimension, RemoveIdentity
+from rewrite_rules.identity import FoldDimension, RemoveIdentity, RemoveNoopSlice
 from rewrite_rules.transpose import CancelTransposes
 from tests.rules.harness import applies, model
 from xrlflow.ir import ArrayHandle, Attrs, Const, DType, TensorType, Value, mix
@@ -54,6 +54,21 @@ def test_an_edit_that_teaches_nothing_is_left_alone() -> None:
         edit = state.edit(match)
         assert {n.op for n in edit.removed} <= {"Identity", "Transpose"}
         assert not edit.added
+
+
+def test_what_fails_after_an_edit_is_shown_to_no_rule() -> None:
+    """The branch that is chosen has two dimensions, and no third that could be sliced."""
+    proto = model(
+        "agraph (float[2,3] x) => (float z) { q = Constant<value = bool {1}>()"
+        " d = If (q) <then_branch = g () => (float[A,B] p) { p = Neg(x) },"
+        " else_branch = h () => (float[C,D,E] r) { zero = Constant<value_ints = [0]>() r = Unsqueeze(x, zero) }>"
+        " s = Constant<value_ints = [0]>() e = Constant<value_ints = [9223372036854775807]>()"
+        " a = Constant<value_ints = [2]>() z = Slice(d, s, e, a) }"
+    )
+    state = RewriteState.start(load(proto).graph, Library([InlineConstantIf(), RemoveNoopSlice()]))
+    (match,) = [m for m in state.candidates if m.rule.name == "InlineConstantIf"]
+    after = state.apply(match)
+    assert {n.op for n in after.graph.nodes()} == {"Neg", "ai.onnx@0::Slice"}
 
 
 def test_folding_commutes() -> None:

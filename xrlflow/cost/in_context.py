@@ -6,13 +6,13 @@ effect of one substitution drowns in noise. A few nodes around the substitution 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.onnxruntime import measure
@@ -194,7 +194,7 @@ class InContextBenchmark:
             new = {v for v in wanted if v not in feeds and v not in consts}
             if not new:
                 continue
-            size = sum(8 * int(np.prod(dimensions(graph.type(v), self._bindings))) for v in new)
+            size = sum(8 * math.prod(dimensions(graph.type(v), self._bindings)) for v in new)
             if size > _MOST_BYTES:
                 raise NotStandalone(f"{node.op} reads {size >> 20} MB")
             known = {v: c.array for v in new if (c := graph.const(v)) is not None and c.array is not None}

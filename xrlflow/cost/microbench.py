@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.interleave import time_alone
+from xrlflow.backends.limits import available_memory
 from xrlflow.backends.onnxruntime.session import OrtModel, open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.system_load import waited
@@ -36,6 +38,8 @@ _INDEXED = frozenset(
 )
 # Operators that fail where an integer of this input is 0.
 _POSITIVE = {"Div": 1, "Mod": 1, "OneHot": 1, "Range": 2}
+# The most that NumPy's arrays have, and bytes that are there in any case.
+_MOST_DIMENSIONS, _LARGE = 64, 1 << 30
 # Only one session runs here, so its threads may spin between runs, as they do within a model.
 _SPIN = {"session.force_spinning_stop": "0"}
 
@@ -73,10 +77,11 @@ def sample_inputs(
 
     `known` has the constants whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
     integers that are valid indices, and no divisor, depth or step that is 0. Raises NotStandalone for element types
-    that NumPy lacks.
+    that NumPy lacks, and for what does not fit into half of the free memory.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
+    _check_size(node, [*shapes, *(dimensions(t, bindings) for t in node.types)])
     bound = min((d for d in shapes[0] if d > 0), default=1) if shapes and node.op in _INDEXED else 2
     inputs: dict[Value, Array] = {}
     consts: dict[Value, Array] = {}
@@ -89,6 +94,15 @@ def sample_inputs(
             array = _random(draw, type.dtype, shape, least, least + bound)
         (consts if type.const else inputs)[value] = array
     return inputs, consts
+
+
+def _check_size(node: Node, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise NotStandalone for tensors that cannot be made here. `shapes`: of all that a node reads and makes."""
+    size = 8 * sum(map(math.prod, shapes))
+    if max(map(len, shapes), default=0) > _MOST_DIMENSIONS:
+        raise NotStandalone(f"{node.op} has a tensor of more than {_MOST_DIMENSIONS} dimensions")
+    if size > _LARGE and size > available_memory() // 2:
+        raise NotStandalone(f"{node.op} needs {size >> 30} GB")
 
 
 def _random(draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], least: int, bound: int) -> Array:

@@ -93,7 +93,7 @@ class AdditiveCost(ABC):
         """Seconds of each node, by its id."""
         types: dict[Value, TensorType | None] = dict(graph.leaves.types)
         types[ABSENT] = None
-        for node in graph.producers.values():
+        for node in graph.nodes():
             types.update(zip(node.outputs, node.types))
         of = types.__getitem__
         return {n.outputs[0]: self.seconds(graph, n, tuple(map(of, n.inputs))) for n in graph.nodes()}

@@ -25,6 +25,8 @@ from xrlflow.ops.work import OpKind, bodies, dimensions, work
 
 _CONVOLUTIONS = frozenset({OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV})
 _CALL = "(session call)"
+# Operators that take more seconds than this by the roofline are not run.
+_LONGEST = 30.0
 # Why an operator was modelled that could have been measured.
 _LATE = "after the time for measuring was over"
 # Operators whose time depends on the value of a float constant.
@@ -139,6 +141,9 @@ class Profiled(AdditiveCost):
             return found
         if self.time_budget is not None and self.tally.seconds >= self.time_budget:
             self.tally.modelled[_LATE] += 1
+            return None
+        if self._fallback.price(graph, node, in_types) > _LONGEST:  # nothing ends a run of the runtime
+            self.tally.modelled[f"{node.op} that takes long"] += 1
             return None
 
         def once() -> Sample:

@@ -12,7 +12,6 @@ from typing import BinaryIO
 import onnx
 import onnx.checker
 import onnx.helper
-import onnx.shape_inference
 import onnx_ir
 
 from xrlflow import weights
@@ -33,6 +32,7 @@ from xrlflow.ir import (
 from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio.beside import replacing_model
 from xrlflow.onnxio.errors import GrowthError, ModelError
+from xrlflow.onnxio.inference import REFUSED, infer_shapes
 from xrlflow.onnxio.model import LEFT, ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
@@ -228,8 +228,9 @@ def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
 def check(proto: onnx.ModelProto) -> str | None:
     """The error of ONNX's full checker for a model without external data; None if it passes."""
     try:
-        onnx.checker.check_model(proto, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        onnx.checker.check_model(proto)
+        infer_shapes(proto, check_type=True, strict_mode=True)
+    except (onnx.checker.ValidationError, *REFUSED) as error:
         return str(error)
     return None
 
@@ -255,8 +256,8 @@ def check_result(model: ImportedModel, graph: Graph) -> tuple[str, ...]:
 def _computes(proto: onnx.ModelProto) -> bool:
     """Whether the types of a model's nodes fit (ONNX's checker needs shapes of outputs, its inference does not)."""
     try:
-        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
-    except onnx.shape_inference.InferenceError:
+        infer_shapes(proto, check_type=True, strict_mode=True)
+    except REFUSED:
         return False
     return True
 

@@ -42,6 +42,7 @@ from xrlflow.onnxio import shapes as dimensions
 from xrlflow.onnxio.backwards import write_ends
 from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.malformed import check_functions, check_inputs, check_structure, reading
 from xrlflow.onnxio.model import LEFT, ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.nodes import check_nodes, check_types
@@ -219,10 +220,24 @@ def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
     if not proto.functions:
         return proto
     check_functions(store.name, proto)
+    _write_defaults(proto)
     try:
         return onnx.inliner.inline_local_functions(proto, convert_version=True)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{store.name}: its functions cannot be inlined: {error}") from error
+
+
+def _write_defaults(proto: onnx.ModelProto) -> None:
+    """Give calls of functions the attributes that they leave to the function's defaults, in place.
+
+    ONNX's inliner knows no defaults: nodes inside would get those of their own operators.
+    """
+    defaults = {(f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions}
+    for owner in (proto.graph, *proto.functions):
+        for node in protos.all_nodes(owner):
+            given = {a.name for a in node.attribute}
+            known = defaults.get((node.domain, node.op_type, node.overload), ())
+            node.attribute.extend(a for a in known if a.name not in given)
 
 
 def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
@@ -262,7 +277,7 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
     try:
-        typed = onnx.shape_inference.infer_shapes(bare)
+        typed = infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
         # ONNX's inference fails for the whole model; node by node it may still find most types.
         return bare.graph, {name: dimensions.without_symbols(type_of_proto(t)) for name, t in infos.items()}

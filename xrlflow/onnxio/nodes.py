@@ -15,6 +15,7 @@ import onnx.shape_inference
 
 from xrlflow.onnxio import declared
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.protos import all_nodes, subgraphs
 from xrlflow.onnxio.shapes import without_claims
 from xrlflow.ops.infer import type_of_proto
@@ -53,6 +54,12 @@ _CONSTANT = {
 }
 
 
+# Operators that ONNX Runtime had before ONNX did, with other attributes.
+_FORMER = {
+    "MeanVarianceNormalization": dict.fromkeys(
+        ("across_channels", "normalize_variance"), onnx.AttributeProto.INT
+    )
+}
 _OPTIONAL = onnx.defs.OpSchema.FormalParameterOption.Optional
 _SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
 # Where an attribute of each type has its value; it has no other.
@@ -67,6 +74,7 @@ _FIELDS = {
     }.get(name, name.lower())
     for name, number in onnx.AttributeProto.AttributeType.items()
 } | {onnx.AttributeProto.TYPE_PROTO: "tp"}
+_HEADS = ("kv_num_heads", "num_heads", "q_num_heads")
 _AUTO_PADS = frozenset([b"NOTSET", b"SAME_UPPER", b"SAME_LOWER", b"VALID"])
 # Attributes that are 0 or 1, and what ONNX Runtime takes for 1.
 _YES: Mapping[str, Callable[[int], bool]] = {
@@ -187,7 +195,9 @@ def _defined(op: str, domain: str, opset: int) -> _Definition | None:
             (schema.min_output, schema.max_output),
             tuple((formal.name, formal.option == _OPTIONAL) for formal in schema.inputs),
             tuple((formal.name, formal.option != _SINGLE) for formal in schema.outputs),
-            {key: _KINDS[known.type] for key, known in attributes.items()},
+            _FORMER[op]
+            if op in _FORMER and schema.since_version > opset
+            else {key: _KINDS[known.type] for key, known in attributes.items()},
             tuple(key for key, known in attributes.items() if known.required),
         )  # fmt: skip
     return None
@@ -205,9 +215,12 @@ def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
         return None
     if node.op_type == "Constant" and not found.domain and not _one_value(node):
         return "has no value"
-    if found.since > opsets.get(found.domain, 0) or node.op_type == "LayerNormalization":
+    if node.op_type not in _FORMER and (
+        found.since > opsets.get(found.domain, 0) or node.op_type == "LayerNormalization"
+    ):
         # ONNX Runtime has a definition of its own, which takes any attribute.
         _drop(node.attribute, [a.name not in found.attributes for a in node.attribute])
+    _drop_unset(node)
     for what, count, (least, most) in (
         ("inputs", len(node.input), found.inputs), ("outputs", len(node.output), found.outputs),
     ):  # fmt: skip
@@ -238,6 +251,11 @@ def _one_value(node: onnx.NodeProto) -> bool:
         if field in ("i", "f", "s") and not value.HasField(field):  # nothing stands for 0
             setattr(value, field, getattr(value, field))
     return bool(node.attribute and node.attribute[0].name)
+
+
+def _drop_unset(node: onnx.NodeProto) -> None:
+    """Numbers of heads that are not positive count as not given; ONNX's inference divides by them. In place."""
+    _drop(node.attribute, [a.name in _HEADS and a.type == _INT and a.i < 1 for a in node.attribute])
 
 
 def _fault_of_attributes(node: onnx.NodeProto, definition: _Definition) -> str | None:
@@ -350,7 +368,7 @@ def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
 def _contradiction(bare: onnx.ModelProto) -> str | None:
     """The first node of a model that ONNX's inference refuses, and why; None if there is none."""
     try:
-        typed = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
+        typed = infer_shapes(bare, check_type=True, strict_mode=True)
     except _REFUSED:  # also where the types of some values are not known
         typed = _leniently_typed(bare)
     else:
@@ -361,7 +379,7 @@ def _contradiction(bare: onnx.ModelProto) -> str | None:
 
 def _leniently_typed(bare: onnx.ModelProto) -> onnx.ModelProto:
     try:
-        return onnx.shape_inference.infer_shapes(bare)
+        return infer_shapes(bare)
     except _REFUSED:
         return bare
 
@@ -390,6 +408,8 @@ def _first_refused(
         reads = [n for n in node.input if n]
         known = all(n in types and types[n].WhichOneof("value") for n in reads)
         if found is None or not known or node.op_type in _LENIENT or any(True for _ in subgraphs(node)):
+            continue
+        if node.op_type in _FORMER and found.since > opsets.get(found.domain, 0):
             continue
         try:
             made = onnx.shape_inference.infer_node_outputs(

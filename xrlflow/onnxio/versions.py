@@ -22,6 +22,7 @@ import onnx.shape_inference
 
 from xrlflow.ir import FLOATS, SMALL, DType, TensorType
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.protos import all_names, all_nodes, subgraphs
 from xrlflow.ops.infer import type_proto
 from xrlflow.ops.schema import OPSET
@@ -328,6 +329,17 @@ def _gemm(cx: _Context, node: onnx.NodeProto) -> None:
     _pop(node, "broadcast")
 
 
+def _mean_variance(cx: _Context, node: onnx.NodeProto) -> None:
+    """ONNX Runtime had the operator before ONNX did, with other attributes."""
+    across, variance = _pop(node, "across_channels"), _pop(node, "normalize_variance")
+    axes = [0, 1, 2, 3] if across is not None and across.i == 1 else [0, 2, 3]
+    if variance is None or variance.i == 1:
+        node.attribute.append(onnx.helper.make_attribute("axes", axes))
+        return
+    node.op_type = "Sub"
+    node.input.append(cx.add("ReduceMean", [node.input[0], cx.const(axes)]))
+
+
 BINARY = ("Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 
@@ -355,6 +367,7 @@ ADAPTERS: dict[tuple[str, int], _Adapter] = {
     ("Resize", 11): _resize,
     ("BatchNormalization", 9): _batchnorm_spatial,
     ("BatchNormalization", 14): _batchnorm_outputs,
+    ("MeanVarianceNormalization", 9): _mean_variance,
     ("GridSample", 20): _grid_sample,
     ("RoiAlign", 16): _roi_align,
     ("DFT", 20): _dft,
@@ -554,7 +567,7 @@ def _write_defaults(node: onnx.NodeProto, opset: int) -> None:
 
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
     try:
-        return onnx.shape_inference.infer_shapes(proto)
+        return infer_shapes(proto)
     except (onnx.shape_inference.InferenceError, RuntimeError):  # then fewer types are known
         return proto
 

@@ -24,6 +24,10 @@ class InferenceError(ValueError):
     """ONNX refuses the node: inputs or attributes do not fit the operator."""
 
 
+class TooLarge(InferenceError):
+    """An output would have more elements than any machine holds."""
+
+
 # Inputs whose values (shapes, axes, counts) decide the outputs' types. Values of other constants are ignored.
 _DATA_INPUTS: dict[str, tuple[int, ...]] = {
     "Reshape": (1,),
@@ -56,6 +60,8 @@ _DATA_INPUTS: dict[str, tuple[int, ...]] = {
         for name in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
     },
 }
+
+_MOST_ELEMENTS = 1 << 48
 
 _Key = tuple[str, Attrs, tuple[TensorType | None, ...], tuple[bytes | None, ...], int]
 _memo: dict[_Key, tuple[TensorType, ...]] = {}
@@ -177,6 +183,8 @@ def _infer(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
     inferred = [*_by_onnx(op, attrs, types, data, outputs)]
+    if any((t.size or 0) > _MOST_ELEMENTS for t in inferred):
+        raise TooLarge(f"{op} makes {', '.join(map(str, inferred))}")
     if not _is_defined(op, types):
         return tuple(inferred)
     places = _DATA_INPUTS.get(op, ())

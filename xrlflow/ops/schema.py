@@ -60,6 +60,19 @@ _NOT_FOLDED = frozenset(
 )
 
 
+_OPAQUE = "ai.onnx@0::"
+
+
+def opaque(op: str) -> str:
+    """The name of an operator of ONNX for a node that fails when it runs, if it does: no rule knows it."""
+    return op if "::" in op else f"{_OPAQUE}{op}"
+
+
+def is_opaque(op: str) -> bool:
+    """Whether `opaque` made this name."""
+    return op.startswith(_OPAQUE)
+
+
 def split_op(op: str) -> tuple[str, str]:
     """(domain, name) of an operator, from its name in the IR."""
     domain, _, name = op.rpartition("::")

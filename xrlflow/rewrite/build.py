@@ -27,7 +27,7 @@ from xrlflow.ir import (
     output_key,
     plan_edit,
 )
-from xrlflow.ops.infer import InferenceError, infer
+from xrlflow.ops.infer import InferenceError, TooLarge, infer
 from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.rewrite.propagate import fold_small, more_precise, propagated
@@ -141,6 +141,8 @@ class GraphBuilder(Op):
         else:
             try:
                 out_types = infer(name, full_attrs, types, data, outputs)
+            except TooLarge as error:
+                raise Refused(str(error)) from error
             except InferenceError as error:
                 raise RuleError(f"a target's node does not fit its inputs: {error}") from error
         values = tuple([ABSENT if v is None else v.value for v in vals])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from xrlflow.ir import (
 from xrlflow.ops.bounds import effort
 from xrlflow.ops.evaluate import MISFIT, NotEvaluable, evaluate_node
 from xrlflow.ops.infer import InferenceError, infer
-from xrlflow.ops.schema import schema
+from xrlflow.ops.schema import opaque, schema
 from xrlflow.ops.tensors import numpy_dtype
 
 Array = npt.NDArray[Any]
@@ -114,7 +115,12 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
             node = after.producers.get(value)
             if node is None or node.outputs[0] != value or node.const:
                 continue
-            found = _inferred(after, node)
+            try:
+                found = _inferred(after, node)
+            except InferenceError:  # it fails when it runs, if it does (in a branch): no rule may see it
+                if (op := opaque(node.op)) != node.op:
+                    refined.append(replace(node, op=op))
+                continue
             constants = None if found is None else _evaluated(after, node, found)
             if constants is not None:
                 folded.update(zip(node.outputs, constants))
@@ -157,15 +163,15 @@ def _readers_of_news(graph: Graph, edit: Edit) -> set[Value]:
 
 
 def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
-    """The types of a node's outputs, inferred from its present inputs; None if they cannot be inferred."""
+    """The types of a node's outputs, inferred from its present inputs; None if they cannot be inferred.
+
+    Raises InferenceError if the node does not fit its inputs.
+    """
     if schema(node.op) is None or any(isinstance(a, Body) for a in node.attrs.values()):
         return None
     types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
     data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
-    try:
-        found = infer(node.op, node.attrs, types, data, len(node.outputs))
-    except InferenceError:  # the file that declares its types may know more
-        return None
+    found = infer(node.op, node.attrs, types, data, len(node.outputs))
     return tuple(more_precise(old, new) for old, new in zip(node.types, found))
 
 

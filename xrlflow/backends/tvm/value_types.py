@@ -8,6 +8,7 @@ import onnx
 from onnx import ModelProto, TypeProto
 
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
+from xrlflow.onnxio.inference import infer_shapes
 
 # Of which TVM computes something. Casts to and from others give other numbers than ONNX's, or end in its checks.
 _KNOWN = frozenset(
@@ -54,7 +55,7 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
             graph.input.add(name=tensor.name, type=kind)
     pools = [n for n in graph.node if any(a.name == "ceil_mode" and a.i for a in n.attribute)]
     if pools:
-        first = {v.name: v.type for v in _values(onnx.shape_inference.infer_shapes(light).graph)}
+        first = {v.name: v.type for v in _values(infer_shapes(light).graph)}
         for node in pools:
             graph.node.remove(node)
             for name in filter(None, node.output):
@@ -63,7 +64,7 @@ def types_of(model: ModelProto, sizes: Mapping[str, Sequence[int]]) -> dict[str,
                     kind = onnx.helper.make_tensor_type_proto(made.tensor_type.elem_type, None)
                     known[name] = kind
                     graph.input.add(name=name, type=kind)
-    inferred = onnx.shape_inference.infer_shapes(light, data_prop=True).graph
+    inferred = infer_shapes(light, data_prop=True).graph
     known.update((value.name, value.type) for value in _values(inferred))
     return known
 
