@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo docs test lint types contracts pytest test-python test-runtimes cross browser postgres bench clean
+.PHONY: install demo docs test lint types contracts pytest proofs test-python test-runtimes cross browser postgres bench clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,11 @@ contracts: install
 # Hundreds of processes start: they compile the sources once, also where the environment says not to keep that.
 pytest: install
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+
+# Proves all rules again, with the seeds of their certificates and a fresh one, and writes the certificates. A release
+# needs it. `make proofs ARGS=--stale` proves what has changed.
+proofs: install
+	$(BIN)/python -m tests.rules.certificates $(ARGS)
 
 # The core's tests with another Python and the newest packages that it has: `make test-python PY=3.13`.
 test-python:
