@@ -139,12 +139,7 @@ class GraphBuilder(Op):
             outputs = len(declared)
             out_types = _with_declared(name, full_attrs, types, data, declared)
         else:
-            try:
-                out_types = infer(name, full_attrs, types, data, outputs)
-            except TooLarge as error:
-                raise Refused(str(error)) from error
-            except InferenceError as error:
-                raise RuleError(f"a target's node does not fit its inputs: {error}") from error
+            out_types = _inferred(name, full_attrs, types, data, outputs)
         values = tuple([ABSENT if v is None else v.value for v in vals])
         constants = self._fold(name, full_attrs, values, out_types) if out_types[0].const else None
         if constants is not None:
@@ -294,6 +289,21 @@ def _adopt(rule: str, graph: Graph, old: Value, new: TensorType) -> TensorType:
         if maker is not None and any(isinstance(a, Body) for a in maker.attrs.values()):
             raise Refused("the file declares another type of what a body computes") from error
         raise Contradiction(f"{rule}: the target's type does not fit what it replaces: {error}") from error
+
+
+def _inferred(
+    name: str,
+    attrs: Attrs,
+    types: Sequence[TensorType | None],
+    data: Sequence[Any],
+    outputs: int,
+) -> tuple[TensorType, ...]:
+    try:
+        return infer(name, attrs, types, data, outputs)
+    except TooLarge as error:
+        raise Refused(str(error)) from error
+    except InferenceError as error:
+        raise RuleError(f"a target's node does not fit its inputs: {error}") from error
 
 
 def _with_declared(
