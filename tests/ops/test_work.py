@@ -273,3 +273,10 @@ def test_a_loop_counts_its_body_as_often_as_it_collects_or_a_few_times() -> None
     )
     unknown = count("Loop", [t(dtype=DType.INT64), None, t(10)], [t(10)], body=body("Relu", 10))
     assert unknown.flops == 10 * UNKNOWN_STEPS
+
+
+def test_more_open_dimensions_than_a_machine_holds_count_as_one() -> None:
+    """A Reshape to 255 sizes that an input has: 64 to the power of 255 is no float."""
+    type = TensorType(DType.FLOAT, (2, *(f"d{i}" for i in range(255))))
+    assert dimensions(type, {}) == (2, *[1] * 255)
+    assert dimensions(TensorType(DType.FLOAT, (2, "d")), {}) == (2, 64)

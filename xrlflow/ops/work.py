@@ -27,6 +27,8 @@ Shape = tuple[int, ...]
 # the same size everywhere.
 BATCH_DIM = 1
 OTHER_DIM = 64
+# More elements than any machine holds.
+_MOST_ELEMENTS = 1 << 62
 _BATCH_NAMES = frozenset({"n", "b", "bs"})
 
 
@@ -88,14 +90,17 @@ class Work:
 def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
     """The shape in numbers. `bindings` has the sizes of symbols; others get a default (BATCH_DIM, OTHER_DIM).
 
-    An unknown rank counts as one dimension of OTHER_DIM.
+    An unknown rank counts as one dimension of OTHER_DIM. Symbols count as 1 where no machine holds so many elements.
     """
     if type.shape is None:
         return (OTHER_DIM,)
-    return tuple(
+    found = tuple(
         d if isinstance(d, int) else _unbound(d, axis) if (n := number_of(d, bindings)) is None else n
         for axis, d in enumerate(type.shape)
     )
+    if prod(found) > _MOST_ELEMENTS:
+        return tuple(d if isinstance(d, int) else 1 for d in type.shape)
+    return found
 
 
 def number_of(dim: Dim, bindings: Mapping[str, int]) -> int | None:
