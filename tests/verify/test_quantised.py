@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from xrlflow.verify.cuts import Uncut, as_proto, moved_constants, showing, twins
 from xrlflow.verify.layers import Layer, Layers, is_quantised
 from xrlflow.verify.meaning import Apart, Sample
 from xrlflow.verify.quantised import Judged, Quantised, judge_whole, variation
-from xrlflow.verify.runner import opened
+from xrlflow.verify.runner import Runner, opened
 
 NET = """
 net (float[1, 4, 8, 8] x) => (float[1, 6, 1, 1] y) {
@@ -480,6 +481,48 @@ def test_a_fused_dynamic_product_may_differ_as_much_as_the_original_from_itself(
     assert not found._varies_as_much(sample, [replace(y, most=least, floats=False)])
     fixed = original(net())
     assert not fixed._varies_as_much(fixed._meanings[0].sample, [replace(y, most=0.0)])
+
+
+class Shifted:
+    """A runner whose first output is larger by a part of itself."""
+
+    def __init__(self, inner: Runner, by: float) -> None:
+        self.inner, self.by = inner, by
+
+    def run(self, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        first, *others = self.inner.run(feeds)
+        return [(first * np.float32(1 + self.by)).astype(np.float32), *others]
+
+
+def test_a_copy_that_shows_tensors_may_round_its_floats_otherwise() -> None:
+    found = original(dynamic())
+    meaning = found._meanings[0]
+    with opened(meaning.showing(cut=False)) as shown, opened(meaning.showing(cut=True)) as cut:
+        for by, explained in ((0.0, True), (2.0**-22, True), (0.01, False)):
+            whole = [meaning.sample.outputs[0] * np.float32(1 + by)]
+            assert quantised._is_explained(meaning, whole, shown, cut) is explained
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_a_whole_may_differ_where_the_original_varies_as_much(
+    monkeypatch: pytest.MonkeyPatch, varies: bool
+) -> None:
+    raw = dynamic().SerializeToString()
+    found, real = original(dynamic()), Quantised._opened
+
+    def shifting(self: Quantised, model: object, optimized: bool = True) -> object:
+        inner = real(self, model, optimized)
+        return shifted(inner, 0.01) if model == raw else inner
+
+    monkeypatch.setattr(Quantised, "_opened", shifting)
+    monkeypatch.setattr(Quantised, "_varies_as_much", lambda self, sample, apart: varies)
+    assert found.judge(raw).passed is varies
+
+
+@contextmanager
+def shifted(inner: AbstractContextManager[Runner], by: float) -> Iterator[Shifted]:
+    with inner as runner:
+        yield Shifted(runner, by)
 
 
 def test_constants_move_to_their_neighbours() -> None:
