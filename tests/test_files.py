@@ -206,7 +206,12 @@ def test_the_command_line_is_ended(tmp_path: Path, number: str) -> None:
     )  # fmt: skip
     try:
         end = time.monotonic() + 60
-        while not list(work.iterdir()) and process.poll() is None and time.monotonic() < end:
+        # a folder: `tempfile` first writes and removes a file of its own, to see whether it can
+        while (
+            not any(path.is_dir() for path in work.iterdir())
+            and process.poll() is None
+            and time.monotonic() < end
+        ):
             time.sleep(0.01)
         process.send_signal(signal.Signals[number])
         _, said = process.communicate(timeout=60)
