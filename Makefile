@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# Also where ONNX Runtime is loaded before xrlflow, in benchmarks and tests. See SECURITY.md.
+export ORT_DISABLE_TELEMETRY ?= 1
 
 .PHONY: install demo docs test lint types contracts pytest proofs test-python test-runtimes cross browser postgres bench clean
 

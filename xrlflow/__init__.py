@@ -8,7 +8,12 @@ The functions are loaded when they are first used: importing the package costs n
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# ONNX Runtime reads this when it is loaded, and by default it collects what is run with it and sends it away. Processes
+# of ours inherit it. Whoever wants it to collect sets the variable to 0.
+os.environ["ORT_DISABLE_TELEMETRY"] = os.environ.get("ORT_DISABLE_TELEMETRY") or "1"
 
 if TYPE_CHECKING:
     from xrlflow.api import (
