@@ -24,7 +24,6 @@ from tests import postgres
 from tests.batch.conftest import clumsy
 from tests.cost.graphs import Builder, t
 from tests.cost.test_database import SAMPLE, SUBJECT
-from xrlflow.backends.children import environment
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.cost.database import Database
@@ -33,6 +32,7 @@ from xrlflow.doctor import disk
 from xrlflow.doctor.finding import Status
 from xrlflow.stores import StoreError
 from xrlflow.tuning.store import Record, Setting, Store
+from xrlflow.workers.process import environment
 
 pytestmark = pytest.mark.skipif(
     postgres.programs() is None, reason="needs PostgreSQL: `make postgres` installs it"

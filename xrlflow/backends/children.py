@@ -10,18 +10,17 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from xrlflow import deadline
 from xrlflow.backends.protocol import BackendError, OutOfTime, one_line
+from xrlflow.workers.process import command, environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,23 +30,6 @@ T = TypeVar("T")
 
 class ChildDied(BackendError):
     """A process of ours ended before it answered. The message has its last words."""
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """This process's environment, in which a child imports this package, and these variables."""
-    root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    path = root + (os.pathsep + inherited if inherited else "")
-    return {**os.environ, "PYTHONPATH": path, **variables}
-
-
-def command(module: str, function: str, *arguments: int | str) -> list[str]:
-    """The command of a process that calls a function of a module of ours.
-
-    The working directory is not searched for modules: a file there may have the name of one.
-    """
-    path = "import sys; sys.path[:] = filter(None, sys.path)"
-    return [sys.executable, "-c", f"{path}; from {module} import {function}; {function}(*{arguments!r})"]
 
 
 def serve_in_child(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from xrlflow.backends.children import command, environment
 from xrlflow.backends.protocol import one_line
 from xrlflow.doctor import disk, machine, software
 from xrlflow.doctor.finding import Finding, Status
 from xrlflow.stores import VARIABLE
+from xrlflow.workers.process import command, environment
 
 LIMIT = 60.0
 """Seconds for a check in a process of its own."""

@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from xrlflow.backends.children import command, environment
 from xrlflow.backends.decision import FEWEST, Answer, confirm, pooled, settle
 from xrlflow.backends.interleave import SETTLE_BELOW
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
@@ -29,6 +28,7 @@ from xrlflow.backends.pairs import Estimate, errors, estimate
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
 from xrlflow.backends.results import Latency, RepeatedComparison, SpeedUp, Verdict
 from xrlflow.backends.statistics import SPREAD, pool
+from xrlflow.workers.process import command, environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
