@@ -59,12 +59,12 @@ RUNTIMES := 1.16.3 1.17.3 1.20.1 1.23.2 1.27.0 1.31.1
 
 test-runtimes: install
 	rm -rf build/runtimes
-	$(BIN)/python -m tests.backends.tvm.carried build/runtimes
+	$(BIN)/python -m tests.backends.tvm.library.carried build/runtimes
 	set -e; for version in $(RUNTIMES); do \
 	  there=$(VENV)-onnxruntime-$$version; \
 	  test -x $$there/bin/python || $(PYTHON) -m venv $$there; \
 	  $$there/bin/pip install --quiet --disable-pip-version-check onnxruntime==$$version "numpy<2"; \
-	  $$there/bin/python tests/backends/tvm/in_a_runtime.py build/runtimes; \
+	  $$there/bin/python tests/backends/tvm/library/in_a_runtime.py build/runtimes; \
 	done
 
 # What tests of libraries for another processor need, and are skipped without (Debian and Ubuntu).

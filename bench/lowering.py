@@ -43,7 +43,8 @@ from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Tvm, TvmModel, bounds, detect
+from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.tvm.lowering import bounds
 from xrlflow.cost import Roofline
 from xrlflow.lowering import ExecutionTarget, Lowering, TuningPlan, tune_model
 from xrlflow.onnxio.exporter import to_proto

@@ -23,8 +23,8 @@ from onnx.backend.test.loader import load_model_tests
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.lower import unsupported
+from xrlflow.backends.tvm.lowering.compiled import compiled
+from xrlflow.backends.tvm.lowering.lower import unsupported
 
 _ROUNDING = 1e-5
 

@@ -34,10 +34,11 @@ import models
 from bench import pages
 from bench.space import NETWORKS, layers_in
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import detect, direct, products
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Form, Way
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.kernels import direct, products
+from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks

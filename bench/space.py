@@ -32,13 +32,14 @@ from bench import convolutions, pages
 from bench.operators import OPERATORS, operator
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import detect, products
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.layers_fusion import chosen_in
-from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.tiles import drawn, module_of
-from xrlflow.backends.tvm.ways import Way
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+from xrlflow.backends.tvm.kernels import products
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.tuning.blocks import Block, BlockWay

@@ -120,7 +120,7 @@ _BRIEF = {
     "xrlflow.pipeline.choose.measure": 0.3,
     "xrlflow.pipeline.kernels.measure": 0.3,
     "xrlflow.lowering.measure": 0.3,
-    "xrlflow.backends.tvm.device.interleave": 0.3,
+    "xrlflow.backends.tvm.devices.device.interleave": 0.3,
     "xrlflow.pipeline.confirm.measure_in_fresh_processes": 4.0,
 }
 

@@ -32,7 +32,7 @@ from xrlflow.verify import Verification, verify
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-    from xrlflow.backends.tvm.remote import Remote
+    from xrlflow.backends.tvm.devices.remote import Remote
     from xrlflow.cost import CostModel
     from xrlflow.rl.train import Trained
 

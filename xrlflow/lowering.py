@@ -19,16 +19,16 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, CompiledModel
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
-from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithm, Algorithms, Chosen, Timings
-from xrlflow.backends.tvm.compiled import Interface
-from xrlflow.backends.tvm.device import Device
-from xrlflow.backends.tvm.hybrid import Hybrid, Told, hybrid
-from xrlflow.backends.tvm.layers_fusion import chosen_in
-from xrlflow.backends.tvm.lower import check_sizes, fuse, import_model
-from xrlflow.backends.tvm.operator_times import Operator, Times, operator_times
-from xrlflow.backends.tvm.remote import PATIENCE, Remote
-from xrlflow.backends.tvm.target import compiler, lacking, linker
-from xrlflow.backends.tvm.ways import Way
+from xrlflow.backends.tvm.devices.device import Device
+from xrlflow.backends.tvm.devices.remote import PATIENCE, Remote
+from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithm, Algorithms, Chosen, Timings
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.library.hybrid import Hybrid, Told, hybrid
+from xrlflow.backends.tvm.library.operator_times import Operator, Times, operator_times
+from xrlflow.backends.tvm.lowering.compiled import Interface
+from xrlflow.backends.tvm.lowering.lower import check_sizes, fuse, import_model
+from xrlflow.backends.tvm.toolchain.target import compiler, lacking, linker
 from xrlflow.cost.machine import cpu_name
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel

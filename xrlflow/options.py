@@ -20,7 +20,7 @@ from xrlflow.stores import masked, server_of
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-    from xrlflow.backends.tvm.remote import Remote
+    from xrlflow.backends.tvm.devices.remote import Remote
     from xrlflow.cost import CostModel
 
 AGENT = "xrlflow"

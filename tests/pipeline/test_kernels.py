@@ -22,9 +22,10 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.tvm import layers_fusion, winograd
-from xrlflow.backends.tvm.operator_times import Times
-from xrlflow.backends.tvm.winograd_errors import Errors
+from xrlflow.backends.tvm.fusion import layers as layers_fusion
+from xrlflow.backends.tvm.kernels import winograd
+from xrlflow.backends.tvm.kernels.winograd_errors import Errors
+from xrlflow.backends.tvm.library.operator_times import Times
 from xrlflow.cost import Database
 from xrlflow.onnxio.model import LEFT
 from xrlflow.options import Common, OptionError, Options, TuneOptions

@@ -13,22 +13,22 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.backends.tvm.test_bands import block
-from tests.backends.tvm.test_kernels import network, numbers
+from tests.backends.tvm.kernels.test_bands import block
+from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import bands_plan
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, TimedBlock
-from xrlflow.backends.tvm.bands import Form, Plan, Tile
-from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.joined import joined
-from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
-from xrlflow.backends.tvm.plan import plan_of, sequence
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.ways import Way
+from xrlflow.backends.tvm.kernels import bands_plan
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, TimedBlock
+from xrlflow.backends.tvm.kernels.bands import Form, Plan, Tile
+from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.compiled import compiled
+from xrlflow.backends.tvm.lowering.joined import joined
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.tuning import blocks
 from xrlflow.tuning.blocks import Block, BlockWay
@@ -179,7 +179,7 @@ def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
 
 @pytest.mark.parametrize("far", [False, True])
 def test_blocks_know_where_their_weights_come_from(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.weights_from_memory", lambda main: far)
+    monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.weights_from_memory", lambda main: far)
     (found,) = blocks_of(MODEL)
     assert found.far == far
 
@@ -426,7 +426,7 @@ def test_a_compilation_uses_what_was_measured(
         made.append(how)
         return kernel(form, how)
 
-    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.kernel", watched)
+    monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.kernel", watched)
     model, algorithms = network(MODEL), Algorithms(timings=times(store))
     assert bands_in(MODEL, algorithms) == (0 if fastest == "apart" else 1)
     given = numbers(model)

@@ -25,11 +25,12 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Machine, Tvm, TvmModel, layers_fusion, load_compiled, schedules
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.tiles import tile_choices
-from xrlflow.backends.tvm.ways import Way
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled, schedules
+from xrlflow.backends.tvm.fusion import layers as layers_fusion
+from xrlflow.backends.tvm.fusion.tiles import tile_choices
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, StoredTimes, together

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from xrlflow import deadline, lowering
 from xrlflow.backends.children import Child
-from xrlflow.backends.tvm.algorithms import multiplies_less
+from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.lowering import Choice, Lowered
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context

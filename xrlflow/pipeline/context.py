@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
-from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.cost import Database
 from xrlflow.ir import Graph
 from xrlflow.lowering import ExecutionTarget, Lowering

@@ -22,8 +22,8 @@ from xrlflow.backends.beside import library_path
 from xrlflow.backends.children import Child
 from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.protocol import OutOfTime
-from xrlflow.backends.tvm.algorithms import multiplies_less
-from xrlflow.backends.tvm.hybrid import Hybrid, open_inputs
+from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
+from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, load_tvm, missing_for_kernels
 from xrlflow.pipeline import confirm

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from xrlflow import deadline
-from xrlflow.backends.tvm.operator_times import code_version
+from xrlflow.backends.tvm.library.operator_times import code_version
 from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline, calibrated
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering

@@ -15,7 +15,7 @@ from xrlflow import deadline, lowering
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.onnxruntime.session import OrtModel
 from xrlflow.backends.protocol import NotFromPython, OutOfTime
-from xrlflow.backends.tvm.remote import Remote
+from xrlflow.backends.tvm.devices.remote import Remote
 from xrlflow.cost import (
     AdditiveCost,
     CostModel,

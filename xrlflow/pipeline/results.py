@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import TvmModel
-from xrlflow.backends.tvm.hybrid import Hybrid
+from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
 from xrlflow.pipeline.context import Context

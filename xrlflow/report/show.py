@@ -14,7 +14,7 @@ from rich.text import Text
 
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm.algorithms import Chosen, multiplies_less
+from xrlflow.backends.tvm.kernels.algorithms import Chosen, multiplies_less
 from xrlflow.prover import Certificate
 from xrlflow.report.reasons import PHASES
 from xrlflow.report.report import Report

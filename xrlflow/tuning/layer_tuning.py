@@ -13,8 +13,8 @@ from typing import Any
 
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats
+from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.layer_times import deviation
 from xrlflow.tuning.measurable import Measurable

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.stack import CODE
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.stack import CODE
 from xrlflow.cost.machine import cpu_name
 from xrlflow.sqlite import Layout, Row, cache_directory
 from xrlflow.stores import StoreError, Where, opened

@@ -30,7 +30,7 @@ from xrlflow.backends.onnxruntime.timing import sample
 from xrlflow.backends.onnxruntime.wire import load_feeds, to_json
 from xrlflow.backends.protocol import BackendError, Feeds
 from xrlflow.backends.tvm import is_compiled
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
 
 def main(setup_folder: str) -> None:
