@@ -36,8 +36,8 @@ from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
 from xrlflow.backends.tvm.kernels import products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.exclusive import measuring

@@ -22,8 +22,8 @@ from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.devices.device import Device
 from xrlflow.backends.tvm.devices.remote import PATIENCE, Remote
 from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithm, Algorithms, Chosen, Timings
-from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen, Timings
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.library.hybrid import Hybrid, Told, hybrid
 from xrlflow.backends.tvm.library.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.lowering.compiled import Interface

@@ -17,8 +17,8 @@ from rewrite_rules.merge import MergeParallelConvs
 from tests.rules.harness import model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, Timed, Times
-from xrlflow.backends.tvm.kernels.ways import Form
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Timed, Times
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Form
 from xrlflow.backends.tvm.library.operator_times import Operator, operator_times
 from xrlflow.backends.tvm.library.operator_times import Times as Taken
 from xrlflow.backends.tvm.library.operator_times import _compiled as compiled

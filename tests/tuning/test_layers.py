@@ -23,9 +23,9 @@ from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels import direct, products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, Choice, Timed, with_times
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Choice, Timed, with_times
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Form, Way, algorithms_of
+from xrlflow.backends.tvm.kernels.ways import GENERATORS, Algorithm, Form, Way, algorithms_of
 from xrlflow.backends.tvm.kernels.winograd import Plan
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model

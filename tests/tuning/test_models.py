@@ -28,8 +28,8 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled, schedules
 from xrlflow.backends.tvm.fusion import layers as layers_fusion
 from xrlflow.backends.tvm.fusion.tiles import tile_choices
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate

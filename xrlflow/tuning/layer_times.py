@@ -18,8 +18,8 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.kernels.ways import Floats, Form, Way
+from xrlflow.backends.tvm.kernels.algorithms import Chosen, Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Floats, Form, Way
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
 from xrlflow.tuning.layers import Layer

@@ -17,9 +17,17 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.fusion.layers import estimates, plain
 from xrlflow.backends.tvm.kernels import direct
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, weights_of
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Floats, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.kernels.ways import (
+    GENERATORS,
+    Algorithm,
+    Floats,
+    Form,
+    Way,
+    algorithms_of,
+    tiles_cost,
+    title,
+)
 from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.lowering.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice

@@ -14,7 +14,8 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape

@@ -17,8 +17,8 @@ from tests.tuning.test_models import network
 from xrlflow import api
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.kernels import products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Timed, Times
-from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.kernels.algorithms import Timed, Times
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Form, Way
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape, Standard, for_compiling, shipped

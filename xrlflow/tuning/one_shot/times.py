@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.kernels.ways import Form
+from xrlflow.backends.tvm.kernels.algorithms import Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Form
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable

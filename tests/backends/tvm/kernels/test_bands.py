@@ -12,9 +12,9 @@ from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, results
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion import bands as bands_fusion
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.bands import Form, Plan
 from xrlflow.backends.tvm.kernels.bands_plan import cost, plan, plans
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 
 
 def block(

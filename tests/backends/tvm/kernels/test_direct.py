@@ -12,8 +12,8 @@ from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, results
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels import direct
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.direct import Form, Plan, cost, plan, plans
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 
 
 def conv(image: str, weights: str, out: str, attributes: str, end: str = "y = Identity(a)") -> str:

@@ -16,9 +16,9 @@ from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_winograd import assert_close, results
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels import direct_norm
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.direct import Form, Plan, plans
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.lowering import lower
 
 ONE, TWO, EIGHT = detect(cores=1), detect(cores=2), detect(cores=8)

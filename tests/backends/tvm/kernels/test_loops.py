@@ -13,9 +13,8 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, winograd
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, loops_of_bands, totals
-from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Form, Way
 from xrlflow.tuning.layers import Layer
 
 

@@ -16,7 +16,6 @@ from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import (
     WORST_CHANNEL,
-    Algorithm,
     Algorithms,
     Choice,
     Chosen,
@@ -24,7 +23,15 @@ from xrlflow.backends.tvm.kernels.algorithms import (
     with_times,
 )
 from xrlflow.backends.tvm.kernels.building import FLOAT
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.kernels.ways import (
+    GENERATORS,
+    Algorithm,
+    Form,
+    Way,
+    algorithms_of,
+    tiles_cost,
+    title,
+)
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory

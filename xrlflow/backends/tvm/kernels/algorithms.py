@@ -12,33 +12,16 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from xrlflow.backends.tvm.kernels import bands
-    from xrlflow.backends.tvm.kernels.ways import Form, Plan
+from xrlflow.backends.tvm.kernels import bands
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Form, Plan
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
 WORST_CHANNEL = 6.0
 """A layer keeps its plain algorithm if another one rounds more times as much in an output channel: with weights that
 take differences of pixels, for instance, on smooth images. (F(4,3) has 3.1 to 5.9 in layers of trained networks.)"""
-
-
-class Algorithm(Enum):
-    """How a convolution or product is computed: by TVM's loops in tiles (see `tiles`), or as one kernel of ours (see
-    `direct`, `products`). F(m, 3): tiles of m x m results (see `winograd`)."""
-
-    TILES = "tiles"
-    DIRECT = "direct"
-    PRODUCT = "product"
-    F23 = "F(2,3)"
-    F43 = "F(4,3)"
-
-    @property
-    def m(self) -> int | None:
-        return {Algorithm.F23: 2, Algorithm.F43: 4}.get(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +50,7 @@ class Timed:
     plan: Plan | None = None
 
 
-Times: TypeAlias = "Mapping[Algorithm, Timed | None]"
+Times: TypeAlias = Mapping[Algorithm, Timed | None]
 """What was measured of a layer's algorithms. None: all kernels of the algorithm failed."""
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from xrlflow.backends.tvm import schedules
 from xrlflow.backends.tvm.kernels import bands, direct, products, winograd
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
-from xrlflow.backends.tvm.kernels.ways import Form, Way, product_of, winograd_of
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Form, Way, product_of, winograd_of
 
 _FLOAT = 4
 

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,7 +21,6 @@ import numpy.typing as npt
 
 from xrlflow.backends.tvm import schedules
 from xrlflow.backends.tvm.kernels import direct, products, winograd
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 Form: TypeAlias = direct.Form | products.Form
@@ -29,6 +29,21 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 # Fewer channels, on either side, leave little to multiply.
 _CHANNELS = 16
+
+
+class Algorithm(Enum):
+    """How a convolution or product is computed: by TVM's loops in tiles (see `tiles`), or as one kernel of ours (see
+    `direct`, `products`). F(m, 3): tiles of m x m results (see `winograd`)."""
+
+    TILES = "tiles"
+    DIRECT = "direct"
+    PRODUCT = "product"
+    F23 = "F(2,3)"
+    F43 = "F(4,3)"
+
+    @property
+    def m(self) -> int | None:
+        return {Algorithm.F23: 2, Algorithm.F43: 4}.get(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
-from xrlflow.backends.tvm.toolchain.reading import sizes
+from xrlflow.backends.tvm.toolchain.reading import known_value, sizes
 
 _ATTRIBUTE = "xrlflow.checks"
 _KERNEL = "least_and_greatest"
@@ -176,21 +176,6 @@ class Bounds:
             given[operand] = self.builder.emit_te(
                 inside, tensor, list(extents), wraps, primfunc_name_hint="inside"
             )
-
-
-def known_value(tensor: Any) -> Any | None:
-    """The numbers of a constant, or of sizes that are numbers, as an array; None for other expressions."""
-    import numpy as np
-    from tvm import relax, tirx
-    from tvm.ir import GenericConst
-
-    if isinstance(tensor, GenericConst):
-        return tensor.value.numpy()
-    if isinstance(tensor, tirx.IntImm):
-        return np.asarray(int(tensor), np.int64)
-    if isinstance(tensor, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in tensor.values):
-        return np.asarray([int(n) for n in tensor.values], np.int64)
-    return None
 
 
 def ends_of(array: Any) -> Any:
