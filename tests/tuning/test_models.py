@@ -25,12 +25,13 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled, schedules
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled
 from xrlflow.backends.tvm.fusion import layers as layers_fusion
 from xrlflow.backends.tvm.fusion.tiles import tile_choices
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.schedules.contraction import schedule_contraction
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, StoredTimes, together
@@ -177,8 +178,7 @@ def test_a_tile_that_does_not_fit_is_no_kernel(tasks: LayerTasks, monkeypatch: p
     form = replace(tasks.layers[0].form, out=(16, 48))  # kernels of other tests are remembered
     layer = Layer(form, False)
     untuned, bad = tile_choices(form, MACHINE)[:2]
-    schedule_contraction = schedules._schedule_contraction
-    monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules.dispatch.schedule_contraction", failing)
     space = WaySpace.of(layer, MACHINE)
     assert space.candidate(Way(Algorithm.TILES, bad)) is None
     assert space.candidate(Way(Algorithm.TILES, untuned)) is not None
@@ -321,7 +321,7 @@ def test_kernels_that_cannot_be_scheduled_run_as_they_are(
     def failing(*_: Any) -> Any:
         raise ScheduleError("not this one")
 
-    monkeypatch.setattr("xrlflow.backends.tvm.schedules._prepare", failing)
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules.dispatch.prepare", failing)
     with pytest.warns(UserWarning, match="a kernel was left unscheduled: .*not this one"):
         result = api.tune(file, trials=4, threads=2, store=tmp_path / "store.sqlite", measure=False)
     assert result.verification is not None

@@ -30,7 +30,7 @@ from xrlflow.backends.tvm.kernels.ways import (
 )
 from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.lowering.lower import schedule_all
-from xrlflow.backends.tvm.schedules import Choice
+from xrlflow.backends.tvm.schedules.ratings import Choice
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
 from xrlflow.tuning.measurable import key_of

@@ -20,17 +20,10 @@ from xrlflow.backends.tvm.fusion.padding import Rows, padded_columns, padded_wid
 from xrlflow.backends.tvm.lowering import lower
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
-from xrlflow.backends.tvm.schedules import (
-    Choice,
-    Grid,
-    apply,
-    choices,
-    chunk,
-    heuristic,
-    partial_lanes,
-    schedule,
-    tile_of,
-)
+from xrlflow.backends.tvm.schedules.contraction import chunk
+from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic, schedule
+from xrlflow.backends.tvm.schedules.ratings import Choice, Grid, tile_of
+from xrlflow.backends.tvm.schedules.rows import partial_lanes
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import evaluate_graph

@@ -7,7 +7,8 @@ import pytest
 from bench.operators import operator
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
-from xrlflow.backends.tvm.schedules import Choice, Tile, apply
+from xrlflow.backends.tvm.schedules.dispatch import apply
+from xrlflow.backends.tvm.schedules.ratings import Choice, Tile
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.stack import CODE
 from xrlflow.tuning.store import Setting

@@ -19,7 +19,8 @@ from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.building import FLOAT, OPAQUE, SCHEDULED
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import Floats, Form
-from xrlflow.backends.tvm.schedules import Choice, apply, choices, heuristic
+from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic
+from xrlflow.backends.tvm.schedules.ratings import Choice
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 

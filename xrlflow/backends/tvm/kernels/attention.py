@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.schedules.blocks import WORTH_A_THREAD
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -136,7 +136,7 @@ class TilePlan:
 
 
 def plan(form: Form, machine: Machine) -> TilePlan:
-    """The tile with the best estimate for both products together, as in `schedules.rated_tiles`."""
+    """The tile with the best estimate for both products together, as in `schedules.ratings`."""
     lanes = machine.lanes
     value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
     apart = any(array.row_stride % _PAGE == 0 for array in (form.q, form.out))

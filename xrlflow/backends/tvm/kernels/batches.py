@@ -14,7 +14,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.kernels.building import FLOAT, LOCAL, OPAQUE, SCHEDULED, number, ramp, spread
 from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
-from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.schedules.blocks import WORTH_A_THREAD
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 

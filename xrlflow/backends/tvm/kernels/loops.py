@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrlflow.backends.tvm import schedules
 from xrlflow.backends.tvm.kernels import bands, direct, products, winograd
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Form, Way, product_of, winograd_of
+from xrlflow.backends.tvm.schedules import ratings
 
 _FLOAT = 4
 
@@ -35,7 +35,7 @@ class Loop:
 def loops_of(form: Form, way: Way) -> list[Loop]:
     """The loops of a layer's kernel; none if tiles have no choice."""
     match way.plan:
-        case schedules.Choice():
+        case ratings.Choice():
             return _tiles(form, way.plan)
         case direct.Plan():
             assert isinstance(form, direct.Form)
@@ -74,7 +74,7 @@ def _product(form: products.Form, how: products.Plan) -> list[Loop]:
     ]  # fmt: skip
 
 
-def _tiles(form: Form, how: schedules.Choice) -> list[Loop]:
+def _tiles(form: Form, how: ratings.Choice) -> list[Loop]:
     """Tiles along one dimension of the results, then along the other; taps; chunks of channels; channels."""
     tile = how.tile
     rows, columns, vectors = tile.rows, tile.columns, tile.columns // tile.lanes

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.backends.tvm import schedules
 from xrlflow.backends.tvm.kernels import direct, products, winograd
+from xrlflow.backends.tvm.schedules import ratings
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 Form: TypeAlias = direct.Form | products.Form
-Plan: TypeAlias = schedules.Choice | direct.Plan | products.Plan | winograd.Plan
+Plan: TypeAlias = ratings.Choice | direct.Plan | products.Plan | winograd.Plan
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 # Fewer channels, on either side, leave little to multiply.
@@ -73,7 +73,7 @@ class Way:
             elif blocking is None:
                 return Way(algorithm)
             else:
-                plan = schedules.Choice(schedules.Tile(**blocking.pop("tile")), **blocking)
+                plan = ratings.Choice(ratings.Tile(**blocking.pop("tile")), **blocking)
             return Way(algorithm, plan) if is_typed(plan) else None
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
@@ -81,7 +81,7 @@ class Way:
     def __str__(self) -> str:
         if self.plan is None:
             return self.algorithm.value
-        if isinstance(self.plan, schedules.Choice):
+        if isinstance(self.plan, ratings.Choice):
             tile, first = self.plan.tile, "columns" if self.plan.columns_first else "rows"
             return f"{self.algorithm.value}, {tile.rows}x{tile.columns} of {tile.lanes}, {first} first"
         return f"{self.algorithm.value}, {GENERATORS[self.algorithm].told(self.plan)}"

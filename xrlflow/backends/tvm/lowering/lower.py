@@ -36,7 +36,7 @@ from xrlflow.backends.tvm.lowering.bounds import (
 from xrlflow.backends.tvm.lowering.operators import ADDED, lowered
 from xrlflow.backends.tvm.lowering.plan import sequence
 from xrlflow.backends.tvm.lowering.value_types import check_types, disagreement, types_of
-from xrlflow.backends.tvm.schedules import schedule
+from xrlflow.backends.tvm.schedules.dispatch import schedule
 from xrlflow.backends.tvm.toolchain.import_tvm import last_line, tvm
 from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import constant, known_value, operator, sizes, with_main
