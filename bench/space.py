@@ -162,7 +162,7 @@ def explored(one: Case, measurer: LayerMeasurer, seed: int) -> tuple[dict[Any, f
 def kind_of(layer: Layer | Block) -> str:
     if isinstance(layer, Block):
         return "block"
-    return "product" if isinstance(layer.form, products.Form) else "convolution"
+    return "product" if isinstance(layer.form, products.Product) else "convolution"
 
 
 def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:

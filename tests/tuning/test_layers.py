@@ -25,8 +25,8 @@ from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Choice, Timed, with_times
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Algorithm, Form, Way, algorithms_of
-from xrlflow.backends.tvm.kernels.winograd import Plan
+from xrlflow.backends.tvm.kernels.ways import GENERATORS, Algorithm, LayerForm, Way, algorithms_of
+from xrlflow.backends.tvm.kernels.winograd import WinogradBlocking
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.tuning.layer_times import Seen, StoredTimes, results, together
@@ -51,8 +51,8 @@ def of_3x3(
     begin: tuple[int, int],
     steps: tuple[Step, ...] = (),
     groups: int = 1,
-) -> direct.Form:
-    return direct.Form(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, *begin), groups, steps)
+) -> direct.Convolution:
+    return direct.Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, *begin), groups, steps)
 
 
 LAYER = Layer(of_3x3((1, 8, 8, 16), (1, 8, 8, 32), (1, 1), STEPS), far=False)
@@ -73,28 +73,33 @@ def other(layer: Layer, algorithm: Algorithm) -> Way:
 
 
 TWICE = (Step("relax.sigmoid", (Earlier(0),)), Step("relax.multiply", (Earlier(0), Earlier(1))))
-FORMS: dict[str, Form] = {
+FORMS: dict[str, LayerForm] = {
     "steps": LAYER.form,
     "odd sizes, one side padded": of_3x3((2, 7, 9, 19), (2, 8, 7, 23), (2, 0), STEPS[:1]),
     "groups": of_3x3((1, 6, 6, 32), (1, 6, 6, 48), (1, 1), groups=2),
     "a step that reads two": of_3x3((1, 6, 6, 16), (1, 4, 4, 16), (0, 0), TWICE),
-    "pointwise": direct.Form((1, 6, 7, 19), (1, 6, 7, 32), *[(1, 1, 1)] * 3, (0, 0, 0), 1, STEPS),
-    "strided": direct.Form(
+    "pointwise": direct.Convolution((1, 6, 7, 19), (1, 6, 7, 32), *[(1, 1, 1)] * 3, (0, 0, 0), 1, STEPS),
+    "strided": direct.Convolution(
         (1, 9, 9, 16), (1, 5, 5, 32), (1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), 1, STEPS
     ),
-    "tiles that pad": direct.Form(
+    "tiles that pad": direct.Convolution(
         (1, 17, 17, 16), (1, 17, 17, 37), (1, 3, 3), *[(1, 1, 1)] * 2, (0, 1, 1), 1, STEPS
     ),
-    "groups and strides": direct.Form(
+    "groups and strides": direct.Convolution(
         (1, 8, 8, 64), (1, 4, 4, 64), (1, 1, 1), (1, 2, 2), (1, 1, 1), (0, 0, 0), 8, STEPS[:1]
     ),
-    "factors of each channel": direct.Form(
+    "factors of each channel": direct.Convolution(
         (1, 5, 5, 8), (1, 5, 5, 64), *[(1, 1, 1)] * 3, (0, 0, 0), 8, STEPS[:1]
     ),
-    "one dimension": direct.Form((1, 20, 16), (1, 18, 32), (1, 1, 3), *[(1, 1, 1)] * 2, (0, 0, 0), 1),
-    "a product": products.Form((2, 5, 40), (2, 5, 48), STEPS),
-    "a product of a matrix": products.Form((7, 40), (7, 51), STEPS[:1]),
+    "one dimension": direct.Convolution((1, 20, 16), (1, 18, 32), (1, 1, 3), *[(1, 1, 1)] * 2, (0, 0, 0), 1),
+    "a product": products.Product((2, 5, 40), (2, 5, 48), STEPS),
+    "a product of a matrix": products.Product((7, 40), (7, 51), STEPS[:1]),
 }
+
+
+def test_a_store_knows_layers_of_earlier_versions() -> None:
+    assert Layer(FORMS["steps"], False).key == "layer dee02171d85ffa186470c1d0"
+    assert Layer(FORMS["a product"], False).key == "layer 68839784d39d7d14bc0ff963"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -216,10 +221,10 @@ def test_what_was_measured_once_is_lucky(store: Store) -> None:
 
 
 NOT_CURRENT = {
-    "no plan any more": Way(F43, Plan(rows=3, columns=17, lanes=16, block=3, parts=1)),
+    "no plan any more": Way(F43, WinogradBlocking(rows=3, columns=17, lanes=16, block=3, parts=1)),
     "no plan": Way(F43),
-    "a plan of another kernel": Way(DIRECT, Plan(2, 16, 16, 2, 1)),
-    "an algorithm that cannot compute it": Way(Algorithm.PRODUCT, products.Plan(2, 16, 16, 2, 1)),
+    "a plan of another kernel": Way(DIRECT, WinogradBlocking(2, 16, 16, 2, 1)),
+    "an algorithm that cannot compute it": Way(Algorithm.PRODUCT, products.ProductBlocking(2, 16, 16, 2, 1)),
 }
 
 
@@ -258,7 +263,7 @@ def test_a_layer_without_a_time_of_its_plain_algorithm_is_estimated(store: Store
 
 
 def test_estimates_and_seconds_have_one_unit() -> None:
-    blocking = Plan(4, 64, 16, 8, 1)
+    blocking = WinogradBlocking(4, 64, 16, 8, 1)
     estimates = [[Choice(TILES, n), Choice(F23, n / 2, 1.1), Choice(F43, n / 4, 3.0)] for n in (8.0, 6.0)]
     assert with_times(estimates, [{}, {}]) == estimates
     measured = with_times(estimates, [{TILES: Timed(16.0), F43: Timed(5.0, blocking), F23: None}, {}])

@@ -5,8 +5,6 @@ A layer is known by its form. Its weights and images are drawn, since times do n
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +20,7 @@ from xrlflow.backends.tvm.kernels.ways import (
     GENERATORS,
     Algorithm,
     Floats,
-    Form,
+    LayerForm,
     Way,
     algorithms_of,
     tiles_cost,
@@ -30,10 +28,10 @@ from xrlflow.backends.tvm.kernels.ways import (
 )
 from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.lowering.lower import schedule_all
-from xrlflow.backends.tvm.schedules.ratings import Choice
+from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
-from xrlflow.tuning.measurable import key_of
+from xrlflow.tuning.measurable import form_key, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -46,7 +44,7 @@ _PLACES = {algorithm: place for place, algorithm in enumerate(Algorithm)}
 class Layer:
     """A convolution or product, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
 
-    form: Form
+    form: LayerForm
     far: bool
     weight: int = 1
 
@@ -56,8 +54,7 @@ class Layer:
 
     @property
     def key(self) -> str:
-        text = json.dumps([repr(self.form), self.far])
-        return "layer " + hashlib.sha256(text.encode()).hexdigest()[:24]
+        return form_key("layer", self.form, self.far)
 
     @property
     def work(self) -> int:
@@ -95,7 +92,7 @@ class Layer:
 
     def numbers(self, way: Way) -> dict[str, int]:
         algorithm = {"algorithm": _PLACES[way.algorithm]}
-        if isinstance(way.plan, Choice):
+        if isinstance(way.plan, TileBlocking):
             tile = way.plan.tile
             blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
             return algorithm | blocked | {"order": int(way.plan.columns_first)}
@@ -121,7 +118,7 @@ class Layer:
         form = self.form
         read, written = math.prod(form.image[:-1]), math.prod(form.out[:-1])
         window, groups, stride = 1, 1, 1
-        if isinstance(form, direct.Form):
+        if isinstance(form, direct.Convolution):
             window, groups, stride = math.prod(form.window), form.groups, max(form.strides)
         width = form.out[-2] if len(form.out) > 1 else 1
         large = sum(not extra.by_channel for extra in form.extras)
@@ -170,20 +167,20 @@ class Layer:
 
 
 @cache
-def _plans(form: Form, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
+def _plans(form: LayerForm, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
     return frozenset(GENERATORS[algorithm].plans(form, machine))
 
 
 @cache
-def _written(form: Form, way: Way) -> IRModule:
+def _written(form: LayerForm, way: Way) -> IRModule:
     with heeding_interrupts():
         return alone(GENERATORS[way.algorithm].kernel(form, way.plan))
 
 
 @cache
-def _tiled(form: Form, way: Way, machine: Machine) -> IRModule:
+def _tiled(form: LayerForm, way: Way, machine: Machine) -> IRModule:
     if way.plan is not None:
-        assert isinstance(way.plan, Choice)
+        assert isinstance(way.plan, TileBlocking)
         only = tiles.only_kernel(tiles.fused(form, machine))
         scheduled = None if only is None else tiles.tiled(only, way.plan, machine)
         if scheduled is None:
@@ -192,6 +189,6 @@ def _tiled(form: Form, way: Way, machine: Machine) -> IRModule:
     return alone(joined(_scheduled(form, machine))[0])
 
 
-def _scheduled(form: Form, machine: Machine) -> Any:
+def _scheduled(form: LayerForm, machine: Machine) -> Any:
     """The scheduled module of a layer with untuned tiles."""
     return schedule_all(tiles.fuse_alone(form, tiles.drawn(form), machine), machine)

@@ -70,10 +70,10 @@ def test_numpy_computes_what_torch_does(name: str) -> None:
 
 def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
     space, form = space_of("steps"), FORMS["steps"]
-    assert isinstance(form, direct.Form)
+    assert isinstance(form, direct.Convolution)
     kernel = tokens_of(space).kernel
     for way, row in zip(space.ways, kernel.tolist()):
-        if not isinstance(way.plan, direct.Plan):
+        if not isinstance(way.plan, direct.DirectBlocking):
             continue
         sums, weights, registers, balance, computed, _, _, size, turns, uses = row
         wide = way.plan.vectors * way.plan.lanes / MACHINE.lanes
@@ -88,7 +88,7 @@ def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
         assert 2**uses >= 0.999 * math.prod(form.out) * form.terms / read, (
             "each weight is used for each pixel"
         )
-    assert any(isinstance(way.plan, direct.Plan) for way in space.ways)
+    assert any(isinstance(way.plan, direct.DirectBlocking) for way in space.ways)
 
 
 def test_transformed_weights_are_more() -> None:
@@ -187,7 +187,7 @@ def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
     from xrlflow.backends.tvm.lowering.lower import fuse
 
     times = PredictedTimes(predictor, MACHINE)
-    forms = (FORMS["steps"], FORMS["strided"], products.Form((1, 40, 64), (1, 40, 96)))
+    forms = (FORMS["steps"], FORMS["strided"], products.Product((1, 40, 64), (1, 40, 96)))
     for form in forms:
         known = times.of(form, False)
         assert {way.algorithm for way in Layer(form, False).untuned(MACHINE)} == set(known)
@@ -214,4 +214,4 @@ def test_wrong_options_are_refused() -> None:
         Shape(width=10, heads=4)
     with pytest.raises(ValueError, match="no measurements"):
         train([])
-    assert isinstance(FORMS["strided"], direct.Form)
+    assert isinstance(FORMS["strided"], direct.Convolution)

@@ -16,7 +16,7 @@ from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_winograd import assert_close, results
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels import direct_norm
-from xrlflow.backends.tvm.kernels.direct import Form, Plan, plans
+from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, plans
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.lowering import lower
@@ -76,9 +76,9 @@ def test_other_machines(name: str, machine: Machine) -> None:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[Plan] = []
+    chosen: list[DirectBlocking] = []
 
-    def drawn(form: Form, machine: Machine) -> Plan:
+    def drawn(form: Convolution, machine: Machine) -> DirectBlocking:
         whole = [how for how in plans(form, machine) if how.together == how.lanes == machine.lanes]
         chosen.append(random.Random(f"{name}{seed}").choice(sorted(whole, key=repr)))
         return chosen[-1]
@@ -110,10 +110,12 @@ def test_left_alone(name: str) -> None:
     assert_close(*results(network(LEFT[name]), Algorithm.F23, ONE))
 
 
-def form(channels: int, size: int, window: int = 7) -> Form:
+def form(channels: int, size: int, window: int = 7) -> Convolution:
     image, border = (1, size, size, channels), window // 2
     steps = (Step("relax.add", (Earlier(0), Extra(True))),)
-    return Form(image, image, (1, window, window), (1, 1, 1), (1, 1, 1), (0, border, border), channels, steps)
+    return Convolution(
+        image, image, (1, window, window), (1, 1, 1), (1, 1, 1), (0, border, border), channels, steps
+    )
 
 
 @pytest.mark.parametrize(("channels", "size"), [(96, 56), (192, 28), (384, 14), (768, 7)])

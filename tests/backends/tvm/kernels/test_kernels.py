@@ -22,7 +22,7 @@ from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules.contraction import chunk
 from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic, schedule
-from xrlflow.backends.tvm.schedules.ratings import Choice, Grid, tile_of
+from xrlflow.backends.tvm.schedules.ratings import Grid, TileBlocking, tile_of
 from xrlflow.backends.tvm.schedules.rows import partial_lanes
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.onnxio import load
@@ -444,7 +444,7 @@ def test_odd_columns_are_computed_in_whole_vectors(
     few = choices(found, detect())[:: max(1, len(choices(found, detect())) // 6)]
     for choice in few:
 
-        def chosen(mod: Any, machine: Machine, choice: Choice = choice) -> Any:
+        def chosen(mod: Any, machine: Machine, choice: TileBlocking = choice) -> Any:
             fits = choice in choices(mod, machine)
             return apply(mod, machine, choice if fits else None)
 

@@ -18,7 +18,7 @@ from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels.algorithms import WORST_CHANNEL, Algorithms, Choice, shared_out
 from xrlflow.backends.tvm.kernels.ways import Algorithm
-from xrlflow.backends.tvm.kernels.winograd import Form, cost, plan, plans, transforms
+from xrlflow.backends.tvm.kernels.winograd import WinogradConvolution, cost, plan, plans, transforms
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
@@ -379,7 +379,7 @@ def test_the_choice_is_noted() -> None:
 @pytest.mark.parametrize("cpu", [None, "haswell"])
 def test_a_plan_fits_registers(cpu: str | None) -> None:
     machine = detect(cpu=cpu, cores=2)
-    form = Form((1, 14, 14, 100), (1, 14, 14, 70), 1, 1, 4)
+    form = WinogradConvolution((1, 14, 14, 100), (1, 14, 14, 70), 1, 1, 4)
     for how in plans(form, machine):
         vectors = how.columns // how.lanes
         assert how.rows * vectors + vectors + 1 <= machine.registers

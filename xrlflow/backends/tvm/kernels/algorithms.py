@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol, TypeAlias
 
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Form, Plan
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Blocking, LayerForm
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
@@ -33,7 +33,7 @@ class Choice:
     algorithm: Algorithm
     cost: float
     error: float = 1.0
-    plan: Plan | None = None
+    plan: Blocking | None = None
     most: float = 1.0
 
     @property
@@ -47,7 +47,7 @@ class Timed:
     estimated time)."""
 
     seconds: float
-    plan: Plan | None = None
+    plan: Blocking | None = None
 
 
 Times: TypeAlias = Mapping[Algorithm, Timed | None]
@@ -60,17 +60,17 @@ class TimedBlock:
     of the kernel in bands (None: one kernel for each convolution)."""
 
     seconds: float
-    plan: bands.Plan | None = None
+    plan: bands.BandBlocking | None = None
 
 
 class Timings(Protocol):
     """Measured times of layers."""
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         """What is known of a layer; empty if it was not measured. `far`: its weights come from memory."""
         ...
 
-    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
         """The same of a depthwise convolution with its neighbours; None if it was not measured."""
         ...
 

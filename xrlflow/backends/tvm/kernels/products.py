@@ -47,7 +47,7 @@ _LINE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Product:
     """steps(x w): `image` is the shape of x, [.., row, term], `out` [.., row, column]; weights are [term, column]."""
 
     image: tuple[int, ...]
@@ -72,7 +72,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProductBlocking:
     """How a kernel is blocked.
 
     `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the rows of a task. `parts`: among how
@@ -87,11 +87,11 @@ class Plan:
     parts: int
     ahead: bool = False
 
-    def panels(self, form: Form) -> int:
+    def panels(self, form: Product) -> int:
         return -(-form.columns // self.columns)
 
 
-def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+def plans(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
     """The blockings to choose from: rows and columns of tiles, and how rows and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= form.columns:
@@ -103,7 +103,7 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
             panels = -(-form.columns // (vectors * lanes))
             for parts in range(1, min(machine.cores, panels) + 1):
                 for blocks in _blocks(-(-form.rows // rows), machine.cores):
-                    yield Plan(rows, vectors * lanes, lanes, -(-form.rows // blocks), parts)
+                    yield ProductBlocking(rows, vectors * lanes, lanes, -(-form.rows // blocks), parts)
 
 
 def _blocks(most: int, cores: int) -> Iterator[int]:
@@ -116,17 +116,17 @@ def _blocks(most: int, cores: int) -> Iterator[int]:
         more *= 2
 
 
-def plan(form: Form, machine: Machine) -> Plan:
+def plan(form: Product, machine: Machine) -> ProductBlocking:
     """The blocking with the least estimated time."""
     best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
     return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
 
 
-def _weight_bytes(form: Form) -> int:
+def _weight_bytes(form: Product) -> int:
     return 4 * form.terms * form.columns
 
 
-def cost(form: Form, how: Plan, machine: Machine) -> float:
+def cost(form: Product, how: ProductBlocking, machine: Machine) -> float:
     """The estimated time of the busiest core for one term of the sums, in multiply-adds of vectors."""
     vectors = how.columns // how.lanes
 
@@ -145,7 +145,7 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     return -(-tasks // machine.cores) * -(-how.panels(form) // how.parts) * panel
 
 
-def packed(weights: npt.NDArray[np.float32], how: Plan) -> npt.NDArray[np.float32]:
+def packed(weights: npt.NDArray[np.float32], how: ProductBlocking) -> npt.NDArray[np.float32]:
     """Panels [panel, term, column] of weights [term, column]; columns after the last are 0."""
     depth, columns = weights.shape
     panels = -(-columns // how.columns)
@@ -159,7 +159,7 @@ def chunk_of(depth: int) -> int:
     return -(-depth // max(1, round(depth / CHUNK)))
 
 
-def kernel(form: Form, how: Plan) -> Any:
+def kernel(form: Product, how: ProductBlocking) -> Any:
     """The PrimFunc with parameters x, weights (`packed`), the extras of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -186,7 +186,9 @@ def kernel(form: Form, how: Plan) -> Any:
 class _Task:
     """Writes the loops of one task into the function that is being built."""
 
-    def __init__(self, form: Form, how: Plan, x: Any, weights: Any, extras: Sequence[Any], out: Any) -> None:
+    def __init__(
+        self, form: Product, how: ProductBlocking, x: Any, weights: Any, extras: Sequence[Any], out: Any
+    ) -> None:
         from tvm.script.ir_builder import tirx as T
 
         self._form, self._how = form, how

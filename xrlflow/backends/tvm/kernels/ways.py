@@ -23,8 +23,10 @@ from xrlflow.backends.tvm.kernels import direct, products, winograd
 from xrlflow.backends.tvm.schedules import ratings
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-Form: TypeAlias = direct.Form | products.Form
-Plan: TypeAlias = ratings.Choice | direct.Plan | products.Plan | winograd.Plan
+LayerForm: TypeAlias = direct.Convolution | products.Product
+Blocking: TypeAlias = (
+    ratings.TileBlocking | direct.DirectBlocking | products.ProductBlocking | winograd.WinogradBlocking
+)
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 # Fewer channels, on either side, leave little to multiply.
@@ -51,7 +53,7 @@ class Way:
     """An algorithm, and the blocking of its kernel (of TILES, None: that of the heuristic)."""
 
     algorithm: Algorithm
-    plan: Plan | None = None
+    plan: Blocking | None = None
 
     @property
     def group(self) -> Algorithm:
@@ -73,7 +75,7 @@ class Way:
             elif blocking is None:
                 return Way(algorithm)
             else:
-                plan = ratings.Choice(ratings.Tile(**blocking.pop("tile")), **blocking)
+                plan = ratings.TileBlocking(ratings.Tile(**blocking.pop("tile")), **blocking)
             return Way(algorithm, plan) if is_typed(plan) else None
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
@@ -81,7 +83,7 @@ class Way:
     def __str__(self) -> str:
         if self.plan is None:
             return self.algorithm.value
-        if isinstance(self.plan, ratings.Choice):
+        if isinstance(self.plan, ratings.TileBlocking):
             tile, first = self.plan.tile, "columns" if self.plan.columns_first else "rows"
             return f"{self.algorithm.value}, {tile.rows}x{tile.columns} of {tile.lanes}, {first} first"
         return f"{self.algorithm.value}, {GENERATORS[self.algorithm].told(self.plan)}"
@@ -97,7 +99,7 @@ def is_typed(blocking: Any) -> bool:
     )
 
 
-def is_pointwise(form: direct.Form) -> bool:
+def is_pointwise(form: direct.Convolution) -> bool:
     """Whether a convolution is a product of its pixels with weights."""
     return (
         math.prod(form.window) == math.prod(form.strides) == form.groups == 1
@@ -106,44 +108,46 @@ def is_pointwise(form: direct.Form) -> bool:
     )
 
 
-def multiplies_less(form: direct.Form) -> bool:
+def multiplies_less(form: direct.Convolution) -> bool:
     """Whether there are algorithms with fewer multiplications for a convolution: 3x3, not strided or dilated."""
     plain = form.window == (1, 3, 3) and math.prod(form.strides) == math.prod(form.dilations) == 1
     return len(form.image) == 4 and plain and min(form.channels, form.columns) >= _CHANNELS
 
 
-def product_of(form: Form) -> products.Form:
+def product_of(form: LayerForm) -> products.Product:
     """A product, or a pointwise convolution as one."""
-    return form if isinstance(form, products.Form) else products.Form(form.image, form.out, form.steps)
+    return form if isinstance(form, products.Product) else products.Product(form.image, form.out, form.steps)
 
 
-def winograd_of(form: Form, m: int) -> winograd.Form:
+def winograd_of(form: LayerForm, m: int) -> winograd.WinogradConvolution:
     """A convolution of `multiplies_less`, in tiles of m x m results."""
     form = _convolution(form)
-    return winograd.Form(form.image, form.out, form.begin[1], form.begin[2], m, form.steps, form.groups)
+    return winograd.WinogradConvolution(
+        form.image, form.out, form.begin[1], form.begin[2], m, form.steps, form.groups
+    )
 
 
-def _convolution(form: Form) -> direct.Form:
-    assert isinstance(form, direct.Form)
+def _convolution(form: LayerForm) -> direct.Convolution:
+    assert isinstance(form, direct.Convolution)
     return form
 
 
-def _numbers(how: products.Plan | winograd.Plan) -> dict[str, int]:
+def _numbers(how: products.ProductBlocking | winograd.WinogradBlocking) -> dict[str, int]:
     vectors = how.columns // how.lanes
     return {
         "rows": how.rows, "vectors": vectors, "lanes": how.lanes, "parts": how.parts, "ahead": int(how.ahead)
     }  # fmt: skip
 
 
-def _blocked(how: products.Plan | winograd.Plan) -> str:
+def _blocked(how: products.ProductBlocking | winograd.WinogradBlocking) -> str:
     ahead = ", fetched ahead" if how.ahead else ""
     parts = f" in {how.parts} parts" if how.parts > 1 else ""
     return f"{how.rows}x{how.columns} by {how.block}{parts}{ahead}"
 
 
-def title(form: Form) -> str:
+def title(form: LayerForm) -> str:
     """The kind and sizes of a layer."""
-    if isinstance(form, products.Form):
+    if isinstance(form, products.Product):
         return f"product of {form.rows} rows, {form.terms} to {form.columns} columns"
     window = "x".join(map(str, form.window[5 - len(form.image) :]))
     at = "x".join(map(str, form.out[1:-1]))
@@ -158,27 +162,27 @@ class Generator(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def fits(self, form: Form) -> bool:
+    def fits(self, form: LayerForm) -> bool:
         """Whether the algorithm can compute a layer."""
 
     @abstractmethod
-    def plans(self, form: Form, machine: Machine) -> Iterator[Any]:
+    def plans(self, form: LayerForm, machine: Machine) -> Iterator[Any]:
         """The blockings of a layer that it can compute."""
 
     @abstractmethod
-    def usual(self, form: Form, machine: Machine) -> Any:
+    def usual(self, form: LayerForm, machine: Machine) -> Any:
         """The blocking with the least estimated time."""
 
     @abstractmethod
-    def cost(self, form: Form, plan: Any, machine: Machine) -> float:
+    def cost(self, form: LayerForm, plan: Any, machine: Machine) -> float:
         """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
 
     @abstractmethod
-    def kernel(self, form: Form, plan: Any) -> Any:
+    def kernel(self, form: LayerForm, plan: Any) -> Any:
         """The PrimFunc with parameters image, weights (`packed`), the extras of the steps, and result."""
 
     @abstractmethod
-    def packed(self, weights: Floats, form: Form, plan: Any) -> Floats:
+    def packed(self, weights: Floats, form: LayerForm, plan: Any) -> Floats:
         """Floats in the order in which the kernel reads them."""
 
     @abstractmethod
@@ -186,7 +190,7 @@ class Generator(ABC):
         """The blocking of a record. Raises TypeError if the record's is another one."""
 
     @abstractmethod
-    def numbers(self, form: Form, plan: Any) -> dict[str, int]:
+    def numbers(self, form: LayerForm, plan: Any) -> dict[str, int]:
         """A blocking as numbers: rows and vectors of a tile, the lanes of a vector, in how many blocks a core takes its
         rows, among how many parts columns are divided, whether weights are fetched `ahead`, and an `order`."""
 
@@ -200,35 +204,35 @@ class _Direct(Generator):
 
     name = "direct"
 
-    def fits(self, form: Form) -> bool:
-        return isinstance(form, direct.Form)
+    def fits(self, form: LayerForm) -> bool:
+        return isinstance(form, direct.Convolution)
 
-    def plans(self, form: Form, machine: Machine) -> Iterator[direct.Plan]:
+    def plans(self, form: LayerForm, machine: Machine) -> Iterator[direct.DirectBlocking]:
         return direct.plans(_convolution(form), machine)
 
-    def usual(self, form: Form, machine: Machine) -> direct.Plan:
+    def usual(self, form: LayerForm, machine: Machine) -> direct.DirectBlocking:
         return direct.plan(_convolution(form), machine)
 
-    def cost(self, form: Form, plan: direct.Plan, machine: Machine) -> float:
+    def cost(self, form: LayerForm, plan: direct.DirectBlocking, machine: Machine) -> float:
         return direct.cost(_convolution(form), plan, machine)
 
-    def kernel(self, form: Form, plan: direct.Plan) -> Any:
+    def kernel(self, form: LayerForm, plan: direct.DirectBlocking) -> Any:
         return direct.kernel(_convolution(form), plan)
 
-    def packed(self, weights: Floats, form: Form, plan: direct.Plan) -> Floats:
+    def packed(self, weights: Floats, form: LayerForm, plan: direct.DirectBlocking) -> Floats:
         return direct.packed(weights, _convolution(form), plan)
 
-    def read(self, blocking: dict[str, Any]) -> direct.Plan:
-        return direct.Plan(**blocking)
+    def read(self, blocking: dict[str, Any]) -> direct.DirectBlocking:
+        return direct.DirectBlocking(**blocking)
 
-    def numbers(self, form: Form, plan: direct.Plan) -> dict[str, int]:
+    def numbers(self, form: LayerForm, plan: direct.DirectBlocking) -> dict[str, int]:
         form = _convolution(form)
         return {
             "rows": plan.pixels, "vectors": plan.vectors, "lanes": plan.lanes, "blocks": plan.bands(form),
             "parts": plan.spans(form), "order": int(plan.shared),
         }  # fmt: skip
 
-    def told(self, plan: direct.Plan) -> str:
+    def told(self, plan: direct.DirectBlocking) -> str:
         tile = f"{plan.pixels}x{plan.vectors * plan.lanes}"
         return f"{tile} in bands of {plan.band} rows and {plan.span} columns"
 
@@ -238,36 +242,36 @@ class _Product(Generator):
 
     name = "product"
 
-    def fits(self, form: Form) -> bool:
-        return isinstance(form, products.Form) or is_pointwise(form)
+    def fits(self, form: LayerForm) -> bool:
+        return isinstance(form, products.Product) or is_pointwise(form)
 
-    def plans(self, form: Form, machine: Machine) -> Iterator[products.Plan]:
+    def plans(self, form: LayerForm, machine: Machine) -> Iterator[products.ProductBlocking]:
         form = product_of(form)
         ahead = products.plan(form, machine).ahead
         for how in products.plans(form, machine):
             yield replace(how, ahead=ahead)
             yield replace(how, ahead=not ahead)
 
-    def usual(self, form: Form, machine: Machine) -> products.Plan:
+    def usual(self, form: LayerForm, machine: Machine) -> products.ProductBlocking:
         return products.plan(product_of(form), machine)
 
-    def cost(self, form: Form, plan: products.Plan, machine: Machine) -> float:
+    def cost(self, form: LayerForm, plan: products.ProductBlocking, machine: Machine) -> float:
         form = product_of(form)
         return form.terms * products.cost(form, plan, machine)
 
-    def kernel(self, form: Form, plan: products.Plan) -> Any:
+    def kernel(self, form: LayerForm, plan: products.ProductBlocking) -> Any:
         return products.kernel(product_of(form), plan)
 
-    def packed(self, weights: Floats, form: Form, plan: products.Plan) -> Floats:
+    def packed(self, weights: Floats, form: LayerForm, plan: products.ProductBlocking) -> Floats:
         return products.packed(weights.reshape(-1, weights.shape[-1]), plan)
 
-    def read(self, blocking: dict[str, Any]) -> products.Plan:
-        return products.Plan(**blocking)
+    def read(self, blocking: dict[str, Any]) -> products.ProductBlocking:
+        return products.ProductBlocking(**blocking)
 
-    def numbers(self, form: Form, plan: products.Plan) -> dict[str, int]:
+    def numbers(self, form: LayerForm, plan: products.ProductBlocking) -> dict[str, int]:
         return _numbers(plan) | {"blocks": -(-product_of(form).rows // plan.block)}
 
-    def told(self, plan: products.Plan) -> str:
+    def told(self, plan: products.ProductBlocking) -> str:
         return _blocked(plan)
 
 
@@ -279,37 +283,37 @@ class _Winograd(Generator):
     def __init__(self, m: int) -> None:
         self._m = m
 
-    def fits(self, form: Form) -> bool:
-        return isinstance(form, direct.Form) and multiplies_less(form)
+    def fits(self, form: LayerForm) -> bool:
+        return isinstance(form, direct.Convolution) and multiplies_less(form)
 
-    def of(self, form: Form) -> winograd.Form:
+    def of(self, form: LayerForm) -> winograd.WinogradConvolution:
         return winograd_of(form, self._m)
 
-    def plans(self, form: Form, machine: Machine) -> Iterator[winograd.Plan]:
+    def plans(self, form: LayerForm, machine: Machine) -> Iterator[winograd.WinogradBlocking]:
         ahead = self.usual(form, machine).ahead
         for how in winograd.plans(self.of(form), machine):
             yield replace(how, ahead=ahead)
             yield replace(how, ahead=not ahead)
 
-    def usual(self, form: Form, machine: Machine) -> winograd.Plan:
+    def usual(self, form: LayerForm, machine: Machine) -> winograd.WinogradBlocking:
         return winograd.plan(self.of(form), machine)
 
-    def cost(self, form: Form, plan: winograd.Plan, machine: Machine) -> float:
+    def cost(self, form: LayerForm, plan: winograd.WinogradBlocking, machine: Machine) -> float:
         return winograd.cost(self.of(form), plan, machine)
 
-    def kernel(self, form: Form, plan: winograd.Plan) -> Any:
+    def kernel(self, form: LayerForm, plan: winograd.WinogradBlocking) -> Any:
         return winograd.kernel(self.of(form), plan)
 
-    def packed(self, weights: Floats, form: Form, plan: winograd.Plan) -> Floats:
+    def packed(self, weights: Floats, form: LayerForm, plan: winograd.WinogradBlocking) -> Floats:
         return winograd.packed(weights, self.of(form), plan)
 
-    def read(self, blocking: dict[str, Any]) -> winograd.Plan:
-        return winograd.Plan(**blocking)
+    def read(self, blocking: dict[str, Any]) -> winograd.WinogradBlocking:
+        return winograd.WinogradBlocking(**blocking)
 
-    def numbers(self, form: Form, plan: winograd.Plan) -> dict[str, int]:
+    def numbers(self, form: LayerForm, plan: winograd.WinogradBlocking) -> dict[str, int]:
         return _numbers(plan) | {"blocks": plan.block // plan.rows}
 
-    def told(self, plan: winograd.Plan) -> str:
+    def told(self, plan: winograd.WinogradBlocking) -> str:
         return _blocked(plan)
 
 
@@ -324,9 +328,9 @@ GENERATORS: Mapping[Algorithm, Generator] = MappingProxyType(
 """Those whose kernels are written as a whole; TILES are schedules of TVM's (see `tiles`)."""
 
 
-def tiles_cost(form: Form, machine: Machine) -> float:
+def tiles_cost(form: LayerForm, machine: Machine) -> float:
     """The estimated time of TILES (see `Generator.cost`)."""
-    if isinstance(form, products.Form):
+    if isinstance(form, products.Product):
         pixels, terms, vectors = form.rows, form.terms, -(-form.columns // machine.lanes)
     else:
         pixels, terms = math.prod(form.out[:-1]), form.terms
@@ -338,6 +342,6 @@ def tiles_cost(form: Form, machine: Machine) -> float:
     return (1.2 * pixels + far) * weights / machine.cores
 
 
-def algorithms_of(form: Form) -> list[Algorithm]:
+def algorithms_of(form: LayerForm) -> list[Algorithm]:
     """The algorithms that can compute a layer."""
     return [Algorithm.TILES, *(a for a, generator in GENERATORS.items() if generator.fits(form))]

@@ -30,8 +30,8 @@ from xrlflow.backends.tvm.lowering.bounds import Check
 from xrlflow.backends.tvm.lowering.plan import (
     ALIGNMENT,
     COPY,
+    ExecutionPlan,
     Place,
-    Plan,
     Tensor,
     np_dtype,
     plan_of,
@@ -69,7 +69,7 @@ class CompiledRegion:
     read none of them. `chosen`: the algorithms of convolutions.
     """
 
-    plan: Plan
+    plan: ExecutionPlan
     module: Any
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -249,7 +249,7 @@ def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> 
         return path.read_bytes()
 
 
-def _shared_constants(plans: Iterable[Plan]) -> tuple[tuple[Array, ...], list[list[int]]]:
+def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[tuple[Array, ...], list[list[int]]]:
     """The constants of all plans, equal ones once, and for each plan their offsets in bytes."""
     kept: list[Array] = []
     place: dict[bytes, int] = {}

@@ -24,7 +24,7 @@ from xrlflow.backends.tvm.schedules.blocks import (
     vectorize_tile,
 )
 from xrlflow.backends.tvm.schedules.injective import parallel_vectors
-from xrlflow.backends.tvm.schedules.ratings import Choice, Grid, Tile, tile_of
+from xrlflow.backends.tvm.schedules.ratings import Grid, Tile, TileBlocking, tile_of
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 # Marks the packing of a constant: SplitLayoutRewritePreproc makes it a function, which constant folding runs.
@@ -187,12 +187,12 @@ class Prepared:
     columns_first: bool
     cropped: bool
 
-    def heuristic(self, machine: Machine) -> Choice:
+    def heuristic(self, machine: Machine) -> TileBlocking:
         tile = tile_of(self.grid, machine)
         if self.grid.channelwise:
             # With few channels, threads that share them would read the same pages.
-            return Choice(tile, self.grid.columns // tile.columns >= 3 * machine.cores)
-        return Choice(tile, self.columns_first)
+            return TileBlocking(tile, self.grid.columns // tile.columns >= 3 * machine.cores)
+        return TileBlocking(tile, self.columns_first)
 
 
 def prepare(sch: Any, block: Any, found: Contraction) -> Prepared:
@@ -232,7 +232,7 @@ def prepare(sch: Any, block: Any, found: Contraction) -> Prepared:
 
 
 def schedule_contraction(
-    sch: Any, block: Any, found: Contraction, form: Prepared, machine: Machine, choice: Choice | None
+    sch: Any, block: Any, found: Contraction, form: Prepared, machine: Machine, choice: TileBlocking | None
 ) -> None:
     chosen = choice if choice is not None else form.heuristic(machine)
     tile = chosen.tile
@@ -329,7 +329,7 @@ class _Nest:
         return 1 + len(self.walk)
 
 
-def _tile(sch: Any, block: Any, found: Contraction, row: int, chosen: Choice) -> _Nest:
+def _tile(sch: Any, block: Any, found: Contraction, row: int, chosen: TileBlocking) -> _Nest:
     """Split the loops of a contraction into tiles, and a long reduction into chunks."""
     loops = sch.get_loops(block)
     rows = [loops[p] for p in found.rows]

@@ -14,7 +14,7 @@ from xrlflow.backends.tvm.schedules.contraction import (
 )
 from xrlflow.backends.tvm.schedules.injective import schedule_injective
 from xrlflow.backends.tvm.schedules.planes import is_plane, schedule_plane
-from xrlflow.backends.tvm.schedules.ratings import Choice, rated_tiles
+from xrlflow.backends.tvm.schedules.ratings import TileBlocking, rated_tiles
 from xrlflow.backends.tvm.schedules.rows import schedule_rows
 from xrlflow.backends.tvm.schedules.windows import WINDOW, schedule_window
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -36,7 +36,7 @@ def schedule(mod: Any, machine: Machine) -> Any:
         return Schedule(mod, debug_mask="none")
 
 
-def apply(mod: Any, machine: Machine, choice: Choice | None = None) -> Any:
+def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any:
     """The schedule of "main", of a contraction with `choice` (default: that of the heuristic).
 
     `mod` must be kept by a variable meanwhile, as it is here: TVM's schedule changes what nothing else refers to in
@@ -60,17 +60,17 @@ def apply(mod: Any, machine: Machine, choice: Choice | None = None) -> Any:
     return sch
 
 
-def choices(mod: Any, machine: Machine, most: int = 64) -> list[Choice]:
+def choices(mod: Any, machine: Machine, most: int = 64) -> list[TileBlocking]:
     """The `most` best choices for "main", the best first; [] if there is no choice."""
     form = _form(mod)
     if form is None:
         return []
     rated = sorted(rated_tiles(form.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
     first = form.heuristic(machine).columns_first
-    return [Choice(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
+    return [TileBlocking(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
 
 
-def heuristic(mod: Any, machine: Machine) -> Choice | None:
+def heuristic(mod: Any, machine: Machine) -> TileBlocking | None:
     """The choice for "main" without tuning; None if there is none."""
     form = _form(mod)
     return None if form is None else form.heuristic(machine)

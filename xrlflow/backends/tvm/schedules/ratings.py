@@ -25,7 +25,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TileBlocking:
     """The choices for a contraction: its tile, and whether tiles of one column follow each other."""
 
     tile: Tile
