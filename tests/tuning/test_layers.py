@@ -25,7 +25,7 @@ from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Choice, Timed, with_times
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Algorithm, LayerForm, Way, algorithms_of
+from xrlflow.backends.tvm.kernels.ways import KERNELS, Algorithm, LayerForm, Way, algorithms_of
 from xrlflow.backends.tvm.kernels.winograd import WinogradBlocking
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
@@ -299,7 +299,7 @@ def test_a_compilation_uses_what_was_measured(fastest: Algorithm, store: Store) 
     algorithms = Algorithms(timings=times(store))
     module = fuse(import_model(model), MACHINE, algorithms=algorithms)
     assert [chosen.algorithm for chosen in chosen_in(module)] == [fastest.value] * 2
-    name = "tiles" if fastest is TILES else GENERATORS[fastest].name
+    name = "tiles" if fastest is TILES else KERNELS[fastest].name
     assert sum(name in each for each in functions(module)) == 2
     given = numbers(model)
     with open_model(model.SerializeToString(), threads=1) as runtime:

@@ -17,7 +17,7 @@ from xrlflow.backends.tvm.fusion.layers import estimates, plain
 from xrlflow.backends.tvm.kernels import direct
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, weights_of
 from xrlflow.backends.tvm.kernels.ways import (
-    GENERATORS,
+    KERNELS,
     Algorithm,
     Floats,
     LayerForm,
@@ -69,7 +69,7 @@ class Layer:
     def usual(self, algorithm: Algorithm, machine: Machine) -> Way:
         """The kernel of an algorithm in an untuned compilation."""
         if algorithm is not Algorithm.TILES:
-            return Way(algorithm, GENERATORS[algorithm].usual(self.form, machine))
+            return Way(algorithm, KERNELS[algorithm].usual(self.form, machine))
         return Way(algorithm, next(iter(tiles.tile_choices(self.form, machine)), None))
 
     def estimated(self, machine: Machine) -> Way:
@@ -86,7 +86,7 @@ class Layer:
         found = [Way(Algorithm.TILES, how) for how in tiles.tile_choices(self.form, machine) or (None,)]
         for algorithm in algorithms_of(self.form):
             if algorithm is not Algorithm.TILES:
-                plans = dict.fromkeys(GENERATORS[algorithm].plans(self.form, machine))
+                plans = dict.fromkeys(KERNELS[algorithm].plans(self.form, machine))
                 found += [Way(algorithm, how) for how in plans]
         return found
 
@@ -98,7 +98,7 @@ class Layer:
             return algorithm | blocked | {"order": int(way.plan.columns_first)}
         if way.algorithm is Algorithm.TILES:
             return algorithm
-        return algorithm | GENERATORS[way.algorithm].numbers(self.form, way.plan)
+        return algorithm | KERNELS[way.algorithm].numbers(self.form, way.plan)
 
     def loops(self, way: Way) -> list[Loop]:
         return loops_of(self.form, way)
@@ -109,7 +109,7 @@ class Layer:
     def estimate(self, way: Way, machine: Machine) -> float:
         if way.algorithm is Algorithm.TILES:
             return tiles_cost(self.form, machine)
-        return GENERATORS[way.algorithm].cost(self.form, way.plan, machine)
+        return KERNELS[way.algorithm].cost(self.form, way.plan, machine)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class Layer:
             only = tiles.only_kernel(tiles.fused(form, machine))
             return None if only is None else tiles.arguments(only, _tiled(form, way, machine), form)
         large = tiles.large_of(form)
-        packed = GENERATORS[way.algorithm].packed(given.weights, form, way.plan)
+        packed = KERNELS[way.algorithm].packed(given.weights, form, way.plan)
         extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
         return [large["image"], packed, *extras]
 
@@ -168,13 +168,13 @@ class Layer:
 
 @cache
 def _plans(form: LayerForm, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
-    return frozenset(GENERATORS[algorithm].plans(form, machine))
+    return frozenset(KERNELS[algorithm].plans(form, machine))
 
 
 @cache
 def _written(form: LayerForm, way: Way) -> IRModule:
     with heeding_interrupts():
-        return alone(GENERATORS[way.algorithm].kernel(form, way.plan))
+        return alone(KERNELS[way.algorithm].code(form, way.plan))
 
 
 @cache

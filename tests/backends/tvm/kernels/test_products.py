@@ -138,7 +138,7 @@ def test_long_sums_are_exact() -> None:
 def test_panels_of_weights() -> None:
     form, weights = Product((5, 3), (5, 21)), np.arange(63, dtype=np.float32).reshape(3, 21)
     how = next(h for h in plans(form, Machine("x86_64", "haswell", 1, 8, 16)) if h.columns == 16)
-    panels = packed(weights, how)
+    panels = packed(weights, form, how)
     assert panels.shape == (2, 3, 16)
     np.testing.assert_array_equal(panels[0], weights[:, :16])
     np.testing.assert_array_equal(panels[1, :, :5], weights[:, 16:])

@@ -24,7 +24,7 @@ from xrlflow.backends.tvm.kernels.algorithms import (
 )
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.ways import (
-    GENERATORS,
+    KERNELS,
     Algorithm,
     LayerForm,
     Way,
@@ -105,8 +105,8 @@ def estimates(form: LayerForm, machine: Machine) -> dict[Algorithm, float]:
     found = {plain(form, machine): tiles_cost(form, machine)}
     for algorithm in algorithms_of(form):
         if algorithm.m is not None:
-            generator = GENERATORS[algorithm]
-            found[algorithm] = generator.cost(form, generator.usual(form, machine), machine)
+            kernel = KERNELS[algorithm]
+            found[algorithm] = kernel.cost(form, kernel.usual(form, machine), machine)
     return found
 
 
@@ -139,15 +139,15 @@ def _replacement(match: Match, choice: Choice, machine: Machine) -> Replacement 
     form = match.form
     if choice.algorithm is Algorithm.TILES:
         return None if choice.plan is None else _tiled(match, choice, machine)
-    generator = GENERATORS[choice.algorithm]
-    how = choice.plan or generator.usual(form, machine)
+    kernel = KERNELS[choice.algorithm]
+    how = choice.plan or kernel.usual(form, machine)
     image, weights = match.call.args
 
     def read() -> Sequence[Any]:
-        return [image, constant(generator.packed(weights.value.numpy(), form, how)), *match.extras]
+        return [image, constant(kernel.packed(weights.value.numpy(), form, how)), *match.extras]
 
     way = Way(choice.algorithm, how)
-    return Replacement(generator.name, (form, way), partial(generator.kernel, form, how), read, form.out)
+    return Replacement(kernel.name, (form, way), partial(kernel.code, form, how), read, form.out)
 
 
 def _tiled(match: Match, choice: Choice, machine: Machine) -> Replacement | None:

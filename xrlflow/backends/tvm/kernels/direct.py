@@ -152,6 +152,18 @@ class DirectBlocking:
         """The floats of a pixel's copy."""
         return self.lanes if self.together > 1 else form.channels
 
+    def numbers(self, form: Convolution) -> dict[str, int]:
+        """See `ways.KernelBlocking`."""
+        return {
+            "rows": self.pixels, "vectors": self.vectors, "lanes": self.lanes, "blocks": self.bands(form),
+            "parts": self.spans(form), "order": int(self.shared),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pixels}x{self.vectors * self.lanes} in bands of {self.band} rows and {self.span} columns"
+        )
+
 
 def plan(form: Convolution, machine: Machine) -> DirectBlocking:
     """The blocking with the least estimated time."""

@@ -90,9 +90,28 @@ class ProductBlocking:
     def panels(self, form: Product) -> int:
         return -(-form.columns // self.columns)
 
+    def numbers(self, form: Product) -> dict[str, int]:
+        """See `ways.KernelBlocking`."""
+        return {
+            "rows": self.rows, "vectors": self.columns // self.lanes, "lanes": self.lanes, "parts": self.parts,
+            "ahead": int(self.ahead), "blocks": -(-form.rows // self.block),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        parts, ahead = f" in {self.parts} parts" * (self.parts > 1), ", fetched ahead" * self.ahead
+        return f"{self.rows}x{self.columns} by {self.block}{parts}{ahead}"
+
 
 def plans(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
-    """The blockings to choose from: rows and columns of tiles, and how rows and panels are divided among tasks."""
+    """The blockings to choose from, each with and without weights that are fetched ahead."""
+    ahead = _is_far(form, machine)
+    for how in _blockings(form, machine):
+        yield replace(how, ahead=ahead)
+        yield replace(how, ahead=not ahead)
+
+
+def _blockings(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
+    """Rows and columns of tiles, and how rows and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= form.columns:
         lanes //= 2
@@ -118,8 +137,13 @@ def _blocks(most: int, cores: int) -> Iterator[int]:
 
 def plan(form: Product, machine: Machine) -> ProductBlocking:
     """The blocking with the least estimated time."""
-    best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
-    return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
+    best = min(_blockings(form, machine), key=lambda how: _time_of_term(form, how, machine))
+    return replace(best, ahead=_is_far(form, machine))
+
+
+def _is_far(form: Product, machine: Machine) -> bool:
+    """Whether weights come from beyond the second-level cache."""
+    return _weight_bytes(form) > machine.second_level // 2
 
 
 def _weight_bytes(form: Product) -> int:
@@ -127,6 +151,11 @@ def _weight_bytes(form: Product) -> int:
 
 
 def cost(form: Product, how: ProductBlocking, machine: Machine) -> float:
+    """The estimated time of the busiest core, in multiply-adds of vectors."""
+    return form.terms * _time_of_term(form, how, machine)
+
+
+def _time_of_term(form: Product, how: ProductBlocking, machine: Machine) -> float:
     """The estimated time of the busiest core for one term of the sums, in multiply-adds of vectors."""
     vectors = how.columns // how.lanes
 
@@ -145,13 +174,11 @@ def cost(form: Product, how: ProductBlocking, machine: Machine) -> float:
     return -(-tasks // machine.cores) * -(-how.panels(form) // how.parts) * panel
 
 
-def packed(weights: npt.NDArray[np.float32], how: ProductBlocking) -> npt.NDArray[np.float32]:
-    """Panels [panel, term, column] of weights [term, column]; columns after the last are 0."""
-    depth, columns = weights.shape
-    panels = -(-columns // how.columns)
-    wide = np.zeros((depth, panels * how.columns), np.float32)
-    wide[:, :columns] = weights
-    return np.ascontiguousarray(wide.reshape(depth, panels, how.columns).transpose(1, 0, 2))
+def packed(weights: npt.NDArray[np.float32], form: Product, how: ProductBlocking) -> npt.NDArray[np.float32]:
+    """Panels [panel, term, column] of weights [.., term, column]; columns after the last are 0."""
+    wide = np.zeros((form.terms, how.panels(form) * how.columns), np.float32)
+    wide[:, : form.columns] = weights.reshape(form.terms, form.columns)
+    return np.ascontiguousarray(wide.reshape(form.terms, -1, how.columns).transpose(1, 0, 2))
 
 
 def chunk_of(depth: int) -> int:

@@ -1,6 +1,6 @@
 """All ways in which our kernels compute a convolution, or a product with constant weights.
 
-A way is an algorithm with the blocking of its kernel. `GENERATORS` says which layers an algorithm can compute, which
+A way is an algorithm with the blocking of its kernel. `KERNELS` says which layers an algorithm can compute, which
 blockings there are, which one has the least estimated time, and how the kernel is written. What a tuner may choose is
 what is said here.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ class Way:
             name, blocking = json.loads(text)
             algorithm = Algorithm(name)
             if algorithm is not Algorithm.TILES:
-                plan = GENERATORS[algorithm].read(blocking)
+                plan = KERNELS[algorithm].blocking(**blocking)
             elif blocking is None:
                 return Way(algorithm)
             else:
@@ -81,12 +81,7 @@ class Way:
             return None
 
     def __str__(self) -> str:
-        if self.plan is None:
-            return self.algorithm.value
-        if isinstance(self.plan, ratings.TileBlocking):
-            tile, first = self.plan.tile, "columns" if self.plan.columns_first else "rows"
-            return f"{self.algorithm.value}, {tile.rows}x{tile.columns} of {tile.lanes}, {first} first"
-        return f"{self.algorithm.value}, {GENERATORS[self.algorithm].told(self.plan)}"
+        return self.algorithm.value if self.plan is None else f"{self.algorithm.value}, {self.plan}"
 
 
 def is_typed(blocking: Any) -> bool:
@@ -99,17 +94,19 @@ def is_typed(blocking: Any) -> bool:
     )
 
 
-def is_pointwise(form: direct.Convolution) -> bool:
-    """Whether a convolution is a product of its pixels with weights."""
-    return (
+def is_product(form: LayerForm) -> bool:
+    """Whether a layer is a product, or a convolution that is one of its pixels with weights."""
+    return isinstance(form, products.Product) or (
         math.prod(form.window) == math.prod(form.strides) == form.groups == 1
         and not any(form.begin)
         and form.image[:-1] == form.out[:-1]
     )
 
 
-def multiplies_less(form: direct.Convolution) -> bool:
-    """Whether there are algorithms with fewer multiplications for a convolution: 3x3, not strided or dilated."""
+def multiplies_less(form: LayerForm) -> bool:
+    """Whether there are algorithms with fewer multiplications for a layer: 3x3 convolutions, not strided or dilated."""
+    if isinstance(form, products.Product):
+        return False
     plain = form.window == (1, 3, 3) and math.prod(form.strides) == math.prod(form.dilations) == 1
     return len(form.image) == 4 and plain and min(form.channels, form.columns) >= _CHANNELS
 
@@ -132,19 +129,6 @@ def _convolution(form: LayerForm) -> direct.Convolution:
     return form
 
 
-def _numbers(how: products.ProductBlocking | winograd.WinogradBlocking) -> dict[str, int]:
-    vectors = how.columns // how.lanes
-    return {
-        "rows": how.rows, "vectors": vectors, "lanes": how.lanes, "parts": how.parts, "ahead": int(how.ahead)
-    }  # fmt: skip
-
-
-def _blocked(how: products.ProductBlocking | winograd.WinogradBlocking) -> str:
-    ahead = ", fetched ahead" if how.ahead else ""
-    parts = f" in {how.parts} parts" if how.parts > 1 else ""
-    return f"{how.rows}x{how.columns} by {how.block}{parts}{ahead}"
-
-
 def title(form: LayerForm) -> str:
     """The kind and sizes of a layer."""
     if isinstance(form, products.Product):
@@ -156,180 +140,90 @@ def title(form: LayerForm) -> str:
     return f"{window} convolution of {form.image[-1]} to {form.out[-1]} channels{groups} at {at}{strided}"
 
 
-class Generator(ABC):
-    """Writes the kernels of one algorithm. `name`: of their functions."""
+class KernelBlocking(Protocol):
+    """A blocking of a kernel that is written as a whole. Its text says it in words."""
 
-    name: ClassVar[str]
+    def numbers(self, form: Any, /) -> dict[str, int]:
+        """It as numbers: rows and vectors of a tile, the lanes of a vector, in how many blocks a core takes its rows,
+        among how many parts columns are divided, whether weights are fetched `ahead`, and an `order`."""
 
-    @abstractmethod
-    def fits(self, form: LayerForm) -> bool:
-        """Whether the algorithm can compute a layer."""
 
-    @abstractmethod
-    def plans(self, form: LayerForm, machine: Machine) -> Iterator[Any]:
-        """The blockings of a layer that it can compute."""
+FormT = TypeVar("FormT", contravariant=True)
+BlockingT = TypeVar("BlockingT", bound=KernelBlocking)
 
-    @abstractmethod
-    def usual(self, form: LayerForm, machine: Machine) -> Any:
+
+class Kernel(Protocol[FormT, BlockingT]):
+    """A module that writes the kernels of an algorithm: `direct`, `products`, `winograd`."""
+
+    def plans(self, form: FormT, machine: Machine, /) -> Iterator[BlockingT]:
+        """The blockings to choose from."""
+
+    def plan(self, form: FormT, machine: Machine, /) -> BlockingT:
         """The blocking with the least estimated time."""
 
-    @abstractmethod
-    def cost(self, form: LayerForm, plan: Any, machine: Machine) -> float:
+    def cost(self, form: FormT, how: BlockingT, machine: Machine, /) -> float:
         """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
 
-    @abstractmethod
-    def kernel(self, form: LayerForm, plan: Any) -> Any:
+    def packed(self, weights: Floats, form: FormT, how: BlockingT, /) -> Floats:
+        """Weights in the order in which the kernel reads them."""
+
+    def kernel(self, form: FormT, how: BlockingT, /) -> Any:
         """The PrimFunc with parameters image, weights (`packed`), the extras of the steps, and result."""
 
-    @abstractmethod
-    def packed(self, weights: Floats, form: LayerForm, plan: Any) -> Floats:
-        """Floats in the order in which the kernel reads them."""
 
-    @abstractmethod
-    def read(self, blocking: dict[str, Any]) -> Any:
-        """The blocking of a record. Raises TypeError if the record's is another one."""
+@dataclass(frozen=True, slots=True)
+class LayerKernel(Generic[FormT, BlockingT]):
+    """A kernel for the layers that its algorithm `fits`. `name`: of its functions. `form` makes a layer what the kernel
+    takes. For the methods see `Kernel`."""
 
-    @abstractmethod
-    def numbers(self, form: LayerForm, plan: Any) -> dict[str, int]:
-        """A blocking as numbers: rows and vectors of a tile, the lanes of a vector, in how many blocks a core takes its
-        rows, among how many parts columns are divided, whether weights are fetched `ahead`, and an `order`."""
+    name: str
+    kernel: Kernel[FormT, BlockingT]
+    blocking: type[BlockingT]
+    fits: Callable[[LayerForm], bool]
+    form: Callable[[LayerForm], FormT]
 
-    @abstractmethod
-    def told(self, plan: Any) -> str:
-        """A blocking in words."""
+    def plans(self, form: LayerForm, machine: Machine) -> Iterator[BlockingT]:
+        return self.kernel.plans(self.form(form), machine)
 
+    def usual(self, form: LayerForm, machine: Machine) -> BlockingT:
+        return self.kernel.plan(self.form(form), machine)
 
-class _Direct(Generator):
-    """See `direct`."""
+    def cost(self, form: LayerForm, how: BlockingT, machine: Machine) -> float:
+        return self.kernel.cost(self.form(form), how, machine)
 
-    name = "direct"
+    def packed(self, weights: Floats, form: LayerForm, how: BlockingT) -> Floats:
+        return self.kernel.packed(weights, self.form(form), how)
 
-    def fits(self, form: LayerForm) -> bool:
-        return isinstance(form, direct.Convolution)
+    def code(self, form: LayerForm, how: BlockingT) -> Any:
+        return self.kernel.kernel(self.form(form), how)
 
-    def plans(self, form: LayerForm, machine: Machine) -> Iterator[direct.DirectBlocking]:
-        return direct.plans(_convolution(form), machine)
-
-    def usual(self, form: LayerForm, machine: Machine) -> direct.DirectBlocking:
-        return direct.plan(_convolution(form), machine)
-
-    def cost(self, form: LayerForm, plan: direct.DirectBlocking, machine: Machine) -> float:
-        return direct.cost(_convolution(form), plan, machine)
-
-    def kernel(self, form: LayerForm, plan: direct.DirectBlocking) -> Any:
-        return direct.kernel(_convolution(form), plan)
-
-    def packed(self, weights: Floats, form: LayerForm, plan: direct.DirectBlocking) -> Floats:
-        return direct.packed(weights, _convolution(form), plan)
-
-    def read(self, blocking: dict[str, Any]) -> direct.DirectBlocking:
-        return direct.DirectBlocking(**blocking)
-
-    def numbers(self, form: LayerForm, plan: direct.DirectBlocking) -> dict[str, int]:
-        form = _convolution(form)
-        return {
-            "rows": plan.pixels, "vectors": plan.vectors, "lanes": plan.lanes, "blocks": plan.bands(form),
-            "parts": plan.spans(form), "order": int(plan.shared),
-        }  # fmt: skip
-
-    def told(self, plan: direct.DirectBlocking) -> str:
-        tile = f"{plan.pixels}x{plan.vectors * plan.lanes}"
-        return f"{tile} in bands of {plan.band} rows and {plan.span} columns"
+    def numbers(self, form: LayerForm, how: BlockingT) -> dict[str, int]:
+        return how.numbers(self.form(form))
 
 
-class _Product(Generator):
-    """See `products`."""
-
-    name = "product"
-
-    def fits(self, form: LayerForm) -> bool:
-        return isinstance(form, products.Product) or is_pointwise(form)
-
-    def plans(self, form: LayerForm, machine: Machine) -> Iterator[products.ProductBlocking]:
-        form = product_of(form)
-        ahead = products.plan(form, machine).ahead
-        for how in products.plans(form, machine):
-            yield replace(how, ahead=ahead)
-            yield replace(how, ahead=not ahead)
-
-    def usual(self, form: LayerForm, machine: Machine) -> products.ProductBlocking:
-        return products.plan(product_of(form), machine)
-
-    def cost(self, form: LayerForm, plan: products.ProductBlocking, machine: Machine) -> float:
-        form = product_of(form)
-        return form.terms * products.cost(form, plan, machine)
-
-    def kernel(self, form: LayerForm, plan: products.ProductBlocking) -> Any:
-        return products.kernel(product_of(form), plan)
-
-    def packed(self, weights: Floats, form: LayerForm, plan: products.ProductBlocking) -> Floats:
-        return products.packed(weights.reshape(-1, weights.shape[-1]), plan)
-
-    def read(self, blocking: dict[str, Any]) -> products.ProductBlocking:
-        return products.ProductBlocking(**blocking)
-
-    def numbers(self, form: LayerForm, plan: products.ProductBlocking) -> dict[str, int]:
-        return _numbers(plan) | {"blocks": -(-product_of(form).rows // plan.block)}
-
-    def told(self, plan: products.ProductBlocking) -> str:
-        return _blocked(plan)
-
-
-class _Winograd(Generator):
-    """See `winograd`. `m`: the results of a tile along one side."""
-
-    name = "winograd"
-
-    def __init__(self, m: int) -> None:
-        self._m = m
-
-    def fits(self, form: LayerForm) -> bool:
-        return isinstance(form, direct.Convolution) and multiplies_less(form)
-
-    def of(self, form: LayerForm) -> winograd.WinogradConvolution:
-        return winograd_of(form, self._m)
-
-    def plans(self, form: LayerForm, machine: Machine) -> Iterator[winograd.WinogradBlocking]:
-        ahead = self.usual(form, machine).ahead
-        for how in winograd.plans(self.of(form), machine):
-            yield replace(how, ahead=ahead)
-            yield replace(how, ahead=not ahead)
-
-    def usual(self, form: LayerForm, machine: Machine) -> winograd.WinogradBlocking:
-        return winograd.plan(self.of(form), machine)
-
-    def cost(self, form: LayerForm, plan: winograd.WinogradBlocking, machine: Machine) -> float:
-        return winograd.cost(self.of(form), plan, machine)
-
-    def kernel(self, form: LayerForm, plan: winograd.WinogradBlocking) -> Any:
-        return winograd.kernel(self.of(form), plan)
-
-    def packed(self, weights: Floats, form: LayerForm, plan: winograd.WinogradBlocking) -> Floats:
-        return winograd.packed(weights, self.of(form), plan)
-
-    def read(self, blocking: dict[str, Any]) -> winograd.WinogradBlocking:
-        return winograd.WinogradBlocking(**blocking)
-
-    def numbers(self, form: LayerForm, plan: winograd.WinogradBlocking) -> dict[str, int]:
-        return _numbers(plan) | {"blocks": plan.block // plan.rows}
-
-    def told(self, plan: winograd.WinogradBlocking) -> str:
-        return _blocked(plan)
-
-
-GENERATORS: Mapping[Algorithm, Generator] = MappingProxyType(
+KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
     {
-        Algorithm.DIRECT: _Direct(),
-        Algorithm.PRODUCT: _Product(),
-        Algorithm.F23: _Winograd(2),
-        Algorithm.F43: _Winograd(4),
+        Algorithm.DIRECT: LayerKernel(
+            "direct",
+            direct,
+            direct.DirectBlocking,
+            lambda form: isinstance(form, direct.Convolution),
+            _convolution,
+        ),
+        Algorithm.PRODUCT: LayerKernel("product", products, products.ProductBlocking, is_product, product_of),
+        **{
+            algorithm: LayerKernel(
+                "winograd", winograd, winograd.WinogradBlocking, multiplies_less, partial(winograd_of, m=m)
+            )
+            for algorithm, m in ((Algorithm.F23, 2), (Algorithm.F43, 4))
+        },
     }
 )
-"""Those whose kernels are written as a whole; TILES are schedules of TVM's (see `tiles`)."""
+"""Those whose kernels are written as a whole; TILES are schedules of TVM's (see `fusion.tiles`)."""
 
 
 def tiles_cost(form: LayerForm, machine: Machine) -> float:
-    """The estimated time of TILES (see `Generator.cost`)."""
+    """The estimated time of TILES (see `Kernel.cost`)."""
     if isinstance(form, products.Product):
         pixels, terms, vectors = form.rows, form.terms, -(-form.columns // machine.lanes)
     else:
@@ -344,4 +238,4 @@ def tiles_cost(form: LayerForm, machine: Machine) -> float:
 
 def algorithms_of(form: LayerForm) -> list[Algorithm]:
     """The algorithms that can compute a layer."""
-    return [Algorithm.TILES, *(a for a, generator in GENERATORS.items() if generator.fits(form))]
+    return [Algorithm.TILES, *(a for a, kernel in KERNELS.items() if kernel.fits(form))]

@@ -161,9 +161,28 @@ class WinogradBlocking:
         """The panels of weights of a group."""
         return -(-form.columns // self.columns)
 
+    def numbers(self, form: WinogradConvolution) -> dict[str, int]:
+        """See `ways.KernelBlocking`."""
+        return {
+            "rows": self.rows, "vectors": self.columns // self.lanes, "lanes": self.lanes, "parts": self.parts,
+            "ahead": int(self.ahead), "blocks": self.block // self.rows,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        parts, ahead = f" in {self.parts} parts" * (self.parts > 1), ", fetched ahead" * self.ahead
+        return f"{self.rows}x{self.columns} by {self.block}{parts}{ahead}"
+
 
 def plans(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
-    """The blockings to choose from."""
+    """The blockings to choose from, each with and without weights that are fetched ahead."""
+    ahead = _is_far(form, machine)
+    for how in _blockings(form, machine):
+        yield replace(how, ahead=ahead)
+        yield replace(how, ahead=not ahead)
+
+
+def _blockings(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
+    """Tiles of accumulators, and how tiles of pixels and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= form.columns:
         lanes //= 2
@@ -179,8 +198,13 @@ def plans(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlock
 
 def plan(form: WinogradConvolution, machine: Machine) -> WinogradBlocking:
     """The blocking with the least estimated time."""
-    best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
-    return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
+    best = min(_blockings(form, machine), key=lambda how: cost(form, how, machine))
+    return replace(best, ahead=_is_far(form, machine))
+
+
+def _is_far(form: WinogradConvolution, machine: Machine) -> bool:
+    """Whether weights come from beyond the second-level cache."""
+    return _weight_bytes(form) > machine.second_level // 2
 
 
 def _weight_bytes(form: WinogradConvolution) -> int:

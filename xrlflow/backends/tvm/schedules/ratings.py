@@ -31,6 +31,10 @@ class TileBlocking:
     tile: Tile
     columns_first: bool
 
+    def __str__(self) -> str:
+        tile, first = self.tile, "columns" if self.columns_first else "rows"
+        return f"{tile.rows}x{tile.columns} of {tile.lanes}, {first} first"
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
