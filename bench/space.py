@@ -33,12 +33,13 @@ from bench.operators import OPERATORS, operator
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES

@@ -21,13 +21,14 @@ from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
 from xrlflow.backends.tvm.devices.device import Device
 from xrlflow.backends.tvm.devices.remote import PATIENCE, Remote
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen, Timings
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.library.hybrid import Hybrid, Told, hybrid
 from xrlflow.backends.tvm.library.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.lowering.compiled import Interface
-from xrlflow.backends.tvm.lowering.lower import check_sizes, fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import check_sizes, import_model
 from xrlflow.backends.tvm.toolchain.target import compiler, lacking, linker
 from xrlflow.cost.machine import cpu_name
 from xrlflow.ir import Graph

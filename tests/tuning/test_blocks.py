@@ -20,14 +20,16 @@ from xrlflow import api
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import bands_plan
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, TimedBlock
 from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock, Tile
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.lowering.compiled import compiled
+from xrlflow.backends.tvm.lowering.executable import schedule_all
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.joined import joined
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model, schedule_all
 from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
 from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.tuning import blocks

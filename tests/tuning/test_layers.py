@@ -21,6 +21,7 @@ from xrlflow import api
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion import tiles
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Choice, Timed, with_times
@@ -28,7 +29,7 @@ from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import KERNELS, Algorithm, LayerForm, Way, algorithms_of
 from xrlflow.backends.tvm.kernels.winograd import WinogradBlocking
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.layer_times import Seen, StoredTimes, results, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of

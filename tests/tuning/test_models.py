@@ -27,10 +27,11 @@ from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled
 from xrlflow.backends.tvm.fusion import layers as layers_fusion
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import tile_choices
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.schedules.contraction import schedule_contraction
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate

@@ -18,6 +18,7 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import with_steps
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.bands import (
@@ -34,8 +35,8 @@ from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of_bands, weights_of_bands
 from xrlflow.backends.tvm.kernels.steps import Step, extras_of
 from xrlflow.backends.tvm.kernels.ways import Algorithm, Floats, is_typed
+from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.joined import joined
-from xrlflow.backends.tvm.lowering.lower import fuse, schedule_all
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run

@@ -26,8 +26,8 @@ from xrlflow.backends.tvm.kernels.ways import (
     tiles_cost,
     title,
 )
+from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.joined import joined
-from xrlflow.backends.tvm.lowering.lower import schedule_all
 from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run

@@ -182,9 +182,9 @@ def test_the_tuner_proposes_each_kernel_once_in_its_order(predictor: Predictor) 
 
 
 def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
+    from xrlflow.backends.tvm.fusion.fuse import fuse
     from xrlflow.backends.tvm.fusion.layers import chosen_in
     from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
-    from xrlflow.backends.tvm.lowering.lower import fuse
 
     times = PredictedTimes(predictor, MACHINE)
     forms = (FORMS["steps"], FORMS["strided"], products.Product((1, 40, 64), (1, 40, 96)))

@@ -7,7 +7,8 @@ import pytest
 from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_pooling import compare
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.lowering.importer import import_model
 
 MIDDLES = {
     "a border, pooled": "p = Pad(a, sides, zero)\n c = AveragePool<kernel_shape=[3,3]>(p)",

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from tests.backends.tvm.kernels.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.attention import Array, Attention, kernel, plan
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.lowering.executable import schedule_all
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.layer_times import Seen
 
 TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)

@@ -15,11 +15,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_winograd import assert_close, results
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import direct_norm
 from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, plans
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import Algorithm
-from xrlflow.backends.tvm.lowering import lower
+from xrlflow.backends.tvm.lowering.importer import import_model
 
 ONE, TWO, EIGHT = detect(cores=1), detect(cores=2), detect(cores=8)
 
@@ -54,7 +55,7 @@ MACHINES = {
 
 
 def fused(text: str, machine: Machine) -> bool:
-    module = lower.fuse(lower.import_model(network(text)), machine)
+    module = fuse(import_model(network(text)), machine)
     return any("direct_norm" in variable.name_hint for variable in module.functions)
 
 
@@ -141,7 +142,7 @@ def test_sums_are_as_exact_as_those_of_two_kernels(mean: float, monkeypatch: pyt
     (bias,) = (tensor for tensor in model.graph.initializer if tensor.name == "b")
     bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + np.float32(mean), "b"))
     _, one = results(model, Algorithm.F23, ONE)
-    monkeypatch.setattr(lower, "use_direct_norm", lambda module, machine: module)
+    monkeypatch.setattr("xrlflow.backends.tvm.fusion.fuse.use_direct_norm", lambda module, machine: module)
     _, two = results(model, Algorithm.F23, ONE)
     exact = _in_doubles(model)
     errors = [float(np.sqrt(np.mean((found - exact) ** 2))) for found in (one, two)]

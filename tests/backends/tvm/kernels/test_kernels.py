@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.padding import Rows, padded_columns, padded_width
-from xrlflow.backends.tvm.lowering import lower
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.schedules.contraction import chunk
 from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic, schedule
 from xrlflow.backends.tvm.schedules.ratings import Grid, TileBlocking, tile_of
@@ -448,7 +448,7 @@ def test_odd_columns_are_computed_in_whole_vectors(
             fits = choice in choices(mod, machine)
             return apply(mod, machine, choice if fits else None)
 
-        monkeypatch.setattr(lower, "schedule", chosen)
+        monkeypatch.setattr("xrlflow.backends.tvm.lowering.executable.schedule", chosen)
         with compiled(model, detect()) as lowered:
             np.testing.assert_allclose(lowered.run(feeds)[0], expected, rtol=2e-5, atol=2e-6)
 

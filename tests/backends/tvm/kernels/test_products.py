@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels.products import Product, chunk_of, cost, packed, plan, plans
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 
 Array = npt.NDArray[Any]
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels.algorithms import WORST_CHANNEL, Algorithms, Choice, shared_out
 from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.kernels.winograd import WinogradConvolution, cost, plan, plans, transforms
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 
 FAST = (Algorithm.F23, Algorithm.F43)
 Array = npt.NDArray[Any]

@@ -356,8 +356,8 @@ def test_rules_do_not_write_what_tvm_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "step",
     [
-        "xrlflow.backends.tvm.lowering.lower.schedule",
-        "xrlflow.backends.tvm.lowering.lower.fuse_attention",
+        "xrlflow.backends.tvm.lowering.executable.schedule",
+        "xrlflow.backends.tvm.fusion.fuse.fuse_attention",
         "tvm.compile",
     ],
 )
@@ -589,9 +589,9 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
         return arguments[0]
 
     owner, name, replacement = {
-        "importing": ("xrlflow.backends.tvm.lowering.lower", "_importer", swallowing),
+        "importing": ("xrlflow.backends.tvm.lowering.importer", "_importer", swallowing),
         "fusing": (relax.transform, "FuseOps", lambda: swallowing),
-        "scheduling": ("xrlflow.backends.tvm.lowering.lower", "schedule", swallowing),
+        "scheduling": ("xrlflow.backends.tvm.lowering.executable", "schedule", swallowing),
         "compiling": (tvm(), "compile", swallowing),
     }[where]
     if isinstance(owner, str):

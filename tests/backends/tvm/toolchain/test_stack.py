@@ -6,7 +6,8 @@ import pytest
 
 from bench.operators import operator
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.schedules.dispatch import apply
 from xrlflow.backends.tvm.schedules.ratings import Tile, TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm

@@ -15,6 +15,7 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.tvm.fusion.last_passes import last_passes
+from xrlflow.backends.tvm.fusion.passes import applied
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.building import FLOAT, OPAQUE, SCHEDULED
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
@@ -135,12 +136,7 @@ def _operator(step: Step) -> Any:
 
 def fuse_alone(form: LayerForm, operands: Operands, machine: Machine) -> Any:
     """The fused module of a layer whose kernels are tiles."""
-    module = module_of(form, operands)
-    with machine.target(), tvm().transform.PassContext(opt_level=3):
-        for step in last_passes(machine):
-            with heeding_interrupts():
-                module = step(module)
-    return module
+    return applied("layer", module_of(form, operands), last_passes(machine), machine)
 
 
 @lru_cache(maxsize=2)

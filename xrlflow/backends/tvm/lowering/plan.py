@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.lowering.bounds import Check, checks_of
+from xrlflow.backends.tvm.fusion.checks import Check, checks_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 
