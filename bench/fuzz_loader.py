@@ -458,7 +458,7 @@ def work(seconds: int, seed: int, save: Path, models: Path) -> None:
     import atheris
 
     with atheris.instrument_imports(
-        include=["xrlflow.onnxio", "xrlflow.weights", "xrlflow.ops", "xrlflow.rewrite"]
+        include=["xrlflow.onnxio", "xrlflow.ops.weights", "xrlflow.ops", "xrlflow.rewrite"]
     ):
         import xrlflow.api
         import xrlflow.onnxio

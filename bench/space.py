@@ -40,8 +40,8 @@ from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.kernels.ways import Way
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, together

@@ -60,8 +60,8 @@ from xrlflow.backends.tvm.lowering.lower import fuse
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.cost.machine import cpu_name
-from xrlflow.exclusive import measuring
 from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer

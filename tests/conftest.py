@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from xrlflow.sqlite import cache_directory
+from xrlflow.storage.sqlite import cache_directory
 
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).

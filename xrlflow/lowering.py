@@ -35,7 +35,7 @@ from xrlflow.onnxio import ImportedModel
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search.bodies import simplify
 from xrlflow.search.result import SearchNode
-from xrlflow.stores import Where
+from xrlflow.storage.stores import Where
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.layer_times import LayerResult, Seen, StoredTimes, block_results, results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.defaults import nothing_measured, training
-from xrlflow.sqlite import cache_directory
+from xrlflow.storage.sqlite import cache_directory
 
 
 def test_a_choice_knows_the_machine_and_nothing_that_another_one_has_measured(

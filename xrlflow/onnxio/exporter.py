@@ -13,7 +13,6 @@ import onnx
 import onnx.checker
 import onnx.helper
 
-from xrlflow import weights
 from xrlflow.ir import (
     ABSENT,
     SMALL,
@@ -36,6 +35,7 @@ from xrlflow.onnxio.model import LEFT, ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
+from xrlflow.ops import weights
 from xrlflow.ops.infer import (
     InferenceError,
     attr_proto,

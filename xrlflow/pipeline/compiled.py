@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from xrlflow import deadline, lowering
+from xrlflow import lowering
 from xrlflow.backends.children import Child
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
+from xrlflow.common import deadline
 from xrlflow.lowering import Choice, Lowered
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context

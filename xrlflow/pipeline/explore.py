@@ -152,7 +152,6 @@ def _by_agent(
 ) -> SearchResult:
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
-    from xrlflow.checkpoint import CheckpointError
     from xrlflow.rl.features import Featuriser
     from xrlflow.rl.mcts import tree_search
     from xrlflow.rl.network import Network
@@ -160,6 +159,7 @@ def _by_agent(
     from xrlflow.rl.pretrained import DREAMER, PRETRAINED
     from xrlflow.rl.situation import choices
     from xrlflow.rl.strategy import PolicyError, agent_search
+    from xrlflow.storage.checkpoint import CheckpointError
 
     options = context.options
     shipped = DREAMER if options.search == RLFLOW else PRETRAINED

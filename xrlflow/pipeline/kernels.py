@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from xrlflow import deadline
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.children import Child
@@ -24,6 +23,7 @@ from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
+from xrlflow.common import deadline
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering, load_tvm, missing_for_kernels
 from xrlflow.pipeline import confirm

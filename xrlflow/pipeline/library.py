@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rewrite_rules import LIBRARY
+from rewrite_rules.placement import PLACEMENT, Loses, placement_rules
 from xrlflow import lowering
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import Source, load
@@ -20,7 +21,6 @@ from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_by
 from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
-from xrlflow.rewrite.placement import PLACEMENT, Loses, placement_rules
 from xrlflow.workers import Processes
 
 

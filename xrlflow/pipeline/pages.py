@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rewrite_rules import LIBRARY
-from xrlflow import files
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import with_library
@@ -34,6 +33,7 @@ from xrlflow.report.page.environment import environment
 from xrlflow.report.page.html import page_html
 from xrlflow.rewrite import AnyRule, RewriteState
 from xrlflow.search import SearchNode, TraceStep
+from xrlflow.storage import files
 
 if TYPE_CHECKING:
     import networkx

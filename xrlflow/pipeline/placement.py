@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from xrlflow import deadline
 from xrlflow.backends.tvm.library.operator_times import code_version
+from xrlflow.common import deadline
 from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline, calibrated
 from xrlflow.ir import Graph
 from xrlflow.lowering import Lowering

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from xrlflow import deadline, lowering
+from rewrite_rules.placement import without_placement
+from xrlflow import lowering
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.onnxruntime.session import OrtModel
 from xrlflow.backends.protocol import NotFromPython, OutOfTime
 from xrlflow.backends.tvm.devices.remote import Remote
+from xrlflow.common import deadline
 from xrlflow.cost import (
     AdditiveCost,
     CostModel,
@@ -42,7 +44,6 @@ from xrlflow.pipeline.library import library_for
 from xrlflow.pipeline.trace import Trace, read_trace
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library, RewriteState
-from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import (
     Limits,
     Ratio,
@@ -54,7 +55,7 @@ from xrlflow.search import (
     simplify,
     with_bodies,
 )
-from xrlflow.stores import server_of
+from xrlflow.storage.stores import server_of
 from xrlflow.tuning.store import Store
 from xrlflow.verify import InputsNeeded, feeds_for_measurement
 from xrlflow.verify.inputs import user_case

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
+from rewrite_rules.placement import placement_rules
 from tests.rules.harness import model
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load, to_proto
 from xrlflow.onnxio.model import LEFT
 from xrlflow.rewrite import Library, Match, Op, RewriteState, Rule, Val
-from xrlflow.rewrite.placement import placement_rules
 
 CHAIN = "agraph (float[4,8] x, float[8,8] w) => (float[4,8] z) { a = MatMul(x, w) b = Relu(a) c = Tanh(b) z = Neg(c) }"
 

@@ -13,8 +13,8 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from xrlflow.sqlite import Layout, Row, Waiting
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
+from xrlflow.storage.sqlite import Layout, Row, Waiting
 
 SCHEMA = "xrlflow"
 """The schema of the database that has our tables."""

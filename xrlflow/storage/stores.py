@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from xrlflow.sqlite import Layout, Row, SharedFile
+from xrlflow.storage.sqlite import Layout, Row, SharedFile
 
 VARIABLE = "XRLFLOW_STORE"
 """The environment variable with the URL of the server, if there is one."""
@@ -63,7 +63,7 @@ def opened(
             raise StoreError(
                 "a store on a server needs psycopg: install it with `pip install 'xrlflow[postgres]'`"
             )
-        from xrlflow.postgres import SharedServer
+        from xrlflow.storage.postgres import SharedServer
 
         return SharedServer(server, layout, patience, StoreError)
     if where is None:

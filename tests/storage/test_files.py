@@ -19,9 +19,9 @@ import onnx
 import pytest
 
 from tests.rules.harness import model
-from xrlflow import files
 from xrlflow.api import check_writable
 from xrlflow.onnxio import ModelError
+from xrlflow.storage import files
 
 OLD, NEW = b"what was there", b"what is new"
 

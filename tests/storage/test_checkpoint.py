@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from xrlflow import checkpoint as module
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.storage import checkpoint as module
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 
 def some() -> Checkpoint:

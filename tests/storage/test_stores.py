@@ -10,7 +10,7 @@ import pytest
 from xrlflow.cost.database import _LAYOUT as PRICES
 from xrlflow.cost.database import Database
 from xrlflow.options import OptionError, Options
-from xrlflow.stores import StoreError, masked, opened, server_of
+from xrlflow.storage.stores import StoreError, masked, opened, server_of
 
 URL = "postgresql://me:s3cret@db.example/x"
 

@@ -30,14 +30,14 @@ from xrlflow.cost.database import Database
 from xrlflow.cost.history import History
 from xrlflow.doctor import disk
 from xrlflow.doctor.finding import Status
-from xrlflow.stores import StoreError
+from xrlflow.storage.stores import StoreError
 from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.workers.process import environment
 
 pytestmark = pytest.mark.skipif(
     postgres.programs() is None, reason="needs PostgreSQL: `make postgres` installs it"
 )
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_a_server_that_goes_away_loses_nothing(
         assert database.get(later) == SAMPLE
         assert database.get(SUBJECT) is None  # measured anew, if it is needed
         server.start()
-        monkeypatch.setattr("xrlflow.sqlite._RETRY", 0.0)
+        monkeypatch.setattr("xrlflow.storage.sqlite._RETRY", 0.0)
         database._storage._waiting.hurry()  # type: ignore[attr-defined]  # half a minute later
         database.put(replace(SUBJECT, operands="last"), SAMPLE)
         assert (len(database), database.get(SUBJECT)) == (3, SAMPLE)
@@ -271,7 +271,7 @@ def test_a_server_that_hangs_is_like_one_that_is_gone(
 ) -> None:
     """Its machine acknowledges what is sent, and it keeps no limit of its own."""
     monkeypatch.setattr("xrlflow.cost.database._PATIENCE", 0.1)
-    monkeypatch.setattr("xrlflow.postgres._GRACE", -4.0)
+    monkeypatch.setattr("xrlflow.storage.postgres._GRACE", -4.0)
     assert server.process is not None
     with Database(server.url() + "?connect_timeout=2") as database:
         database.put(SUBJECT, SAMPLE)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
-from xrlflow import files
+from xrlflow.storage import files
 
 FORMAT = 1
 # Element types that are read, by their names in safetensors.

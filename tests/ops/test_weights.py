@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xrlflow import weights
 from xrlflow.ir import Attrs, DType, Graph, Leaves, Node, TensorType, Value, digest, mix, output_key
 from xrlflow.onnxio.tensors import ConstPool, array_const
+from xrlflow.ops import weights
 from xrlflow.ops.infer import infer
 from xrlflow.ops.tensors import dtype_of
 
