@@ -20,8 +20,6 @@ from xrlflow.rewrite.rule import (
     declared_in,
     profitable,
     require,
-    watched,
-    without,
 )
 from xrlflow.rewrite.state import Match, RewriteState
 
@@ -48,6 +46,4 @@ __all__ = [
     "evaluate_small",
     "profitable",
     "require",
-    "watched",
-    "without",
 ]
