@@ -1,4 +1,4 @@
-"""The Python interface."""
+"""The Python interface. With the command line it is the only place that wires parts together by name."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench import latency, pages, pictures
+from tests.repository import layout
 
 ROOT = Path(__file__).resolve().parents[2]
 READ_IN_PLACE = [
@@ -125,6 +126,33 @@ def test_the_demo_is_the_one_that_is_described() -> None:
     )
     assert command is not None
     assert f"$(BIN)/{command[0]}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_layout_is_that_of_the_folders() -> None:
+    written = layout.PAGE.read_text()
+    assert written == layout.page(written), "run: python -m tests.repository.layout"
+
+
+def test_a_folder_that_the_layout_lacks(tmp_path: Path) -> None:
+    for name in ("a", "b", "b/c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f'"""The room {name},\nwith things.\n\nMore."""\n')
+    (tmp_path / "d.py").write_text('"""Loose."""')
+    rows = layout.table(tmp_path, ["d", "b", "a"]).splitlines()[2:]
+    folder = tmp_path.name
+    assert rows == [
+        f"| `{folder}/d.py` | Loose. |",
+        f"| `{folder}/b/` | The room b, with things. |",
+        f"| `{folder}/b/c/` | The room b/c, with things. |",
+        f"| `{folder}/a/` | The room a, with things. |",
+    ]
+    with pytest.raises(ValueError, match="differ by a"):
+        layout.table(tmp_path, ["d", "b"])
+    with pytest.raises(ValueError, match="differ by e"):
+        layout.table(tmp_path, ["d", "b", "a", "e"])
+    (tmp_path / "b" / "c" / "__init__.py").write_text("")
+    with pytest.raises(ValueError, match="has to say"):
+        layout.table(tmp_path, ["d", "b", "a"])
 
 
 def test_code_is_python() -> None:

@@ -1,4 +1,4 @@
-"""Reads and writes ONNX files."""
+"""Reads ONNX files into graphs and writes graphs as ONNX files, weights left where they are until they are needed."""
 
 from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError

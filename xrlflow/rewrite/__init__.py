@@ -1,4 +1,4 @@
-"""Rewriting: the rule DSL, patterns, incremental matching, rewrite states."""
+"""Rewriting: the rule language, patterns and the plans that match them, incremental matching, rewrite states."""
 
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, RuleStats
