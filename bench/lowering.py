@@ -36,8 +36,8 @@ import models
 import xrlflow
 from bench import convolutions, pages
 from bench.latency import cell
-from bench.operators import OPERATORS, operator
 from models import wheels
+from models.operators import OPERATORS, operator
 from xrlflow.api import UserError, VerificationFailed
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model

@@ -1,6 +1,6 @@
 """How much the choice of algorithm and blocking is worth: `python bench/space.py --kept FILE [--threads N] [--write]`.
 
-Layers are those of `bench/convolutions.py` and the products and convolutions of `bench/operators.py`, and some that are
+Layers are those of `bench/convolutions.py`, the products and convolutions of `models/operators.py`, and some that are
 drawn from networks of the zoo. Of each, the kernel of an untuned compilation (without a predictor) and others are
 measured alone, as cold as between other kernels: the most promising of each algorithm by the estimate, some that are
 drawn, the most promising by the One-Shot Tuner's predictor, and then neighbours of the fastest. All are compared with
@@ -29,7 +29,7 @@ import numpy as np
 
 import models
 from bench import convolutions, pages
-from bench.operators import OPERATORS, operator
+from models.operators import OPERATORS, operator
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect

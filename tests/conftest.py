@@ -24,7 +24,7 @@ from xrlflow.storage.sqlite import cache_directory
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
     "torch": ("learn", "rl", "tuning"),
-    "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
+    "tvm": ("backends/tvm", "tuning"),
     "jax": ("models/test_hlo.py", "passes/test_xla.py"),
     "matplotlib": ("report/test_plots.py",),
     "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),

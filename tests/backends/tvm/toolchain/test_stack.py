@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.operators import operator
+from models.operators import operator
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.backends.tvm.schedules import Choice, Tile, apply

@@ -1,4 +1,4 @@
-"""ONNX's node tests through TVM: `python bench/node_tests.py [OPERATORS]`.
+"""ONNX's node tests through TVM: `python -m tests.backends.tvm.node_tests [OPERATORS]`.
 
 Each model whose operators can be lowered is compiled twice, as it is, and with all inputs but the first as constants
 (many operators are lowered only with constant axes, sizes or indices). Its results are compared with those that the
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx.backend.test.loader import load_model_tests
 
+from tests.corpus import backend_tests
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
@@ -46,10 +45,7 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """The node tests on tensors whose operators can be lowered, in both forms."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = load_model_tests(kind="node")
-    for test in loaded:
+    for test in backend_tests("node"):
         if test.model is None or unsupported([(n.domain, n.op_type) for n in test.model.graph.node]):
             continue
         values = (*test.model.graph.input, *test.model.graph.output)

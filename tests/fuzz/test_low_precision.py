@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import pytest
 
-from bench.low_precision import KINDS, OPSETS, examined, made
+from tests.fuzz.low_precision import KINDS, OPSETS, examined, made
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Broken models for the loader: `python bench/fuzz_loader.py --minutes 30 --jobs 2`.
+"""Broken models for the loader: `python -m tests.fuzz.loader --minutes 30 --jobs 2`.
 
 Atheris mutates serialised models, byte by byte, field by field and node by node, guided by the lines of xrlflow that
 they reach. Each is given to `xrlflow.onnxio.load`; models that load are written again, and then searched as by
@@ -7,7 +7,7 @@ or an error of one line that a user can correct. Anything else (another exceptio
 gigabytes, a crash) is saved as an .onnx file under --save, reported once for each place in the code, and makes the exit
 code 1.
 
-Models to start from: ONNX's backend tests, models of bench/fuzz_models.py, and some with functions, external data,
+Models to start from: ONNX's backend tests, models of tests/fuzz/models.py, and some with functions, external data,
 sparse tensors, strings, sequences and nested bodies.
 """
 
@@ -29,8 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for `bench`
+ROOT = Path(__file__).resolve().parents[2]
 
 _SECONDS = 20  # for one model
 _BUDGET = 30  # graphs of one search
@@ -53,7 +52,7 @@ def corpus() -> Iterator[tuple[str, bytes]]:
     """Names and serialised models."""
     from onnx.backend.test.loader import load_model_tests
 
-    from bench.fuzz_models import idioms
+    from tests.fuzz.models import idioms
 
     for kind in ("node", "simple", "pytorch-operator"):
         with warnings.catch_warnings():  # the tests are computed

@@ -1,4 +1,4 @@
-"""The checks of `bench/fuzz.py`: random substitutions on one model, and whether its outputs change.
+"""The checks of `tests/fuzz/run.py`: random substitutions on one model, and whether its outputs change.
 
 A model is run as it came and after each of several walks: in ONNX Runtime without and with its own optimisations, and
 in float64 where our evaluator can. Integers and booleans must be equal, NaN and infinities must be at the same
@@ -24,8 +24,8 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from bench.fuzz_models import Domain, Subject
 from rewrite_rules import LIBRARY
+from tests.fuzz.models import Domain, Subject
 from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.cost import Roofline
 from xrlflow.ir import ABSENT, FLOATS, DType, Graph, Node, Value

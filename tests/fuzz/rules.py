@@ -1,4 +1,4 @@
-"""Models of rules' left-hand sides for `bench/fuzz.py`: every rule is seen, next to others."""
+"""Models of rules' left-hand sides for `tests/fuzz/run.py`: every rule is seen, next to others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from bench.fuzz_check import sees_nan
-from bench.fuzz_models import Subject
 from models.rule_graphs import rule_graph
 from rewrite_rules import LIBRARY
+from tests.fuzz.check import sees_nan
+from tests.fuzz.models import Subject
 from xrlflow.ir import FLOATS, Graph, TensorType
 from xrlflow.onnxio import ImportedModel, load, to_proto
 from xrlflow.verify.inputs import InputPlan

@@ -1,4 +1,4 @@
-"""ONNX's backend models through `optimize` without measuring: `python bench/backend_models.py --jobs 2`.
+"""ONNX's backend models through `optimize` without measuring: `python -m tests.end_to_end.backend_models --jobs 2`.
 
 Each model that is a file of its own is optimised as by `optimize --no-measure` and verified. Counted are: the results,
 the originals that came back, what was refused, and faults. A fault is a failed verification (exit code 1), an exception
@@ -9,16 +9,12 @@ that is no user's error, a process that ends, or a model that ONNX Runtime runs 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tests.end_to_end.test_backend_models import corpus, opset, outputs, read
+from tests.corpus import KINDS, backend_tests, outputs, sample
 
 
 def examined(index: int) -> tuple[str, str]:
@@ -27,16 +23,14 @@ def examined(index: int) -> tuple[str, str]:
     from xrlflow.api import UserError, VerificationFailed
     from xrlflow.onnxio.versions import NEWEST
 
-    proto, inputs = read(corpus()[index])
-    original = proto.SerializeToString()
+    case = sample(backend_tests(*KINDS)[index])
+    original = case.proto.SerializeToString()
     try:
         report = xrlflow.optimize(original, measure=False, time_limit=30.0).report
     except VerificationFailed as error:
         return "FAULT", f"exit code 1: {error}"
     except UserError as error:
-        initializers = {i.name for i in proto.graph.initializer}
-        feeds = dict(zip((v.name for v in proto.graph.input if v.name not in initializers), inputs))
-        runs = opset(proto) <= NEWEST and outputs(original, feeds) is not None
+        runs = case.opset <= NEWEST and outputs(original, case.feeds) is not None
         return "FAULT" if runs else "refused", f"exit code 2: {error}"
     except Exception as error:
         return "FAULT", f"{type(error).__name__}: {error}"
@@ -48,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="ONNX's backend models through optimize --no-measure.")
     parser.add_argument("--jobs", type=int, default=2)
     jobs = parser.parse_args().jobs
-    cases = corpus()
+    cases = backend_tests(*KINDS)
     counts: Counter[str] = Counter()
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         futures = [pool.submit(examined, index) for index in range(len(cases))]

@@ -12,8 +12,8 @@ import pytest
 import models
 import xrlflow
 from bench import lowering
-from bench.operators import operator
 from models import ZOO
+from models.operators import operator
 from xrlflow.tuning.session import tune
 
 

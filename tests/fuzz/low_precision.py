@@ -1,4 +1,4 @@
-"""Random quantised and float16 models through `optimize`: `python bench/low_precision.py --graphs 200`.
+"""Random quantised and float16 models through `optimize`: `python -m tests.fuzz.low_precision --graphs 200`.
 
 Kinds: QDQ networks (activations and weights of 8 bits, signed or not, by tensor or by channel), dynamic quantisation,
 QLinear operators, 4-bit weights in blocks, and float16, at opsets from 13 to 23. Each is optimised without measuring,
@@ -27,8 +27,6 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 _SECONDS = 180.0  # for one model
 _RANGE = 0.1

@@ -11,10 +11,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from bench import fuzz, fuzz_check
-from bench.fuzz_check import Case, Libraries, Session, draw_cases, examine, fuzz_one, one_rule, shrink
-from bench.fuzz_models import Subject, idioms
 from rewrite_rules import LIBRARY
+from tests.fuzz import check
+from tests.fuzz.check import Case, Libraries, Session, draw_cases, examine, fuzz_one, one_rule, shrink
+from tests.fuzz.models import Subject, idioms
+from tests.fuzz.run import Job, Run
 from tests.rules.harness import model
 from xrlflow.ir import DType
 from xrlflow.onnxio import load
@@ -26,9 +27,9 @@ GRAPHS = int(os.environ.get("XRLFLOW_GRAPHS", "240"))
 def test_random_models_compute_the_same_after_random_substitutions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half a minute of `bench/fuzz.py`; XRLFLOW_GRAPHS=3000 takes longer."""
+    """Half a minute of `tests/fuzz/run.py`; XRLFLOW_GRAPHS=3000 takes longer."""
     pytest.importorskip("nnsmith", reason="a third of the models is NNSmith's (pip install '.[dev]')")
-    run = fuzz.Run(1, 0, save=tmp_path)
+    run = Run(1, 0, save=tmp_path)
     run.go(None, GRAPHS)
     told = run.to_json()
     print(run.summary())
@@ -125,7 +126,7 @@ def test_a_wrong_rule_is_found_and_its_model_made_small(rule: Rule, proto: onnx.
     assert not outcome.not_comparable
     found = next(d for d in outcome.differences if rule.name in d.trace and not d.runtime)
     original = examine(subject, draw_cases(subject, 0), lambda stage: None)
-    step = fuzz_check.culprit(original, found, libraries)
+    step = check.culprit(original, found, libraries)
     assert step is not None
     assert found.trace[step] == rule.name
     wrong = one_rule(rule.name, False, libraries)
@@ -178,17 +179,17 @@ def test_the_same_seed_gives_the_same_model_and_inputs() -> None:
 
 
 def test_a_process_that_dies_or_hangs_is_told(tmp_path: Path) -> None:
-    run = fuzz.Run(1, 0, save=tmp_path)
+    run = Run(1, 0, save=tmp_path)
     run.workers = [run._start()]
     worker = run.workers[0]
-    worker.job, worker.stage.value = fuzz.Job("idioms", 7), b"the result in ONNX Runtime"
+    worker.job, worker.stage.value = Job("idioms", 7), b"the result in ONNX Runtime"
     run._reap(worker, "no end in sight")
     for other in run.workers:
         other.process.kill()
     assert run.to_json()["differences"] == 1
     assert "idioms-7" in run.lost[0]
     assert run.findings[0].what.startswith("no end in sight")
-    worker.job, worker.found = fuzz.Job("idioms", 8), None
+    worker.job, worker.found = Job("idioms", 8), None
     assert (tmp_path / "idioms-7-model.json").is_file()
 
 
@@ -245,7 +246,7 @@ def test_half_precision_may_be_kept_in_float32() -> None:
         "{ p = Pow(x, e) r = Reciprocal(p) y = Mul(r, r) }"
     )
     feeds = {"x": np.float16([1000]), "e": np.float16([2])}
-    made = [fuzz_check.noisy(load(proto), feeds, seed) for seed in range(12, 18)]
+    made = [check.noisy(load(proto), feeds, seed) for seed in range(12, 18)]
     positive = [float(np.asarray(m[0][0])[0]) > 0 for m in made if m is not None]
     assert not any(positive[0::2])
     assert any(positive[1::2])

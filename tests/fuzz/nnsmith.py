@@ -1,4 +1,4 @@
-"""Models by NNSmith for `bench/fuzz.py`: its graphs, exported by PyTorch.
+"""Models by NNSmith for `tests/fuzz/run.py`: its graphs, exported by PyTorch.
 
 NNSmith 0.1.0 was written for the libraries of 2023. Of it we use the generator of graphs and the PyTorch modules made
 of them; the export is our own call, and its search for inputs is not used. `omegaconf` (which it imports for a name
@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from bench.fuzz_check import Refused, Session, sees_nan
-from bench.fuzz_models import Subject
+from tests.fuzz.check import Refused, Session, sees_nan
+from tests.fuzz.models import Subject
 
 _ELEMENTS = 2048  # of a tensor
 _WINDOW = 200  # elements

@@ -1,4 +1,4 @@
-"""Broken models go through the loader: none is more than refused. `bench/fuzz_loader.py` does it for longer."""
+"""Broken models go through the loader: none is more than refused. `tests/fuzz/loader.py` does it for longer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import onnx
 import pytest
 
-from bench import fuzz_loader
-from bench.fuzz_loader import Loader, Mutator
-from bench.fuzz_models import idioms
+from tests.fuzz import loader
+from tests.fuzz.loader import Loader, Mutator
+from tests.fuzz.models import idioms
 from xrlflow import api, onnxio
 
 
 def starts() -> list[bytes]:
-    models = [model.SerializeToString() for _, model in fuzz_loader._others()]
+    models = [model.SerializeToString() for _, model in loader._others()]
     return models + [idioms(seed).proto.SerializeToString() for seed in range(6)]
 
 

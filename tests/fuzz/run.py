@@ -1,9 +1,9 @@
-"""Random models, optimised at random, and compared: `python bench/fuzz.py --minutes 5 --jobs 2`.
+"""Random models, optimised at random, and compared: `python -m tests.fuzz.run --minutes 5 --jobs 2`.
 
-Three generators take turns: NNSmith; `idioms`, models like those of exporters (bench/fuzz_models.py); `rules`,
+Three generators take turns: NNSmith; `idioms`, models like those of exporters (tests/fuzz/models.py); `rules`,
 left-hand sides of rules put together. Each model is read and written again, optimised by a greedy search, and changed
 by random substitutions of the whole library, including ONNX Runtime's own operators and definitions for TVM
-(bench/fuzz_check.py). A model that then computes something else is made small and saved with its trace.
+(tests/fuzz/check.py). A model that then computes something else is made small and saved with its trace.
 
 The findings depend only on the seed, not on --jobs: `--only idioms --seed 859 --graphs 1` repeats one model.
 Exit code 1 if there are differences.
@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `bench` and `models`
 
 NAMES = ("nnsmith", "idioms", "rules")
 _SECONDS = 60.0  # processor time for one model
@@ -124,18 +122,18 @@ def _kind(reason: str) -> str:
 
 
 def _generators() -> dict[str, Callable[[int], Any]]:
-    from bench.fuzz_models import idioms
-    from bench.fuzz_nnsmith import nnsmith
-    from bench.fuzz_rules import rules
+    from tests.fuzz.models import idioms
+    from tests.fuzz.nnsmith import nnsmith
+    from tests.fuzz.rules import rules
 
     return {"nnsmith": nnsmith, "idioms": idioms, "rules": rules}
 
 
 def look(job: Job, libraries: Any, stage: Callable[[str], None]) -> tuple[ModelFindings, Any]:
     """Make one model and fuzz it. Returns the results and the model."""
-    from bench.fuzz_check import fuzz_one
-    from bench.fuzz_nnsmith import NothingDrawn
     from models.rule_graphs import RuleGraphError
+    from tests.fuzz.check import fuzz_one
+    from tests.fuzz.nnsmith import NothingDrawn
 
     begin = time.monotonic()
     stage("the generator")
@@ -166,7 +164,7 @@ def minimised(job: Job, subject: Any, outcome: Any, libraries: Any) -> list[Find
     """The differences of one model, one for each rule, each with the smallest model that shows it."""
     from dataclasses import replace
 
-    from bench.fuzz_check import _silent, culprit, derive, draw_cases, examine, one_rule, shrink
+    from tests.fuzz.check import _silent, culprit, derive, draw_cases, examine, one_rule, shrink
     from xrlflow.onnxio import ModelError, to_proto
 
     made: dict[tuple[str, bool], Finding] = {}
@@ -205,7 +203,7 @@ def _work(pipe: Connection, stage: Any, shrinking: bool) -> None:
     """A worker: receives models and sends results, first as found, then made small."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    from bench.fuzz_check import Libraries
+    from tests.fuzz.check import Libraries
 
     libraries = Libraries()
 
@@ -360,7 +358,7 @@ class Run:
             if stage == "the original in ONNX Runtime" or stage == "the generator":
                 found.not_comparable = what
             else:
-                # The stage is that of bench.fuzz_check.OPTIMIZED, which is not imported here: it loads everything.
+                # The stage is that of tests.fuzz.check.OPTIMIZED, which is not imported here: it loads everything.
                 found.findings = [
                     Finding(worker.job, what, stage, (), stage.endswith("as ONNX Runtime optimises it"))
                 ]

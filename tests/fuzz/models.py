@@ -1,5 +1,5 @@
-"""Random models like those that exporters write, for `bench/fuzz.py`: sizes computed from sizes, control flow, integers
-that wrap, casts there and back, windows with odd attributes.
+"""Random models like those that exporters write, for `tests/fuzz/run.py`: sizes computed from sizes, control flow,
+integers that wrap, casts there and back, windows with odd attributes.
 
     subject = idioms(seed=7)      # a model, the sizes at which it runs, and what its inputs may hold
 

@@ -1,6 +1,6 @@
 """Graphs for `bench/mutants.py`: those that the tests of the rules load, and the examples of all rules.
 
-As a plugin of pytest (`-p bench.mutant_graphs`) it keeps every small model that a test loads.
+As a plugin of pytest (`-p tests.rules.mutant_graphs`) it keeps every small model that a test loads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any
 
 import onnx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from rewrite_rules import LIBRARY
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ModelError, load
@@ -30,7 +28,7 @@ from xrlflow.prover.thresholds import function_of
 from xrlflow.rewrite import AnyRule, Library, Refused, RegionRule, RewriteState, Rule, RuleError
 from xrlflow.rewrite.state import build_edit, match_all
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 INDEX, CLAIMS = "index.json", "claims.jsonl"
 _FOLDER = "XRLFLOW_MUTANT_GRAPHS"
 # Larger models are left out: nodes, and bytes.
@@ -123,7 +121,7 @@ def harvest(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tests = [str(p) for p in sorted((ROOT / "tests" / "rules").glob("test_*.py")) if p.stem != "test_proofs"]
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "bench.mutant_graphs", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "tests.rules.mutant_graphs", *tests],
         cwd=ROOT,
         env={**os.environ, _FOLDER: str(folder), "PYTHONPATH": str(ROOT)},
         check=True,
