@@ -40,12 +40,11 @@ from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
 from xrlflow.backends.tvm.kernels.ways import Way
 from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.lowering import COLD_PRIVATE_CACHES
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, together
-from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import shipped
 from xrlflow.tuning.one_shot.times import predictable, predicted

@@ -119,7 +119,8 @@ def reference_machine() -> Iterator[None]:
 _BRIEF = {
     "xrlflow.pipeline.choose.measure": 0.3,
     "xrlflow.pipeline.kernels.measure": 0.3,
-    "xrlflow.lowering.measure": 0.3,
+    "xrlflow.pipeline.compiled.measure": 0.3,
+    "xrlflow.tuning.models.measure": 0.3,
     "xrlflow.backends.tvm.devices.device.interleave": 0.3,
     "xrlflow.pipeline.confirm.measure_in_fresh_processes": 4.0,
 }

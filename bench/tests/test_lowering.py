@@ -57,7 +57,7 @@ def test_the_bench_times_all_variants(
     )
     monkeypatch.setattr(lowering, "operator", lambda text: model)
     monkeypatch.setattr(
-        "xrlflow.lowering.tune", lambda *given, trials, **named: tune(*given, trials=3, **named)
+        "xrlflow.tuning.models.tune", lambda *given, trials, **named: tune(*given, trials=3, **named)
     )
     path = tmp_path / "models.json"
     monkeypatch.setattr(

@@ -7,7 +7,9 @@ it is compared with the original and verified like any other result. Otherwise t
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,6 @@ from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
 from xrlflow.common import deadline
 from xrlflow.ir import Graph
-from xrlflow.lowering import Lowering, load_tvm, missing_for_kernels
 from xrlflow.pipeline import confirm
 from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
 from xrlflow.pipeline.context import Context
@@ -35,6 +36,7 @@ from xrlflow.pipeline.placement import Found, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.pipeline.verifier import check_without
 from xrlflow.search import SearchNode
+from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
 
 MARGIN = 1.02
@@ -63,6 +65,15 @@ def lacking(context: Context) -> str | None:
     if missing is not None and context.options.backend == "hybrid":
         raise BackendError(f"kernels of our own: {missing}")
     return missing
+
+
+def missing_for_kernels() -> str | None:
+    """What this machine needs to make kernels of our own; None if it has everything."""
+    if importlib.util.find_spec("tvm") is None:
+        return "they need TVM (pip install 'xrlflow[tvm]')"
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        return "they need a C compiler (cc)"
+    return None
 
 
 def compile_seconds(context: Context) -> float:
