@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	mkdir -p out
 	$(BIN)/python -m models build lstm-unrolled -o out/lstm.onnx
-	$(BIN)/xrlflow optimize out/lstm.onnx -o out/lstm.fast.onnx --cost roofline --time-limit 40
+	$(BIN)/xrlflow optimize out/lstm.onnx -o out/lstm.fast.onnx --cost roofline --backend onnxruntime
 
 # The pages are in docs/, the site goes to build/site.
 docs: install

@@ -39,9 +39,8 @@ from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import LayerForm, Way
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.exclusive import measuring
-from xrlflow.lowering import COLD_PRIVATE_CACHES
-from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.storage.exclusive import measuring
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.times import LARGEST, WORTH, largest

@@ -61,10 +61,9 @@ from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.cost.machine import cpu_name
-from xrlflow.exclusive import measuring
-from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.session import MakeTuner, Outcomes, tune

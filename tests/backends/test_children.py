@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import xrlflow
-from xrlflow import deadline
 from xrlflow.backends.children import Child, ChildDied, serve_in_child
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 
 
 def tell(descriptor: int, *texts: str) -> None:

@@ -20,6 +20,7 @@ from xrlflow import api
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import bands_plan
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, TimedBlock
@@ -31,12 +32,12 @@ from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
-from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.tuning import blocks
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.layer_times import Seen, StoredTimes, block_results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer
 from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Pool
 from xrlflow.tuning.session import Stop, TuningResult
@@ -579,7 +580,7 @@ def test_blocks_that_others_made_possible_are_measured(
 ) -> None:
     """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
     asked: list[list[str]] = []
-    monkeypatch.setattr("xrlflow.lowering.tune", one_by_one(asked))
+    monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
     found = api.tune(
         network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
@@ -608,7 +609,7 @@ def test_blocks_are_measured_until_no_more_come_apart(
         " f = Conv(e, b1) g = Conv<group=56, pads=[1,1,1,1]>(f, w2) y = Conv(g, b2) }"
     )
     asked: list[list[str]] = []
-    monkeypatch.setattr("xrlflow.lowering.tune", one_by_one(asked))
+    monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
     found = api.tune(
         network(text), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )

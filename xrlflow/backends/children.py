@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from xrlflow import deadline
 from xrlflow.backends.protocol import BackendError, OutOfTime, one_line
+from xrlflow.common import deadline
 from xrlflow.workers.process import command, environment
 
 if TYPE_CHECKING:

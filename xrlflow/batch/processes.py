@@ -22,8 +22,8 @@ from typing import IO
 from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.protocol import one_line
 from xrlflow.batch.jobs import WAITING, Job, Row, Told, failed
-from xrlflow.exclusive import VARIABLE, measuring_lock
 from xrlflow.options import OptionError
+from xrlflow.storage.exclusive import VARIABLE, measuring_lock
 
 _USES = 16
 """A process does so many jobs: caches of graphs grow with each."""

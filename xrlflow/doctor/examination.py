@@ -15,7 +15,7 @@ from functools import partial
 from xrlflow.backends.protocol import one_line
 from xrlflow.doctor import disk, machine, software
 from xrlflow.doctor.finding import Finding, Status
-from xrlflow.stores import VARIABLE
+from xrlflow.storage.stores import VARIABLE
 from xrlflow.workers.process import command, environment
 
 LIMIT = 60.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rewrite_rules.placement import without_placement
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import TvmModel
@@ -26,7 +27,6 @@ from xrlflow.pipeline.verifier import remarks
 from xrlflow.report import Report, finite, operators
 from xrlflow.report.page.html import page_html
 from xrlflow.report.page.summary import summary_html
-from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Verification
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xrlflow.cost.machine import cpu_name
-from xrlflow.exclusive import measuring
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.crew import ForkServer, LocalCrew, PoolError, Work
 from xrlflow.tuning.worker import Answer, Build, Built, Failed, Job, moved, paths_of
 from xrlflow.workers import Crew, Kind, Place, WorkerError

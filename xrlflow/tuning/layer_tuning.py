@@ -33,6 +33,9 @@ from xrlflow.tuning.worker import Timing
 # So many kernels of a layer, the fastest by a predictor, are measured first.
 _PREDICTED = 8
 
+COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
+"""How the kernels of a model are timed: other kernels have just replaced their weights in the cores' own caches."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerTasks:

@@ -16,7 +16,7 @@ from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.ways import Algorithm
-from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape
 from xrlflow.tuning.one_shot.times import PredictedTimes

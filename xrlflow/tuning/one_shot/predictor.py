@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from xrlflow.backends.tvm.kernels.ways import Floats
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.tuning.one_shot.tokens import (
     ALGORITHMS,
     KERNEL_FEATURES,

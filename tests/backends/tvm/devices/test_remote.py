@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import xrlflow
 from tests.tuning.kernels import calls, matmul, scheduled, unscheduled
-from xrlflow import api, lowering
+from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.results import Comparison, Latency, Load, SpeedUp
@@ -36,6 +36,8 @@ from xrlflow.backends.tvm.devices.device import Device
 from xrlflow.backends.tvm.devices.remote import DeviceError, Remote, connect, count_devices
 from xrlflow.cli import app
 from xrlflow.cost.machine import cpu_name
+from xrlflow.pipeline import compiled
+from xrlflow.tuning import models
 from xrlflow.tuning.crew import PoolError
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import Store
@@ -259,7 +261,7 @@ def test_what_a_device_lacks_is_refused(board: Board, file: Path) -> None:
 def test_unknown_keys_and_dead_trackers(
     command: list[str], board: Board, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xrlflow.lowering.PATIENCE", 0.5)
+    monkeypatch.setattr("xrlflow.backends.tvm.devices.execution.PATIENCE", 0.5)
     for remote, expected in (
         (
             f"127.0.0.1:{board.port}/bored",
@@ -438,9 +440,9 @@ def test_of_the_tuned_models_the_better_one_is_compared_with_the_untuned_one(
         ratios = first if len(asked) == 1 else [second or 0.0]
         return comparison(*((ratio, ratio, ratio) for ratio in ratios))
 
-    monkeypatch.setattr(lowering, "compare_there", compare_there)
+    monkeypatch.setattr(models, "compare_there", compare_there)
     made: list[Any] = [(name, None) for name in ("untuned", "tuned", "rewritten")[: 1 + len(first)]]
-    times, best, compared = lowering._fastest_there(cast(Any, None), made, {}, 1.0)
+    times, best, compared = models._fastest_there(cast(Any, None), made, {}, 1.0)
     assert best == chosen
     better = 1 + first.index(max(first))
     if second is not None:
@@ -474,12 +476,12 @@ def test_the_fastest_has_to_be_faster_once_more(
         asked.append([path for path, _ in files])
         return comparison(*(each for each in next(compared) if each is not None))
 
-    monkeypatch.setattr(lowering, "compare_there", compare_there)
+    monkeypatch.setattr(compiled, "compare_there", compare_there)
     made: list[Any] = [
-        lowering.Lowered(None, path, None) for path in ("the original", "found first", "found")
+        compiled.Lowered(None, path, None) for path in ("the original", "found first", "found")
     ]  # type: ignore[arg-type]
     place: Any = SimpleNamespace(remote="tracker:9190/board")
-    best, remarks = lowering._best_there(place, made, {}, 1.0)
+    best, remarks = compiled._best_there(place, made, {}, 1.0)
     assert asked[0] == ["the original", "found first", "found"]
     assert asked[1:] == ([["the original", "found"]] if second else [])
     assert best.path == chosen

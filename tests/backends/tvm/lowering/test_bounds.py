@@ -16,9 +16,9 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from onnx.backend.test.loader import load_model_tests
 
 import tests.backends.tvm.lowering.bounded
+from tests.corpus import backend_tests
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Tvm, detect
@@ -335,7 +335,7 @@ def test_no_other_kernels_take_addresses_from_data() -> None:
         for index in access.indices:
             structural_walk(index, (TensorLoad, lambda _: found.add(name.rstrip("0123456789"))))
 
-    for case in load_model_tests(kind="node"):
+    for case in backend_tests("node"):
         graph = case.model.graph if case.model is not None else None
         if graph is None or len(graph.node) != 1 or unsupported([(n.domain, n.op_type) for n in graph.node]):
             continue

@@ -348,7 +348,7 @@ def test_rules_do_not_write_what_tvm_lacks(monkeypatch: pytest.MonkeyPatch) -> N
         return [node.op for node in xrlflow.optimize(gelu(), **options).graph.nodes()]
 
     assert operators() == ["Gelu"]
-    monkeypatch.setattr("xrlflow.lowering.runs", lambda op: op != "Gelu")
+    monkeypatch.setattr("xrlflow.pipeline.library.runs", lambda op: op != "Gelu")
     assert "Erf" in operators()
 
 
@@ -619,7 +619,7 @@ def test_an_interrupt_keeps_what_is_compiled(when: str, file: Path, monkeypatch:
         return cast(TvmModel, made[-1])
 
     monkeypatch.setattr(Tvm, "compile", compile_some)
-    monkeypatch.setattr("xrlflow.lowering.measure", interrupted)
+    monkeypatch.setattr("xrlflow.pipeline.compiled.measure", interrupted)
     run = partial(xrlflow.optimize, file, backend="tvm", search="greedy", cost="roofline", time_limit=20.0)
     if when == "first":
         with pytest.raises(KeyboardInterrupt):
@@ -647,7 +647,7 @@ def test_interrupted_once_more_it_ends(file: Path, monkeypatch: pytest.MonkeyPat
         if phase == "search":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("xrlflow.lowering.measure", interrupted)
+    monkeypatch.setattr("xrlflow.pipeline.compiled.measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         xrlflow.optimize(file, backend="tvm", search="greedy", cost="roofline", listener=interrupt)
 

@@ -14,7 +14,7 @@ import onnx.parser
 import pytest
 
 import xrlflow
-from bench import node_tests
+from tests.backends.tvm import node_tests
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_pooling import compare
 from xrlflow.backends import BackendError
@@ -229,7 +229,7 @@ def test_a_result_of_another_type_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 def test_node_tests_give_what_they_expect() -> None:
-    """The first of each operator that is changed or refused here. `bench/node_tests.py` runs all."""
+    """The first of each operator that is changed or refused here. `tests/backends/tvm/node_tests.py` runs all."""
     left = {*operators._OWN, "AveragePool", "Cast", "Clip", "LpPool", "Max", "MaxPool", "Mean", "OneHot"}
     tried: Counter[str] = Counter()
     for case in node_tests.cases():

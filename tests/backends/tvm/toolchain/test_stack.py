@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.operators import operator
+from models.operators import operator
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.lowering.importer import import_model

@@ -18,7 +18,6 @@ from typing import Any
 import onnx
 from onnx import ModelProto, TypeProto
 
-from xrlflow import files
 from xrlflow.backends.interrupts import COMPILING, heeding_interrupts
 from xrlflow.backends.limits import available_cpus
 from xrlflow.backends.protocol import Array, BackendError, one_line
@@ -45,6 +44,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine, compiler, instruction
 from xrlflow.backends.tvm.toolchain.unaligned import marked
 from xrlflow.onnxio.region_digest import DIGITS
 from xrlflow.onnxio.regions import Region, extracted
+from xrlflow.storage import files
 
 NATIVE = Path(__file__).parent / "native"
 _SOURCES = ("runtime.c", "processor.c")

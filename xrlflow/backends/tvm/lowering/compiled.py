@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow import files
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.fusion.checks import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine, compiler, lacking, linker
+from xrlflow.storage import files
 
 if TYPE_CHECKING:
     from typing_extensions import Self
