@@ -131,6 +131,16 @@ def test_a_folder_that_the_layout_lacks(tmp_path: Path) -> None:
         layout.table(tmp_path, ["d", "b", "a"])
 
 
+def test_the_glossary_names_classes_that_exist() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| \*\*.*$", text, re.MULTILINE)
+    assert len(rows) == 40
+    named = set(re.findall(r"`([A-Z][a-z]\w+)`", text))
+    sources = "\n".join(file.read_text() for file in (ROOT / "xrlflow").rglob("*.py"))
+    assert len(named) >= 8
+    assert named <= set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
+
+
 def test_code_is_python() -> None:
     for page in (*READ_IN_PLACE, *DOCS):
         for language, code in FENCE.findall(page.read_text()):
