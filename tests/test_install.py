@@ -24,6 +24,8 @@ from packaging.requirements import Requirement
 from tests.conftest import EXTRAS as TESTED
 from tests.rules.harness import model
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 # Which of our own modules need which extra; all others need none.
 EXTRAS = {

@@ -17,6 +17,8 @@ from xrlflow.backends.children import Child, ChildDied, serve_in_child
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.common import deadline
 
+pytestmark = pytest.mark.process
+
 
 def tell(descriptor: int, *texts: str) -> None:
     """What a child does here."""

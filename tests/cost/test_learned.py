@@ -32,6 +32,8 @@ from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, SearchResult, greedy, lookahead, random_walk, taso
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.learns
+
 ALL = Library(LIBRARY)
 
 

@@ -20,6 +20,8 @@ from xrlflow.cost.model import InTypes
 from xrlflow.ir import Edit, Graph, Node, apply_edit, digest, plan_edit
 from xrlflow.ops.work import work
 
+pytestmark = pytest.mark.measures
+
 
 class Drawn(AdditiveCost):
     """A price drawn for each operator, attributes and types."""

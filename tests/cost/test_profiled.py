@@ -19,6 +19,8 @@ from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Attr, Attrs, Body, DType, Graph, TensorType, Value, apply_edit
 from xrlflow.ops.subgraph import NotStandalone
 
+pytestmark = pytest.mark.measures
+
 MACHINE = Machine.reference()
 
 

@@ -21,6 +21,8 @@ from xrlflow.backends.results import Load
 from xrlflow.cost.database import Database
 from xrlflow.doctor import Finding, Status, disk, examination, machine, software, works
 
+pytestmark = pytest.mark.process
+
 ROOT = str(Path(xrlflow.__file__).parents[1])
 NEEDED = {"ONNX Runtime", "agent", "temporary files", "store on a server"}
 

@@ -28,6 +28,8 @@ from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, greedy
 
+pytestmark = pytest.mark.measures
+
 MACHINE = detect(cores=1)
 LESS = {Algorithm.TILES.value: 1.0, Algorithm.F23.value: 2.25, Algorithm.F43.value: 4.0}
 

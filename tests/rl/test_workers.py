@@ -34,6 +34,8 @@ from xrlflow.rl.workers import (
 from xrlflow.workers import InProcess, Processes, WorkerError, WorkerLost
 from xrlflow.workers.local import DirectWorker, ProcessWorker
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 SETUP = Setup(Valleys(), WORDS, CONFIG.agent, CONFIG.env, CONFIG.ppo, environments=3)

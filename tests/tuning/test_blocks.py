@@ -44,6 +44,8 @@ from xrlflow.tuning.session import Stop, TuningResult
 from xrlflow.tuning.store import Record, Store
 from xrlflow.tuning.tuners.protocol import Measurement
 
+pytestmark = pytest.mark.measures
+
 APART = BlockWay()
 BIAS = Step("relax.add", (Earlier(0), Extra(True)))
 RELU = (BIAS, Step("relax.nn.relu", (Earlier(1),)))
@@ -529,6 +531,7 @@ def test_a_row_has_times_of_one_distance(store: Store) -> None:
     assert (row.heuristic_seconds, row.chosen_seconds, row.plain_seconds) == (0.5e-3, 0.5e-3, 0.7e-3)
 
 
+@pytest.mark.whole
 def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"

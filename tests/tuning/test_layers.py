@@ -16,6 +16,7 @@ import pytest
 
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_winograd import conv
+from tests.levels import whole
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.onnxruntime import open_model
@@ -35,6 +36,8 @@ from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Kernel, Pool
 from xrlflow.tuning.store import CONFIRMED, Record, Store
+
+pytestmark = pytest.mark.measures
 
 TILES, DIRECT, F23, F43 = Algorithm.TILES, Algorithm.DIRECT, Algorithm.F23, Algorithm.F43
 ALL = (TILES, DIRECT, F23, F43)
@@ -103,7 +106,7 @@ def test_a_store_knows_layers_of_earlier_versions() -> None:
     assert Layer(FORMS["a product"], False).key == "layer 68839784d39d7d14bc0ff963"
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", whole(FORMS, [*FORMS][::3]))
 def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
     layer = Layer(FORMS[name], far=False)
     wanted = layer.expected(MACHINE)

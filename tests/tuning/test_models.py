@@ -20,6 +20,7 @@ import onnx.parser
 import pytest
 from typer.testing import CliRunner
 
+from tests.levels import whole
 from tests.tuning.measured import MACHINE, QUICK, put
 from xrlflow import api
 from xrlflow.backends import BackendError
@@ -50,6 +51,8 @@ from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
+
+pytestmark = pytest.mark.measures
 
 
 def network() -> onnx.ModelProto:
@@ -255,7 +258,9 @@ def test_a_tuner_learns_how_long_the_untuned_kernels_take(
     assert told == [candidate.key for candidate in proposed]
 
 
-@pytest.mark.parametrize("method", [m for m in Method if m is not Method.ONE_SHOT])
+@pytest.mark.parametrize(
+    "method", whole([m for m in Method if m is not Method.ONE_SHOT], (Method.CHAMELEON,))
+)
 def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, tmp_path: Path) -> None:
     with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
         found = tune(
@@ -533,7 +538,7 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
     assert shown.endswith(": written (the original graph with what tuning found)")
 
 
-@pytest.mark.parametrize("interrupting", [True, False])
+@pytest.mark.parametrize("interrupting", whole([True, False], (True,)))
 def test_an_interrupt_hurries_what_follows(
     interrupting: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

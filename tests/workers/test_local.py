@@ -16,6 +16,8 @@ from tests.workers.hands import Dying, Squarer, broken
 from xrlflow.workers import Crew, InProcess, Place, Processes, WorkerError, WorkerLost
 from xrlflow.workers.local import ProcessWorker
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(params=[InProcess, Processes])
 def place(request: pytest.FixtureRequest) -> Place:

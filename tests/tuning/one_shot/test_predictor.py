@@ -25,6 +25,8 @@ from xrlflow.tuning.one_shot.training import Measured, Network, TrainingConfig, 
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.one_shot import OneShotTuner
 
+pytestmark = pytest.mark.learns
+
 SMALL = Shape(width=16, hidden=32, layers=2, heads=2)
 
 

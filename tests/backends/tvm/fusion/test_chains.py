@@ -15,6 +15,8 @@ from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
+pytestmark = pytest.mark.measures
+
 LINKS = {
     "exp": " {y}_ = Neg({x})\n {y} = Exp({y}_)",
     "sigmoid": " {y} = Sigmoid({x})",

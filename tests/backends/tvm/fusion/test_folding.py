@@ -14,6 +14,8 @@ from xrlflow.backends.tvm.fusion.folding import fold_moves
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
+pytestmark = pytest.mark.measures
+
 MOVES = {
     "transposed": "c = Transpose<perm=[2,0,1]>(w)",
     "reshaped": "c = Reshape(w, shape)",

@@ -10,6 +10,8 @@ from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 MIDDLES = {
     "a border, pooled": "p = Pad(a, sides, zero)\n c = AveragePool<kernel_shape=[3,3]>(p)",
     "a border below and at the right": "p = Pad(a, corner, six)\n c = MaxPool<kernel_shape=[2,2]>(p)",

@@ -13,6 +13,8 @@ from xrlflow.backends.tvm.fusion.fuse import fuse, passes
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 TEXT = "(float[4,8] x, float[8,8] w) => (float[4,8] y) { a = MatMul(x, w) y = Relu(a) }"
 
 

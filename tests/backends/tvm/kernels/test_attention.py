@@ -20,6 +20,8 @@ from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.layer_times import Seen
 
+pytestmark = pytest.mark.measures
+
 TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)
  b = Transpose<perm=[0,2,3,1]>(k)
  c = Transpose<perm=[0,2,1,3]>(v1)

@@ -16,6 +16,8 @@ from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock
 from xrlflow.backends.tvm.kernels.bands_plan import cost, plan, plans
 from xrlflow.backends.tvm.kernels.ways import Algorithm
 
+pytestmark = pytest.mark.measures
+
 
 def block(
     image: str = "1,24,14,14",

@@ -18,6 +18,8 @@ from xrlflow.backends.tvm.kernels.batches import BatchedProduct, cost, plan, pla
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 Array = npt.NDArray[Any]
 
 

@@ -15,6 +15,8 @@ from xrlflow.backends.tvm.kernels import direct
 from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, cost, plan, plans
 from xrlflow.backends.tvm.kernels.ways import Algorithm
 
+pytestmark = pytest.mark.measures
+
 
 def conv(image: str, weights: str, out: str, attributes: str, end: str = "y = Identity(a)") -> str:
     """x, convolved with a bias, with result a; and what follows."""

@@ -22,6 +22,8 @@ from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
 from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 ONE, TWO, EIGHT = detect(cores=1), detect(cores=2), detect(cores=8)
 
 

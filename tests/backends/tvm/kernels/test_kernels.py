@@ -26,6 +26,8 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import evaluate_graph
 
+pytestmark = pytest.mark.measures
+
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
 
 

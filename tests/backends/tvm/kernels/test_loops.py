@@ -17,6 +17,8 @@ from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, loops_of_bands, t
 from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way
 from xrlflow.tuning.layers import Layer
 
+pytestmark = pytest.mark.measures
+
 
 def consistent(loops: Sequence[Loop]) -> None:
     """A turn of a loop is all turns of the next one; what the last turn of a tile computes too much counts."""

@@ -16,6 +16,8 @@ from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 POOLS = (
     "MaxPool<kernel_shape=[3,3], strides=[2,2]>",
     "MaxPool<kernel_shape=[3,2], strides=[2,3], pads=[1,0,0,1]>",

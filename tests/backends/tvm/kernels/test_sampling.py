@@ -13,6 +13,8 @@ from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 MODES = [
     f'mode="{mode}", padding_mode="{padding}", align_corners={corners}'
     for mode in ("linear", "nearest")

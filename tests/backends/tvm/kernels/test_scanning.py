@@ -16,6 +16,8 @@ from xrlflow.backends.tvm.library.hybrid import hybrid
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 KINDS = {"float": np.float32, "double": np.float64, "int32": np.int32, "int64": np.int64}
 # Rows alone, rows of images, and neighbours: fewer and more than vectors, with a rest.
 SHAPES = ((11,), (3, 21), (19, 7), (2, 5, 3), (2, 9, 83), (1, 6, 16))

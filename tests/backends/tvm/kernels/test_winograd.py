@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.tvm.kernels.test_kernels import network, numbers
+from tests.levels import whole
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
@@ -23,6 +24,8 @@ from xrlflow.backends.tvm.kernels.winograd import WinogradConvolution, cost, pla
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 FAST = (Algorithm.F23, Algorithm.F43)
 Array = npt.NDArray[Any]
@@ -158,7 +161,7 @@ def test_what_is_read_elsewhere_is_no_step() -> None:
 
 @pytest.mark.parametrize("algorithm", FAST, ids=lambda a: a.name)
 @pytest.mark.parametrize("name", ["odd sizes and a batch", "groups", *STEPPED])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e37])
+@pytest.mark.parametrize("value", whole([np.nan, np.inf, -np.inf, 1e37], (np.nan, 1e37)))
 def test_what_is_not_finite_spreads_as_in_plain_sums(name: str, algorithm: Algorithm, value: float) -> None:
     """In the corners of tiles, at the border of the image, and where transforms overflow."""
     model = network(GRAPHS[name])

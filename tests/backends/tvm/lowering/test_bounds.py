@@ -29,6 +29,8 @@ from xrlflow.backends.tvm.kernels.legalize import legalizations
 from xrlflow.backends.tvm.lowering.importer import import_model, unsupported
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
+pytestmark = pytest.mark.measures
+
 MIN64, MIN32 = np.iinfo(np.int64).min, np.iinfo(np.int32).min
 
 

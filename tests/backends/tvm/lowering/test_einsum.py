@@ -13,6 +13,8 @@ from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.einsum import product_of
 from xrlflow.backends.tvm.lowering.importer import import_model
 
+pytestmark = pytest.mark.measures
+
 
 def einsum(equation: str, x: str, z: str, out: str, kind: str = "float") -> str:
     return (

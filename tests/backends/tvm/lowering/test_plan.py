@@ -12,6 +12,8 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.lowering.plan import ALIGNMENT, COPY, ExecutionPlan, Life, Place, arranged, np_dtype
 
+pytestmark = pytest.mark.measures
+
 
 def plan(text: str) -> ExecutionPlan:
     return carried("Region_0", parsed(text), detect(None, 2, None)).compiled.plan

@@ -14,6 +14,8 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.stack import CODE
 from xrlflow.tuning.store import Setting
 
+pytestmark = pytest.mark.measures
+
 
 @pytest.mark.parametrize(("floats", "called"), [(16, False), (384, False), (1024, False), (1040, True)])
 def test_buffers_up_to_a_page_take_no_workspace(floats: int, called: bool) -> None:
