@@ -104,12 +104,12 @@ bench: install
 	$(BIN)/python bench/lowering.py models
 	$(BIN)/python bench/tuning.py --seeds 1 --operators "512x512x512,12 x 128x64,14x14,Softmax"
 
-# What the quick tests run of the package, this process and those that it starts: a summary, and pages in
-# build/coverage/html. `make coverage ARGS=tests/ir` is of some tests.
+# What the tests of `make test` run of the package, in their processes and in those that they start: a summary, and pages
+# in build/coverage/html. `make coverage ARGS=tests/ir` is of some tests.
 .PHONY: coverage
 coverage: install
 	rm -rf build/coverage
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html --cov-report=xml:build/coverage/coverage.xml $(ARGS)
+	$(PYTEST) -m "not whole" --cov --cov-report=term --cov-report=html --cov-report=xml:build/coverage/coverage.xml $(ARGS)
 
 # The core's tests with the newest ONNX Runtime, though pyproject.toml may not allow it yet.
 .PHONY: test-newest
@@ -118,7 +118,7 @@ test-newest:
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check --upgrade onnxruntime
 	.venv-newest/bin/pip show onnxruntime | head -2
-	.venv-newest/bin/python -m pytest -n 2
+	.venv-newest/bin/python -m pytest -n 2 -m "not whole"
 
 # The files of a release, in dist/, from what is committed or not; and checks of them.
 .PHONY: dist
