@@ -22,7 +22,7 @@ from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm
 from xrlflow.backends.tvm.library.operator_times import Operator, operator_times
 from xrlflow.backends.tvm.library.operator_times import Times as Taken
 from xrlflow.backends.tvm.library.operator_times import _compiled as compiled
-from xrlflow.cost import Database, KernelPrices, Placed, Roofline
+from xrlflow.cost import Database, KernelPrices, PlacementCost, Roofline
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
@@ -115,7 +115,7 @@ def test_a_search_merges_where_channels_fit_a_faster_algorithm(
             return work_of(algorithms, operators, channels_last)
 
         prices = KernelPrices(Roofline(REFERENCE), measure, 1, "", database)
-        placed = Placed(Roofline(REFERENCE), prices, REFERENCE)
+        placed = PlacementCost(Roofline(REFERENCE), prices, REFERENCE)
         prices.learn(graph, time.monotonic() + 100)
         (candidate, *_) = RewriteState.start(graph, library).candidates
         prices.learn(RewriteState.start(graph, library).apply(candidate).graph, time.monotonic() + 100)
