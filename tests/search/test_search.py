@@ -198,10 +198,10 @@ def test_selection_combines_what_is_measured_to_be_faster() -> None:
     selection = select(
         base, [modelled], compare, lambda f, rules: greedy_from(f), time.monotonic() + 60, tolerance=0.5
     )
-    assert selection.chosen is not None
-    assert truth.cost(selection.chosen.state.graph) < truth.cost(base.state.graph)
-    assert not any(n.op == "Transpose" for n in selection.chosen.state.graph.nodes())
-    assert any(t.kept for t in selection.trials)
+    assert selection.selected is not None
+    assert truth.cost(selection.selected.state.graph) < truth.cost(base.state.graph)
+    assert not any(n.op == "Transpose" for n in selection.selected.state.graph.nodes())
+    assert any(t.accepted for t in selection.trials)
 
 
 class ReplaceReluByMax(Rule):
@@ -226,9 +226,9 @@ def test_selection_drops_a_rule_that_is_measured_to_lose(loss: float) -> None:
     assert best.families == {"toy", "test_search"}
 
     selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
-    assert selection.trials[0].kept is (loss == 20.0)
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["Relu"]
+    assert selection.trials[0].accepted is (loss == 20.0)
 
 
 def found_by_lookahead() -> tuple[SearchNode, SearchNode]:
@@ -246,9 +246,9 @@ def test_selection_without_a_rule_keeps_what_greedy_search_does_not_find() -> No
 
     selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
     (trial,) = [t for t in selection.trials if t.proposal == "the best proposal - ReplaceReluByMax"]
-    assert trial.kept
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+    assert trial.accepted
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["Relu"]
 
 
 class SwapMax(Rule, family="swaps"):
@@ -276,7 +276,7 @@ def test_selection_without_a_rule_does_not_repeat_sweeps() -> None:
     selection = select(
         base, [best], by_graph(seconds, base), searching(modelled), time.monotonic() + 60, survey=swaps
     )
-    kept = [t.proposal for t in selection.trials if t.kept]
+    kept = [t.proposal for t in selection.trials if t.accepted]
     assert kept == ["the best proposal + SwapMax", "the best proposal + SwapMax - ReplaceReluByLeakyRelu"]
 
 
@@ -387,7 +387,9 @@ def test_selection_without_a_rule_tries_what_it_has_not_tried() -> None:
     selection = select(
         base, [best], by_graph(seconds, base), searching(modelled), time.monotonic() + 60, survey=loses
     )
-    assert [t.proposal for t in selection.trials if t.kept][:1] == ["the best proposal - ReplaceReluByMax"]
+    assert [t.proposal for t in selection.trials if t.accepted][:1] == [
+        "the best proposal - ReplaceReluByMax"
+    ]
 
 
 def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
@@ -398,9 +400,9 @@ def test_selection_sweeps_the_original_though_the_best_by_model_won() -> None:
     best = greedy(base.state, base.cost, Limits()).best
 
     selection = select(base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60)
-    assert selection.trials[0].kept
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]
+    assert selection.trials[0].accepted
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["LeakyRelu"]
 
 
 class Surveyed:
@@ -433,9 +435,9 @@ def test_selection_begins_without_what_costs_time_where_it_stands() -> None:
         base, [best], timed(truth, base), searching(modelled), time.monotonic() + 60, survey=survey
     )
     assert selection.trials[0].proposal == "the best proposal - ReplaceReluByMax"
-    assert selection.trials[0].kept
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+    assert selection.trials[0].accepted
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["Relu"]
 
 
 def test_drops_begin_with_what_costs_time_where_it_stands() -> None:
@@ -484,9 +486,9 @@ def test_selection_begins_with_what_saves_time_where_it_stands() -> None:
         survey=survey,
     )
     assert selection.trials[0].proposal == "the best proposal + ReplaceReluByLeakyRelu"
-    assert selection.trials[0].kept
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["LeakyRelu"]
+    assert selection.trials[0].accepted
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["LeakyRelu"]
     assert survey.asked[0] == ["ReplaceReluByLeakyRelu", "ReplaceReluByMax"]
 
 
@@ -508,8 +510,8 @@ def test_what_costs_time_where_it_stands_does_not_tidy(tidied: str) -> None:
         tidying=frozenset({"CancelTransposes", "ReplaceReluByMax"}),
         survey=Surveyed(ahead, {"ReplaceReluByMax": -20.0}),
     )  # fmt: skip
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["Relu"]
 
 
 def test_what_was_measured_to_cost_time_does_not_tidy() -> None:
@@ -532,8 +534,8 @@ def test_what_was_measured_to_cost_time_does_not_tidy() -> None:
         base, [best], timed(truth, base), search, time.monotonic() + 60, tolerance=0.5,
         tidying=frozenset({"CancelTransposes", "ReplaceReluByMax"}),
     )  # fmt: skip
-    assert selection.chosen is not None
-    assert [n.op for n in selection.chosen.state.graph.nodes()] == ["Relu"]
+    assert selection.selected is not None
+    assert [n.op for n in selection.selected.state.graph.nodes()] == ["Relu"]
 
 
 @pytest.mark.parametrize("known", [-1.0, 1.0], ids=["costs time", "saves time"])
@@ -566,10 +568,10 @@ def test_selection_gives_nothing_up_for_what_an_open_interval_says() -> None:
         return Ratio(1.5, 1.4, 1.6) if against is None else Ratio(1.04, 0.0, float("inf"))
 
     selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60)
-    assert selection.chosen is best
-    assert selection.trials[0].kept
+    assert selection.selected is best
+    assert selection.trials[0].accepted
     assert len(selection.trials) > 1
-    assert not any(t.kept for t in selection.trials[1:])
+    assert not any(t.accepted for t in selection.trials[1:])
 
 
 @pytest.mark.parametrize(
@@ -593,9 +595,9 @@ def test_selection_leaves_what_noise_hides_to_the_last_measurement(
         return Ratio(0.9, 0.89, 0.91) if median is None or against is not None else Ratio(median, 0.9, 1.1)
 
     selection = select(base, [best, second], compare, searching(modelled), time.monotonic() + 60)
-    assert not any(t.kept for t in selection.trials)
-    assert selection.chosen is not None
-    assert replaced(selection.chosen) == chosen
+    assert not any(t.accepted for t in selection.trials)
+    assert selection.selected is not None
+    assert replaced(selection.selected) == chosen
 
 
 def test_selection_of_what_is_undecided_beside_something_slower() -> None:
@@ -613,7 +615,7 @@ def test_selection_of_what_is_undecided_beside_something_slower() -> None:
 
     selection = select(base, [best], compare, searching(modelled), time.monotonic() + 60)
     assert any(t.ratio.high > 1.01 for t in selection.trials)
-    assert selection.chosen is None
+    assert selection.selected is None
 
 
 def test_selection_keeps_only_what_is_faster_twice() -> None:
@@ -629,7 +631,7 @@ def test_selection_keeps_only_what_is_faster_twice() -> None:
 
     best = greedy(base.state, base.cost, Limits()).best
     selection = select(base, [best], compare, lambda f, rules: greedy_from(f), time.monotonic() + 60)
-    assert selection.chosen is None
+    assert selection.selected is None
     assert sessions > len(selection.trials) >= 1
 
 
@@ -655,8 +657,8 @@ def test_selection_of_nothing() -> None:
         time.monotonic() + 60,
         tolerance=0.1,
     )
-    assert selection.chosen is None
-    assert [t.kept for t in selection.trials] == [False]
+    assert selection.selected is None
+    assert [t.accepted for t in selection.trials] == [False]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -669,9 +671,9 @@ def test_where_there_is_no_time_to_measure_the_last_measurement_decides(late: bo
     slower = Ratio(0.9, 0.89, 0.91)
     selection = select(base, [best], lambda a, b: slower, searching(modelled), deadline)
     assert bool(selection.trials) is not late
-    assert (selection.chosen is best) is late
+    assert (selection.selected is best) is late
     # But not the original against itself.
-    assert select(base, [base], lambda a, b: slower, searching(modelled), deadline).chosen is None
+    assert select(base, [base], lambda a, b: slower, searching(modelled), deadline).selected is None
 
 
 def test_what_looks_faster_is_not_measured_again_when_time_is_over() -> None:
@@ -687,5 +689,5 @@ def test_what_looks_faster_is_not_measured_again_when_time_is_over() -> None:
         time.sleep(max(0.0, deadline - time.monotonic()) + 0.01)
         return Ratio(1.2, 1.1, 1.3)
 
-    assert select(base, [best], compare, searching(modelled), deadline).chosen is best
+    assert select(base, [best], compare, searching(modelled), deadline).selected is best
     assert len(compared) == 1

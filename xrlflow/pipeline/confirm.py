@@ -57,7 +57,7 @@ def propose(context: Context, start: Start, explored: Explored) -> Proposal:
         chosen = explored.result.best if context.fits(explored.result.best) else None
     elif options.measure and options.search != "random":
         selection = _selected(context, start, explored, leaner)
-        chosen = selection.chosen
+        chosen = selection.selected
     elif explored.proposals:
         best = explored.proposals[0]
         if options.search == "random" or best.cost < start.base.cost or leaner:

@@ -15,15 +15,15 @@ from xrlflow.search.result import TraceStep
 def simplify(
     graph: Graph, library: Library, cost: Callable[[Graph], float], until: float = math.inf
 ) -> tuple[Graph, list[TraceStep]]:
-    """The graph after all rules that need no price (`canonicalises`), and the substitutions that were made: those that
-    there was time for until then (time.monotonic).
+    """Apply all rules that need no price (`canonicalises`) until `until` (time.monotonic). Returns the graph and the
+    substitutions.
 
     These rules find constants and decide branches, which fixes types: a search before them would price unknown types.
-    They also write out operators that the backend lacks. Each step carries the cost of the final graph.
+    They also replace operators that the backend lacks. Each step has the cost of the final graph.
     """
     state = RewriteState.start(graph, library.canonicalising())
     matches: list[Match] = []
-    # Writing out one operator may add thousands of nodes, so the bound grows with the graph.
+    # Replacing one operator may add thousands of nodes, so the bound grows with the graph.
     while (candidates := state.candidates) and len(matches) < 4 * state.graph.node_count:
         if time.monotonic() >= until:
             break
@@ -66,14 +66,14 @@ def _with_bodies(
         label = f"{where}{node.op}.{name}"
         improved = improve(with_bodies(prepare(body.graph, label), improve, prepare, f"{label}/"), label)
         pairs = list(zip(body.captured, outer))
-        read = {inside for inside in body.captured if inside in improved.uses or inside in improved.outputs}
-        captured += [value for inside, value in pairs if inside in read]
-        if improved is body.graph and len(read) == len(body.captured):
+        used = {inside for inside in body.captured if inside in improved.uses or inside in improved.outputs}
+        captured += [value for inside, value in pairs if inside in used]
+        if improved is body.graph and len(used) == len(body.captured):
             continue
         changed = True
-        kept = tuple(inside for inside in body.captured if inside in read)
+        captures = tuple(inside for inside in body.captured if inside in used)
         formals = improved.inputs[: len(improved.inputs) - len(body.captured)]
-        attrs[name] = Body(replace(improved, inputs=(*formals, *kept)), kept, body.name)
+        attrs[name] = Body(replace(improved, inputs=(*formals, *captures)), captures, body.name)
     if not changed:
         return node
     inputs = (*node.explicit_inputs, *captured)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 DEFAULT_LIMIT = 60.0
-# The part of the limit after which searching must be over, and seconds of a search for which kernels give way: an agent
-# is loaded and searches 2,000 nodes.
+# The part of the limit after which searching must be over; the seconds of a search that have priority over kernels (an
+# agent is loaded and searches 2,000 nodes).
 _SEARCH_UNTIL, _SEARCH_FIRST = 0.3, 4.0
-# The parts of the limit that training may take where it was asked for, the first that leaves enough, and its part of
+# The parts of the limit that training may take if it was requested (the first that leaves enough time), and its part of
 # the search's time otherwise.
 _TRAINING, _TRAINING_IN_SEARCH = (0.5, 0.4, 0.3, 0.2), 0.6
 # At most this part of the limit is reserved for verification and the last comparison. Nothing is reserved for models so
 # slow (seconds of a run) that the selection could compare little.
 _ENDING_AT_MOST, _SLOW = 0.5, 0.3
-# What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no minute.
+# What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no full minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
 # (the first of both models, warming up, turns).
@@ -36,21 +36,18 @@ _HURRIED_COMPARISONS = 2
 class Budget:
     """The time of one optimisation, from `begin` to `begin + limit`.
 
-    `latency` and `loading` are rough seconds of one run of the original and of loading it, 0 if not known. `verifying`:
-    the result will be verified. `hurried`: after an interrupt, nothing is reserved for selecting that is not needed.
-    `compiled`: the processes of the last comparison load TVM. `compiling`: seconds for finding and compiling kernels;
-    `reserved`: those of them that are still needed.
+    `latency` and `loading` are rough.
     """
 
     begin: float
     limit: float
-    latency: float = 0.0
-    loading: float = 0.0
-    verifying: bool = True
-    hurried: bool = False
-    compiled: bool = False
-    compiling: float = 0.0
-    reserved: float = 0.0
+    latency: float = 0.0  # of one run of the original; 0: unknown
+    loading: float = 0.0  # of the original; 0: unknown
+    verifying: bool = True  # the result will be verified
+    hurried: bool = False  # after an interrupt: only the necessary time is reserved for selecting
+    compiled: bool = False  # the processes of the last comparison load TVM
+    compiling: float = 0.0  # for finding and compiling kernels
+    reserved: float = 0.0  # the part of `compiling` that is still needed
 
     @property
     def until(self) -> float:
@@ -71,20 +68,22 @@ class Budget:
 
     @property
     def train_until(self) -> float | None:
-        """The moment at which training is over that the user asked for, before all else begins: at most half of the
-        limit, but an optimisation with the default limit must have its time afterwards, and what is useful before must
-        be useful then. None: there is no such time."""
-        wanted = min(_ENOUGH + _ENOUGH_RUNS * self.latency, DEFAULT_LIMIT) + self.compiling
+        """The moment at which training must be over that the user requested and that begins first.
+
+        At most half of the limit. Enough for an optimisation with the default limit must remain, and if there is time
+        to search and compare now, there must be afterwards. None: there is no time for training.
+        """
+        needed = min(_ENOUGH + _ENOUGH_RUNS * self.latency, DEFAULT_LIMIT) + self.compiling
         for part in _TRAINING:
-            own = min(part * self.limit, self.limit - wanted)
-            rest = replace(self, begin=self.begin + own, limit=self.limit - own)
-            if rest.begin > self.train_in_search_until and (rest.useful or not self.useful):
-                return rest.begin
+            own = min(part * self.limit, self.limit - needed)
+            remainder = replace(self, begin=self.begin + own, limit=self.limit - own)
+            if remainder.begin > self.train_in_search_until and (remainder.useful or not self.useful):
+                return remainder.begin
         return None
 
     @property
     def train_in_search_until(self) -> float:
-        """The moment at which training is over that has a part of the search's time."""
+        """The moment at which training must be over that is a part of the search."""
         return self.part(_TRAINING_IN_SEARCH * _SEARCH_UNTIL)
 
     @property
@@ -100,24 +99,24 @@ class Budget:
 
     @property
     def comparison(self) -> float:
-        """Seconds that the last comparison wants."""
+        """Seconds that the last comparison needs."""
         processes = _PROCESSES * (_START + 2 * self.loading + _RUNS * self.latency)
         return _FORK_SERVER + (_LOADING_TVM if self.compiled else 0.0) + processes
 
     @property
     def ending(self) -> float:
         """Seconds reserved for verification and the last comparison."""
-        wanted = self.verification + self.comparison
+        needed = self.verification + self.comparison
         if self.hurried:
-            return wanted
-        most = 1.0 - _SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST
-        return min(wanted, most * (self.end - self.begin))
+            return needed
+        maximum = 1.0 - _SEARCH_UNTIL if self.latency > _SLOW else _ENDING_AT_MOST
+        return min(needed, maximum * (self.end - self.begin))
 
     @property
     def select_until(self) -> float:
         """The moment at which comparisons of whole models must be over.
 
-        What is reserved for kernels gives way to a short search and, if the model is not slow, to a comparison.
+        A short search and, if the model is not slow, one comparison have priority over the time reserved for kernels.
         """
         needed = _SEARCH_FIRST + (0.0 if self.latency > _SLOW else self._starting)
         return max(self.compile_until - self.reserved, min(self.begin + needed, self.compile_until))
@@ -129,7 +128,7 @@ class Budget:
 
     @property
     def compile_at_latest(self) -> float:
-        """The moment at which a compilation that began is ended: then there is just enough time for the rest."""
+        """The moment at which a running compilation is ended, with just enough time for verification and comparison."""
         fewest = _FEWEST_PROCESSES / _PROCESSES * self.comparison
         return max(self.compile_until, self.until - self.verification - fewest)
 
@@ -146,8 +145,8 @@ class Budget:
     @property
     def each_comparison(self) -> float:
         """Seconds that one comparison of whole models may take."""
-        most = 2 * self.loading + _COMPARE_RUNS * self.latency
-        return max(_COMPARE_AT_LEAST, min(most, _COMPARE_AT_MOST), most / 2)
+        maximum = 2 * self.loading + _COMPARE_RUNS * self.latency
+        return max(_COMPARE_AT_LEAST, min(maximum, _COMPARE_AT_MOST), maximum / 2)
 
     @property
     def careful_comparison(self) -> float:
@@ -160,7 +159,7 @@ class Budget:
         return self.begin_comparing_until - self.search_until >= self.each_comparison
 
     def final(self, now: float) -> float:
-        """Seconds for verification and the last comparison if they begin now: all that is left of the limit.
+        """Seconds for verification and the last comparison if they begin now: until the end of the limit.
 
         On a quiet machine they end long before. On a busy one the last comparison needs more processes.
         """

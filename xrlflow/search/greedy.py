@@ -14,33 +14,33 @@ def greedy(state: RewriteState, cost: float, limits: Limits) -> SearchResult:
     `state` has the cost model's deltas in its candidates; `cost` is the modelled cost of its graph, in seconds.
     """
     begin = time.monotonic()
-    found = SearchNode(state, None, cost)
+    node = SearchNode(state, None, cost)
     shortlist = Shortlist()
-    shortlist.offer(found)
+    shortlist.offer(node)
     expanded = generated = 0
     interrupted = False
     try:
-        while not limits.over(expanded, found.cost):
-            generated += found.state.count
-            after = _step(found)
+        while not limits.over(expanded, node.cost):
+            generated += node.state.count
+            after = _step(node)
             if after is None:
                 break
-            found = after
+            node = after
             expanded += 1
-            shortlist.offer(found)
+            shortlist.offer(node)
     except KeyboardInterrupt:
         interrupted = True
-    return SearchResult(found, shortlist.best(), expanded, generated, time.monotonic() - begin, interrupted)
+    return SearchResult(node, shortlist.best(), expanded, generated, time.monotonic() - begin, interrupted)
 
 
-def _step(found: SearchNode) -> SearchNode | None:
+def _step(node: SearchNode) -> SearchNode | None:
     """The state after the candidate with the largest gain; None if none gains."""
-    least = 1e-9 * found.cost  # gains of rounding size do not count: they could go on for ever
-    refused: set[Match] = set()
-    while (best := found.state.gains_most(least, refused.__contains__)) is not None:
-        edit, delta = found.state.priced(best)
-        if delta < -least:
-            cost = found.cost + delta
-            return SearchNode(found.state.apply(best, edit), extend(found.path, best, cost), cost)
-        refused.add(best)  # it gained before other edits changed what is around it
+    threshold = 1e-9 * node.cost  # smaller gains are rounding errors, and might never end
+    rejected: set[Match] = set()
+    while (best := node.state.gains_most(threshold, rejected.__contains__)) is not None:
+        edit, delta = node.state.priced(best)
+        if delta < -threshold:
+            cost = node.cost + delta
+            return SearchNode(node.state.apply(best, edit), extend(node.path, best, cost), cost)
+        rejected.add(best)  # its delta was out of date: edits next to it have changed it
     return None

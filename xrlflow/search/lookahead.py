@@ -8,7 +8,7 @@ from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
 
-# The part of the cost below which a gain counts as rounding: such gains could go on for ever.
+# A gain of less than this part of the cost is a rounding error; such gains might never end.
 _NOTHING = 1e-9
 
 
@@ -55,56 +55,56 @@ class _Lookahead:
         return self.limits.over(self.expanded, self.best.cost)
 
     def improve(self, depth: int) -> bool:
-        """Follow the best of the shortest chains that gain. False if there is none, or the limits came first."""
+        """Follow the best of the shortest chains that gain. False if there is none, or the limits are reached."""
         reached = [self.best]
-        seen = {self.best.state.fingerprint}
+        visited = {self.best.state.fingerprint}
         for length in range(depth):
             if self.over:
                 return False
-            self.generated += sum(found.state.count for found in reached)
+            self.generated += sum(node.state.count for node in reached)
             if self._finish(reached):
                 return True
             if length + 1 < depth:
-                reached = self._successors(reached, seen)
+                reached = self._successors(reached, visited)
         return False
 
     def _finish(self, reached: list[SearchNode]) -> bool:
         """Follow the best chain that ends one substitution further. False if none gains."""
-        least = self.best.cost * (1 - _NOTHING)
-        # The last substitution of a chain is priced by its delta: only the best chain's graph is made.
+        bound = self.best.cost * (1 - _NOTHING)
+        # The last substitution of a chain is priced by its delta: only the best chain's graph is built.
         chains = [
-            (found.cost + match.delta, match.key, found, match)
-            for found in reached
-            for match in found.state.candidates
-            if found.cost + match.delta < least
+            (node.cost + match.delta, match.key, node, match)
+            for node in reached
+            for match in node.state.candidates
+            if node.cost + match.delta < bound
         ]
-        for _, _, found, match in sorted(chains, key=lambda chain: chain[:2]):
-            now = found.cost + found.state.priced(match)[1]  # edits beside it may have changed its delta
-            if now < least:
-                self.best = self._follow(found, match)
+        for _, _, node, match in sorted(chains, key=lambda chain: chain[:2]):
+            now = node.cost + node.state.priced(match)[1]  # edits next to it may have changed its delta
+            if now < bound:
+                self.best = self._follow(node, match)
                 self.shortlist.offer(self.best)
                 return True
         return False
 
-    def _successors(self, reached: list[SearchNode], seen: set[int]) -> list[SearchNode]:
-        """All graphs that are one substitution further, as far as the limits allow."""
-        made: list[SearchNode] = []
-        for found in reached:
-            for match in found.state.candidates:
-                expected = (found.state.fingerprint + match.shift) & FINGERPRINT_MASK
-                if expected in seen:
+    def _successors(self, reached: list[SearchNode], visited: set[int]) -> list[SearchNode]:
+        """The graphs one substitution further, as many as the limits allow."""
+        successors: list[SearchNode] = []
+        for node in reached:
+            for match in node.state.candidates:
+                expected = (node.state.fingerprint + match.shift) & FINGERPRINT_MASK
+                if expected in visited:
                     continue
                 if self.over:
-                    return made
-                successor = self._follow(found, match)
-                if successor.state.fingerprint not in seen:
-                    seen.update((expected, successor.state.fingerprint))
-                    made.append(successor)
-        return made
+                    return successors
+                successor = self._follow(node, match)
+                if successor.state.fingerprint not in visited:
+                    visited.update((expected, successor.state.fingerprint))
+                    successors.append(successor)
+        return successors
 
-    def _follow(self, found: SearchNode, match: Match) -> SearchNode:
+    def _follow(self, node: SearchNode, match: Match) -> SearchNode:
         self.expanded += 1
-        edit, delta = found.state.priced(match)
-        cost = found.cost + delta
-        path: Path = extend(found.path, match, cost)
-        return SearchNode(found.state.apply(match, edit), path, cost)
+        edit, delta = node.state.priced(match)
+        cost = node.cost + delta
+        path: Path = extend(node.path, match, cost)
+        return SearchNode(node.state.apply(match, edit), path, cost)

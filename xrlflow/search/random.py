@@ -33,5 +33,5 @@ def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0)
             path = extend(path, match, cost)
     except KeyboardInterrupt:
         interrupted = True
-    found = SearchNode(state, path, cost)
-    return SearchResult(found, (found,), expanded, generated, time.monotonic() - begin, interrupted)
+    last = SearchNode(state, path, cost)
+    return SearchResult(last, (last,), expanded, generated, time.monotonic() - begin, interrupted)

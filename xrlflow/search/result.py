@@ -29,12 +29,12 @@ class Path:
     families: frozenset[str]
 
     def steps(self) -> tuple[TraceStep, ...]:
-        found: list[TraceStep] = []
+        steps: list[TraceStep] = []
         at: Path | None = self
         while at is not None:
-            found.append(at.step)
+            steps.append(at.step)
             at = at.before
-        return tuple(reversed(found))
+        return tuple(reversed(steps))
 
 
 def append(path: Path | None, step: TraceStep) -> Path:
@@ -100,17 +100,17 @@ class Shortlist:
     """The cheapest node of each set of rule families."""
 
     size: int = 8
-    kept: dict[frozenset[str], SearchNode] = field(default_factory=dict)
+    nodes: dict[frozenset[str], SearchNode] = field(default_factory=dict)
 
-    def offer(self, found: SearchNode) -> None:
-        known = self.kept.get(found.families)
-        if known is None or found.cost < known.cost:
-            self.kept[found.families] = found
-            if len(self.kept) > 8 * self.size:
-                self.kept = {f.families: f for f in self.best()}
+    def offer(self, node: SearchNode) -> None:
+        cheapest = self.nodes.get(node.families)
+        if cheapest is None or node.cost < cheapest.cost:
+            self.nodes[node.families] = node
+            if len(self.nodes) > 8 * self.size:
+                self.nodes = {f.families: f for f in self.best()}
 
     def best(self) -> tuple[SearchNode, ...]:
-        return tuple(sorted(self.kept.values(), key=lambda f: f.cost)[: self.size])
+        return tuple(sorted(self.nodes.values(), key=lambda f: f.cost)[: self.size])
 
 
 class TraceError(ValueError):
@@ -136,24 +136,24 @@ def retrace(
 def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> SearchNode:
     """The node that a trace leads to from `base`, with the costs of its cost model. Raises TraceError as `retrace`
     does."""
-    found = base
+    node = base
     for before, match, successor in retrace(base.state, trace, first):
-        cost = found.cost + before.priced(match)[1]
-        found = SearchNode(successor, extend(found.path, match, cost), cost)
-    return found
+        cost = node.cost + before.priced(match)[1]
+        node = SearchNode(successor, extend(node.path, match, cost), cost)
+    return node
 
 
 def leave_out(base: SearchNode, trace: Sequence[TraceStep], rules: Collection[str]) -> SearchNode:
-    """The node that a trace leads to from `base` without the steps of some rules, and without those that then no longer
-    apply. The others keep their keys: an id says how its node was made, not when."""
-    found = base
+    """The node that a trace leads to from `base` without the steps of some rules, and without steps that then no longer
+    apply. Keys of other steps stay valid, because a node's id does not depend on the order of steps."""
+    node = base
     for step in trace:
-        match = None if step.rule in rules else found.state.find(step.key)
+        match = None if step.rule in rules else node.state.find(step.key)
         if match is not None:
-            edit, delta = found.state.priced(match)
-            cost = found.cost + delta
-            found = SearchNode(found.state.apply(match, edit), extend(found.path, match, cost), cost)
-    return found
+            edit, delta = node.state.priced(match)
+            cost = node.cost + delta
+            node = SearchNode(node.state.apply(match, edit), extend(node.path, match, cost), cost)
+    return node
 
 
 def replay(state: RewriteState, trace: Sequence[TraceStep]) -> Iterator[RewriteState]:

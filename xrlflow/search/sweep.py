@@ -1,4 +1,4 @@
-"""Sweeps: one rule wherever it applies, for rules whose gain a model of single operators cannot see."""
+"""Sweeps: one rule wherever it applies, for rules whose gain a model of single operators does not know."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from xrlflow.rewrite import RewriteState
 from xrlflow.search.result import Limits, SearchNode, extend
 
 
-def sweep(found: SearchNode, rule: str, limits: Limits, at_most: float) -> SearchNode:
+def sweep(node: SearchNode, rule: str, limits: Limits, at_most: float) -> SearchNode:
     """Apply `rule` until it has no candidate whose modelled delta is at most `at_most` (seconds).
 
     A rule that keeps finding new matches stops after as many substitutions as the graph has nodes.
     """
-    state, path, cost = found.state, found.path, found.cost
-    most = state.graph.node_count
-    seen = {state.fingerprint}
+    state, path, cost = node.state, node.path, node.cost
+    maximum = state.graph.node_count
+    visited = {state.fingerprint}
     applied = 0
-    while applied < most and not limits.over(applied, cost):
+    while applied < maximum and not limits.over(applied, cost):
         fitting = [m for m in state.candidates if m.rule.name == rule and m.delta <= at_most]
         if not fitting:
             break
         match = min(fitting, key=lambda m: (m.delta, m.key))
         edit, delta = state.priced(match)
         successor: RewriteState = state.apply(match, edit)
-        if successor.fingerprint in seen:
+        if successor.fingerprint in visited:
             break
-        seen.add(successor.fingerprint)
+        visited.add(successor.fingerprint)
         state = successor
         cost += delta
         path = extend(path, match, cost)

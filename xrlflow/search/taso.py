@@ -11,7 +11,7 @@ from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortl
 
 
 def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) -> SearchResult:
-    """Expand the cheapest known graph; keep successors that cost less than `alpha` times the best.
+    """Expand the cheapest known graph; queue successors that cost less than `alpha` times the best.
 
     Graphs of more than twice the original's operators are dropped, and each graph is visited once. A successor is a
     (state, candidate) pair until it is expanded; only then is its graph made and matched. `limits.budget` counts
@@ -58,10 +58,10 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
             visited.add(successor.fingerprint)
             expanded += 1
             path = extend(path, match, successor_cost)
-            found = SearchNode(successor, path, successor_cost)
+            node = SearchNode(successor, path, successor_cost)
             if successor_cost < best.cost:
-                best = found
-            shortlist.offer(found)
+                best = node
+            shortlist.offer(node)
             push(successor, successor_cost, path)
     except KeyboardInterrupt:
         interrupted = True
