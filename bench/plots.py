@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import pages
-from xrlflow.report.plots import Curve, Reached, Texts, cost_against_time, learning_curves, save
+from xrlflow.report.plots import Curve, MethodResult, Texts, cost_against_time, learning_curves, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +35,7 @@ class UnknownFile(ValueError):
     """A file holds nothing that can be drawn."""
 
 
-def reached(data: Any) -> list[Reached]:
+def reached(data: Any) -> list[MethodResult]:
     """What a benchmark's file says about cost and time. Raises UnknownFile."""
     if isinstance(data, Mapping):
         rows = list(data.values())
@@ -50,7 +50,7 @@ def reached(data: Any) -> list[Reached]:
             found[method, subject].append((cost, seconds))
     if not found:
         raise UnknownFile("no rows with a method, a cost and seconds")
-    return [Reached(*key, *zip(*values)) for key, values in found.items()]
+    return [MethodResult(*key, *zip(*values)) for key, values in found.items()]
 
 
 def _of_agents(row: Any) -> tuple[str, str, float, float] | None:
@@ -69,14 +69,14 @@ def _has(row: Any, *keys: str) -> bool:
     return isinstance(row, Mapping) and row.keys() >= set(keys)
 
 
-def _of_world_model(rows: Iterable[Mapping[str, Any]]) -> list[Reached]:
+def _of_world_model(rows: Iterable[Mapping[str, Any]]) -> list[MethodResult]:
     """Gains become costs. The other methods have no seconds: they are lines."""
     found = []
     for row in rows:
         for key, name in _WORLD.items():
-            found.append(Reached(name, row["network"], _costs(row[key]), row["seconds"][key]))
+            found.append(MethodResult(name, row["network"], _costs(row[key]), row["seconds"][key]))
         for key, name in _OTHERS.items():
-            found.append(Reached(name, row["network"], _costs(row[key])))
+            found.append(MethodResult(name, row["network"], _costs(row[key])))
     return found
 
 
@@ -91,7 +91,7 @@ def _read(file: Path) -> Any:
         raise UnknownFile(f"{file}: cannot be read as JSON ({error})") from error
 
 
-def _positive(results: list[Reached]) -> list[Reached]:
+def _positive(results: list[MethodResult]) -> list[MethodResult]:
     """The results, whose means are geometric ones. Raises UnknownFile."""
     for result in results:
         if not all(0 < value < math.inf for value in (*result.costs, *result.seconds)):
@@ -110,7 +110,7 @@ def draw(files: Sequence[Path], title: str, y: str | None = None) -> Figure:
         except (KeyError, TypeError) as error:
             raise UnknownFile(f"{', '.join(map(str, files))}: no learning curves ({error!r})") from error
         return learning_curves(curves, Texts(title, data[0]["x"], y or data[0]["y"]))
-    results: list[Reached] = []
+    results: list[MethodResult] = []
     for file, each in zip(files, data):
         try:
             results += _positive(reached(each))

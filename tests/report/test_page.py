@@ -72,7 +72,7 @@ def test_every_operator_is_drawn_once() -> None:
     proto = layered(4, tail=8)
     found = drawn(proto)
     assert sorted(b.name for b in found.boxes) == sorted([n.name for n in proto.graph.node] + ["x", "y"])
-    assert len(found.places) == len(proto.graph.node) == 65
+    assert len(found.indices) == len(proto.graph.node) == 65
     (product,) = [b for b in found.boxes if b.name.startswith("/layer.2/MatMul")]
     assert (product.type, product.reads) == ("float[4,8]", "float[8,8]")
 
@@ -397,7 +397,7 @@ def test_advice_follows_from_the_figures() -> None:
     quiet = advice(report, optimised("small").verification, profiles()[1], {}, False)
     assert quiet == (
         "MatMul takes 100% of the time that is left. "
-        "No other graph makes that faster; kernels of our own may: --backend auto.",
+        "No other graph makes that faster; generated kernels may: --backend auto.",
     )
     noisy = replace(
         report,

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.test_cli import invoke, refused
-from xrlflow.report.plots import Curve, Reached, Texts, cost_against_time, learning_curves, save
+from xrlflow.report.plots import Curve, MethodResult, Texts, cost_against_time, learning_curves, save
 
 GAIN = "episode/return"
 TEXTS = Texts("A $title", "steps", "gain")
@@ -71,9 +71,9 @@ def test_learning_curves_draw_medians() -> None:
 def test_cost_against_time_draws_means_over_subjects() -> None:
     figure = cost_against_time(
         [
-            Reached("fast", "a", (0.5, 0.5, 0.8), (1.0, 2.0, 4.0)),
-            Reached("fast", "b", (0.125, 0.125, 0.2), (4.0, 8.0, 16.0)),
-            Reached("rival", "a", (0.9,)),
+            MethodResult("fast", "a", (0.5, 0.5, 0.8), (1.0, 2.0, 4.0)),
+            MethodResult("fast", "b", (0.125, 0.125, 0.2), (4.0, 8.0, 16.0)),
+            MethodResult("rival", "a", (0.9,)),
         ],
         TEXTS,
     )

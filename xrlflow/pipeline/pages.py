@@ -115,7 +115,7 @@ def _run(
     return Run(
         name=report.search,
         after=after,
-        substitutions=changes.found(before, after) if after is not None else (),
+        substitutions=changes.substitutions(before, after) if after is not None else (),
         rules=tuple(_texts({rule for rule, _ in changes.rules} | {s.rule for s in best.trace}, result)),
         report=report,
         measured=measurements(report, compared),

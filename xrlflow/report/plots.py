@@ -53,7 +53,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What several runs (seeds) of one kind reached: for each run its x and y, None where y is not finite."""
+    """Learning curves of several runs (seeds): for each run its x and y, None where y is not finite."""
 
     label: str
     runs: Sequence[tuple[Sequence[float], Sequence[float | None]]]
@@ -69,9 +69,9 @@ class Curve:
         return Curve(data["label"], [(run["x"], run["y"]) for run in data["runs"]])
 
     def band(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """All x, and there the median, the least and the greatest y of the runs that have got so far.
+        """All x, and for each the median, the least and the greatest y of the runs that have reached it.
 
-        Between two of its points, a run is on the line between them. Points that are not finite are left out.
+        Runs are interpolated linearly. Points that are not finite are left out.
         """
         runs = [_finite(*run) for run in self.runs]
         runs = [(x, y) for x, y in runs if len(x)]
@@ -84,14 +84,13 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """What a method reached on one subject: costs as parts of the original's and seconds, by seed. Without `seconds`,
-    the method is drawn as a line."""
+class MethodResult:
+    """The results of a method on one subject, by seed."""
 
     method: str
     subject: str
-    costs: Sequence[float]
-    seconds: Sequence[float] = ()
+    costs: Sequence[float]  # as parts of the original's
+    seconds: Sequence[float] = ()  # none: the method is drawn as a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ def learning_curves(curves: Sequence[Curve], texts: Texts) -> Figure:
         return figure
 
 
-def cost_against_time(results: Sequence[Reached], texts: Texts) -> Figure:
+def cost_against_time(results: Sequence[MethodResult], texts: Texts) -> Figure:
     """For each method a mark at the geometric mean over subjects of the median cost and of the median seconds, with
     bars from the least to the greatest of the seeds' means; small marks are the subjects."""
     with _drawing():
@@ -158,10 +157,10 @@ def check_format(path: str | os.PathLike[str]) -> str:
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure as SVG, PNG or PDF, by the file's suffix. Raises OSError, and ValueError for another suffix."""
     suffix = check_format(path)
-    made = BytesIO()
+    buffer = BytesIO()
     with _drawing():
-        figure.savefig(made, format=suffix[1:], metadata=_NO_DATES[suffix], dpi=150)
-    files.write(path, made.getvalue())
+        figure.savefig(buffer, format=suffix[1:], metadata=_NO_DATES[suffix], dpi=150)
+    files.write(path, buffer.getvalue())
 
 
 def _drawing() -> AbstractContextManager[None]:
@@ -206,16 +205,16 @@ def _text(text: str) -> str:
 
 
 def _label(text: str) -> str:
-    """The text of a legend, where matplotlib leaves out what begins with an underscore."""
-    said = _text(text)
-    return f"\u200b{said}" if said.startswith("_") else said
+    """The text of a legend; matplotlib would leave out one that begins with an underscore."""
+    label = _text(text)
+    return f"\u200b{label}" if label.startswith("_") else label
 
 
 def _finite(x: Sequence[float], y: Sequence[float | None]) -> tuple[Floats, Floats]:
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    kept = np.isfinite(xs) & np.isfinite(ys)
-    order = np.argsort(xs[kept], kind="stable")
-    return xs[kept][order], ys[kept][order]
+    finite = np.isfinite(xs) & np.isfinite(ys)
+    order = np.argsort(xs[finite], kind="stable")
+    return xs[finite][order], ys[finite][order]
 
 
 def _mean(values: Sequence[float]) -> float:

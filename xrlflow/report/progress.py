@@ -15,17 +15,21 @@ Listener = Callable[[str, int, int, str], None]
 
 
 def time_left(limit: float, elapsed: float) -> str:
-    """The seconds of a limit that are left; most work ends earlier."""
-    left = limit - elapsed
-    return f"at most {left:.0f} s left" if left > 0 else f"{elapsed:.0f} s, the limit is over: it ends now"
+    """The remaining seconds of a limit, as text; most work ends earlier."""
+    remaining = limit - elapsed
+    return (
+        f"at most {remaining:.0f} s left"
+        if remaining > 0
+        else f"{elapsed:.0f} s, the limit is over: it ends now"
+    )
 
 
 @contextmanager
 def progress(
     enabled: bool, limit: float | None = None, console: Console | None = None
 ) -> Iterator[Listener | None]:
-    """Shows each phase, the best that it found so far, and the time that is left of `limit` seconds (None: the time
-    that each phase took). On standard error, or the given `console`; None if not `enabled`."""
+    """A listener that shows each phase, its best result so far, and the rest of `limit` seconds (None: the time of each
+    phase), on standard error or the given `console`. None if not `enabled`."""
     if not enabled:
         yield None
         return
@@ -36,8 +40,8 @@ def progress(
     begin = time.monotonic()
     running: list[str] = []
 
-    class Left(ProgressColumn):
-        """The time left of the whole, beside the phase that runs; beside others what they took."""
+    class RemainingTime(ProgressColumn):
+        """Next to the running phase the remaining time of all, next to others the time that they took."""
 
         def render(self, task: Task) -> Text:
             if limit is not None and running and task.description == running[-1]:
@@ -48,7 +52,7 @@ def progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[note]}", markup=False),
-        Left(),
+        RemainingTime(),
         console=console if console is not None else Console(stderr=True),
         transient=True,
     )

@@ -1,4 +1,4 @@
-"""One line that says why a result was kept or not."""
+"""The reason why a result was accepted or not, in one line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MORE = "give it more with --time-limit"
 
 
 def no_search(seconds: float, limit: float, phases: Mapping[str, float]) -> str:
-    """Why there was no time to search: after so many `seconds` of the limit, spent on these phases."""
-    spent = max(phases, key=lambda name: phases[name], default="")
-    most = f", most of it for {PHASES.get(spent, spent)}" if spent else ""
+    """Why there was no time to search: `seconds` of the limit were spent on these `phases`."""
+    phase = max(phases, key=lambda name: phases[name], default="")
+    reason = f", most of it for {PHASES.get(phase, phase)}" if phase else ""
     return (
-        f"there was no time to search: {seconds:.0f} of {limit:g} s had passed{most}, and the rest is for comparing "
+        f"there was no time to search: {seconds:.0f} of {limit:g} s had passed{reason}, and the rest is for comparing "
         f"and verifying ({_MORE})"
     )
 

@@ -1,4 +1,4 @@
-"""What an optimisation did and gained, for people and as JSON."""
+"""The report of an optimisation: what it did and gained, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from xrlflow.search import Ratio, Trial
 class Report:
     """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified.
 
-    `decided` is the interval that decided whether the result is kept. `speedup` was measured afterwards, in other
-    `processes`. `phases`: seconds, by phase. `kernel_nodes`: nodes that kernels of our own run,
-    with these `algorithms` of convolutions.
+    `decided` is the interval that decided whether the result is accepted. `speedup` was measured afterwards, in other
+    `processes`. `phases`: seconds, by phase. `kernel_nodes`: nodes that run in generated kernels, with these
+    `algorithms` of convolutions.
     """
 
     model: str
@@ -81,7 +81,7 @@ class Report:
             "backend": self.backend,
             "threads": self.threads,
             "kernel_nodes": self.kernel_nodes,
-            "algorithms": [chosen.stored() for chosen in self.algorithms],
+            "algorithms": [algorithm.stored() for algorithm in self.algorithms],
             "expanded": self.expanded,
             "operators_before": dict(self.operators_before),
             "operators_after": dict(self.operators_after),
@@ -92,7 +92,7 @@ class Report:
                     "against": t.against,
                     "speedup": t.ratio.median,
                     **bounds("speedup", t.ratio),
-                    "kept": t.kept,
+                    "kept": t.accepted,
                 }
                 for t in self.trials
             ],
@@ -101,10 +101,10 @@ class Report:
 
 def bounds(name: str, measured: SpeedUp | Ratio | None) -> dict[str, float | None]:
     """The ends of an interval as NAME_low and NAME_high; None if there is no interval or too few measurements."""
-    known = measured is not None and measured.low > 0.0 and math.isfinite(measured.high)
+    bounded = measured is not None and measured.low > 0.0 and math.isfinite(measured.high)
     return {
-        f"{name}_low": measured.low if measured is not None and known else None,
-        f"{name}_high": measured.high if measured is not None and known else None,
+        f"{name}_low": measured.low if measured is not None and bounded else None,
+        f"{name}_high": measured.high if measured is not None and bounded else None,
     }
 
 

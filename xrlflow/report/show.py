@@ -57,7 +57,7 @@ def _grid(*headers: str, title: str | None = None) -> _Table:
 
 
 def optimization(report: Report, output: str) -> None:
-    """What was done, what it gained, and how sure that is."""
+    """A report: what was changed, what it gained, and with which confidence interval."""
     operators = _grid("operator", "before", "after", title="Operators that changed")
     names = sorted(report.operators_before.keys() | report.operators_after.keys())
     for name in names:
@@ -91,7 +91,7 @@ def optimization(report: Report, output: str) -> None:
     if report.control is not None:
         summary.add_row("original against itself", ratio(report.control))
     summary.add_row("verification", _verdict(report.verified, report.max_error))
-    summary.add_row("time", f"{report.seconds:.1f} s: {_spent(report)}")
+    summary.add_row("time", f"{report.seconds:.1f} s: {_phase_times(report)}")
     _console.print(summary)
     for note in report.notes:
         _console.print(f"note: {note}")
@@ -108,65 +108,65 @@ def page(path: Path | None) -> None:
         _console.print(f"{path}: the report page, open it in a browser")
 
 
-def _algorithms(chosen: Sequence[Chosen]) -> Table:
+def _algorithms(choices: Sequence[Chosen]) -> Table:
     """Layers with an algorithm that is not plain, by kind."""
     table = _grid(
         "layer", "times", "algorithm", "error", "share of all errors", title="\nAlgorithms of convolutions"
     )
-    for layer, algorithm in dict.fromkeys((c.layer, c.algorithm) for c in chosen):
-        alike = [c for c in chosen if (c.layer, c.algorithm) == (layer, algorithm)]
-        error = max(c.error for c in alike)
-        share = sum(c.share for c in alike)
-        table.add_row(layer, str(len(alike)), algorithm, f"{error:.1f}x plain", f"{share:.0%}")
+    for layer, algorithm in dict.fromkeys((c.layer, c.algorithm) for c in choices):
+        group = [c for c in choices if (c.layer, c.algorithm) == (layer, algorithm)]
+        error = max(c.error for c in group)
+        share = sum(c.share for c in group)
+        table.add_row(layer, str(len(group)), algorithm, f"{error:.1f}x plain", f"{share:.0%}")
     return table
 
 
-def _spent(report: Report) -> str:
+def _phase_times(report: Report) -> str:
     """The time of each phase."""
     parts = [(name, report.phases[key]) for key, name in PHASES.items() if key in report.phases]
-    rest = report.seconds - sum(seconds for _, seconds in parts)
-    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(rest, 0.0))])
+    other = report.seconds - sum(seconds for _, seconds in parts)
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in [*parts, ("other", max(other, 0.0))])
 
 
 def _verdict(verified: bool | None, error: float | None) -> str:
-    said = {True: "equal", False: "DIFFERENT", None: "not checked"}[verified]
-    return said if error is None else f"{said}, largest deviation {error:.2e}"
+    verdict = {True: "equal", False: "DIFFERENT", None: "not checked"}[verified]
+    return verdict if error is None else f"{verdict}, largest deviation {error:.2e}"
 
 
 def proven(certificate: Certificate, done: int, total: int) -> None:
-    """One line for each rule that has been proven."""
+    """One line for a rule whose proof has ended."""
     verdict = "proven" if certificate.proven else "NOT PROVEN"
     if certificate.proven and certificate.unexplained:
         verdict = f"{len(certificate.unexplained)} mutants survive, nobody knows why"
     _console.print(f"{done:4}/{total} {certificate.name}: {verdict}", highlight=False)
 
 
-def certificates(found: Sequence[Certificate]) -> None:
+def certificates(proofs: Sequence[Certificate]) -> None:
     """The certificate of each rule, and why rules are not proven."""
     table = _grid(
         "rule", "proof", "cases", "trials", "bound", "runtime", "bits", "mutants", "rejected", "s", title=""
     )
-    for c in found:
+    for c in proofs:
         table.add_row(
             c.name, c.proof if c.proven else "NOT PROVEN", str(c.admitted), str(c.trials),
             f"{c.bound:.0e}" if c.proof == "field" else "-", str(c.runtime_cases),
             "-" if c.bits is None else f"{c.bits:.1f}", str(c.mutants), str(c.mutants_rejected), f"{c.seconds:.1f}",
         )  # fmt: skip
     _console.print(table)
-    mutants, rejected = sum(c.mutants for c in found), sum(c.mutants_rejected for c in found)
-    good = sum(c.proven for c in found)
+    mutants, rejected = sum(c.mutants for c in proofs), sum(c.mutants_rejected for c in proofs)
+    good = sum(c.proven for c in proofs)
     share = 100 * rejected / mutants if mutants else 100.0
     _console.print(
-        f"\n{good} of {len(found)} rules proven; {rejected} of {mutants} mutants rejected ({share:.1f}%)"
+        f"\n{good} of {len(proofs)} rules proven; {rejected} of {mutants} mutants rejected ({share:.1f}%)"
     )
-    for kind in sorted({k for c in found for k in c.mutants_by_kind}):
-        kinds = [c.mutants_by_kind[kind] for c in found if kind in c.mutants_by_kind]
-        good, made = (sum(k[i] for k in kinds) for i in range(2))
-        _console.print(f"  {kind:10} {good:6} of {made:6} ({100 * good / made:.1f}%)", highlight=False)
-    for c in found:
+    for kind in sorted({k for c in proofs for k in c.mutants_by_kind}):
+        kinds = [c.mutants_by_kind[kind] for c in proofs if kind in c.mutants_by_kind]
+        good, total = (sum(k[i] for k in kinds) for i in range(2))
+        _console.print(f"  {kind:10} {good:6} of {total:6} ({100 * good / total:.1f}%)", highlight=False)
+    for c in proofs:
         for survivor in c.survivors:
             _console.print(f"{c.name}: survives: {survivor}", highlight=False)
-    for c in found:
+    for c in proofs:
         for failure in c.failures:
             _console.print(f"\n{c.name}: {failure}", highlight=False)
 
@@ -187,10 +187,10 @@ def comparison(reports: Sequence[Report]) -> None:
     _console.print(table)
 
 
-def batch(found: Mapping[str, Any], page: Path) -> None:
+def batch(data: Mapping[str, Any], page: Path) -> None:
     """One row for each model of a batch (`Batch.to_json`), why models failed, and where the page is."""
     table = _grid("model", "operators", "latency", "speed-up", "verified", "seconds")
-    for row in found["rows"]:
+    for row in data["rows"]:
         report, seconds = row["report"], "earlier" if row["earlier"] else f"{row['seconds']:.1f}"
         if report is None:
             table.add_row(row["name"], "failed", "", "", "", seconds)
@@ -205,20 +205,20 @@ def batch(found: Mapping[str, Any], page: Path) -> None:
             seconds,
         )
     _console.print(table)
-    for row in found["rows"]:
+    for row in data["rows"]:
         if row["error"] is not None:
             _console.print(f"{row['name']}: {row['error']}")
         if row["report"] is not None and row["report"]["returned_original"]:
             _console.print(f"{row['name']}: the original, unchanged ({row['report']['reason']})")
         for note in row["notes"]:
             _console.print(f"note: {row['name']}: {note}")
-    mean = found["mean_speedup"]
+    mean = data["mean_speedup"]
     measured = (
-        f"; {found['measured']} measured, {mean:.3f} times as fast in the geometric mean" if mean else ""
+        f"; {data['measured']} measured, {mean:.3f} times as fast in the geometric mean" if mean else ""
     )
     _console.print(
-        f"\n{found['done']} of {found['models']} models done ({found['earlier']} earlier), {found['failed']} failed"
-        f"{measured}; {found['seconds']:.0f} s"
+        f"\n{data['done']} of {data['models']} models done ({data['earlier']} earlier), {data['failed']} failed"
+        f"{measured}; {data['seconds']:.0f} s"
     )
     _console.print(f"{page}: the page of all, open it in a browser")
 
@@ -227,13 +227,13 @@ def _gained(report: Mapping[str, Any]) -> str:
     """What a result gained, from `Report.to_json`."""
     if report["returned_original"]:
         return "the original"
-    found = next((name for name in ("speedup", "decided") if report.get(name) is not None), None)
-    if found is None:
+    key = next((name for name in ("speedup", "decided") if report.get(name) is not None), None)
+    if key is None:
         return "not measured"
-    low, high = report[f"{found}_low"], report[f"{found}_high"]
-    known = low is not None and high is not None
-    said = f"{report[found]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known else "")
-    return said if found == "speedup" else f"decided at {said}"
+    low, high = report[f"{key}_low"], report[f"{key}_high"]
+    bounded = low is not None and high is not None
+    text = f"{report[key]:.3f}" + (f" [{low:.3f}, {high:.3f}]" if bounded else "")
+    return text if key == "speedup" else f"decided at {text}"
 
 
 def rules(listed: Sequence[Mapping[str, Any]]) -> None:
@@ -269,8 +269,8 @@ def bench(measured: Mapping[str, Any]) -> None:
         _console.print("note: other programs used the processor while it was measured")
     if measured["against"] != "itself":
         low, high = measured["speedup_low"] or 0.0, measured["speedup_high"] or math.inf
-        found = SpeedUp(measured["speedup"], low, high)
-        _console.print(f"speed-up of {measured['model']} over {measured['against']}: {found}")
+        speedup = SpeedUp(measured["speedup"], low, high)
+        _console.print(f"speed-up of {measured['model']} over {measured['against']}: {speedup}")
 
 
 def outputs(values: Mapping[str, Any]) -> None:
@@ -323,8 +323,8 @@ def tuned(report: Mapping[str, Any], speedup: SpeedUp | None, control: SpeedUp |
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The algorithms of convolutions and of blocks of them: the plain kernels, the heuristic's choice, and the tuned
-    one."""
+    """The algorithms of convolutions and of blocks of them: plain kernels, the heuristic's choice, and the tuned
+    choice, with their times in microseconds."""
     table = _grid(
         "layer", "calls", "plain us", "heuristic", "us", "chosen", "us", title="\nAlgorithms of convolutions"
     )
@@ -338,19 +338,19 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def verification(found: Verification) -> None:
+def verification(result: Verification) -> None:
     """One row for each output, and the verdict."""
     table = _grid(*HEADERS)
-    for output in found.outputs:
+    for output in result.outputs:
         table.add_row(*output.row)
-    if found.outputs:
+    if result.outputs:
         _console.print(table)
-    if found.bindings:
-        _console.print(f"sizes: {found.sizes}")
-    if found.values:
-        _console.print(f"values: ordinary; {'; '.join(found.values)}")
-    for size in found.left_out:
+    if result.bindings:
+        _console.print(f"sizes: {result.sizes}")
+    if result.values:
+        _console.print(f"values: ordinary; {'; '.join(result.values)}")
+    for size in result.left_out:
         _console.print(f"not run: {size}")
-    for note in found.notes:
+    for note in result.notes:
         _console.print(f"note: {note}")
-    _console.print(found.message())
+    _console.print(result.message())

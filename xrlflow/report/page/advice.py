@@ -1,4 +1,4 @@
-"""What to try next, as far as it follows from what was measured."""
+"""Suggestions what to try next, from a report and its measurements."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from xrlflow.backends.onnxruntime.profile import OperatorProfile
 from xrlflow.report.report import Report
 from xrlflow.verify import Verification
 
-# Rewriting seldom makes these faster themselves: better kernels do.
+# Operators that rewriting seldom makes faster: better kernels do.
 _HEAVY = frozenset(
     {"MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "LSTM", "GRU", "MatMulNBits"}
 )
-_MOST = 0.5
+_DOMINANT = 0.5
 
 
 def advice(
@@ -86,12 +86,12 @@ def _about_operators(report: Report, after: OperatorProfile | None) -> Iterator[
         return
     heaviest = after.operators[0]
     share = heaviest.ms / total
-    if share < _MOST or heaviest.op not in _HEAVY:
+    if share < _DOMINANT or heaviest.op not in _HEAVY:
         return
-    said = f"{heaviest.op} takes {share:.0%} of the time that is left"
+    message = f"{heaviest.op} takes {share:.0%} of the time that is left"
     if report.kernel_nodes:
-        yield f"{said}. `xrlflow tune` searches for faster kernels of it on this machine."
+        yield f"{message}. `xrlflow tune` searches for faster kernels of it on this machine."
     elif report.backend == "onnxruntime":
-        yield f"{said}. No other graph makes that faster; kernels of our own may: --backend auto."
+        yield f"{message}. No other graph makes that faster; generated kernels may: --backend auto."
     else:
-        yield f"{said}, in ONNX Runtime's own kernels. `xrlflow tune` searches for faster ones on this machine."
+        yield f"{message}, in ONNX Runtime's own kernels. `xrlflow tune` searches for faster ones on this machine."

@@ -1,4 +1,4 @@
-"""Where substitutions changed a graph: their places before and after, and which of them touch each other."""
+"""Where substitutions changed a graph: their nodes before and after, and which of them touch each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from xrlflow.ir import Edit, Graph, Node, Value
-from xrlflow.report.page.drawing import Drawing, Place
+from xrlflow.report.page.drawing import Drawing, NodeKey
 
 # Between two nodes that are the same, this many pairs of nodes are tried at most.
 _MOST_PAIRS = 100_000
@@ -19,18 +19,14 @@ _MOST_PAIRS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """One substitution. `gain`: the modelled seconds that it saves, None if it was made without a price.
-
-    `before`, `after`: indices of boxes. `near`: boxes of the new graph that read the results, if nothing that it wrote
-    is left. `region`: substitutions that touch each other have one number.
-    """
+    """One substitution. Boxes are given by their indices in the old or the new drawing."""
 
     rule: str
-    gain: float | None
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    near: tuple[int, ...]
-    region: int
+    gain: float | None  # the modelled seconds that it saves; None if it has no price
+    before: tuple[int, ...]  # boxes that it removed
+    after: tuple[int, ...]  # boxes that it added
+    near: tuple[int, ...]  # boxes that read the results, if no box that it added is in the new drawing
+    region: int  # substitutions that touch each other have the same number
 
     def to_json(self) -> list[Any]:
         """Boxes are given as ranges, [first, last]."""
@@ -38,100 +34,97 @@ class Substitution:
 
 
 def _ranges(indices: Sequence[int]) -> list[list[int]]:
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for index in indices:
-        if found and found[-1][1] == index - 1:
-            found[-1][1] = index
+        if ranges and ranges[-1][1] == index - 1:
+            ranges[-1][1] = index
         else:
-            found.append([index, index])
-    return found
+            ranges.append([index, index])
+    return ranges
 
 
 @dataclass(slots=True)
 class Changes:
-    """Follows nodes through edits.
+    """Follows nodes through edits. Lists have an entry for each substitution."""
 
-    `origins`: for each node that an edit made, the nodes of the first graph that it goes back to. `made_by`: the steps
-    that led to it.
-    """
-
-    rules: list[tuple[str, float | None]] = field(default_factory=list)
-    origins: dict[Place, frozenset[Place]] = field(default_factory=dict)
-    made_by: dict[Place, frozenset[int]] = field(default_factory=dict)
-    sources: list[frozenset[Place]] = field(default_factory=list)
-    readers: list[frozenset[Place]] = field(default_factory=list)
-    joined: list[int] = field(default_factory=list)
+    rules: list[tuple[str, float | None]] = field(default_factory=list)  # and their gains
+    # For each node that an edit added: the nodes of the first graph that it replaces, and the steps that led to it.
+    origins: dict[NodeKey, frozenset[NodeKey]] = field(default_factory=dict)
+    steps: dict[NodeKey, frozenset[int]] = field(default_factory=dict)
+    sources: list[frozenset[NodeKey]] = field(default_factory=list)  # nodes of the first graph
+    readers: list[frozenset[NodeKey]] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # a union-find structure of regions
 
     def step(self, scope: str, rule: str, gain: float | None, edit: Edit | None) -> None:
-        """One more substitution; `edit` is None if its place is not known."""
+        """Add a substitution; `edit` is None if its nodes are not known."""
         number = len(self.rules)
         self.rules.append((rule, gain))
-        self.joined.append(number)
+        self.parents.append(number)
         removed = [(scope, n.id) for n in (edit.removed if edit else ()) if not n.const]
         added = [(scope, n.id) for n in (edit.added if edit else ()) if not n.const]
         rewired = [(scope, new.id) for _, new in (edit.rewired if edit else ())]
-        origins = frozenset[Place]().union(*(self.origins.get(p, frozenset([p])) for p in removed))
-        steps = frozenset([number]).union(*(self.made_by.get(p, frozenset()) for p in removed))
+        origins = frozenset[NodeKey]().union(*(self.origins.get(p, frozenset([p])) for p in removed))
+        steps = frozenset([number]).union(*(self.steps.get(p, frozenset()) for p in removed))
         for earlier in steps:
             self._join(number, earlier)
-        for place in removed:
-            self.origins.pop(place, None)
-            self.made_by.pop(place, None)
-        for place in added:
-            self.origins[place] = origins
-            self.made_by[place] = steps
+        for key in removed:
+            self.origins.pop(key, None)
+            self.steps.pop(key, None)
+        for key in added:
+            self.origins[key] = origins
+            self.steps[key] = steps
         self.sources.append(origins)
         self.readers.append(frozenset(rewired))
 
     def _root(self, number: int) -> int:
-        while self.joined[number] != number:
-            number = self.joined[number]
+        while self.parents[number] != number:
+            number = self.parents[number]
         return number
 
     def _join(self, a: int, b: int) -> None:
         a, b = sorted((self._root(a), self._root(b)))
-        self.joined[b] = a
+        self.parents[b] = a
 
-    def found(self, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
+    def substitutions(self, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
         """The substitutions, as the two drawings show them."""
-        owners: dict[Place, int] = {}
+        owners: dict[NodeKey, int] = {}
         for number, sources in enumerate(self.sources):
-            for place in sources:  # one node may have been split between several
-                self._join(number, owners.setdefault(place, number))
-        old, new = before.places, after.places
-        written: dict[int, list[int]] = {}
-        for place, steps in self.made_by.items():
-            if place in new:
+            for key in sources:  # one node may have been split between several
+                self._join(number, owners.setdefault(key, number))
+        old, new = before.indices, after.indices
+        boxes: dict[int, list[int]] = {}
+        for key, steps in self.steps.items():
+            if key in new:
                 for number in steps:
-                    written.setdefault(number, []).append(new[place])
+                    boxes.setdefault(number, []).append(new[key])
         roots = list(dict.fromkeys(self._root(n) for n in range(len(self.rules))))
         return tuple(
             Substitution(
                 rule, gain,
-                _indices(self.sources[n], old), tuple(sorted(written.get(n, ()))),
-                () if n in written else _indices(self.readers[n], new), roots.index(self._root(n)),
+                _indices(self.sources[n], old), tuple(sorted(boxes.get(n, ()))),
+                () if n in boxes else _indices(self.readers[n], new), roots.index(self._root(n)),
             )
             for n, (rule, gain) in enumerate(self.rules)
         )  # fmt: skip
 
 
-def _indices(places: Iterable[Place], known: Mapping[Place, int]) -> tuple[int, ...]:
-    return tuple(sorted(known[place] for place in places if place in known))
+def _indices(keys: Iterable[NodeKey], indices: Mapping[NodeKey, int]) -> tuple[int, ...]:
+    return tuple(sorted(indices[key] for key in keys if key in indices))
 
 
 def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tuple[Substitution, ...]:
-    """The regions in which two graphs differ, where nobody knows how one was made of the other.
+    """The regions in which two graphs differ, if the substitutions between them are not known.
 
-    Nodes are the same if they compute the same of the same inputs, if the same nodes read them in the same way, or if
-    they are alike, and between nodes that are the same.
+    Nodes are the same if they apply the same operator to the same inputs, if the same nodes read them at the same
+    inputs, or if they are alike and lie between nodes that are the same.
     """
     pairs = _pairs(old, new)
     _align(pairs, _Ordered(old, before), _Ordered(new, after))
     matched = set(pairs.values())
-    gone = {n.id for n in old.nodes() if not n.const and n.id not in pairs}
-    come = {n.id for n in new.nodes() if not n.const and n.id not in matched}
+    removed = {n.id for n in old.nodes() if not n.const and n.id not in pairs}
+    added = {n.id for n in new.nodes() if not n.const and n.id not in matched}
     regions = _Regions()
-    for graph, changed, side in ((old, gone, 0), (new, come, 1)):
+    for graph, changed, side in ((old, removed, 0), (new, added, 1)):
         for id in changed:
             regions.add((side, id))
             for value in graph.producers[id].inputs:
@@ -141,13 +134,13 @@ def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tupl
     for a, b in pairs.items():
         for x, y in zip(old.producers[a].inputs, new.producers[b].inputs):
             first, second = old.producers.get(x), new.producers.get(y)
-            if first is not None and second is not None and first.id in gone and second.id in come:
+            if first is not None and second is not None and first.id in removed and second.id in added:
                 regions.join((0, first.id), (1, second.id))
     for x, y in zip(old.outputs, new.outputs):
         first, second = old.producers.get(x), new.producers.get(y)
-        if first is not None and second is not None and first.id in gone and second.id in come:
+        if first is not None and second is not None and first.id in removed and second.id in added:
             regions.join((0, first.id), (1, second.id))
-    sides = (before.places, after.places)
+    sides = (before.indices, after.indices)
     out = []
     for number, members in enumerate(regions.all()):
         here, there = (
@@ -158,42 +151,42 @@ def differences(old: Graph, new: Graph, before: Drawing, after: Drawing) -> tupl
 
 
 def _pairs(old: Graph, new: Graph) -> dict[Value, Value]:
-    """Nodes of two graphs that are the same: from the inputs down, then from the outputs up."""
+    """Pairs of equal nodes of two graphs: from the inputs down, then from the outputs up."""
     same: dict[Value, Value] = dict(zip(old.inputs, new.inputs))
     by_content: dict[tuple[int, tuple[Value, ...]], Node] = {}
     pairs: dict[Value, Value] = {}
-    taken: set[Value] = set()
+    used: set[Value] = set()
     for node in new.topological():
         by_content.setdefault((_kind(node), node.inputs), node)
     for node in old.topological():
         inputs = tuple(same.get(v, v) for v in node.inputs)
-        other = by_content.get((_kind(node), inputs))
-        if other is not None and other.id not in taken:
-            pairs[node.id] = other.id
-            taken.add(other.id)
-            same.update(zip(node.outputs, other.outputs))
-    waiting: list[tuple[Value, Value]] = list(zip(old.outputs, new.outputs))
-    seen: set[tuple[Value, Value]] = set()
-    while waiting:
-        pair = waiting.pop()
+        match = by_content.get((_kind(node), inputs))
+        if match is not None and match.id not in used:
+            pairs[node.id] = match.id
+            used.add(match.id)
+            same.update(zip(node.outputs, match.outputs))
+    pending: list[tuple[Value, Value]] = list(zip(old.outputs, new.outputs))
+    visited: set[tuple[Value, Value]] = set()
+    while pending:
+        pair = pending.pop()
         first, second = old.producers.get(pair[0]), new.producers.get(pair[1])
-        if first is None or second is None or pair in seen:
+        if first is None or second is None or pair in visited:
             continue
-        seen.add(pair)
+        visited.add(pair)
         if pairs.get(first.id) != second.id:
-            if first.id in pairs or second.id in taken or _kind(first) != _kind(second):
+            if first.id in pairs or second.id in used or _kind(first) != _kind(second):
                 continue
             pairs[first.id] = second.id
-            taken.add(second.id)
-        waiting += zip(first.inputs, second.inputs)
+            used.add(second.id)
+        pending += zip(first.inputs, second.inputs)
     return pairs
 
 
 class _Ordered:
-    """The nodes of a graph in order, and two keys of each: what the file calls it, and what it is."""
+    """The nodes of a graph in order, and two keys of each: its name in the file, and its operator with types."""
 
     def __init__(self, graph: Graph, drawing: Drawing) -> None:
-        names = {place[1]: drawing.boxes[i].name for place, i in drawing.places.items() if not place[0]}
+        names = {key[1]: drawing.boxes[i].name for key, i in drawing.indices.items() if not key[0]}
         self.nodes = [node for node in graph.topological() if not node.const]
         self.names = [(node.op, names.get(node.id, "")) for node in self.nodes]
         self.kinds = [
@@ -203,45 +196,40 @@ class _Ordered:
 
 
 def _align(pairs: dict[Value, Value], old: _Ordered, new: _Ordered) -> None:
-    """Add pairs of nodes that are alike and stand in the same order, between those that are paired already.
+    """Add pairs of nodes that are alike and in the same order, between those that are paired already.
 
-    Those that only one node of each graph can be, by name or by kind, come first; then what lies between.
+    Nodes whose name or kind is unique in both graphs come first, then nodes between these.
     """
     first = {node.id: i for i, node in enumerate(old.nodes)}
     second = {node.id: i for i, node in enumerate(new.nodes)}
-    known = [(first[a], second[b]) for a, b in pairs.items() if a in first and b in second]
-    taken = ({a for a, _ in known}, {b for _, b in known})
+    anchors = [(first[a], second[b]) for a, b in pairs.items() if a in first and b in second]
+    used = ({a for a, _ in anchors}, {b for _, b in anchors})
     for a_keys, b_keys in ((old.names, new.names), (old.kinds, new.kinds)):
         a_only, b_only = _unique(a_keys), _unique(b_keys)
         for key, a in a_only.items():
             b = b_only.get(key)
-            if (
-                b is not None
-                and a not in taken[0]
-                and b not in taken[1]
-                and _alike(old.nodes[a], new.nodes[b])
-            ):
-                known.append((a, b))
-                taken[0].add(a)
-                taken[1].add(b)
-    fixed = [(-1, -1), *_rising(sorted(known)), (len(old.nodes), len(new.nodes))]
-    found = list(known)
+            if b is not None and a not in used[0] and b not in used[1] and _alike(old.nodes[a], new.nodes[b]):
+                anchors.append((a, b))
+                used[0].add(a)
+                used[1].add(b)
+    fixed = [(-1, -1), *_rising(sorted(anchors)), (len(old.nodes), len(new.nodes))]
+    matches = list(anchors)
     for (a, b), (c, d) in pairwise(fixed):
-        here = [i for i in range(a + 1, c) if i not in taken[0]]
-        there = [i for i in range(b + 1, d) if i not in taken[1]]
+        here = [i for i in range(a + 1, c) if i not in used[0]]
+        there = [i for i in range(b + 1, d) if i not in used[1]]
         if len(here) * len(there) > _MOST_PAIRS:
             continue
         matcher = SequenceMatcher(
             None, [old.kinds[i] for i in here], [new.kinds[i] for i in there], autojunk=False
         )
-        found += [
+        matches += [
             (here[m.a + k], there[m.b + k]) for m in matcher.get_matching_blocks() for k in range(m.size)
         ]
-    pairs.update((old.nodes[a].id, new.nodes[b].id) for a, b in found)
+    pairs.update((old.nodes[a].id, new.nodes[b].id) for a, b in matches)
 
 
 def _unique(keys: Sequence[Hashable]) -> dict[Hashable, int]:
-    """The places of keys that occur once."""
+    """The indices of keys that occur once."""
     count = Counter(keys)
     return {key: i for i, key in enumerate(keys) if count[key] == 1}
 
@@ -251,8 +239,8 @@ def _alike(first: Node, second: Node) -> bool:
 
 
 def _rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The longest run of pairs, sorted by their first numbers, whose second numbers rise as well."""
-    ends: list[int] = []  # the least last number of a run of each length
+    """The longest increasing subsequence: of pairs sorted by their first numbers, by their second numbers."""
+    ends: list[int] = []  # the smallest last number of a subsequence of each length
     last: list[tuple[int, int]] = []
     before: dict[tuple[int, int], tuple[int, int] | None] = {}
     for pair in pairs:
@@ -260,12 +248,12 @@ def _rising(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         before[pair] = last[at - 1] if at else None
         ends[at : at + 1] = [pair[1]]
         last[at : at + 1] = [pair]
-    found: list[tuple[int, int]] = []
+    chain: list[tuple[int, int]] = []
     step = last[-1] if last else None
     while step is not None:
-        found.append(step)
+        chain.append(step)
         step = before[step]
-    return found[::-1]
+    return chain[::-1]
 
 
 def _kind(node: Node) -> int:
@@ -295,7 +283,7 @@ class _Regions:
         self._parent[self._root(a)] = self._root(b)
 
     def all(self) -> Sequence[Sequence[Member]]:
-        found: dict[Member, list[Member]] = {}
+        groups: dict[Member, list[Member]] = {}
         for member in self._parent:
-            found.setdefault(self._root(member), []).append(member)
-        return list(found.values())
+            groups.setdefault(self._root(member), []).append(member)
+        return list(groups.values())

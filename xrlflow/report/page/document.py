@@ -1,4 +1,4 @@
-"""What a report page shows, as plain values. `to_json` is what the page reads, and what `--json` prints."""
+"""The contents of a report page as plain values. The page reads the JSON of `to_json`, and `--json` prints it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,25 @@ from xrlflow.search import Ratio
 from xrlflow.verify import Verification
 
 VERSION = 1
-"""Of the data. A page is made of a trace only if its data have this version."""
+"""The version of the data. A page can be made from a trace only if its data have this version."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One measured comparison: how many times faster, with its 95% interval (None: too few measurements for one).
+class Measurement:
+    """One measured comparison: how many times faster a model is, with its 95% interval."""
 
-    `group`: "result", "decision", "control" or "trial". `kept`: whether what was measured was kept; None: no trial.
-    """
-
-    group: str
+    group: str  # "result", "decision", "control" or "trial"
     name: str
     median: float
-    low: float | None
+    low: float | None  # None: too few measurements for an interval
     high: float | None
-    kept: bool | None = None
+    kept: bool | None = None  # whether a trial's proposal was accepted; None: no trial
 
     @staticmethod
-    def of(group: str, name: str, found: SpeedUp | Ratio, kept: bool | None = None) -> Measured:
-        known = 0.0 < found.low <= found.high < float("inf")
-        return Measured(
-            group, name, found.median, found.low if known else None, found.high if known else None, kept
+    def of(group: str, name: str, ratio: SpeedUp | Ratio, kept: bool | None = None) -> Measurement:
+        bounded = 0.0 < ratio.low <= ratio.high < float("inf")
+        return Measurement(
+            group, name, ratio.median, ratio.low if bounded else None, ratio.high if bounded else None, kept
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -61,16 +58,14 @@ class RuleText:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The search. `path`: modelled seconds at the start and after each substitution that led to the best graph.
+    """The course of a search, in modelled seconds."""
 
-    `progress`: (graphs expanded, modelled seconds of the best so far) whenever that changed. `kept`: the path is that
-    of the result; otherwise that of the best proposal, which was not kept.
-    """
-
-    path: tuple[float, ...]
-    rules: tuple[str, ...]
-    progress: tuple[tuple[int, float], ...]
-    kept: bool
+    path: tuple[float, ...]  # the cost at the start and after each substitution that led to the best graph
+    rules: tuple[str, ...]  # of these substitutions
+    progress: tuple[
+        tuple[int, float], ...
+    ]  # (graphs expanded, cost of the best so far) whenever that changed
+    kept: bool  # the path is that of the result; otherwise that of the best proposal, which was rejected
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,25 +76,21 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One result beside the original. None, or nothing, where something was not done or not measured.
-
-    `ratios`, `controls`: how many times faster the new model, and the original itself, ran in each measuring process.
-    `lines`: why there are no times by operator, and the like.
-    """
+    """One result, compared with the original. None, or nothing, where something was not done or not measured."""
 
     name: str
     after: Drawing | None
     substitutions: tuple[Substitution, ...] = ()
     rules: tuple[RuleText, ...] = ()
     report: Report | None = None
-    measured: tuple[Measured, ...] = ()
-    ratios: tuple[float, ...] = ()
-    controls: tuple[float, ...] = ()
+    measured: tuple[Measurement, ...] = ()
+    ratios: tuple[float, ...] = ()  # how many times faster the new model ran, by measuring process
+    controls: tuple[float, ...] = ()  # the same of the original against itself
     verification: Verification | None = None
     curve: Curve | None = None
     operators_before: OperatorProfile | None = None
     operators_after: OperatorProfile | None = None
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # such as why there are no times by operator
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -124,12 +115,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A model and its results: one of `optimize`, several of `compare`, one or none of `view`.
+    """A model and its results: one of `optimize`, several of `compare`, one or none of `view`."""
 
-    `kind`: which of these commands it is of.
-    """
-
-    kind: str
+    kind: str  # the command
     title: str
     before: Drawing
     runs: tuple[Run, ...]
@@ -146,20 +134,20 @@ class Page:
         }
 
 
-def measurements(report: Report, compared: RepeatedComparison | None) -> tuple[Measured, ...]:
+def measurements(report: Report, compared: RepeatedComparison | None) -> tuple[Measurement, ...]:
     """The comparisons of a report, the last one first, then those of the selection."""
-    found = []
+    decisions = []
     if report.speedup is not None:
-        found.append(Measured.of("result", "the result, measured after the decision", report.speedup))
+        decisions.append(Measurement.of("result", "the result, measured after the decision", report.speedup))
     if report.decided is not None:
-        found.append(Measured.of("decision", "the measurement that decided", report.decided))
+        decisions.append(Measurement.of("decision", "the measurement that decided", report.decided))
     elif compared is not None and compared.speedup is not None and report.speedup is None:
-        found.append(Measured.of("decision", "the last comparison", compared.speedup))
+        decisions.append(Measurement.of("decision", "the last comparison", compared.speedup))
     if report.control is not None:
-        found.append(Measured.of("control", "the original against itself (A/A)", report.control))
+        decisions.append(Measurement.of("control", "the original against itself (A/A)", report.control))
     trials = (
-        Measured.of("trial", f"{t.proposal}, against {t.against}", t.ratio, t.kept)
+        Measurement.of("trial", f"{t.proposal}, against {t.against}", t.ratio, t.accepted)
         for t in report.trials
         if t.ratio.median > 0.0  # 0: it could not be run
     )
-    return (*found, *trials)
+    return (*decisions, *trials)

@@ -1,4 +1,4 @@
-"""A graph as the page draws it: nodes in an order, edges, and parts that can be folded."""
+"""A graph as the page draws it: nodes in topological order, edges, and parts that can be folded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from xrlflow.report.page.folding import Interval, fold
 LONGEST = 160
 """Names and attributes of more characters are shortened in the middle: a file may hold any."""
 INPUT, OUTPUT = "Input", "Output"
-Place = tuple[str, Value]
+NodeKey = tuple[str, Value]
 """A node of a graph or of one of its bodies: the body's path ("If.then_branch/"; "" for the graph), the node's id."""
 
 
 class Label(Protocol):
-    """What a file calls a node."""
+    """The name of a node in its file."""
 
     @property
     def name(self) -> str: ...
@@ -27,14 +27,14 @@ class Label(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One node. `type`: of its first output; `reads`: types of its weights; `place`: None for inputs and outputs."""
+    """One node, or an input or output of the graph."""
 
     op: str
     name: str
-    type: str
+    type: str  # of the first output
     attributes: str = ""
-    reads: str = ""
-    place: Place | None = None
+    reads: str = ""  # types of weights
+    key: NodeKey | None = None  # None for inputs and outputs
 
     def to_json(self) -> list[str]:
         return [self.op, self.name, self.type, self.attributes, self.reads]
@@ -42,15 +42,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The boxes from `start` to before `end`, which can be folded; `parent`: the part that it is in, or -1.
-
-    `times`: 0 for a section or a body; 1 for a layer among equal ones; more: as many equal layers.
-    """
+    """The boxes from `start` to before `end`, which can be folded."""
 
     start: int
     end: int
-    parent: int
-    times: int
+    parent: int  # the part around it, or -1
+    times: (
+        int  # 0: a section or a body; 1: one of several equal layers; more: the number of equal layers in it
+    )
     title: str
 
     def to_json(self) -> list[int | str]:
@@ -59,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A graph with its bodies. Boxes are in topological order, a body's before the node that runs it."""
+    """A graph with its bodies. Boxes are in topological order; those of a body come before the node that runs it."""
 
     title: str
     boxes: tuple[Box, ...]
@@ -67,9 +66,9 @@ class Drawing:
     parts: tuple[Part, ...]
 
     @property
-    def places(self) -> Mapping[Place, int]:
+    def indices(self) -> Mapping[NodeKey, int]:
         """The index of each node."""
-        return {box.place: index for index, box in enumerate(self.boxes) if box.place is not None}
+        return {box.key: index for index, box in enumerate(self.boxes) if box.key is not None}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -94,7 +93,7 @@ def draw(
     )
 
 
-def shown(text: str) -> str:
+def one_line(text: str) -> str:
     """Text of a file on one line, of a length that a page can show."""
     return shortened(printable(text), LONGEST, 40)
 
@@ -120,10 +119,10 @@ class _Drawer:
     def graph(
         self, graph: Graph, scope: str, outer: Mapping[Value, int], names: Sequence[Sequence[str]] = ((), ())
     ) -> tuple[tuple[Interval, ...], list[int]]:
-        """Add a graph's boxes. `outer`: the boxes that make captured values. Returns its intervals, and the boxes of
+        """Add a graph's boxes. `outer`: the boxes that compute captured values. Returns its intervals, and the boxes of
         its outputs."""
         outputs: list[int] = []
-        made: dict[Value, int] = dict(outer)
+        box_of: dict[Value, int] = dict(outer)
         spans: list[tuple[int, int, tuple[Interval, ...]]] = []
         kinds: list[int] = []
 
@@ -134,18 +133,18 @@ class _Drawer:
             return spans[-1][0]
 
         for index, value in enumerate(graph.inputs):
-            if value not in made:
+            if value not in box_of:
                 name = _name_of(graph, value, names[0], index)
-                made[value] = one(INPUT, Box(INPUT, name, type_text(graph.type(value))))
+                box_of[value] = one(INPUT, Box(INPUT, name, type_text(graph.type(value))))
         for node in graph.topological():
             if node.const:
                 continue
             begin = len(self.boxes)
-            inner = self._bodies(node, scope, made)
+            inner = self._bodies(node, scope, box_of)
             at = len(self.boxes)
             self.boxes.append(self._box(graph, node, scope))
-            self.edges += [(made[v], at) for v in node.explicit_inputs if v in made]
-            made.update(dict.fromkeys(node.outputs, at))
+            self.edges += [(box_of[v], at) for v in node.explicit_inputs if v in box_of]
+            box_of.update(dict.fromkeys(node.outputs, at))
             kinds.append(digest(node.op))
             spans.append((begin, len(self.boxes), inner))
             if inner:
@@ -153,29 +152,31 @@ class _Drawer:
         for index, value in enumerate(graph.outputs):
             name = _name_of(graph, value, names[1], index)
             at = one(OUTPUT, Box(OUTPUT, name, type_text(graph.type(value))))
-            if value in made:
-                self.edges.append((made[value], at))
+            if value in box_of:
+                self.edges.append((box_of[value], at))
             outputs.append(at)
-        return tuple(_placed(fold(kinds), spans, 0, len(spans))), outputs
+        return tuple(_box_intervals(fold(kinds), spans, 0, len(spans))), outputs
 
-    def _bodies(self, node: Node, scope: str, made: Mapping[Value, int]) -> tuple[Interval, ...]:
+    def _bodies(self, node: Node, scope: str, box_of: Mapping[Value, int]) -> tuple[Interval, ...]:
         """Add the boxes of a node's bodies; an interval for each."""
-        found: list[Interval] = []
+        intervals: list[Interval] = []
         outer = iter(node.inputs[len(node.explicit_inputs) :])
         outputs: list[int] = []
         for name, body in node.attrs.items():
             if not isinstance(body, Body):
                 continue
-            captured = {inside: made[value] for inside, value in zip(body.captured, outer) if value in made}
+            captured = {
+                inside: box_of[value] for inside, value in zip(body.captured, outer) if value in box_of
+            }
             begin = len(self.boxes)
             inner, results = self.graph(body.graph, f"{scope}{node.op}.{name}/", captured)
             if begin == len(self.boxes):
                 continue
-            found.append(Interval(begin, len(self.boxes), inner))
+            intervals.append(Interval(begin, len(self.boxes), inner))
             self.bodies[begin, len(self.boxes)] = name
             outputs += results
         self.edges += [(output, len(self.boxes)) for output in outputs]
-        return tuple(found)
+        return tuple(intervals)
 
     def _box(self, graph: Graph, node: Node, scope: str) -> Box:
         label = self.labels.get(node.id)
@@ -183,29 +184,29 @@ class _Drawer:
         consts = (graph.type(v) for v in node.explicit_inputs if v != ABSENT and graph.const(v) is not None)
         attributes = [f"{k}={_attribute(v)}" for k, v in node.attrs.items() if not isinstance(v, Body)]
         if node.left:
-            attributes.append("run by ONNX Runtime, not by kernels of our own")
+            attributes.append("run by ONNX Runtime, not by a generated kernel")
         return Box(
-            shown(node.op), shown(name), type_text(node.types[0]), shortened(", ".join(attributes), 300),
+            one_line(node.op), one_line(name), type_text(node.types[0]), shortened(", ".join(attributes), 300),
             shortened(", ".join(map(type_text, consts)), 300), (scope, node.id),
         )  # fmt: skip
 
     def parts(self, intervals: Sequence[Interval]) -> Iterator[Part]:
         """All parts, outer ones before inner ones."""
-        waiting = [(interval, -1) for interval in reversed(intervals)]
+        pending = [(interval, -1) for interval in reversed(intervals)]
         number = 0
-        while waiting:
-            interval, parent = waiting.pop()
+        while pending:
+            interval, parent = pending.pop()
             body = self.bodies.get((interval.start, interval.end))
             layers = parent >= 0 and self.repeats.get(parent, 0) > 1
             times = interval.times if interval.times > 1 else int(layers)
             self.repeats[number] = times
             title = body or self._title(interval, times)
             yield Part(interval.start, interval.end, parent, 0 if body else times, title)
-            waiting += [(part, number) for part in reversed(interval.parts)]
+            pending += [(part, number) for part in reversed(interval.parts)]
             number += 1
 
     def _title(self, interval: Interval, times: int) -> str:
-        """What the file calls these nodes, if their names begin alike; else the commonest operators."""
+        """The common scope of these nodes' names, if there is one; else the most frequent operators."""
         boxes = [box for box in self.boxes[interval.start : interval.end] if box.op not in (INPUT, OUTPUT)]
         scope = _common_scope([box.name for box in boxes])
         if scope:
@@ -215,7 +216,7 @@ class _Drawer:
 
 
 def _name_of(graph: Graph, value: Value, names: Sequence[str], index: int) -> str:
-    return shown(names[index] if index < len(names) else graph.leaves.names.get(value, ""))
+    return one_line(names[index] if index < len(names) else graph.leaves.names.get(value, ""))
 
 
 def _common_scope(names: Sequence[str]) -> str:
@@ -229,19 +230,19 @@ def _common_scope(names: Sequence[str]) -> str:
     return "/".join(common)
 
 
-def _placed(
+def _box_intervals(
     intervals: Sequence[Interval],
     spans: Sequence[tuple[int, int, tuple[Interval, ...]]],
     start: int,
     end: int,
 ) -> Iterator[Interval]:
-    """Intervals of a graph's nodes as intervals of boxes, with those of nodes that have bodies."""
+    """Convert intervals of a graph's nodes to intervals of boxes, and add those of nodes that have bodies."""
     at = start
     for interval in (*intervals, None):
         until = interval.start if interval is not None else end
         yield from (Interval(*spans[i]) for i in range(at, until) if spans[i][2])
         if interval is not None:
-            inner = tuple(_placed(interval.parts, spans, interval.start, interval.end))
+            inner = tuple(_box_intervals(interval.parts, spans, interval.start, interval.end))
             yield Interval(spans[interval.start][0], spans[interval.end - 1][1], inner, interval.times)
             at = interval.end
 
@@ -250,7 +251,7 @@ def _attribute(value: Attr) -> str:
     if isinstance(value, RawAttr):
         return f"{len(value.proto)} bytes"
     if isinstance(value, bytes):
-        return shown(value.decode(errors="replace"))
+        return one_line(value.decode(errors="replace"))
     if isinstance(value, float):
         return f"{value:g}"
-    return shown(repr(list(value)) if isinstance(value, tuple) else str(value))
+    return one_line(repr(list(value)) if isinstance(value, tuple) else str(value))

@@ -1,4 +1,4 @@
-"""Repeated layers of a graph, found in the order of its nodes, so that a drawing can fold them.
+"""Finds repeated layers in the order of a graph's nodes, so that a drawing can fold them.
 
 A sequence of nodes in topological order, each as a number for its kind, is cut into nested intervals. Intervals of a
 topological order can be contracted without making a cycle, whatever the edges are.
@@ -17,20 +17,19 @@ CROWDED = 48
 """A level with more parts than this is cut into sections."""
 _SECTION = 30
 # A repeated part has at least this many nodes: a chain of one operator is no layer.
-_LEAST = 4
+_MIN_PERIOD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The nodes from `start` to before `end`, as one part of a drawing. `parts` are the intervals inside it, in order.
-
-    `times`: as many equal parts follow each other here (they are `parts`); 1: this is one part, or a section.
-    """
+    """The nodes from `start` to before `end`, as one part of a drawing."""
 
     start: int
     end: int
-    parts: tuple[Interval, ...] = ()
-    times: int = 1
+    parts: tuple[Interval, ...] = ()  # the intervals inside it, in order
+    times: int = (
+        1  # the number of `parts`, if they are equal and follow each other; 1: a single part, or a section
+    )
 
 
 def fold(kinds: Sequence[int]) -> tuple[Interval, ...]:
@@ -39,12 +38,12 @@ def fold(kinds: Sequence[int]) -> tuple[Interval, ...]:
 
 
 def _level(kinds: npt.NDArray[np.int64], offset: int) -> tuple[Interval, ...]:
-    found = _repeats(kinds, offset)
-    return _sections(found, offset, offset + len(kinds))
+    intervals = _repeats(kinds, offset)
+    return _sections(intervals, offset, offset + len(kinds))
 
 
 def _repeats(kinds: npt.NDArray[np.int64], offset: int) -> list[Interval]:
-    """Repetitions, the one that saves most first; then those of what is left of it and right of it."""
+    """Repetitions: the one that saves most nodes, and recursively those before and after it."""
     best = _longest(kinds)
     if best is None:
         return []
@@ -52,7 +51,7 @@ def _repeats(kinds: npt.NDArray[np.int64], offset: int) -> list[Interval]:
     end = start + period * times
     inner = _level(kinds[start : start + period], 0)
     layers = tuple(
-        Interval(at, at + period, tuple(_moved(part, at) for part in inner))
+        Interval(at, at + period, tuple(_shifted(part, at) for part in inner))
         for at in range(offset + start, offset + end, period)
     )
     return [
@@ -67,7 +66,7 @@ def _longest(kinds: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
     best: tuple[int, int, int] | None = None
     saved = 0
     count = len(kinds)
-    for period in range(_LEAST, count // 2 + 1):
+    for period in range(_MIN_PERIOD, count // 2 + 1):
         if count - period <= saved:  # no repetition of this length can save more
             break
         same = np.flatnonzero(np.diff(np.concatenate(([0], kinds[period:] == kinds[:-period], [0]))))
@@ -83,9 +82,9 @@ def _longest(kinds: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
     return best
 
 
-def _moved(part: Interval, by: int) -> Interval:
+def _shifted(part: Interval, by: int) -> Interval:
     return Interval(
-        part.start + by, part.end + by, tuple(_moved(inner, by) for inner in part.parts), part.times
+        part.start + by, part.end + by, tuple(_shifted(inner, by) for inner in part.parts), part.times
     )
 
 

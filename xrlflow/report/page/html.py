@@ -1,4 +1,4 @@
-"""A page as one HTML file. Everything is in it: nothing is fetched, and its policy forbids to."""
+"""A page as one HTML file that fetches nothing; its content security policy forbids it to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from xrlflow.common.text import printable, shortened
 
-_PLACES = {
+_ASSETS = {
     "/*STYLE*/": "page.css",
     "/*LAYOUT*/": "dagre.min.js",
     "/*LIBRARY LICENCE*/": "dagre.LICENSE",
@@ -32,11 +32,11 @@ def embedded(data: Mapping[str, Any]) -> str:
 def page_html(data: Mapping[str, Any]) -> str:
     """The page for the data of `Page.to_json`, in UTF-8's characters only."""
     folder = files("xrlflow.report.page") / "assets"
-    parts = {place: (folder / name).read_text(encoding="utf-8") for place, name in _PLACES.items()}
+    parts = {slot: (folder / name).read_text(encoding="utf-8") for slot, name in _ASSETS.items()}
     parts["<!--TITLE-->"] = html.escape(shortened(printable(data["title"]), 80))
     parts["/*DATA*/"] = embedded(data)
-    places = re.compile("|".join(map(re.escape, parts)))
-    # In one go: what is put in may hold any of the places.
-    text = places.sub(lambda place: parts[place[0]], (folder / "page.html").read_text(encoding="utf-8"))
+    pattern = re.compile("|".join(map(re.escape, parts)))
+    # In one pass, because the inserted texts may contain any of the slots.
+    text = pattern.sub(lambda slot: parts[slot[0]], (folder / "page.html").read_text(encoding="utf-8"))
     # Lone surrogates (undecodable bytes of a file name) cannot be written.
     return text.encode("utf-8", "replace").decode("utf-8")

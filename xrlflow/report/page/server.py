@@ -28,7 +28,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         port = self.server.server_address[1]
-        # A name that leads here from elsewhere is refused: its page could read ours.
+        # Another name that resolves to this address is refused: a page of that name could read ours (DNS rebinding).
         if self.headers.get("Host") not in (f"{ADDRESS}:{port}", f"localhost:{port}"):
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
