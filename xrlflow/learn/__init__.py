@@ -1,2 +1,2 @@
-"""What agents of all kinds share: PPO, distributions over factored actions, logs and learning curves. It knows no
-graphs."""
+"""What agents of all kinds share: PPO, distributions over factored actions, logs and learning curves. Nothing here
+depends on graphs."""

@@ -35,30 +35,30 @@ def read_scalars(folder: str | os.PathLike[str], name: str) -> list[Scalars]:
 
     Raises CurveError if there are no runs, or one has no such scalar, or no finite value of it.
 
-    Where a run was resumed, what it had written after the checkpoint is left out.
+    If a run was resumed, events that it wrote after the checkpoint are left out.
     """
     from tensorboard.backend.event_processing import event_accumulator
 
     runs = runs_in(folder)
     if not runs:
         raise CurveError(f"{os.fspath(folder)}: no logs of TensorBoard in there: train with --log")
-    found = []
+    curves = []
     for run in runs:
         reader = event_accumulator.EventAccumulator(str(run), size_guidance={event_accumulator.SCALARS: 0})
         reader.Reload()
         tags: Sequence[str] = reader.Tags()["scalars"]
         if name not in tags:
-            known = ", ".join(sorted(tags)) or "none"
-            raise CurveError(f"{run}: no scalar {name!r}: choose one of {known}")
+            names = ", ".join(sorted(tags)) or "none"
+            raise CurveError(f"{run}: no scalar {name!r}: choose one of {names}")
         events = reader.Scalars(name)
         if not any(math.isfinite(e.value) for e in events):
             raise CurveError(f"{run}: {name!r} has no finite value: the run diverged, leave it out")
         begin = reader.FirstEventTimestamp()
-        found.append(
+        curves.append(
             Scalars(
                 tuple(int(e.step) for e in events),
                 tuple(float(e.wall_time - begin) for e in events),
                 tuple(float(e.value) for e in events),
             )
         )
-    return found
+    return curves

@@ -44,5 +44,7 @@ class FactoredCategorical:
         with torch.no_grad():
             cumulative = self.log_probs.double().exp().cumsum(-1)
             uniform = torch.rand(self.used.shape, generator=generator, dtype=torch.double)
-            drawn = (cumulative < (uniform.to(cumulative.device) * cumulative[..., -1]).unsqueeze(-1)).sum(-1)
-            return drawn.clamp(max=self.log_probs.shape[-1] - 1).masked_fill(~self.used, self.idle)
+            choices = (cumulative < (uniform.to(cumulative.device) * cumulative[..., -1]).unsqueeze(-1)).sum(
+                -1
+            )
+            return choices.clamp(max=self.log_probs.shape[-1] - 1).masked_fill(~self.used, self.idle)

@@ -42,14 +42,16 @@ class TensorBoard:
 class Terminal:
     """Shows a progress bar with some of the scalars. Prints one line per step if standard error is no terminal."""
 
-    def __init__(self, total: int, shown: Mapping[str, str], done: int = 0, title: str = "training") -> None:
-        """`total`: all steps; `done`: steps already made; `shown`: scalar name -> format, such as "return {:.2f}"."""
+    def __init__(
+        self, total: int, formats: Mapping[str, str], done: int = 0, title: str = "training"
+    ) -> None:
+        """`total`: all steps; `done`: of a resumed run; `formats`: of scalars, by name, such as "return {:.2f}"."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
         self._console = console
-        self._shown = dict(shown)
+        self._formats = dict(formats)
         self._total, self._title = total, title
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -67,7 +69,7 @@ class Terminal:
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         note = "  ".join(
-            pattern.format(values[name]) for name, pattern in self._shown.items() if name in values
+            pattern.format(values[name]) for name, pattern in self._formats.items() if name in values
         )
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, note=note)

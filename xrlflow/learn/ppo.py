@@ -92,7 +92,7 @@ class PPOConfig:
     epochs: int = 4
     minibatch: int = 64
     clip: float = 0.2
-    # A value's loss stops shrinking once the value moved this far from the old one; None: no such limit.
+    # A value's loss stops shrinking once the value differs by this from the old one; None: no such limit.
     value_clip: float | None = None
     value_weight: float = 0.25
     entropy_weight: float = 0.01
@@ -122,8 +122,8 @@ class PPOConfig:
 
     def rate(self, progress: float) -> float:
         """The learning rate after this part of the training (0 to 1)."""
-        left = 1.0 - min(max(progress, 0.0), 1.0)
-        return self.learning_rate * (self.final_learning_rate + (1.0 - self.final_learning_rate) * left)
+        remaining = 1.0 - min(max(progress, 0.0), 1.0)
+        return self.learning_rate * (self.final_learning_rate + (1.0 - self.final_learning_rate) * remaining)
 
     def optimizer(self, policy: ActorCritic[Any]) -> torch.optim.Adam:
         return torch.optim.Adam(policy.parameters(), lr=self.learning_rate, eps=self.adam_eps)
@@ -171,11 +171,11 @@ def collect(
     episodes: list[Episode[Obs]] = []
     running: dict[int, tuple[Episode[Obs], Obs]] = {}
     idle = list(range(len(environments)))
-    taken = 0
+    played = 0
     with torch.no_grad():
         while True:
-            # Steps of unfinished episodes count as taken. A new episode would add to them.
-            while idle and taken < steps:
+            # Steps of unfinished episodes count, too. A new episode would add to them.
+            while idle and played < steps:
                 index = idle.pop(0)
                 seed = int(torch.randint(2**31 - 1, (), generator=generator))
                 observation, _ = environments[index].reset(seed=seed)
@@ -197,7 +197,7 @@ def collect(
                 episode.values.append(value)
                 observation, reward, terminated, truncated, info = environments[index].step(action)
                 episode.rewards.append(float(reward))
-                taken += 1
+                played += 1
                 running[index] = (episode, observation)
                 if terminated or truncated:
                     del running[index]
@@ -267,9 +267,9 @@ class Rollout(Generic[Obs]):
 
     def part(self, steps: Tensor, advantages: Tensor) -> Rollout[Obs]:
         """The steps of these numbers [S], with these advantages [S]."""
-        chosen = [self.observations[i] for i in steps.tolist()]
+        observations = [self.observations[i] for i in steps.tolist()]
         return Rollout(
-            chosen,
+            observations,
             self.actions[steps],
             self.log_probs[steps],
             self.values[steps],
@@ -331,7 +331,7 @@ def update(
         group["lr"] = rate
     sums: dict[str, float] = {}
     figures: dict[str, float] = {}
-    done, stop = 0, False
+    minibatches, stop = 0, False
     for _ in range(config.epochs):
         order = torch.randperm(len(rollout), generator=generator)
         for steps in torch.split(order, config.minibatch):
@@ -350,23 +350,23 @@ def update(
                 stop = True
                 break
             optimizer.step()
-            done += 1
+            minibatches += 1
             for name, figure in figures.items():
                 sums[name] = sums.get(name, 0.0) + figure
         if stop:
             break
-    mean = {name: total / done for name, total in sums.items()} if done else figures
+    mean = {name: total / minibatches for name, total in sums.items()} if minibatches else figures
     mean.pop("loss")
     return Stats(
         **mean,
         explained_variance=explained_variance(rollout.values, rollout.returns),
         learning_rate=rate,
-        minibatches=done,
+        minibatches=minibatches,
     )
 
 
 def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> dict[str, Tensor]:
-    """The loss, its terms, and measures of how far the policy moved, by the names in `Stats`. Means over the steps."""
+    """The loss, its terms, and measures of the policy's change, by the names in `Stats`. Means over the steps."""
     distribution, values = policy.evaluate(steps.observations)
     log_ratio = distribution.log_prob(steps.actions) - steps.log_probs
     ratio = log_ratio.exp()
@@ -374,8 +374,8 @@ def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> 
     policy_loss = -torch.minimum(ratio * steps.advantages, clipped * steps.advantages).mean()
     errors = (values - steps.returns).square()
     if config.value_clip is not None:
-        near = steps.values + (values - steps.values).clamp(-config.value_clip, config.value_clip)
-        errors = torch.maximum(errors, (near - steps.returns).square())
+        limited = steps.values + (values - steps.values).clamp(-config.value_clip, config.value_clip)
+        errors = torch.maximum(errors, (limited - steps.returns).square())
     value_loss, entropy = errors.mean(), distribution.entropy().mean()
     with torch.no_grad():
         approx_kl = (ratio - 1 - log_ratio).mean()
@@ -392,8 +392,8 @@ def losses(policy: ActorCritic[Obs], steps: Rollout[Obs], config: PPOConfig) -> 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns); 0 if the returns do not vary."""
-    spread = float(returns.var(correction=0))
-    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 1e-12 else 0.0
+    variance = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / variance if variance > 1e-12 else 0.0
 
 
 def orthogonal(layer: nn.Linear, gain: float = math.sqrt(2.0)) -> nn.Linear:

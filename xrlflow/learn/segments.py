@@ -68,9 +68,9 @@ class SegmentCategorical:
         flat = self.log_probs.detach()
         size = flat.numel()
         top = _largest(flat, self.segment, self.counts.numel())
-        place = torch.arange(size, device=flat.device)
-        place = place.masked_fill(flat < top[self.segment], size)
-        first = place.new_full((self.counts.numel(),), size).scatter_reduce(0, self.segment, place, "amin")
+        index = torch.arange(size, device=flat.device)
+        index = index.masked_fill(flat < top[self.segment], size)
+        first = index.new_full((self.counts.numel(),), size).scatter_reduce(0, self.segment, index, "amin")
         return first - self.starts
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
@@ -82,8 +82,8 @@ class SegmentCategorical:
             below = torch.cat([above.new_zeros(1), above[:-1]])
             uniform = torch.rand(above.numel(), generator=generator, dtype=torch.double).to(above.device)
             # The first action whose cumulated probability exceeds the draw. It never has probability 0.
-            place = torch.searchsorted(cumulative, below + uniform * (above - below), right=True)
-            return torch.minimum(place, ends - 1).clamp(min=self.starts) - self.starts
+            index = torch.searchsorted(cumulative, below + uniform * (above - below), right=True)
+            return torch.minimum(index, ends - 1).clamp(min=self.starts) - self.starts
 
 
 def _largest(values: Tensor, segment: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""States of training runs from files, which may be damaged: what a run that goes on takes from one is checked first."""
+"""Checks the states of training runs that are read from files, which may be damaged, before a run is resumed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def check_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless weights have the names, shapes and types of the module's own, and are finite."""
+    """Raise ValueError unless weights have the names, shapes and types of the module's own, and are finite."""
     mine = module.state_dict()
     if odd := mine.keys() ^ tensors.keys():
         raise ValueError(f"{min(odd)} is missing, or is none of its weights")
     for name, own in mine.items():
-        given = tensors[name]
-        if (given.shape, given.dtype) != (own.shape, own.dtype):
+        tensor = tensors[name]
+        if (tensor.shape, tensor.dtype) != (own.shape, own.dtype):
             raise ValueError(
-                f"{name} is {given.dtype}{list(given.shape)} instead of {own.dtype}{list(own.shape)}"
+                f"{name} is {tensor.dtype}{list(tensor.shape)} instead of {own.dtype}{list(own.shape)}"
             )
-        if not bool(given.isfinite().all()):
+        if not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} has numbers that are not finite")
 
 
 def adam_state(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """What Adam knows of each parameter, by its place, from the tensors `<name>.step`, `<name>.exp_avg` and
-    `<name>.exp_avg_sq`. A parameter may have none. Raises ValueError if it cannot be that, KeyError if a part is
-    missing.
+    """Adam's state by the index of each parameter, from the tensors `<name>.step`, `<name>.exp_avg` and
+    `<name>.exp_avg_sq`. A parameter may have no state. Raises ValueError if a tensor has a wrong shape or value,
+    KeyError if one is missing.
     """
     return {
         index: _moments(name, parameter, own)
@@ -43,24 +43,24 @@ def adam_state(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[int, di
 
 
 def _moments(name: str, parameter: Tensor, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    wanted = {
+    expected = {
         "step": (torch.Size(()), 1.0),
         "exp_avg": (parameter.shape, -math.inf),
         "exp_avg_sq": (parameter.shape, 0.0),
     }
-    for key, (shape, least) in wanted.items():
+    for key, (shape, minimum) in expected.items():
         part = own[key]
-        if part.shape != shape or not bool(part.isfinite().all() and (part >= least).all()):
+        if part.shape != shape or not bool(part.isfinite().all() and (part >= minimum).all()):
             raise ValueError(f"the optimizer's {key} of {name} is damaged")
     return dict(own)
 
 
-def number(config: Mapping[str, Any], name: str, least: float = 0.0) -> float:
+def number(config: Mapping[str, Any], name: str, minimum: float = 0.0) -> float:
     """A finite number of a configuration that is JSON. Raises ValueError if it is something else, or too small."""
     value = config[name]
-    known = isinstance(value, int | float) and not isinstance(value, bool)
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
     try:
-        if known and math.isfinite(value) and value >= least:
+        if numeric and math.isfinite(value) and value >= minimum:
             return float(value)
     except OverflowError:  # an integer of hundreds of digits
         pass
