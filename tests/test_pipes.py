@@ -249,7 +249,7 @@ def test_warnings_are_one_line_and_no_errors(path: Path) -> None:
 
 def test_what_does_not_end_is_refused(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = path.stat().st_size
-    monkeypatch.setattr(pipes, "MOST", size)
+    monkeypatch.setattr(pipes, "MAX_BYTES", size)
     monkeypatch.setattr(pipes, "_PART", 16)
     assert program("verify", "-", path, given=path.read_bytes()).returncode == 0
     done = program("verify", "-", path, given=path.read_bytes() + b"x")

@@ -34,7 +34,7 @@ def test_what_is_kept_is_found_again_for_the_same_machine(tmp_path: Path) -> Non
 
 
 def test_the_oldest_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MOST", 3)
+    monkeypatch.setattr(history, "MAX_ROWS", 3)
     before, after = walk(small("squeezenet"), 3)[::3]
     with History("a cpu", "r", 2, tmp_path / "c.sqlite") as kept:
         for number in range(5):

@@ -226,7 +226,7 @@ def test_measured_seconds_can_be_reduced(words: Words, file: Path) -> None:
 def test_an_error_is_one_line(
     words: Words, file: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MOST", 1000)
+    monkeypatch.setattr(files, "MAX_BYTES", 1000)
     (file.parent / "bad.hlo").write_text("abx")
     result = invoke(*(a.format(file.parent) for a in arguments))
     assert result.exit_code == 2

@@ -106,7 +106,7 @@ def graphs() -> tuple[Any, Any]:
 def test_comparisons_are_shared_and_those_of_each_machine_are_kept(
     server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xrlflow.cost.history.MOST", 3)
+    monkeypatch.setattr("xrlflow.cost.history.MAX_ROWS", 3)
     before, after = graphs()
     for device in ("a cpu", "another"):
         with History(device, "r", 2, server.url()) as kept:
@@ -254,7 +254,7 @@ def test_a_server_that_goes_away_loses_nothing(
         assert database.get(SUBJECT) is None  # measured anew, if it is needed
         server.start()
         monkeypatch.setattr("xrlflow.storage.sqlite._RETRY", 0.0)
-        database._storage._waiting.hurry()  # type: ignore[attr-defined]  # half a minute later
+        database._storage._pending.hurry()  # type: ignore[attr-defined]  # half a minute later
         database.put(replace(SUBJECT, operands="last"), SAMPLE)
         assert (len(database), database.get(SUBJECT)) == (3, SAMPLE)
     with Database(server.url()) as other:

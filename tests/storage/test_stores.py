@@ -10,7 +10,7 @@ import pytest
 from xrlflow.cost.database import _LAYOUT as PRICES
 from xrlflow.cost.database import Database
 from xrlflow.options import OptionError, Options
-from xrlflow.storage.stores import StoreError, masked, opened, server_of
+from xrlflow.storage.stores import StoreError, masked, open_storage, server_of
 
 URL = "postgresql://me:s3cret@db.example/x"
 
@@ -28,8 +28,8 @@ def test_what_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         server_of(None)
     assert "s3cret" not in str(raised.value)
     monkeypatch.setenv("XRLFLOW_STORE", "")
-    assert opened(None, tmp_path / "mine", PRICES, 1.0).path == tmp_path / "mine"
-    assert opened(tmp_path / "named", tmp_path / "mine", PRICES, 1.0).path == tmp_path / "named"
+    assert open_storage(None, tmp_path / "mine", PRICES, 1.0).path == tmp_path / "mine"
+    assert open_storage(tmp_path / "named", tmp_path / "mine", PRICES, 1.0).path == tmp_path / "named"
 
 
 def test_without_the_driver_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

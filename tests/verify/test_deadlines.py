@@ -52,8 +52,8 @@ def test_the_earlier_deadline_holds() -> None:
     with deadline.within(past()):
         with deadline.within(time.monotonic() + 100.0):
             assert deadline.over()
-            assert deadline.left() == 0.0
-            with pytest.raises(deadline.Over):
+            assert deadline.remaining() == 0.0
+            with pytest.raises(deadline.DeadlineExceeded):
                 deadline.check()
         assert deadline.over()
     assert not deadline.over()
@@ -211,7 +211,7 @@ def test_a_load_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ort, "InferenceSession", slow)
     monkeypatch.setattr(session, "_GRACE", 0.0)
-    monkeypatch.setattr(deadline, "left", lambda: 0.0)
+    monkeypatch.setattr(deadline, "remaining", lambda: 0.0)
     with deadline.within(time.monotonic() + 1000.0), pytest.raises(OutOfTime, match="loading"):
         open_model(RELU.SerializeToString())
     (thread,) = session._abandoned

@@ -119,7 +119,7 @@ class Child:
 
     @staticmethod
     def _answer(connection: Connection[Any, Any]) -> tuple[bool, Any]:
-        if not connection.poll(None if math.isinf(deadline.until()) else deadline.left()):
+        if not connection.poll(None if math.isinf(deadline.until()) else deadline.remaining()):
             raise OutOfTime("it was ended: its time was over")
         found: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
         return found

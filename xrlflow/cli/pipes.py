@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from xrlflow.cli.failures import fail, output_failed
-from xrlflow.storage.files import MOST, StandardInput
+from xrlflow.storage.files import MAX_BYTES, StandardInput
 
 PIPE = Path("-")
 _PART = 1 << 20
@@ -29,7 +29,7 @@ def source(path: Path, *others: Path | None) -> Path | StandardInput:
         read = io.BytesIO()
         while part := sys.stdin.buffer.read(_PART):
             read.write(part)
-            if read.tell() > MOST:
+            if read.tell() > MAX_BYTES:
                 fail("-: standard input is too long for an ONNX file, or does not end: name a file")
     except OSError as error:
         fail(f"-: standard input cannot be read ({error.strerror}): pipe a file into it, or name one")

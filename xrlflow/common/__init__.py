@@ -1,2 +1,2 @@
-"""What any room may use: deadlines that hold for all that is called (`deadline`), and text from outside that is safe to
+"""Used by all folders: deadlines that hold for all called functions (`deadline`), and text from outside that is safe to
 print (`text`)."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from xrlflow.cost.microbench import Sample
 from xrlflow.storage.sqlite import Layout, cache_directory
-from xrlflow.storage.stores import Where, opened
+from xrlflow.storage.stores import Where, open_storage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +57,7 @@ class Database:
 
     def __init__(self, where: Where = None) -> None:
         """`where`: the file or server (see `stores.opened`); the file of the user's is `measurements.sqlite`."""
-        self._storage = opened(where, cache_directory() / "measurements.sqlite", _LAYOUT, _PATIENCE)
+        self._storage = open_storage(where, cache_directory() / "measurements.sqlite", _LAYOUT, _PATIENCE)
         self.path = self._storage.path
 
     def check(self) -> None:

@@ -15,7 +15,7 @@ from xrlflow.cost.model import AdditiveCost
 from xrlflow.cost.neighbourhoods import Neighbourhoods
 from xrlflow.ir import Graph
 from xrlflow.storage.sqlite import Layout, cache_directory
-from xrlflow.storage.stores import Where, opened
+from xrlflow.storage.stores import Where, open_storage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERSION = 1
 RADIUS = 3
 """Of the neighbourhoods that are stored: networks have at most this radius."""
-MOST = 2000
+MAX_ROWS = 2000
 """Comparisons that are stored of one machine: the latest."""
 _PATIENCE = 1.0  # seconds that a writer waits for another process
 
@@ -43,7 +43,7 @@ class History:
     def __init__(self, device: str, runtime: str, threads: int, where: Where = None) -> None:
         """`where`: the file or server (see `stores.opened`); the file of the user's is `comparisons.sqlite`."""
         self._key = (device, runtime, threads)
-        self._storage = opened(where, cache_directory() / "comparisons.sqlite", _LAYOUT, _PATIENCE)
+        self._storage = open_storage(where, cache_directory() / "comparisons.sqlite", _LAYOUT, _PATIENCE)
         self.path = self._storage.path
 
     def keep(self, prices: AdditiveCost, before: Graph, after: Graph, log: float, error: float) -> bool:
@@ -66,7 +66,7 @@ class History:
         self._storage.write(
             f"DELETE FROM comparison WHERE {_SAME_KEY} AND taken < (SELECT min(taken) FROM"
             f" (SELECT taken FROM comparison WHERE {_SAME_KEY} ORDER BY taken DESC LIMIT ?) AS latest)",
-            (*self._key, *self._key, MOST),
+            (*self._key, *self._key, MAX_ROWS),
         )
         return True
 

@@ -83,7 +83,7 @@ def evaluate_graph(graph: Graph, feeds: Mapping[Value, Array], field: Field = RE
     Constants are converted when a node reads them. Intermediate arrays are freed after their last use. A graph input
     that is not fed takes its constant, if it is an overridable initialiser. Bodies of If, Loop and Scan are evaluated
     the same way. Raises NotEvaluable at the first node without an evaluation, KeyError for an input without a value,
-    and `deadline.Over` if the time is over.
+    and `deadline.DeadlineExceeded` if the time is over.
     """
     return Evaluation.of(graph).run(feeds, field)
 

@@ -146,7 +146,7 @@ class Verifier:
         """The original, run once more. Under the assumption that no dimension is 0 none is."""
         context, options = self.context, self.context.options
         # The result needs time, too.
-        with deadline.within(time.monotonic() + _ORIGINAL * deadline.left()):
+        with deadline.within(time.monotonic() + _ORIGINAL * deadline.remaining()):
             found = Reference.of(
                 context.original, imported=imported, seed=options.seed, threads=context.threads,
                 session_options=options.session_options, **how,

@@ -1,7 +1,7 @@
 """Locks between processes of this machine. They end with the process that holds them, however it ends.
 
-Two latencies that are measured at once on one machine disturb each other. What measures for a batch holds the lock of
-`measuring`, so jobs of several batches, workers or users take turns.
+Two latencies that are measured at once on one machine disturb each other. A process that measures for a batch holds the
+lock of `measuring`, so that jobs of several batches, workers or users do not measure at once.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ class LockedError(OSError):
 def locked(path: Path, waiting: Callable[[str], None] | None = None, *, mode: int = 0o644) -> Iterator[None]:
     """Hold the lock of a file, which is created with this mode if it is missing.
 
-    `waiting` is told once, in a few words, who holds it, before this waits for the lock. Without it, this does not
-    wait and raises LockedError. Locks of one process exclude each other, too. Raises OSError if there can be no file.
+    `waiting` is called once, with a few words about who holds the lock, before this waits for it. Without it, this does
+    not wait and raises LockedError. Locks of one process exclude each other, too. Raises OSError if the file cannot be
+    opened.
     """
-    descriptor = _held(path, waiting, mode)
+    descriptor = _acquire(path, waiting, mode)
     try:
         _sign(descriptor)
         yield
     finally:
-        # A process that was forked in the meantime has the descriptor, too: closing ours would leave it the lock.
+        # A process that was forked in the meantime has the descriptor, too, and would hold the lock if we only closed
+        # ours.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
-def _held(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
-    """A descriptor with the lock of the file that is there now: who waits may wait for one that has been removed."""
-    told = False
+def _acquire(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
+    """A descriptor with the lock of the file. Locks again if the file was replaced while this waited."""
+    reported = False
     while True:
         descriptor = _opened(path, mode)
         try:
@@ -51,12 +53,12 @@ def _held(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-                said = f"process {holder} has it" if holder.isdigit() else "another process has it"
+                message = f"process {holder} has it" if holder.isdigit() else "another process has it"
                 if waiting is None:
-                    raise LockedError(said) from None
-                if not told:
-                    waiting(said)
-                    told = True
+                    raise LockedError(message) from None
+                if not reported:
+                    waiting(message)
+                    reported = True
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
@@ -69,43 +71,43 @@ def _held(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
 
 def measuring_lock() -> Path:
     """The file of this machine's lock: the one that `VARIABLE` names, or one in the folder of temporary files. A child
-    that gets a TMPDIR of its own has to be told it."""
-    named = os.environ.get(VARIABLE)
-    return Path(named) if named else Path(tempfile.gettempdir()) / _NAME
+    process with another TMPDIR needs the variable."""
+    path = os.environ.get(VARIABLE)
+    return Path(path) if path else Path(tempfile.gettempdir()) / _NAME
 
 
 @contextmanager
 def measuring(waiting: Callable[[str], None]) -> Iterator[None]:
     """Hold this machine's lock of measurements (see `locked`)."""
     path = measuring_lock()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(locked(path, waiting, mode=0o666))
+            stack.enter_context(locked(path, waiting, mode=0o666))
         except OSError as error:
-            said = (
+            message = (
                 f"it cannot be locked ({error.strerror}): set {VARIABLE} to a file that every user may write"
             )
-            raise OSError(error.errno, said, os.fspath(path)) from error
+            raise OSError(error.errno, message, os.fspath(path)) from error
         yield
 
 
 def _sign(descriptor: int) -> None:
-    """Write who has the lock. Only messages say so, and a full disk does not matter."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        return  # its folder may be anybody's, and its other name that of somebody's data
+    """Write this process's id into the lock file, for messages. A full disk does not matter."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        return  # in a shared folder it may be a link to somebody's data
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
 
 
 def _opened(path: Path, mode: int) -> int:
-    """A descriptor of the file. A link is not followed, since the folder may be anybody's."""
+    """A descriptor of the file. A link is not followed, since other users may write to the folder."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags)
         with contextlib.suppress(FileExistsError):  # another process was faster
             descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
-            os.fchmod(descriptor, mode)  # whatever the umask is: every user of the machine has to lock it
+            os.fchmod(descriptor, mode)  # regardless of the umask: every user of the machine has to lock it
             return descriptor

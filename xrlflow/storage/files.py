@@ -19,28 +19,30 @@ from typing import BinaryIO
 
 # The prefix of the names of unfinished files.
 UNFINISHED = ".xrlflow-"
-# Bytes of the longest program that is read: protobuf has no longer files, and what never ends would take all memory.
-MOST = 1 << 31
+# The largest file that is read: protobuf allows no more, and an endless pipe would use up all memory.
+MAX_BYTES = 1 << 31
 _PART = 1 << 20
 
 Path = str | os.PathLike[str]
 
 
 class StandardInput(bytes):
-    """What was read from standard input: a file without a folder. Messages call it by its `name`."""
+    """The bytes of standard input: a file without a folder. Messages use its `name`."""
 
     name = "standard input"
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a file, which may be a pipe. Raises OSError if it cannot be read, or has more than `MOST` bytes."""
-    found = bytearray()
+    """The bytes of a file, which may be a pipe. Raises OSError if it cannot be read or has more than MAX_BYTES."""
+    content = bytearray()
     with open(path, "rb") as file:
         while part := file.read(_PART):
-            found += part
-            if len(found) > MOST:
-                raise OSError(errno.EFBIG, f"it has more than {MOST} bytes, or does not end", os.fspath(path))
-    return bytes(found)
+            content += part
+            if len(content) > MAX_BYTES:
+                raise OSError(
+                    errno.EFBIG, f"it has more than {MAX_BYTES} bytes, or does not end", os.fspath(path)
+                )
+    return bytes(content)
 
 
 def destination(path: Path) -> str:
@@ -49,26 +51,26 @@ def destination(path: Path) -> str:
     Raises OSError if there is something other than a regular file (a folder, pipe or device), if the file is read-only,
     if links form a cycle, or if the folder is missing.
     """
-    found = os.path.realpath(path)
-    if not os.path.isdir(os.path.dirname(found)):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), found)
+    target = os.path.realpath(path)
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), target)
     try:
-        there = os.lstat(found)
+        status = os.lstat(target)
     except FileNotFoundError:
-        return found
-    if stat.S_ISLNK(there.st_mode):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), found)
-    if stat.S_ISDIR(there.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), found)
-    if not stat.S_ISREG(there.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", found)
-    if not os.access(found, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise PermissionError(errno.EACCES, "The file there is read-only", found)
-    return found
+        return target
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), target)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", target)
+    if not os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise PermissionError(errno.EACCES, "The file there is read-only", target)
+    return target
 
 
 class NewFile:
-    """A file that is being written in a folder. It is removed at the end of the block unless it took its place.
+    """A file that is being written in a folder. It is removed at the end of the block unless it replaced its target.
 
     `durable=False`: do not wait until the content has reached the disk.
     """

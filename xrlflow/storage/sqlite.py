@@ -19,13 +19,12 @@ Row: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tables of a file. `schema` creates them; `table` names one of them; `put` is the start of the statements that
-    insert a measurement."""
+    """The tables of a file."""
 
-    schema: tuple[str, ...]
+    schema: tuple[str, ...]  # statements that create them
     version: int
-    table: str
-    put: str
+    table: str  # the name of one of them
+    put: str  # the beginning of statements that insert a measurement
 
 
 def cache_directory() -> Path:
@@ -45,18 +44,18 @@ def connect(path: Path | str, layout: Layout, patience: float = 0.0) -> sqlite3.
     connection = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
     try:
         # One statement, because another process may be creating the tables.
-        found, tables, own = connection.execute(
+        version, tables, own = connection.execute(
             "SELECT user_version, count(name), coalesce(sum(name = ?), 0) FROM pragma_user_version"
             " LEFT JOIN sqlite_master",
             (layout.table,),
         ).fetchone()
         if tables and not own:
             raise sqlite3.DatabaseError("it has tables of something else")
-        if found not in (0, layout.version):
-            raise sqlite3.DatabaseError(f"version {found}, and {layout.version} is wanted")
+        if version not in (0, layout.version):
+            raise sqlite3.DatabaseError(f"version {version}, and {layout.version} is wanted")
         _write_ahead(connection, max(patience, _SWITCHING))
         connection.execute("PRAGMA synchronous = NORMAL")
-        if found == 0:
+        if version == 0:
             # One transaction, so that only one of two processes creates the tables.
             connection.execute("BEGIN IMMEDIATE")
             for statement in layout.schema:
@@ -106,15 +105,15 @@ def _write_ahead(connection: sqlite3.Connection, patience: float) -> None:
         time.sleep(0.01)
 
 
-class Waiting:
+class PendingRows:
     """Rows that could not be written yet. They can be read, and are written as soon as that is possible.
 
-    `place`: where they belong, for messages. The first failure is a warning.
+    `location`: of the store, for messages. The first failure is a warning.
     """
 
-    def __init__(self, place: str, layout: Layout) -> None:
+    def __init__(self, location: str, layout: Layout) -> None:
         self.rows: list[tuple[str, Row]] = []
-        self._place, self._layout = place, layout
+        self._location, self._layout = location, layout
         self._memory: sqlite3.Connection | None = None
         self._retry = 0.0
         self._warned = False
@@ -130,11 +129,11 @@ class Waiting:
         return bool(self.rows) and self.may_try
 
     def read(self, statement: str, values: Row) -> list[Row]:
-        """What the statement finds among them."""
+        """The result of the statement on the pending rows."""
         return self._memory.execute(statement, values).fetchall() if self._memory is not None else []
 
     def keep(self, statement: str, values: Row) -> None:
-        """Keep a row that `rows` already has, so that it can be read."""
+        """Store a row that `rows` already has, so that it can be read."""
         if self._memory is None:
             self._memory = connect(":memory:", self._layout)
         self._memory.execute(statement, values)
@@ -145,7 +144,7 @@ class Waiting:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._place}: measurements are kept in memory until they can be written ({error})",
+                f"{self._location}: measurements are kept in memory until they can be written ({error})",
                 RuntimeWarning,
                 stacklevel=stacklevel + 1,
             )
@@ -155,7 +154,7 @@ class Waiting:
         self._retry = 0.0
 
     def clear(self) -> None:
-        """They are written."""
+        """Forget the rows, which have been written."""
         self.rows.clear()
         if self._memory is not None:
             self._memory.close()
@@ -165,16 +164,16 @@ class Waiting:
         """Give up, and warn about what is lost."""
         if lost := sum(statement.startswith(self._layout.put) for statement, _ in self.rows):
             warnings.warn(
-                f"{self._place}: {lost} measurements are lost, as they could never be written",
+                f"{self._location}: {lost} measurements are lost, as they could never be written",
                 RuntimeWarning,
                 stacklevel=stacklevel + 1,
             )
         self.clear()
 
     def after_fork(self) -> list[sqlite3.Connection | None]:
-        """Forget everything, which the parent writes. Returns a connection that must not be closed."""
-        left, self._memory, self.rows = self._memory, None, []
-        return [left]
+        """Forget the rows, which the parent writes. Returns a connection that must not be closed."""
+        connection, self._memory, self.rows = self._memory, None, []
+        return [connection]
 
 
 class SharedFile:
@@ -189,25 +188,25 @@ class SharedFile:
     """
 
     def __init__(
-        self, path: Path, layout: Layout, patience: float, refused: type[Exception] | None = None
+        self, path: Path, layout: Layout, patience: float, error_type: type[Exception] | None = None
     ) -> None:
         """`patience`: seconds that a statement waits for another process.
 
-        `refused` makes an exception from one line of text, for a file that the user named and that is something else.
-        None means that the file is the program's own.
+        `error_type`: of the error, made from one line of text, for a file that the user named and that is no store.
+        None: the file is the program's own.
         """
         self.path, self._layout, self._patience = path, layout, patience
-        self._refused = refused if refused is not None else sqlite3.DatabaseError
-        self._ours = refused is None
+        self._error_type = error_type if error_type is not None else sqlite3.DatabaseError
+        self._ours = error_type is None
         self._lock = threading.RLock()
         self._disk: sqlite3.Connection | None = None
         self._file: int | None = None
-        self._waiting = Waiting(str(path), layout)
+        self._pending = PendingRows(str(path), layout)
         self._process = 0
         self._inherited: list[sqlite3.Connection | None] = []
 
     def check(self) -> None:
-        """Open the file now. Raises what `refused` makes if the file is something else."""
+        """Open the file now. Raises `error_type` if the file is no store."""
         with self._lock:
             self._adopt()
             self._opened()
@@ -224,28 +223,28 @@ class SharedFile:
                     self._complain(error)
                 except sqlite3.DatabaseError as error:
                     self._set_aside(error)
-            return rows + self._waiting.read(statement, values)
+            return rows + self._pending.read(statement, values)
 
     def write(self, statement: str, values: Row) -> None:
-        """Write a row, or keep it in memory until it can be written."""
+        """Write a row, or store it in memory until it can be written."""
         with self._lock:
             self._adopt()
-            self._waiting.rows.append((statement, values))
-            self._write_waiting()
-            if self._waiting.rows:
-                self._waiting.keep(statement, values)
+            self._pending.rows.append((statement, values))
+            self._write_pending()
+            if self._pending.rows:
+                self._pending.keep(statement, values)
 
-    def _write_waiting(self) -> None:
-        """Write all waiting rows in one transaction, unless an attempt has just failed."""
-        if not self._waiting.due:
+    def _write_pending(self) -> None:
+        """Write all pending rows in one transaction, unless an attempt has just failed."""
+        if not self._pending.due:
             return
         for _ in range(2):
             if (disk := self._opened()) is None:
                 return
             try:
-                if len(self._waiting.rows) > 1:
+                if len(self._pending.rows) > 1:
                     disk.execute("BEGIN IMMEDIATE")
-                for statement, values in self._waiting.rows:
+                for statement, values in self._pending.rows:
                     disk.execute(statement, values)
                 if disk.in_transaction:
                     disk.execute("COMMIT")
@@ -257,7 +256,7 @@ class SharedFile:
                 self._roll_back(disk)
                 self._set_aside(error)
             else:
-                self._waiting.clear()
+                self._pending.clear()
                 return
 
     @staticmethod
@@ -268,7 +267,7 @@ class SharedFile:
     def _adopt(self) -> None:
         """After a fork, drop the parent's connections without closing them."""
         if self._process != os.getpid():
-            self._inherited += [self._disk, *self._waiting.after_fork()]
+            self._inherited += [self._disk, *self._pending.after_fork()]
             self._disk = None
             self._process = os.getpid()
 
@@ -319,15 +318,15 @@ class SharedFile:
         return None
 
     def _complain(self, error: Exception) -> None:
-        """The disk fails."""
+        """Handle a failure of the disk: warn, and wait less from now on."""
         if self._disk is not None:
             self._disk.execute("PRAGMA busy_timeout = 100")  # after one long wait, later ones are short
-        self._waiting.failed(error, stacklevel=6)
+        self._pending.failed(error, stacklevel=6)
 
     def _set_aside(self, error: Exception) -> None:
         if not self._ours:
-            self._waiting.clear()
-            raise self._refused(
+            self._pending.clear()
+            raise self._error_type(
                 f"{self.path}: no store of measurements ({error}): name another file"
             ) from error
         warnings.warn(
@@ -345,9 +344,9 @@ class SharedFile:
         """Write what is not yet written, if that is possible now, and report what is lost."""
         with self._lock:
             if self._process == os.getpid():
-                self._waiting.hurry()
-                self._write_waiting()
-                self._waiting.leave(stacklevel=4)
+                self._pending.hurry()
+                self._write_pending()
+                self._pending.leave(stacklevel=4)
                 if self._disk is not None:
                     self._disk.close()
             self._disk = None

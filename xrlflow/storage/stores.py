@@ -1,4 +1,4 @@
-"""Where measurements are kept: in a SQLite file of this machine, or on a PostgreSQL server that machines share."""
+"""Opens a store of measurements: a SQLite file of this machine, or a PostgreSQL server that machines share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ VARIABLE = "XRLFLOW_STORE"
 _SCHEMES = ("postgresql://", "postgres://")
 
 Where = str | os.PathLike[str] | None
-"""A file, the URL of a server, or None: what the environment variable says, or else a file of the user's."""
+"""A file, the URL of a server, or None: the server of the environment variable, or else a file in the user's cache."""
 
 
 class StoreError(ValueError):
-    """Measurements cannot be kept there. The message is one line, without passwords."""
+    """A store cannot be used. The message is one line, without passwords."""
 
 
 class Storage(Protocol):
-    """Rows that processes share. `SharedFile` and `SharedServer` are alike: what cannot be written now waits in memory.
+    """Rows that processes share (`SharedFile`, `SharedServer`). Rows that cannot be written now are pending in memory.
 
     Statements are in the SQL that SQLite and PostgreSQL share, with a question mark for each value.
     """
@@ -37,11 +37,11 @@ class Storage(Protocol):
         ...
 
     def read(self, statement: str, values: Row) -> list[Row]:
-        """What the statement finds, then what it finds among the rows that are not yet written."""
+        """The result of the statement, then its result on pending rows."""
         ...
 
     def write(self, statement: str, values: Row) -> None:
-        """Write a row, or keep it in memory until it can be written."""
+        """Write a row, or store it in memory until it can be written."""
         ...
 
     def close(self) -> None:
@@ -49,13 +49,13 @@ class Storage(Protocol):
         ...
 
 
-def opened(
-    where: Where, default: Path, layout: Layout, patience: float, refused: type[Exception] | None = None
+def open_storage(
+    where: Where, default: Path, layout: Layout, patience: float, error_type: type[Exception] | None = None
 ) -> Storage:
-    """The storage at this place; None: at the server of the environment, or in the file `default`.
+    """The store `where`; None: the server of the environment variable, or the file `default`.
 
-    Nothing is opened before it is used. `patience`: seconds that a statement waits for another process. `refused`: for
-    a file that the user named (see `SharedFile`). Raises StoreError for a URL that is none.
+    It is opened on first use. `patience`: seconds that a statement waits for another process. `error_type`: for a file
+    that the user named (see `SharedFile`). Raises StoreError for an invalid URL.
     """
     server = server_of(where)
     if server is not None:
@@ -68,24 +68,24 @@ def opened(
         return SharedServer(server, layout, patience, StoreError)
     if where is None:
         return SharedFile(default, layout, patience)
-    return SharedFile(Path(where), layout, patience, refused)
+    return SharedFile(Path(where), layout, patience, error_type)
 
 
 def server_of(where: Where) -> str | None:
-    """The URL of the server that is meant, if one is. Raises StoreError if the environment variable has no URL."""
+    """The URL of the server that `where` names, or None. Raises StoreError if the environment variable has no URL."""
     if where is None:
-        named = os.environ.get(VARIABLE, "").strip()
-        if named and not named.startswith(_SCHEMES):
+        url = os.environ.get(VARIABLE, "").strip()
+        if url and not url.startswith(_SCHEMES):
             raise StoreError(
                 f"{VARIABLE} is no URL: write it as {_SCHEMES[0]}USER@HOST:PORT/DATABASE, or unset it"
             )
-        return named or None
+        return url or None
     text = os.fspath(where)
     return text if text.startswith(_SCHEMES) else None
 
 
 def masked(where: str) -> str:
-    """What a user gave as a place, without what may be a password."""
+    """A store's name for messages: without parts that may be a password."""
     head, at, tail = where.rpartition("@")
-    scheme, found, _ = head.partition("://")
-    return (f"{scheme}://" if found else "") + ("***@" if at else "") + tail.partition("?")[0]
+    scheme, separator, _ = head.partition("://")
+    return (f"{scheme}://" if separator else "") + ("***@" if at else "") + tail.partition("?")[0]

@@ -16,7 +16,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.stack import CODE
 from xrlflow.cost.machine import cpu_name
 from xrlflow.storage.sqlite import Layout, Row, cache_directory
-from xrlflow.storage.stores import StoreError, Where, opened
+from xrlflow.storage.stores import StoreError, Where, open_storage
 from xrlflow.tuning.tasks import Task, target_text
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -129,7 +129,7 @@ class Store:
 
     def __init__(self, where: Where = None) -> None:
         """`where`: the file or server (see `stores.opened`); the file of the user's is `tuning.sqlite`."""
-        self._file = opened(where, cache_directory() / "tuning.sqlite", _LAYOUT, _PATIENCE, StoreError)
+        self._file = open_storage(where, cache_directory() / "tuning.sqlite", _LAYOUT, _PATIENCE, StoreError)
         self.path = self._file.path
         self.where = where
 

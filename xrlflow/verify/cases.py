@@ -255,7 +255,7 @@ class Drawing(Generic[T]):
     def _sizes(self, drawn: Drawn[T]) -> None:
         """Add ones, then sizes around the numbers that the models mention, then others, until there are enough."""
         bases = drawn.bindings
-        left = min(max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.left() / _COMPARED)
+        left = min(max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.remaining() / _COMPARED)
         count, attempts = len(bases), 0
         telling = ((choices, _MOST_SIZES) for choices in self._choices(bases))
         filling = (([chosen], LEAST_SIZES) for chosen in self._others())

@@ -145,7 +145,7 @@ class CutModel:
                 return evaluate_layers(
                     self.layers, self.feeds(sample), wanted, stops, settle, rounded=rounded
                 )
-        except deadline.Over:
+        except deadline.DeadlineExceeded:
             raise Unjudged("there was no time for the exact evaluation") from None
         except NotEvaluable as error:
             raise Unjudged(f"{error} has no exact evaluation") from error

@@ -62,7 +62,7 @@ def evaluate_by(
         # other (14 times slower on two shared processors).
         with threadpool_limits(1, user_api="blas"):
             return evaluator(part_for(imported.graph, values), feeds)
-    except deadline.Over:
+    except deadline.DeadlineExceeded:
         raise NoReference("there was no time for the float64 evaluation") from None
     except NotEvaluable as error:
         raise NoReference(f"{error} has no float64 evaluation") from error

@@ -237,7 +237,7 @@ def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceS
     thread = Thread(target=load, daemon=True)
     thread.start()
     try:
-        thread.join(deadline.left())
+        thread.join(deadline.remaining())
     finally:  # Ctrl-C, too
         if thread.is_alive():
             options.set_load_cancellation_flag(True)
