@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import subprocess
-import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xrlflow import deadline
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.workers import Processes, ProcessWorker, WorkerError, WorkerLate, WorkerLost
-from xrlflow.workers.process import command, environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,40 +19,6 @@ T = TypeVar("T")
 
 class ChildDied(BackendError):
     """A process of ours ended before it answered. The message has its last words."""
-
-
-def serve_in_child(
-    function: Callable[..., None], descriptor: int, *texts: str, log: IO[bytes], **variables: str
-) -> subprocess.Popen[bytes]:
-    """A process that calls a function of a module of ours with a descriptor, which it inherits, and these texts.
-
-    What it says on standard error goes to `log`. Ctrl-C does not reach it. `variables`: of its environment. Raises
-    OSError where no process can be started.
-    """
-    return subprocess.Popen(
-        command(function.__module__, function.__name__, descriptor, *texts),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=log,
-        pass_fds=(descriptor,),
-        start_new_session=True,
-        env=environment(**variables),
-    )
-
-
-def end_with_parent(descriptor: int) -> None:
-    """End this process as soon as the other end of a socket is closed, whatever it is doing then.
-
-    A parent that is killed cannot end its children, and one of them may be in a loop without end.
-    """
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(descriptor, 0)  # that the other end is closed is told always
-        poll.poll()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Child:

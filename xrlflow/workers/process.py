@@ -203,9 +203,9 @@ class ProcessWorker:
                 left = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
                 if not wait([self._connection], left):
                     self._end(0.0)
-                    self._lost = WorkerLate(f"{self.name} was ended: its time was over")
-                else:
-                    self.answered()
+                    self._lost = WorkerLost(f"{self.name} is closed")
+                    raise WorkerLate(f"{self.name} was ended: its time was over")
+                self.answered()
         except WorkerLost:
             raise
         except (
