@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	mkdir -p out
 	$(BIN)/python -m models build lstm-unrolled -o out/lstm.onnx
-	$(BIN)/xrlflow optimize out/lstm.onnx -o out/lstm.fast.onnx --cost roofline --time-limit 40
+	$(BIN)/xrlflow optimize out/lstm.onnx -o out/lstm.fast.onnx --cost roofline --backend onnxruntime
 
 # The pages are in docs/, the site goes to build/site.
 docs: install
@@ -59,12 +59,12 @@ RUNTIMES := 1.16.3 1.17.3 1.20.1 1.23.2 1.27.0 1.31.1
 
 test-runtimes: install
 	rm -rf build/runtimes
-	$(BIN)/python -m tests.backends.tvm.carried build/runtimes
+	$(BIN)/python -m tests.backends.tvm.library.carried build/runtimes
 	set -e; for version in $(RUNTIMES); do \
 	  there=$(VENV)-onnxruntime-$$version; \
 	  test -x $$there/bin/python || $(PYTHON) -m venv $$there; \
 	  $$there/bin/pip install --quiet --disable-pip-version-check onnxruntime==$$version "numpy<2"; \
-	  $$there/bin/python tests/backends/tvm/in_a_runtime.py build/runtimes; \
+	  $$there/bin/python tests/backends/tvm/library/in_a_runtime.py build/runtimes; \
 	done
 
 # What tests of libraries for another processor need, and are skipped without (Debian and Ubuntu).
@@ -88,5 +88,36 @@ bench: install
 	$(BIN)/python bench/lowering.py models
 	$(BIN)/python bench/tuning.py --seeds 1 --operators "512x512x512,12 x 128x64,14x14,Softmax"
 
+# What the quick tests run of the package, this process and those that it starts: a summary, and pages in
+# build/coverage/html. `make coverage ARGS=tests/ir` is of some tests.
+.PHONY: coverage
+coverage: install
+	rm -rf build/coverage
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html --cov-report=xml:build/coverage/coverage.xml $(ARGS)
+
+# The core's tests with the newest ONNX Runtime, though pyproject.toml may not allow it yet.
+.PHONY: test-newest
+test-newest:
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check --upgrade onnxruntime
+	.venv-newest/bin/pip show onnxruntime | head -2
+	.venv-newest/bin/python -m pytest -n 2
+
+# The files of a release, in dist/, from what is committed or not; and checks of them.
+.PHONY: dist
+dist: install
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+# Writes the version and its section of the changelog: `make release VERSION=0.2.0`. docs/releasing.md says what comes
+# before and after it.
+.PHONY: release
+release: install
+	$(BIN)/python tools/release.py $(VERSION)
+	$(MAKE) dist
+
 clean:
-	rm -rf $(VENV) $(VENV)-* out build *.egg-info
+	rm -rf $(VENV) $(VENV)-* out build dist *.egg-info

@@ -41,7 +41,7 @@ from bench.latency import cell, circumstances, names, said, source
 from xrlflow.backends import SpeedUp
 from xrlflow.backends.onnxruntime import measure_in_fresh_processes
 from xrlflow.onnxio import load
-from xrlflow.sqlite import cache_directory
+from xrlflow.storage.sqlite import cache_directory
 
 TODAY = "xrlflow/profiled"
 ORIGINAL = "original"

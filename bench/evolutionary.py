@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Measurement

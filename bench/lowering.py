@@ -36,18 +36,21 @@ import models
 import xrlflow
 from bench import convolutions, pages
 from bench.latency import cell
-from bench.operators import OPERATORS, operator
 from models import wheels
+from models.operators import OPERATORS, operator
 from xrlflow.api import UserError, VerificationFailed
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Tvm, TvmModel, bounds, detect
+from xrlflow.backends.tvm import Tvm, TvmModel, detect
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget
+from xrlflow.backends.tvm.lowering import bounds
 from xrlflow.cost import Roofline
-from xrlflow.lowering import ExecutionTarget, Lowering, TuningPlan, tune_model
 from xrlflow.onnxio.exporter import to_proto
 from xrlflow.onnxio.importer import load
+from xrlflow.tuning.lowering import Lowering
+from xrlflow.tuning.models import TuningPlan, tune_model
 from xrlflow.tuning.one_shot.predictor import for_compiling
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout
+
+from tests.memory import Peak, anonymous
 
 WIDTH = 8192
 
@@ -49,26 +53,6 @@ def generate(path: Path, layers: int, scaled: int) -> None:
     info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ("n", WIDTH)) for n in ("h0", f"h{layers}")]
     graph = helper.make_graph(nodes, "chain", info[:1], info[1:], tensors)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), path)
-
-
-def anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("this system does not tell anonymous memory")
-
-
-class Peak(threading.Thread):
-    """Samples the memory of the process until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        while not self.done.wait(0.005):
-            self.bytes = max(self.bytes, anonymous())
 
 
 def main() -> None:

@@ -34,13 +34,13 @@ import models
 from bench import pages
 from bench.space import NETWORKS, layers_in
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import detect, direct, products
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Form, Way
-from xrlflow.exclusive import measuring
-from xrlflow.lowering import COLD_PRIVATE_CACHES
-from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.kernels import direct, products
+from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.storage.exclusive import measuring
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.times import LARGEST, WORTH, largest

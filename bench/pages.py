@@ -1,7 +1,7 @@
 """The tables of docs/benchmarks and of the README: a bench command with `--write` writes its results there.
 
 A table is between two marks, `<!-- table: NAME -->` and `<!-- end of table: NAME -->`. The text around them is written
-by hand and stays.
+by hand and stays. Short tables are on the pages that say what they show, long ones in files of docs/benchmarks/data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def tables(root: Path = ROOT) -> dict[str, Path]:
     """The names of all tables, and the page of each."""
-    pages = [root / "README.md", *sorted((root / "docs" / "benchmarks").glob("*.md"))]
+    pages = [root / "README.md", *sorted((root / "docs" / "benchmarks").rglob("*.md"))]
     return {
         name: page
         for page in pages

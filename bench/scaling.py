@@ -6,7 +6,7 @@
                 driver and Ray can keep up with. Then what a rollout and a broadcast of weights cost in bytes, and, from
                 all that, computed, what a thousand nodes would need
 
-`--write` puts the tables into docs/benchmarks/scaling.md.
+`--write` puts the tables into docs/benchmarks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How much the choice of algorithm and blocking is worth: `python bench/space.py --kept FILE [--threads N] [--write]`.
 
-Layers are those of `bench/convolutions.py` and the products and convolutions of `bench/operators.py`, and some that are
+Layers are those of `bench/convolutions.py`, the products and convolutions of `models/operators.py`, and some that are
 drawn from networks of the zoo. Of each, the kernel of an untuned compilation (without a predictor) and others are
 measured alone, as cold as between other kernels: the most promising of each algorithm by the estimate, some that are
 drawn, the most promising by the One-Shot Tuner's predictor, and then neighbours of the fastest. All are compared with
@@ -29,22 +29,22 @@ import numpy as np
 
 import models
 from bench import convolutions, pages
-from bench.operators import OPERATORS, operator
+from models.operators import OPERATORS, operator
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import detect, products
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.layers_fusion import chosen_in
-from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.tiles import drawn, module_of
-from xrlflow.backends.tvm.ways import Way
-from xrlflow.exclusive import measuring
-from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+from xrlflow.backends.tvm.kernels import products
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, together
-from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import shipped
 from xrlflow.tuning.one_shot.times import predictable, predicted

@@ -54,16 +54,15 @@ from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.statistics import median_interval
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.lower import fuse
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.tiles import drawn, module_of
+from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.lowering.lower import fuse
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.cost.machine import cpu_name
-from xrlflow.exclusive import measuring
-from xrlflow.lowering import COLD_PRIVATE_CACHES
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.session import MakeTuner, Outcomes, tune

@@ -25,7 +25,7 @@ import onnx
 
 import xrlflow
 from bench import pages
-from bench.operators import operator
+from models.operators import operator
 from xrlflow.backends import BackendError
 from xrlflow.backends.interleave import interleave
 from xrlflow.backends.onnxruntime import open_model

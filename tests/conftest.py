@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from xrlflow.sqlite import cache_directory
+from xrlflow.storage.sqlite import cache_directory
 
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
     "torch": ("learn", "rl", "tuning"),
-    "tvm": ("backends/tvm", "bench/test_tuning.py", "tuning"),
+    "tvm": ("backends/tvm", "tuning"),
     "jax": ("models/test_hlo.py", "passes/test_xla.py"),
     "matplotlib": ("report/test_plots.py",),
     "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),
@@ -119,8 +119,9 @@ def reference_machine() -> Iterator[None]:
 _BRIEF = {
     "xrlflow.pipeline.choose.measure": 0.3,
     "xrlflow.pipeline.kernels.measure": 0.3,
-    "xrlflow.lowering.measure": 0.3,
-    "xrlflow.backends.tvm.device.interleave": 0.3,
+    "xrlflow.pipeline.compiled.measure": 0.3,
+    "xrlflow.tuning.models.measure": 0.3,
+    "xrlflow.backends.tvm.devices.device.interleave": 0.3,
     "xrlflow.pipeline.confirm.measure_in_fresh_processes": 4.0,
 }
 

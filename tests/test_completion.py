@@ -118,7 +118,7 @@ def test_values_that_are_offered_are_accepted() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("tvm") is None, reason="the extra tvm is not installed")
 def test_processors_and_methods_are_known() -> None:
-    from xrlflow.backends.tvm.target import detect
+    from xrlflow.backends.tvm.toolchain.target import detect
     from xrlflow.tuning.tuners.protocol import Method
 
     assert tuple(m.value for m in Method) == METHODS

@@ -33,7 +33,7 @@ EXTRAS = {
         "xrlflow/rl",
     ),
     "tvm": ("xrlflow/backends/tvm", "xrlflow/tuning"),
-    "postgres": ("xrlflow/postgres",),
+    "postgres": ("xrlflow/storage/postgres",),
     "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
     "plots": ("xrlflow/report/plots",),

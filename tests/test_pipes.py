@@ -326,7 +326,7 @@ def test_ctrl_c_while_it_reads_a_pipe(tmp_path: Path) -> None:
 def test_sigterm_does_not_wait_for_a_kernel_that_is_compiled(path: Path, tmp_path: Path) -> None:
     compiling = (
         "import time, xrlflow.api\n"
-        "from xrlflow.backends.tvm import kernel_library\n"
+        "from xrlflow.backends.tvm.library import kernel_library\n"
         "from xrlflow.cli.program import main\n"
         "def compile(*arguments):\n"
         "    print('begun', flush=True)\n"

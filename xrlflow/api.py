@@ -1,4 +1,4 @@
-"""The Python interface."""
+"""The Python interface. With the command line it is the only place that wires parts together by name."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_apart, check_writable
 from xrlflow.pipeline.pages import data_of_trace as page_of_trace
 from xrlflow.pipeline.pages import result_page
+from xrlflow.pipeline.pages import write_networkx as save_networkx
 from xrlflow.pipeline.pages import write_page as save_page
 from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
@@ -32,7 +33,7 @@ from xrlflow.verify import Verification, verify
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-    from xrlflow.backends.tvm.remote import Remote
+    from xrlflow.backends.tvm.devices.remote import Remote
     from xrlflow.cost import CostModel
     from xrlflow.rl.train import Trained
 
@@ -58,6 +59,7 @@ __all__ = [
     "prove_rules",
     "rule_stats",
     "run_once",
+    "save_networkx",
     "save_outputs",
     "save_page",
     "serving",

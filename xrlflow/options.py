@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xrlflow.stores import masked, server_of
+from xrlflow.storage.stores import masked, server_of
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-    from xrlflow.backends.tvm.remote import Remote
+    from xrlflow.backends.tvm.devices.remote import Remote
     from xrlflow.cost import CostModel
 
 AGENT = "xrlflow"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import xrlflow
-from xrlflow import deadline
 from xrlflow.backends.children import Child, ChildDied
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 
 
 def surroundings() -> dict[str, Any]:

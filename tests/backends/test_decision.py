@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from bench.decide import WORLDS, World, simulate
+from tests.backends.worlds import WORLDS, World, simulate
 from xrlflow.backends.decision import (
     DECIDE_AT_MOST,
     FEWEST,
@@ -212,7 +212,9 @@ def test_the_original_against_itself_is_not_shipped(world: World) -> None:
 def test_the_simulation_sees_who_looks_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: where each look spends all of the error, and any gain will do, more is shipped."""
     eager, interval = Rule(bar=0.0, hope=1e-12), Pooled.interval
-    monkeypatch.setattr("bench.decide.settle", lambda draw, affordable: settle(draw, affordable, eager))
+    monkeypatch.setattr(
+        "tests.backends.worlds.settle", lambda draw, affordable: settle(draw, affordable, eager)
+    )
     fair = simulate(WORLDS[0], 0.0, 400, seed=1).shipped
     monkeypatch.setattr(Pooled, "interval", lambda self, tail: interval(self, 0.025))
     assert fair < 0.03 < 0.05 < simulate(WORLDS[0], 0.0, 400, seed=1).shipped

@@ -19,11 +19,11 @@ from xrlflow.batch import Batch, Job, Processes, Progress, Row, Told, failed
 from xrlflow.batch.sources import MARK
 from xrlflow.batch.terminal import bars, duration, line
 from xrlflow.cli import app
-from xrlflow.exclusive import locked
-from xrlflow.files import UNFINISHED
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError, Options
 from xrlflow.report import show
+from xrlflow.storage.exclusive import locked
+from xrlflow.storage.files import UNFINISHED
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 QUICK = [

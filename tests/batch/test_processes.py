@@ -16,9 +16,9 @@ import pytest
 import xrlflow
 from tests.batch.conftest import FAST
 from xrlflow.batch import Processes
-from xrlflow.exclusive import VARIABLE
-from xrlflow.files import UNFINISHED
 from xrlflow.options import OptionError
+from xrlflow.storage.exclusive import VARIABLE
+from xrlflow.storage.files import UNFINISHED
 from xrlflow.workers.process import environment
 
 # Rules of a user's own are run in the process of the job: what this one does depends on files beside it.

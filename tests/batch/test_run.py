@@ -24,10 +24,10 @@ from xrlflow.batch import Job, measures, run
 from xrlflow.batch.jobs import earlier
 from xrlflow.batch.plan import plan
 from xrlflow.batch.sources import Found
-from xrlflow.exclusive import LockedError, locked, measuring
 from xrlflow.onnxio import ModelError
 from xrlflow.options import Options
 from xrlflow.pipeline import optimize
+from xrlflow.storage.exclusive import LockedError, locked, measuring
 
 pytestmark = pytest.mark.usefixtures("reference_machine")
 
@@ -226,7 +226,7 @@ def test_who_measures() -> None:
 
 HOLD = """
 import sys
-from xrlflow.exclusive import measuring
+from xrlflow.storage.exclusive import measuring
 with measuring(print):
     print("held", flush=True)
     sys.stdin.read()

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import models
 from rewrite_rules import LIBRARY
 from tests.cost.graphs import Builder, random_edit, random_graph, t
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost import Learned, Machine, Profiled, Roofline, load_network
 from xrlflow.cost.comparisons import Comparisons, ComparisonsError
 from xrlflow.cost.fine_tuning import LEAST, fine_tuned
@@ -31,6 +30,7 @@ from xrlflow.ir import Graph, apply_edit
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, SearchResult, greedy, lookahead, random_walk, taso
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 ALL = Library(LIBRARY)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cost.graphs import Builder, random_edit, random_graph, t
-from xrlflow.backends.tvm.operator_times import Operator, Times
+from xrlflow.backends.tvm.library.operator_times import Operator, Times
 from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.cost.model import InTypes

@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import xrlflow
-from bench.memory import Peak, anonymous
+from tests.memory import Peak, anonymous
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ModelError
 

@@ -13,8 +13,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.onnxio.support import model
-from xrlflow import onnxio, weights
+from xrlflow import onnxio
 from xrlflow.ir import Attrs, DType, TensorType
+from xrlflow.ops import weights
 from xrlflow.ops.bounds import IMPOSSIBLE, effort
 from xrlflow.rewrite import propagate
 

@@ -572,16 +572,6 @@ def test_old_float_data_is_mapped_too() -> None:
     assert_same_outputs(run(proto, {"x": X}), run(onnxio.to_proto(imported, imported.graph), {"x": X}))
 
 
-def test_export_gives_an_onnx_ir_model() -> None:
-    import onnx_ir
-
-    proto = mlp()
-    imported = onnxio.load(proto)
-    exported = onnxio.export(imported, imported.graph)
-    assert isinstance(exported, onnx_ir.Model)
-    assert_same_outputs(run(proto, {"x": X}), run(onnx_ir.to_proto(exported), {"x": X}))
-
-
 def test_growth_is_capped_and_foreseen(tmp_path: Path) -> None:
     """A table that the file computes is materialised because a rule made an expression of it."""
     proto = mlp(256)

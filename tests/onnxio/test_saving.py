@@ -17,8 +17,9 @@ import pytest
 from onnx import helper, numpy_helper
 
 from tests.onnxio.support import info, model, run
-from xrlflow import files, onnxio
+from xrlflow import onnxio
 from xrlflow.onnxio import ImportedModel, ModelError
+from xrlflow.storage import files
 
 X = np.ones((2, 64), np.float32)
 

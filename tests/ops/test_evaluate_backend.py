@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +13,8 @@ import onnx
 import onnx.numpy_helper
 import pytest
 from onnx import defs
-from onnx.backend.test.loader import load_model_tests
 
+from tests.corpus import backend_tests
 from xrlflow.ir import Attr, Attrs, RawAttr
 from xrlflow.ops.evaluate import REALS, SPECS, evaluate_node, promote
 
@@ -63,11 +62,8 @@ def _same_interface(op: str, version: int) -> bool:
 
 @cache
 def _cases() -> tuple[Case, ...]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tests = load_model_tests(kind="node")
     out = []
-    for test in tests:
+    for test in backend_tests("node"):
         model = test.model
         assert model is not None
         if len(model.graph.node) != 1:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.passes.toy import Words
-from xrlflow.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.log import Logs
 from xrlflow.passes import Metric, run
 from xrlflow.passes.agent import KIND, Agent, AgentConfig, Network, random_agent
@@ -24,6 +23,7 @@ from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
 from xrlflow.passes.play import guided, play, refine, sample
 from xrlflow.passes.ppo import TrainConfig, state_path, train
 from xrlflow.passes.searches import Budget, Order, greedy, random
+from xrlflow.storage.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 # In each, the way to the best word leads through a longer one.
 WORDS = ("dbbd", "bbaad", "dbbdbbd")

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.passes.toy import VALLEY, Words
-from xrlflow import files
 from xrlflow.cli import PASS_METRICS, PASS_SEARCHES, app
 from xrlflow.passes import Comparison, CompilerError, Metric, Module, orders
 from xrlflow.passes.agent import AgentConfig, random_agent
+from xrlflow.storage import files
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ pytest.importorskip("tvm")
 
 from rewrite_rules.merge import MergeParallelConvs
 from tests.rules.harness import model
-from xrlflow.backends.tvm import bands, detect
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Timed, Times
-from xrlflow.backends.tvm.operator_times import Operator, operator_times
-from xrlflow.backends.tvm.operator_times import Times as Taken
-from xrlflow.backends.tvm.operator_times import _compiled as compiled
-from xrlflow.backends.tvm.ways import Form
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.kernels import bands
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, Timed, Times
+from xrlflow.backends.tvm.kernels.ways import Form
+from xrlflow.backends.tvm.library.operator_times import Operator, operator_times
+from xrlflow.backends.tvm.library.operator_times import Times as Taken
+from xrlflow.backends.tvm.library.operator_times import _compiled as compiled
 from xrlflow.cost import Database, KernelPrices, Placed, Roofline
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.onnxio import load
@@ -60,7 +61,7 @@ def test_an_operator_is_timed_with_the_algorithm_that_it_gets(
     algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what was measured, if something was."""
-    from xrlflow.backends.tvm import operator_times as module
+    from xrlflow.backends.tvm.library import operator_times as module
 
     found = []
     compile_region = module.compile_region

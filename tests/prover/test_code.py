@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench import mutants
 from rewrite_rules import LIBRARY
+from tests.rules import mutants
 from xrlflow.ir import Node
 from xrlflow.onnxio import load
 from xrlflow.prover.code import functions_of, mutants_of, put

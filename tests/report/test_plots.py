@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bench import plots as bench_plots
-from bench import world_model
 from tests.test_cli import invoke, refused
 from xrlflow.report.plots import Curve, Reached, Texts, cost_against_time, learning_curves, save
 
@@ -132,10 +130,6 @@ def test_curves_of_logs(tmp_path: Path) -> None:
     assert [run["y"] for run in curves["ppo"]] == [[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]
     assert [run["x"] for run in curves["dqn"]] == [[0, 10]]
     assert "ppo: median of 3" in output.read_text()
-    kept = tmp_path / "curves.json"
-    kept.write_text(result.stdout)
-    again = bench_plots.draw([kept], "title", "gain")
-    assert lines(again)["ppo: median of 3, least to greatest"] == ([0, 10], [1.0, 2.0])
     seconds = invoke("plot", tmp_path / "dqn", "-o", output, "--over", "seconds", "--json")
     (curve,) = json.loads(seconds.stdout)["curves"]
     assert curve["runs"][0]["x"][0] < 5.0
@@ -162,69 +156,3 @@ def test_values_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
     assert again[1].tolist() == [1.0, 2.0]
     logged(tmp_path / "lost" / "0", [math.nan, math.nan])
     refused(invoke("plot", tmp_path / "lost", "-o", tmp_path / "b.svg"), "lost", "no finite value")
-
-
-# --- from benchmarks ---
-
-
-def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
-    agents = [
-        {"graph": "bert", "method": "taso", "seed": 0, "initial": 2.0, "cost": 1.0, "seconds": 3.0},
-        {"graph": "bert", "method": "taso", "seed": 1, "initial": 2.0, "cost": 1.5, "seconds": 4.0},
-        {"graph": "bert", "method": "agent", "seconds": 4.0},
-    ]
-    assert bench_plots.reached(agents) == [Reached("taso", "bert", (0.5, 0.75), (3.0, 4.0))]
-    passes = {
-        "beam gpt2": {"module": "gpt2", "method": "beam", "default": 100, "operations": 80, "seconds": 2.0},
-        "PPO 0": {"variant": "PPO", "less": [0.1], "seconds": 9.0},
-    }
-    assert bench_plots.reached(passes) == [Reached("beam", "gpt2", (0.8,), (2.0,))]
-    world = {
-        "bert": {
-            "network": "bert", "greedy": 1.1, **{key: [1.25, 2.0] for key in world_model.METHODS},
-            "seconds": {"ppo": [1.0, 2.0], "fifth": [3.0, 4.0]},
-        }
-    }  # fmt: skip
-    found = {r.method: r for r in bench_plots.reached(world)}
-    assert found["PPO, all steps"] == Reached("PPO, all steps", "bert", [0.8, 0.5], [1.0, 2.0])
-    assert found["random agent"].seconds == ()
-    file = tmp_path / "x.json"
-    file.write_text("[{}]")
-    with pytest.raises(bench_plots.UnknownFile, match=r"x\.json: no rows"):
-        bench_plots.draw([file], "", "")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["{", "3", '{"x": "s", "y": "g", "curves": [{"label": "a"}]}', '[{"curves": 1}]',
-     *(json.dumps([{"graph": "a", "method": "m", "initial": i, "cost": c, "seconds": s}])
-       for i, c, s in ((1, 0, 1), (0, 1, 1), (1, "x", 1), (1, 1, None), (1, 1, 0), (1, math.nan, 1)))],
-)  # fmt: skip
-def test_files_that_cannot_be_drawn_are_named(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "file.json"
-    file.write_text(content)
-    with pytest.raises(bench_plots.UnknownFile, match=r"file\.json: "):
-        bench_plots.draw([file], "title")
-    with pytest.raises(bench_plots.UnknownFile, match=r"none\.json: "):
-        bench_plots.draw([tmp_path / "none.json"], "title")
-
-
-def test_the_data_of_the_page_are_those_of_its_table() -> None:
-    from bench import pages
-
-    rows = json.loads((bench_plots.DATA / "world-model-efficiency.json").read_text())
-    assert world_model.efficiency_table(list(rows.values())) == pages.read("world-model-efficiency")
-
-
-@pytest.mark.parametrize("name", bench_plots.PLOTS)
-def test_plots_of_the_docs_are_what_the_script_draws(name: str, tmp_path: Path) -> None:
-    """With the pinned matplotlib. Another one may place a label elsewhere."""
-    import matplotlib
-
-    pinned = re.search(r"^matplotlib==(.*)$", (bench_plots.pages.ROOT / "constraints.txt").read_text(), re.M)
-    assert pinned is not None
-    if matplotlib.__version__ != pinned[1]:
-        pytest.skip("another version of matplotlib")
-    save(bench_plots.PLOTS[name](), tmp_path / "new.svg")
-    kept = bench_plots.FOLDER / f"{name}.svg"
-    assert kept.read_bytes() == (tmp_path / "new.svg").read_bytes(), "run: python bench/plots.py"

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("tvm")
 
-from tests.backends.tvm.carried import TEXTS, built, parsed, with_another_body
+from tests.backends.tvm.library.carried import TEXTS, built, parsed, with_another_body
 from xrlflow.backends.tvm import detect
 
 ROOT = Path(__file__).resolve().parents[2]

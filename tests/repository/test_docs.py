@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import latency, pages, pictures
+from tests.repository import layout
 
 ROOT = Path(__file__).resolve().parents[2]
 READ_IN_PLACE = [
@@ -86,17 +86,6 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_readme_shows_rows_of_the_latency_table() -> None:
-    assert pages.read("latency-short") == latency.short(pages.read("latency"))
-    assert pages.read("latency-kernels-short") == latency.kernels_short(pages.read("latency-kernels"))
-
-
-@pytest.mark.parametrize("name", pictures.PICTURES)
-def test_pictures_are_what_the_script_draws(name: str) -> None:
-    drawn = pictures.PICTURES[name]()
-    assert (pictures.FOLDER / f"{name}.svg").read_text() == drawn, "run: python bench/pictures.py"
-
-
 def test_commands_exist() -> None:
     said = "\n".join(p.read_text() for p in (*READ_IN_PLACE, *DOCS))
     scripts = set(re.findall(r"\b((?:bench|examples)/\w+\.py)\b", said)) - {
@@ -115,23 +104,45 @@ def test_the_demo_is_the_one_that_is_described() -> None:
     assert f"$(BIN)/{command[0]}\n" in (ROOT / "Makefile").read_text()
 
 
+def test_the_layout_is_that_of_the_folders() -> None:
+    written = layout.PAGE.read_text()
+    assert written == layout.page(written), "run: python -m tests.repository.layout"
+
+
+def test_a_folder_that_the_layout_lacks(tmp_path: Path) -> None:
+    for name in ("a", "b", "b/c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f'"""The room {name},\nwith things.\n\nMore."""\n')
+    (tmp_path / "d.py").write_text('"""Loose."""')
+    rows = layout.table(tmp_path, ["d", "b", "a"]).splitlines()[2:]
+    folder = tmp_path.name
+    assert rows == [
+        f"| `{folder}/d.py` | Loose. |",
+        f"| `{folder}/b/` | The room b, with things. |",
+        f"| `{folder}/b/c/` | The room b/c, with things. |",
+        f"| `{folder}/a/` | The room a, with things. |",
+    ]
+    with pytest.raises(ValueError, match="differ by a"):
+        layout.table(tmp_path, ["d", "b"])
+    with pytest.raises(ValueError, match="differ by e"):
+        layout.table(tmp_path, ["d", "b", "a", "e"])
+    (tmp_path / "b" / "c" / "__init__.py").write_text("")
+    with pytest.raises(ValueError, match="has to say"):
+        layout.table(tmp_path, ["d", "b", "a"])
+
+
+def test_the_glossary_names_classes_that_exist() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"^\| \*\*.*$", text, re.MULTILINE)
+    assert len(rows) == 40
+    named = set(re.findall(r"`([A-Z][a-z]\w+)`", text))
+    sources = "\n".join(file.read_text() for file in (ROOT / "xrlflow").rglob("*.py"))
+    assert len(named) >= 8
+    assert named <= set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
+
+
 def test_code_is_python() -> None:
     for page in (*READ_IN_PLACE, *DOCS):
         for language, code in FENCE.findall(page.read_text()):
             if language == "python":
                 ast.parse(textwrap.dedent(code))
-
-
-def test_a_table_is_put_on_its_page(tmp_path: Path) -> None:
-    folder = tmp_path / "docs" / "benchmarks"
-    folder.mkdir(parents=True)
-    (tmp_path / "README.md").write_text("no table\n")
-    page = folder / "page.md"
-    page.write_text("before\n<!-- table: a -->\nold\n<!-- end of table: a -->\nafter\n")
-    assert pages.write("a", "| x | y |\n|---|---|\n| 1 | 2 |\n", tmp_path) == page
-    assert page.read_text() == (
-        "before\n<!-- table: a -->\n| x | y |\n|---|---|\n| 1 | 2 |\n<!-- end of table: a -->\nafter\n"
-    )
-    assert pages.rows(pages.read("a", tmp_path)) == [{"x": "1", "y": "2"}]
-    with pytest.raises(SystemExit, match="no page has a table 'b'; there are a"):
-        pages.write("b", "", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def faults(source: str, *, of_rules: bool = False) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["xrlflow", "bench", RULES])
+@pytest.mark.parametrize("folder", ["xrlflow", "bench", "tests/fuzz", RULES])
 def test_functions_are_short(folder: str) -> None:
     found = {
         f"{path.relative_to(ROOT).as_posix()} {name}": fault
@@ -109,3 +110,9 @@ def test_a_rule_takes_as_many_variables_as_its_pattern_has() -> None:
     assert faults(many, of_rules=True) == {}
     assert list(faults(many)) == ["A.target"]
     assert list(faults(many.replace("target", "other"), of_rules=True)) == ["A.other"]
+
+
+def test_tests_import_no_benchmark() -> None:
+    """What both need lives in the package or in tests/; tests of benchmarks are in bench/tests."""
+    importing = re.compile(r"^\s*(?:from|import) bench\b", re.MULTILINE)
+    assert [str(p) for p in sorted((ROOT / "tests").rglob("*.py")) if importing.search(p.read_text())] == []

@@ -19,7 +19,6 @@ from rewrite_rules import LIBRARY
 from tests.rewrite.test_engine import layered
 from tests.rewrite.toy import TOY, CancelTransposes, PushTransposeThroughRelu
 from tests.rules.harness import model
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load
@@ -30,6 +29,7 @@ from xrlflow.rl.env import Problem, RewriteEnv
 from xrlflow.rl.features import EDGE_FEATURES, Featuriser, Observation, Vocabulary, squash
 from xrlflow.rl.parameters import KIND, AgentConfig, EncoderConfig
 from xrlflow.rl.situation import Situation
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -180,10 +181,37 @@ def test_what_greedy_found_is_kept_if_the_agent_is_interrupted(monkeypatch: pyte
     monkeypatch.setattr(explore, "_by_agent", lambda *_: SearchResult(base, (base,), 0, 0, 0.0, True))
     context = Mock()
     context.options.budget, context.options.agent = 50, "a"
-    context.clock.budget.begin_comparing_until = time.monotonic() + 60
+    context.clock.budget.select_until = time.monotonic() + 60
     found = explore._with_agent(context, base, cost, Limits(50), None)
     assert found.interrupted
     assert found.best.cost == greedy(base.state, base.cost, Limits(50)).best.cost < base.cost
+
+
+@pytest.mark.parametrize("left", [60.0, 0.1])
+def test_slow_prices_leave_the_agent_its_time(monkeypatch: pytest.MonkeyPatch, left: float) -> None:
+    """Greedy search ends early if an agent follows, and has all the time if there is none for an agent."""
+    graph, cost = zoo("nasrnn-shared"), Roofline()
+    base = SearchNode(RewriteState.start(graph, ALL, cost.delta), None, cost.cost(graph))
+    nothing = SearchResult(base, (base,), 0, 0, 0.0, False)
+    given: list[Limits] = []
+    monkeypatch.setattr(explore, "greedy", lambda *which: (given.append(which[2]), nothing)[1])
+    monkeypatch.setattr(explore, "_by_agent", lambda *_: replace(nothing, expanded=1))
+    context = Mock(notes=[])
+    context.options.budget, context.options.agent, context.options.train_steps = 50, None, 0
+    now = time.monotonic()
+    context.clock.budget.select_until = now + left
+    limits = Limits(50, now + 30.0)
+    found = explore._with_agent(context, base, cost, limits, None)
+    (deadline,) = (limit.deadline for limit in given)
+    assert deadline is not None
+    if left > 1.0:
+        assert found.expanded == 1
+        assert deadline < now + 10.0
+        assert context.notes == []
+    else:
+        assert found.expanded == 0
+        assert deadline == limits.deadline
+        assert "no time for the agent" in context.notes[0]
 
 
 def test_the_tree_begins_where_the_first_descent_ends() -> None:

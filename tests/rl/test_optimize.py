@@ -18,7 +18,6 @@ import xrlflow
 from rewrite_rules import LIBRARY
 from tests.rules.harness import model
 from xrlflow.api import OptionError
-from xrlflow.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
 from xrlflow.cost import NoTimeLeft, Roofline
 from xrlflow.ir import Edit, Graph
@@ -32,6 +31,7 @@ from xrlflow.rl.parameters import KIND
 from xrlflow.rl.pretrained import PRETRAINED
 from xrlflow.search import Limits
 from xrlflow.search.result import SearchNode, SearchResult
+from xrlflow.storage.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 
 def optimize(name: str, **options: Any) -> xrlflow.Result:

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 import models
 from rewrite_rules import LIBRARY
 from tests.rl.training import CONFIG, RULES, WORDS, Valleys, valley
-from xrlflow.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.learn.log import Logs
@@ -32,6 +31,7 @@ from xrlflow.rl.agent import Agent
 from xrlflow.rl.env import EnvConfig, Reward
 from xrlflow.rl.train import KIND, Files, TrainConfig, Trained, fine_tune, state_path, train
 from xrlflow.search import Limits, greedy
+from xrlflow.storage.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)
 
@@ -91,7 +91,7 @@ def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:
-    from xrlflow.checkpoint import load_checkpoint
+    from xrlflow.storage.checkpoint import load_checkpoint
 
     return to_tensors(load_checkpoint(state_path(path), "training").tensors)
 
@@ -262,7 +262,7 @@ def test_a_run_that_is_killed_leaves_no_processes_and_goes_on(tmp_path: Path) ->
 
 
 def iterations_of(path: Path) -> int:
-    from xrlflow.checkpoint import load_checkpoint
+    from xrlflow.storage.checkpoint import load_checkpoint
 
     return int(load_checkpoint(state_path(path), "training").config["iteration"])
 

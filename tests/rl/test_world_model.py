@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from tests.rl.test_strategy import PRICES, VALLEYS, valleys
 from tests.rules.harness import model
-from xrlflow.checkpoint import CheckpointError
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.learn.ppo import TrainingError
@@ -38,6 +37,7 @@ from xrlflow.rl.world_model.experience import SCALE, Play, explore
 from xrlflow.rl.world_model.files import load_world, save_alone, save_world, world_path
 from xrlflow.rl.world_model.learning import Learner, LearningConfig, chunks, train_world_model
 from xrlflow.rl.world_model.planning import PlanConfig, Planner
+from xrlflow.storage.checkpoint import CheckpointError
 
 torch.set_num_threads(1)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xrlflow", "rewrite_rules")
 # What computes in a proof, or decides which sketches are drawn.
-DISTRIBUTIONS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "ml-dtypes", "islpy", "immutables", "scipy")
+DISTRIBUTIONS = ("numpy", "onnx", "onnxruntime", "ml-dtypes", "islpy", "immutables", "scipy")
 
 Symbol = tuple[str, str]
 """A module and a name in it; "" for the whole module."""

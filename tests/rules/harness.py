@@ -9,7 +9,7 @@ import onnx
 import onnx.parser
 import onnxruntime as ort
 
-from bench.fuzz_check import in_float64
+from tests.fuzz.check import in_float64
 from xrlflow.ir import Graph, text
 from xrlflow.onnxio import load, to_proto
 from xrlflow.rewrite import AnyRule, Library, Match, RewriteState

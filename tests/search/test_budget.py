@@ -46,7 +46,8 @@ def test_training_leaves_the_time_for_all_else(latency: float, limit: float, com
     rest, least = replace(budget, begin=until, limit=budget.until - until), replace(budget, limit=60.0)
     assert rest.useful >= budget.useful
     assert rest.end - rest.begin >= least.end - least.begin - 1e-9
-    assert rest.select_until - rest.search_until >= least.select_until - least.search_until - 1e-9
+    selecting, at_least = (max(b.select_until - b.search_until, 0.0) for b in (rest, least))
+    assert selecting >= at_least - 1e-9
 
 
 def test_training_that_was_asked_for_has_half_of_a_limit_that_is_long_enough() -> None:
@@ -58,6 +59,19 @@ def test_training_that_was_asked_for_has_half_of_a_limit_that_is_long_enough() -
     for short in (Budget(0.0, 60.0, 0.1), Budget(0.0, 10.0, 3e-3)):
         assert short.train_until is None
         assert short.train_in_search_until == pytest.approx(0.18 * short.end)
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("passed", [0.0, 0.2, 0.5])
+def test_kernels_leave_the_time_for_a_short_search(latency: float, limit: float, passed: float) -> None:
+    """Also where much of the limit has passed before: it is what is left that is shared out."""
+    reserved = 0.35 * limit
+    budget = Budget(100.0, limit * (1 - passed), latency, latency, compiling=reserved, reserved=reserved)
+    assert budget.select_until <= budget.compile_until
+    assert budget.select_until - budget.begin >= min(4.0, budget.compile_until - budget.begin)
+    if limit == 60.0 and latency <= 0.1:
+        assert budget.begin_comparing_until - budget.begin >= 4.0
 
 
 def test_what_is_too_short_to_compare_anything_is_of_no_use() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tasks import Task, module_key
 

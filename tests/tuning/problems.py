@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.tasks import Task, extract_tasks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.tuning.measured import MACHINE
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.space import WaySpace
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]

@@ -13,28 +13,29 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.backends.tvm.test_bands import block
-from tests.backends.tvm.test_kernels import network, numbers
+from tests.backends.tvm.kernels.test_bands import block
+from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import bands_plan
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, TimedBlock
-from xrlflow.backends.tvm.bands import Form, Plan, Tile
-from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.joined import joined
-from xrlflow.backends.tvm.lower import fuse, import_model, schedule_all
-from xrlflow.backends.tvm.plan import plan_of, sequence
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.ways import Way
-from xrlflow.lowering import ExecutionTarget, Lowering
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget
+from xrlflow.backends.tvm.kernels import bands_plan
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, TimedBlock
+from xrlflow.backends.tvm.kernels.bands import Form, Plan, Tile
+from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.compiled import compiled
+from xrlflow.backends.tvm.lowering.joined import joined
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
 from xrlflow.tuning import blocks
 from xrlflow.tuning.blocks import Block, BlockWay
 from xrlflow.tuning.layer_times import Seen, StoredTimes, block_results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer
 from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Pool
 from xrlflow.tuning.session import Stop, TuningResult
@@ -179,7 +180,7 @@ def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
 
 @pytest.mark.parametrize("far", [False, True])
 def test_blocks_know_where_their_weights_come_from(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.weights_from_memory", lambda main: far)
+    monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.weights_from_memory", lambda main: far)
     (found,) = blocks_of(MODEL)
     assert found.far == far
 
@@ -426,7 +427,7 @@ def test_a_compilation_uses_what_was_measured(
         made.append(how)
         return kernel(form, how)
 
-    monkeypatch.setattr("xrlflow.backends.tvm.bands_fusion.kernel", watched)
+    monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.kernel", watched)
     model, algorithms = network(MODEL), Algorithms(timings=times(store))
     assert bands_in(MODEL, algorithms) == (0 if fastest == "apart" else 1)
     given = numbers(model)
@@ -573,7 +574,7 @@ def test_blocks_that_others_made_possible_are_measured(
 ) -> None:
     """Every block is faster one by one, so the first one leaves a 1x1 convolution to the second."""
     asked: list[list[str]] = []
-    monkeypatch.setattr("xrlflow.lowering.tune", one_by_one(asked))
+    monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
     found = api.tune(
         network(CHAIN), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )
@@ -602,7 +603,7 @@ def test_blocks_are_measured_until_no_more_come_apart(
         " f = Conv(e, b1) g = Conv<group=56, pads=[1,1,1,1]>(f, w2) y = Conv(g, b2) }"
     )
     asked: list[list[str]] = []
-    monkeypatch.setattr("xrlflow.lowering.tune", one_by_one(asked))
+    monkeypatch.setattr("xrlflow.tuning.models.tune", one_by_one(asked))
     found = api.tune(
         network(text), trials=1, threads=2, store=tmp_path / "s.sqlite", measure=False, rewrite=False
     )

@@ -10,8 +10,8 @@ import pytest
 
 from tests.tuning.spaces import CONVOLUTION, PRODUCT, TINY, MadeUp, space_of
 from tests.tuning.tuners.test_tuners import WALKS
-from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.tensors import to_arrays
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.knobs import Candidate, Floats
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.surrogate import Experience, Surrogate

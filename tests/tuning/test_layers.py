@@ -14,19 +14,21 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.backends.tvm.test_kernels import network, numbers
-from tests.backends.tvm.test_winograd import conv
+from tests.backends.tvm.kernels.test_kernels import network, numbers
+from tests.backends.tvm.kernels.test_winograd import conv
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.onnxruntime import open_model
-from xrlflow.backends.tvm import detect, direct, products, tiles
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms, Choice, Timed, with_times
-from xrlflow.backends.tvm.compiled import compiled
-from xrlflow.backends.tvm.layers_fusion import chosen_in
-from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.ways import GENERATORS, Form, Way, algorithms_of
-from xrlflow.backends.tvm.winograd import Plan
+from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion import tiles
+from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.kernels import direct, products
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, Choice, Timed, with_times
+from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import GENERATORS, Form, Way, algorithms_of
+from xrlflow.backends.tvm.kernels.winograd import Plan
+from xrlflow.backends.tvm.lowering.compiled import compiled
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.tuning.layer_times import Seen, StoredTimes, results, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
@@ -390,7 +392,7 @@ def test_results_say_what_was_chosen(store: Store) -> None:
 
 
 def test_weights_are_far_in_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.backends.tvm.reading.last_level", lambda: 1 << 16)
+    monkeypatch.setattr("xrlflow.backends.tvm.toolchain.reading.last_level", lambda: 1 << 16)
     few, many = (conv(f"1,{n},6,6", f"32,{n},3,3", "1,32,6,6") for n in (16, 32))
     assert not layers_of(few)[0].far
     assert layers_of(many)[0].far

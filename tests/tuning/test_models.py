@@ -25,11 +25,12 @@ from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Machine, Tvm, TvmModel, layers_fusion, load_compiled, schedules
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.lower import fuse, import_model
-from xrlflow.backends.tvm.tiles import tile_choices
-from xrlflow.backends.tvm.ways import Way
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled, schedules
+from xrlflow.backends.tvm.fusion import layers as layers_fusion
+from xrlflow.backends.tvm.fusion.tiles import tile_choices
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, StoredTimes, together
@@ -336,7 +337,7 @@ def test_a_models_layers_are_measured_again_beside_the_untuned_ones(
         kept.append((tasks, kernels, pool))
         return tune(tasks, *given, kernels=kernels, pool=pool, **named)
 
-    monkeypatch.setattr("xrlflow.lowering.tune", watched)
+    monkeypatch.setattr("xrlflow.tuning.models.tune", watched)
     api.tune(file, method="random", trials=2, threads=2, store=tmp_path / "s.sqlite", measure=False)
     ((tasks, kernels, pool),) = kept
     assert pool.flushed, "as between other kernels"
@@ -437,7 +438,7 @@ def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
         return SimpleNamespace(latencies=times)
 
     paths: list[str] = []
-    monkeypatch.setattr("xrlflow.lowering.measure", measured)
+    monkeypatch.setattr("xrlflow.tuning.models.measure", measured)
     monkeypatch.setattr("xrlflow.pipeline.tuning.final", lambda *_: None)
     result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
     assert result.verification is not None
@@ -466,7 +467,7 @@ def test_what_cannot_be_compared_is_not_rewritten(
         raise BackendError("enough")
 
     graphs: list[list[str]] = []
-    monkeypatch.setattr("xrlflow.lowering.tune_model", watched)
+    monkeypatch.setattr("xrlflow.pipeline.tuning.tune_model", watched)
     with pytest.raises(BackendError, match="enough"):
         api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite", **options)  # type: ignore[arg-type]
     assert len(graphs) == count
@@ -549,7 +550,7 @@ def test_an_interrupt_hurries_what_follows(
     def final(context: Any, path: str, allowed: float) -> None:
         seconds.append(allowed)
 
-    monkeypatch.setattr("xrlflow.lowering.measure", measured)
+    monkeypatch.setattr("xrlflow.tuning.models.measure", measured)
     monkeypatch.setattr("xrlflow.pipeline.tuning.final", final)
     result = api.tune(
         file, method="random", trials=4, batch=2, threads=2, store=tmp_path / "s.sqlite", listener=listener

@@ -19,7 +19,7 @@ import tvm_ffi
 
 from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning import worker
 from xrlflow.tuning.crew import PoolError, Work, local_crew
 from xrlflow.tuning.knobs import Candidate

@@ -14,7 +14,7 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.algorithms import Algorithm
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.knobs import KnobError
 from xrlflow.tuning.layers import Layer

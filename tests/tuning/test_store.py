@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from xrlflow.sqlite import connect
-from xrlflow.stores import StoreError
+from xrlflow.storage.sqlite import connect
+from xrlflow.storage.stores import StoreError
 from xrlflow.tuning.store import VERSION, Record, Setting, Store
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -234,7 +234,7 @@ def test_what_another_process_has_begun_in_its_place_is_not_set_aside(
                 first.put(made(candidate="first"))
             raise
 
-    monkeypatch.setattr("xrlflow.sqlite.connect", connect_late)
+    monkeypatch.setattr("xrlflow.storage.sqlite.connect", connect_late)
     with Store() as store, pytest.warns(RuntimeWarning, match="starting afresh"):
         store.put(made(candidate="second"))
     with Store(path) as store:

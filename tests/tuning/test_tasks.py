@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.tuning.problems import knobless, matmul, module, target
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.tasks import Task, TaskError, extract_tasks
 
 

@@ -16,9 +16,9 @@ import onnxruntime as ort
 import pytest
 
 from tests.verify.models import model
-from xrlflow import deadline
 from xrlflow.backends.onnxruntime import open_model, session
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, Status, feeds_for_measurement
 from xrlflow.verify.inputs import InputPlan

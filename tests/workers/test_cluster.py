@@ -37,10 +37,10 @@ from tests.rules.harness import model
 from tests.tuning.kernels import calls, matmul, scheduled
 from tests.workers.hands import Dying, NodeOf, Squarer, Sum, broken
 from xrlflow import api
-from xrlflow.checkpoint import load_checkpoint
 from xrlflow.cli import app
 from xrlflow.learn.log import Logs
 from xrlflow.rl.train import state_path, train
+from xrlflow.storage.checkpoint import load_checkpoint
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.worker import Timing
 from xrlflow.workers import Crew, Kind, WorkerError

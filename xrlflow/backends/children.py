@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from xrlflow import deadline
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.workers import Processes, ProcessWorker, WorkerError, WorkerLate, WorkerLost
 
 if TYPE_CHECKING:

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from xrlflow import files
 from xrlflow.backends.onnxruntime import default_threads
 from xrlflow.batch.jobs import Executor, Job, Row, earlier
 from xrlflow.batch.plan import plan
 from xrlflow.batch.processes import Processes
 from xrlflow.batch.sources import MARK, find_models
-from xrlflow.exclusive import LockedError, locked
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError, Options
 from xrlflow.report.page.document import VERSION
 from xrlflow.report.page.environment import environment
 from xrlflow.report.page.html import page_html
+from xrlflow.storage import files
+from xrlflow.storage.exclusive import LockedError, locked
 
 INDEX = "report.html"
 """The page of a batch, in its output folder."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from xrlflow import workers
 from xrlflow.batch.jobs import WAITING, Job, Row, Told, failed
-from xrlflow.exclusive import VARIABLE, measuring_lock
 from xrlflow.options import OptionError
+from xrlflow.storage.exclusive import VARIABLE, measuring_lock
 from xrlflow.workers import Crew, Terms, WorkerError, WorkerLate, WorkerLost
 
 _USES = 16

@@ -10,12 +10,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from xrlflow import files
 from xrlflow.backends.beside import library_path
 from xrlflow.batch.jobs import WAITING, Job, Row, failed
 from xrlflow.batch.plan import key_of, versions
+from xrlflow.common.text import printable
 from xrlflow.cost.machine import cpu_name
-from xrlflow.exclusive import measuring
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.content import input_names
@@ -23,7 +22,8 @@ from xrlflow.options import Options
 from xrlflow.pipeline import Result, VerificationFailed, optimize
 from xrlflow.pipeline.errors import CORRECTABLE
 from xrlflow.pipeline.pages import write_page
-from xrlflow.text import printable
+from xrlflow.storage import files
+from xrlflow.storage.exclusive import measuring
 
 
 def run(job: Job, told: Callable[[str], None] | None = None) -> Row:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from xrlflow.batch.batch import Listener, Progress
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console

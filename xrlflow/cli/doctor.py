@@ -9,7 +9,7 @@ import typer
 from xrlflow.cli.arguments import AsJson
 from xrlflow.cli.failures import ExitCode, fail, interrupted
 from xrlflow.cli.output import print_json
-from xrlflow.text import printable
+from xrlflow.common.text import printable
 
 
 def doctor(as_json: AsJson = False) -> None:

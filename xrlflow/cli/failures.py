@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import typer
 
-from xrlflow.text import printable
+from xrlflow.common.text import printable
 
 
 class ExitCode(enum.IntEnum):

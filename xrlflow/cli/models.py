@@ -151,11 +151,22 @@ def view(
     options: Given,
     other: Annotated[Path | None, typer.Argument(help="Another one, shown beside it.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Serve here; 0: at any port that is free.")] = 0,
+    networkx: Annotated[
+        Path | None,
+        typer.Option(help="Write the graph to this file (.graphml or .gexf) instead, for other programs."),
+    ] = None,
 ) -> None:
     """Show a model, or two side by side, in a browser on this machine, until Ctrl-C. Nothing is optimised."""
     with clear_errors():
         from xrlflow import api
 
+        if networkx is not None:
+            if other is not None:
+                fail("--networkx takes one model: leave the other out")
+            check_files("a graph's file says by its ending which format it has", networkx)
+            graph = api.save_networkx(source(model), networkx)
+            typer.echo(f"{networkx}: {graph.number_of_nodes()} nodes, {graph.number_of_edges()} edges")
+            return
         data = api.view(
             source(model, other), None if other is None else source(other), **with_shapes(options)
         )

@@ -53,9 +53,9 @@ Seconds = Annotated[float | None, typer.Option("--time-limit", min=0.0, help="Se
 @contextmanager
 def clear_pass_errors() -> Iterator[None]:
     """Turn errors about modules, passes and agents that a user can correct into one line."""
-    from xrlflow.checkpoint import CheckpointError
     from xrlflow.passes import CompilerError
     from xrlflow.passes.orders import OrderError, OutputsDiffer
+    from xrlflow.storage.checkpoint import CheckpointError
 
     try:
         yield

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from xrlflow.cli.failures import fail, output_failed
-from xrlflow.files import MOST, StandardInput
+from xrlflow.storage.files import MOST, StandardInput
 
 PIPE = Path("-")
 _PART = 1 << 20

@@ -16,7 +16,7 @@ import typer
 
 from xrlflow.cli import batch, doctor, learning, models, passes, plot, rules
 from xrlflow.cli.failures import output_failed
-from xrlflow.text import printable
+from xrlflow.common.text import printable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -1,4 +1,5 @@
-"""Cost models and the measurement database."""
+"""Cost models (computed by the roofline, profiled, learned, measured), the calibration of a machine, and the database
+of measurements."""
 
 from xrlflow.cost.calibrate import calibrated
 from xrlflow.cost.database import Database

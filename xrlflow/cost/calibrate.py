@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow import files
 from xrlflow.cost.machine import REFERENCE, Machine, Speed, cache_bytes, cpu_name, vector_lanes
 from xrlflow.cost.microbench import Sample, call_seconds, in_quiet, time_node, time_nodes
 from xrlflow.ir import Attr, Attrs, DType, Node, TensorType, Value
 from xrlflow.ops.work import OpKind, Work, work
-from xrlflow.sqlite import cache_directory
+from xrlflow.storage import files
+from xrlflow.storage.sqlite import cache_directory
 
 VERSION = 2
 _TINY = 1e-7

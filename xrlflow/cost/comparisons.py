@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow import files
 from xrlflow.cost.neighbourhoods import CONTENT_COLUMNS, EDGE_COLUMNS, Level, Neighbourhoods, Table
+from xrlflow.storage import files
 
 Array = npt.NDArray[Any]
 

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from xrlflow.cost.microbench import Sample
-from xrlflow.sqlite import Layout, cache_directory
-from xrlflow.stores import Where, opened
+from xrlflow.storage.sqlite import Layout, cache_directory
+from xrlflow.storage.stores import Where, opened
 
 if TYPE_CHECKING:
     from typing_extensions import Self

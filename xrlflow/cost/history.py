@@ -14,8 +14,8 @@ from xrlflow.cost.comparisons import Comparisons, ComparisonsError
 from xrlflow.cost.model import AdditiveCost
 from xrlflow.cost.neighbourhoods import Neighbourhoods
 from xrlflow.ir import Graph
-from xrlflow.sqlite import Layout, cache_directory
-from xrlflow.stores import Where, opened
+from xrlflow.storage.sqlite import Layout, cache_directory
+from xrlflow.storage.stores import Where, opened
 
 if TYPE_CHECKING:
     from typing_extensions import Self

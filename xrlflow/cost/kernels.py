@@ -20,7 +20,7 @@ from xrlflow.ops.subgraph import NotStandalone, input_name, model_of
 from xrlflow.ops.work import OpKind, work
 
 if TYPE_CHECKING:
-    from xrlflow.backends.tvm.operator_times import Operator, Times
+    from xrlflow.backends.tvm.library.operator_times import Operator, Times
 
 TimeOperators: TypeAlias = "Callable[[Sequence[Operator], bool], Sequence[Times | None]]"
 """Times of kernels of operators; None where there can be no kernel.

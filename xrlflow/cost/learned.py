@@ -16,11 +16,11 @@ from math import fsum
 
 import numpy as np
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost.latency_network import Evaluator, NetworkConfig, NetworkParameters, shapes
 from xrlflow.cost.model import AdditiveCost, InTypes, NoTimeLeft
 from xrlflow.cost.neighbourhoods import CONTENT_COLUMNS, EDGE_COLUMNS, Neighbourhoods, View
 from xrlflow.ir import Edit, Graph, Node, Value
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "latency network"
 # Half of a 90% interval of a normal distribution, in standard deviations.

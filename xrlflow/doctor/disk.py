@@ -12,8 +12,8 @@ from pathlib import Path
 
 from xrlflow.cost.database import Database
 from xrlflow.doctor.finding import Finding, Status
-from xrlflow.sqlite import cache_directory
-from xrlflow.stores import VARIABLE, StoreError
+from xrlflow.storage.sqlite import cache_directory
+from xrlflow.storage.stores import VARIABLE, StoreError
 
 _LITTLE = 1 << 30
 """Bytes of free disk that an optimisation of a large model may need."""

@@ -9,7 +9,7 @@ from functools import partial
 from xrlflow.backends.protocol import one_line
 from xrlflow.doctor import disk, machine, software
 from xrlflow.doctor.finding import Finding, Status
-from xrlflow.stores import VARIABLE
+from xrlflow.storage.stores import VARIABLE
 from xrlflow.workers import Crew, Processes, Terms, WorkerError, WorkerLate, WorkerLost
 
 LIMIT = 60.0

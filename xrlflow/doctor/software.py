@@ -125,8 +125,8 @@ def kernels() -> Finding:
     from xrlflow.backends.beside import library_path
     from xrlflow.backends.onnxruntime import open_model, with_library
     from xrlflow.backends.tvm import detect
-    from xrlflow.backends.tvm.hybrid import hybrid
-    from xrlflow.backends.tvm.import_tvm import tvm
+    from xrlflow.backends.tvm.library.hybrid import hybrid
+    from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
     machine = detect()
     x = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)

@@ -1,1 +1,2 @@
-"""Parts that both kinds of agents share: PPO, distributions, logs, checkpoints."""
+"""What agents of all kinds share: PPO, distributions over factored actions, logs and learning curves. It knows no
+graphs."""

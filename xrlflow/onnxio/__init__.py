@@ -1,4 +1,4 @@
-"""Reads and writes ONNX files."""
+"""Reads ONNX files into graphs and writes graphs as ONNX files, weights left where they are until they are needed."""
 
 from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError
@@ -6,7 +6,6 @@ from xrlflow.onnxio.exporter import (
     check,
     check_input,
     check_result,
-    export,
     preferring,
     save,
     size_of,
@@ -27,7 +26,6 @@ __all__ = [
     "check_input",
     "check_result",
     "data_files",
-    "export",
     "load",
     "name_of",
     "preferring",

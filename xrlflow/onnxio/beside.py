@@ -19,10 +19,10 @@ from typing import BinaryIO
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from xrlflow import files
 from xrlflow.onnxio import protos
 from xrlflow.onnxio.tensors import map_file
 from xrlflow.onnxio.wire import EMBEDDED, WireError, strip_model
+from xrlflow.storage import files
 
 _SUFFIX = ".data"
 # Old data is kept if more bytes than this would have to be searched for models that share it.

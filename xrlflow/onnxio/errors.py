@@ -1,6 +1,6 @@
 """Errors of models: one line that names the file and says what to do."""
 
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
 
 # Longer messages are cut in the middle, because the end says what to do.
 _LONGEST, _END = 2000, 400

@@ -12,9 +12,7 @@ from typing import BinaryIO
 import onnx
 import onnx.checker
 import onnx.helper
-import onnx_ir
 
-from xrlflow import weights
 from xrlflow.ir import (
     ABSENT,
     SMALL,
@@ -37,6 +35,7 @@ from xrlflow.onnxio.model import LEFT, ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
+from xrlflow.ops import weights
 from xrlflow.ops.infer import (
     InferenceError,
     attr_proto,
@@ -67,22 +66,11 @@ class _Written:
     large: dict[str, Const]
 
 
-def export(model: ImportedModel, graph: Graph) -> onnx_ir.Model:
-    """The model with `graph` as its computation. Large weights are views of the memory or file that holds them."""
-    written = _write(model, graph)
-    for name, const in written.large.items():
-        written.proto.graph.initializer.append(
-            onnx.TensorProto(name=name, data_type=int(const.type.dtype), dims=_dims(const))
-        )
-    out = onnx_ir.from_proto(written.proto)
-    for name, const in written.large.items():
-        dtype = onnx_ir.DataType(int(const.type.dtype))
-        out.graph.initializers[name].const_value = onnx_ir.Tensor(const.numpy(), dtype=dtype, name=name)
-    return out
-
-
 def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) -> onnx.ModelProto:
-    """The same as one ModelProto. Raises ModelError if it exceeds 2 GB or cannot be written for `opset`."""
+    """The model with `graph` as its computation.
+
+    Raises ModelError if it exceeds 2 GB or cannot be written for `opset`.
+    """
     written = _write(model, graph, opset)
     if sum(c.type.nbytes or 0 for c in written.large.values()) > EXTERNAL_ABOVE:
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")

@@ -14,8 +14,6 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
-from xrlflow import weights
-from xrlflow.files import StandardInput
 from xrlflow.ir import (
     ABSENT,
     SMALL,
@@ -48,11 +46,12 @@ from xrlflow.onnxio.model import LEFT, ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.nodes import check_nodes, check_types
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
-from xrlflow.ops import symbolic_values
+from xrlflow.ops import symbolic_values, weights
 from xrlflow.ops.infer import UNKNOWN, InferenceError, infer, type_of_proto
 from xrlflow.ops.schema import OPSET, canonical_attrs, is_foldable, schema
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
+from xrlflow.storage.files import StandardInput
 
 # A small constant with more bytes than this is written as the node that made it, if that takes at most a quarter.
 _COMPACT = 256

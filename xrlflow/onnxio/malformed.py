@@ -15,7 +15,7 @@ from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.protos import subgraphs
 
 # The exceptions of code that expects inputs, attributes of the right types, numbers in range, and UTF-8. Our own
-# mistakes would look the same, so every model that ONNX Runtime runs has to load (bench/fuzz.py).
+# mistakes would look the same, so every model that ONNX Runtime runs has to load (tests/fuzz/run.py).
 _MALFORMED = (
     ArithmeticError,
     AssertionError,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow import deadline
+from xrlflow.common import deadline
 from xrlflow.ir import ABSENT, Attrs, Body, Graph, Node, Value
 from xrlflow.ops import (
     eval_attention,

@@ -8,7 +8,7 @@ that division truncates as in ONNX. Moving data (reshape, gather, where) needs n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from math import prod
 from typing import Any
@@ -142,104 +142,11 @@ def integer_divide(a: Any, b: Any) -> Array:
     return quotient
 
 
-# W. J. Cody, "Rational Chebyshev approximations for the error function", Math. Comp. 23 (1969): numerators
-# and denominators, highest power first, for |x| <= 0.46875, up to 4, and above 4 (in 1/x^2).
-_ERF_SMALL = (
-    (
-        1.85777706184603153e-1,
-        3.16112374387056560e00,
-        1.13864154151050156e02,
-        3.77485237685302021e02,
-        3.20937758913846947e03,
-    ),
-    (
-        1.0,
-        2.36012909523441209e01,
-        2.44024637934444173e02,
-        1.28261652607737228e03,
-        2.84423683343917062e03,
-    ),
-)
-_ERFC_MIDDLE = (
-    (
-        2.15311535474403846e-8,
-        5.64188496988670089e-1,
-        8.88314979438837594e00,
-        6.61191906371416295e01,
-        2.98635138197400131e02,
-        8.81952221241769090e02,
-        1.71204761263407058e03,
-        2.05107837782607147e03,
-        1.23033935479799725e03,
-    ),
-    (
-        1.0,
-        1.57449261107098347e01,
-        1.17693950891312499e02,
-        5.37181101862009858e02,
-        1.62138957456669019e03,
-        3.29079923573345963e03,
-        4.36261909014324716e03,
-        3.43936767414372164e03,
-        1.23033935480374942e03,
-    ),
-)
-_ERFC_LARGE = (
-    (
-        1.63153871373020978e-2,
-        3.05326634961232344e-1,
-        3.60344899949804439e-1,
-        1.25781726111229246e-1,
-        1.60837851487422766e-2,
-        6.58749161529837803e-4,
-    ),
-    (
-        1.0,
-        2.56852019228982242e00,
-        1.87295284992346725e00,
-        5.27905102951428412e-1,
-        6.05183413124413191e-2,
-        2.33520497626869185e-3,
-    ),
-)
-_ERF_BLOCK = 1 << 15  # elements per block, so that temporary arrays stay in the cache
-
-
-def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
-    out = np.full_like(x, coefficients[0])
-    for c in coefficients[1:]:
-        out *= x
-        out += c
-    return out
-
-
-def _erf_block(x: Array) -> Array:
-    size = np.abs(x)
-    out = np.empty_like(x)
-    small, large = size <= 0.46875, size > 4.0
-    s = x[small]
-    s2 = s * s
-    out[small] = s * _polynomial(_ERF_SMALL[0], s2) / _polynomial(_ERF_SMALL[1], s2)
-    middle = ~(small | large)  # includes NaN
-    m = size[middle]
-    erfc = np.exp(-m * m) * _polynomial(_ERFC_MIDDLE[0], m) / _polynomial(_ERFC_MIDDLE[1], m)
-    out[middle] = np.copysign(1.0 - erfc, x[middle])
-    if large.any():
-        t = np.minimum(size[large], 10.0)
-        inverse = 1.0 / (t * t)
-        tail = inverse * _polynomial(_ERFC_LARGE[0], inverse) / _polynomial(_ERFC_LARGE[1], inverse)
-        erfc = np.exp(-t * t) / t * (1.0 / np.sqrt(np.pi) - tail)
-        out[large] = np.copysign(1.0 - erfc, x[large])
-    return out
-
-
 def erf(x: Any) -> Array:
-    """The error function in double precision (absolute error below 1e-15)."""
-    flat = np.asarray(x, dtype=np.float64).reshape(-1)
-    out = np.empty_like(flat)
-    for start in range(0, flat.size, _ERF_BLOCK):
-        out[start : start + _ERF_BLOCK] = _erf_block(flat[start : start + _ERF_BLOCK])
-    result: Array = out.reshape(np.shape(x))
+    """The error function in double precision."""
+    from scipy.special import erf as of_floats  # slow to import, and most models need none of it
+
+    result: Array = np.asarray(of_floats(np.asarray(x, dtype=np.float64)))
     return result
 
 

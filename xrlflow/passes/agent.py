@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.ppo import orthogonal
 from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.learn.states import check_weights
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.passes.compiler import Compiler
 from xrlflow.passes.environment import COMPUTATIONS, FIGURES, HISTORY, Configuration, Masking, Observation
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "passes agent"
 # Figures (log2 of operations, bytes and flops, relative operations, horizon left, log2 of functions) are brought to

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xrlflow.passes.compiler import Module, Summary
-from xrlflow.sqlite import Layout, SharedFile, cache_directory
+from xrlflow.storage.sqlite import Layout, SharedFile, cache_directory
 
 VERSION = 1
 _PATIENCE = 20.0  # seconds that a writer waits for another process

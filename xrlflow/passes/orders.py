@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow import files
 from xrlflow.backends.statistics import median_interval
 from xrlflow.passes.cache import Cache
 from xrlflow.passes.compiler import Comparison, Compiler, CompilerError, Metric, Module
 from xrlflow.passes.pretrained import PRETRAINED, SEQUENCE
 from xrlflow.passes.searches import Budget, Interrupted, Order, beam, evolve, greedy, random, refined, tree
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
+from xrlflow.storage import files
 
 if TYPE_CHECKING:
     from xrlflow.learn.log import Logs

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from xrlflow.checkpoint import CheckpointError
 from xrlflow.learn.segments import SegmentCategorical
 from xrlflow.learn.threads import one_thread
 from xrlflow.passes.agent import Agent
@@ -16,6 +15,7 @@ from xrlflow.passes.environment import Masking, Observation, PassEnv, Problem
 from xrlflow.passes.searches import Budget, Explorer, Meter, Node, Order, TreeConfig, tree, without_effect
 from xrlflow.passes.searches.sequences import improve
 from xrlflow.passes.searches.steps import until_over
+from xrlflow.storage.checkpoint import CheckpointError
 
 # Chooses an action for an observation.
 _Choose = Callable[[Observation], int]

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, Stats, collect, update
 from xrlflow.learn.states import adam_state, check_weights, number, under
@@ -29,6 +28,7 @@ from xrlflow.passes.agent import Agent, AgentConfig, random_agent
 from xrlflow.passes.compiler import Compiler
 from xrlflow.passes.environment import Masking, Observation, Problem
 from xrlflow.passes.lessons import Lessons, Teaching, Trained, score
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "training of a passes agent"
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from xrlflow import deadline
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
+from xrlflow.common import deadline
 from xrlflow.cost import InContextBenchmark
 from xrlflow.cost.history import History
 from xrlflow.ir import Graph

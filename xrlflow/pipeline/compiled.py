@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from xrlflow import deadline, lowering
+from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.children import Child
-from xrlflow.backends.tvm.algorithms import multiplies_less
-from xrlflow.lowering import Choice, Lowered
+from xrlflow.backends.onnxruntime import measure
+from xrlflow.backends.tvm import TvmModel
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget, compare_there, repeated, running
+from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
+from xrlflow.common import deadline
+from xrlflow.ir import Graph
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
@@ -16,7 +23,37 @@ from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.verifier import VerificationFailed, Verifier, check_without
 from xrlflow.report import compared_with
+from xrlflow.search.result import SearchNode
+from xrlflow.tuning.lowering import Lowering
 from xrlflow.verify import Verification
+
+Export = Callable[[Graph], str]
+"""Writes a graph as an ONNX file and returns the path."""
+# The most proposals that are compiled besides the original graph.
+_AT_MOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A compiled graph: the path of the shared library, and its milliseconds if it was measured.
+
+    `compared`: measured against the compiled original, on a remote device.
+    """
+
+    found: SearchNode
+    path: str
+    model: TvmModel
+    milliseconds: float | None = None
+    compared: RepeatedComparison | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The result of `lower_best`, with remarks for the user. `interrupted`: by Ctrl-C, before it could compare."""
+
+    lowered: Lowered
+    remarks: tuple[str, ...]
+    interrupted: bool = False
 
 
 def finish(context: Context, start: Start, explored: Explored) -> Finished:
@@ -63,7 +100,7 @@ def _verified(context: Context, lowered: Lowered) -> Verification | None:
     assert context.target is not None
     with (
         context.clock.phase("verify"),
-        lowering.running(context.target, lowered.path, lowered.model) as runner,
+        running(context.target, lowered.path, lowered.model) as runner,
     ):
         return Verifier(context).check_compiled(runner, lowered.model.sizes)
 
@@ -73,7 +110,7 @@ def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
     context.say("compile", note="with TVM")
     with clock.phase("compile"), Child(TMPDIR=context.folder) as child, deadline.within(clock.limit):
-        choice = lowering.lower_best(
+        choice = lower_best(
             replace(context.lowering, child=child), context.original, start.base, explored.proposals, context.write,
             context.feeds if options.measure else None, lambda: clock.limit - time.monotonic(), interrupted,
         )  # fmt: skip
@@ -83,3 +120,131 @@ def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
     if choice.interrupted or interrupted:
         clock.hurry()
     return choice
+
+
+def lower_best(
+    how: Lowering,
+    original: str | bytes,
+    base: SearchNode,
+    proposals: Sequence[SearchNode],
+    export: Export,
+    feeds: Mapping[str, Any] | None,
+    time_left: Callable[[], float],
+    hurried: bool = False,
+) -> Choice:
+    """Compile the imported graph and the best proposals, and choose what runs fastest.
+
+    Kernels that the store knows are compiled as they were tuned. With `feeds`, all models are measured in turns,
+    together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote device has
+    no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would not fit
+    into the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C the
+    model compiled first is kept. Raises BackendError if the original graph cannot be compiled, and KeyboardInterrupt if
+    there is nothing to keep.
+    """
+    # The best proposal is among the proposals already.
+    different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
+    cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
+    compiling = _Compiling(how, base, export, time_left, feeds is None)
+    made = compiling.made
+    try:
+        # Without measuring, take the best by modelled cost that can be compiled.
+        compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
+        if feeds is None:
+            return Choice(made[0], tuple(compiling.remarks))
+        limit = max(2.0, min(5.0 if hurried else 15.0, 0.3 * time_left()))
+        if how.target.remote is not None:
+            best, said = _best_there(how.target, made, feeds, limit)
+        else:
+            best, said = _best_here(how, original, made, feeds, limit)
+    except KeyboardInterrupt:
+        if not made:
+            raise
+        compiling.remarks.append(
+            "interrupted before the compiled graphs were compared: the first of them is kept"
+        )
+        return Choice(made[0], tuple(compiling.remarks), interrupted=True)
+    return Choice(best, (*compiling.remarks, *said))
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """Compiles graphs one after the other: `made`, with remarks on failures. `alone`: stop after the first success."""
+
+    how: Lowering
+    base: SearchNode
+    export: Export
+    time_left: Callable[[], float]
+    alone: bool
+    made: list[Lowered] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def compile_all(self, wanted: Sequence[SearchNode]) -> None:
+        """Compile these graphs. Raises BackendError if the original graph cannot be compiled."""
+        longest = 0.0
+        for index, found in enumerate(wanted):
+            before = self.time_left()
+            if self.made and (self.alone or before < 3 * longest):
+                return
+            path = os.path.join(self.how.folder, f"compiled{index}.so")
+            try:
+                model = self.how.compiled(self.export(found.state.graph), path)
+            except BackendError as error:
+                if found is self.base and not self.made:
+                    raise
+                self.remarks.append(f"a proposal was dropped: {error}")
+                continue
+            self.made.append(Lowered(found, path, model))
+            longest = max(longest, before - self.time_left())
+
+
+def _best_here(
+    how: Lowering, original: str | bytes, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+) -> tuple[Lowered, tuple[str, ...]]:
+    """The fastest model on this machine, measured in turns with the original in ONNX Runtime: (choice, remarks)."""
+    measured = measure(
+        [original, *(lowered.path for lowered in made)], dict(feeds), threads=how.threads, time_limit=limit,
+        target_width=0.02, control=False, session_options=how.session_options,
+    )  # fmt: skip
+    timed = [
+        replace(lowered, milliseconds=latency.median_ms)
+        for lowered, latency in zip(made, measured.latencies[1:])
+    ]
+    remarks = [
+        f"ONNX Runtime runs the original in {measured.latencies[0].median_ms:.2f} ms",
+        f"TVM runs the original graph in {timed[0].milliseconds:.2f} ms",
+    ]
+    if len(timed) > 1:
+        others = ", ".join(f"{lowered.milliseconds:.2f}" for lowered in timed[1:])
+        remarks.append(f"and what the search found in {others} ms")
+    return min(timed, key=lambda lowered: lowered.milliseconds or 0.0), tuple(remarks)
+
+
+def _best_there(
+    target: ExecutionTarget, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+) -> tuple[Lowered, tuple[str, ...]]:
+    """The fastest model on the remote device, with a comparison to the first one: (choice, remarks).
+
+    The best of several measurements looks better than it is, so the comparison is measured in another session. A model
+    that is not clearly faster there is not chosen.
+    """
+    if len(made) == 1:
+        return made[0], (f"nothing measured on remote device {target.remote}: no other graph was compiled",)
+    files = [(lowered.path, lowered.model) for lowered in made]
+    measured = compare_there(target, files, feeds, 0.5 * limit)
+    times = [latency.median_ms for latency in measured.latencies]
+    fastest = min(range(len(made)), key=times.__getitem__)
+    others = ", ".join(f"{milliseconds:.2f}" for milliseconds in times[1:])
+    remarks = (
+        f"measured on remote device {target.remote}, in one session, without ONNX Runtime",
+        f"TVM runs the original graph there in {times[0]:.2f} ms, and what the search found in {others} ms",
+    )
+    first = replace(made[0], milliseconds=times[0])
+    if fastest == 0:
+        return first, remarks
+    # A slow model needs all of the time for an interval; other models end when theirs is narrow.
+    again = compare_there(target, [files[0], files[fastest]], feeds, limit)
+    said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
+    if not again.speedup.faster:
+        return first, (*remarks, said.format("not "))
+    chosen = replace(made[fastest], milliseconds=again.latencies[1].median_ms, compared=repeated(again))
+    return chosen, (*remarks, said.format(""))

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
-from xrlflow.backends.tvm.algorithms import Algorithms
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.cost import Database
 from xrlflow.ir import Graph
-from xrlflow.lowering import ExecutionTarget, Lowering
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
 from xrlflow.options import Options
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library
 from xrlflow.search import Budget, SearchNode
+from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.one_shot.predictor import for_compiling
 from xrlflow.tuning.store import Store
 

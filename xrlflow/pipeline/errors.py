@@ -6,7 +6,7 @@ from xrlflow.backends import BackendError
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
 from xrlflow.search import TraceError
-from xrlflow.stores import StoreError
+from xrlflow.storage.stores import StoreError
 from xrlflow.verify import VerificationError
 
 CORRECTABLE = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrlflow.cost import AdditiveCost, CostModel, Roofline, in_time
+from xrlflow.cost import AdditiveCost, CostModel, Placed, Roofline, in_time
 from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 # Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
 _SEARCH_AT_LEAST = 2.0
-# The part of an agent's training time that greedy search may take before.
-_GREEDY_AT_MOST = 0.1
+# What greedy search may take before an agent searches: seconds, and the part of its training time.
+_GREEDY_SECONDS, _GREEDY_AT_MOST = 1.5, 0.1
+# What is lost without the agent: the geometric means of docs/benchmarks/latency.md, 1.131 and 1.133.
+_LOST = "greedy search took its place, whose results are 0.2% slower on average"
 # Seconds that loading the agent takes, and torch with one that is trained.
 _AGENT_LOADING, _TORCH_LOADING = 0.5, 3.0
 # What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in so many
@@ -121,17 +123,19 @@ def _with_agent(
     options = context.options
     if not base.state.candidates and options.agent is None:
         return SearchResult(base, (base,), 0, 0, 0.0, False)
-    # On a busy machine, and with a short limit, loading the agent may leave it no time: then there is this.
-    quickly = limits.deadline
-    if train_until is not None:  # by costs that are slow, greedy search would take it all
-        quickly = time.monotonic() + _GREEDY_AT_MOST * (train_until - time.monotonic())
+    loading = _TORCH_LOADING if options.search == RLFLOW or options.train_steps else _AGENT_LOADING
+    late = time.monotonic() + loading > context.clock.budget.select_until
+    if options.agent is None and train_until is None and late:
+        where = " in the search by the prices of kernels" if isinstance(model, Placed) else ""
+        context.notes.append(f"there was no time for the agent{where} (--time-limit): {_LOST}")
+        return greedy(base.state, base.cost, limits)
+    # By costs that are slow, greedy search would take all the time. The agent begins with it, too.
+    now = time.monotonic()
+    quickly = now + (_GREEDY_SECONDS if train_until is None else _GREEDY_AT_MOST * (train_until - now))
+    if limits.deadline is not None:
+        quickly = min(quickly, limits.deadline)
     quick = greedy(base.state, base.cost, Limits(options.budget, quickly))
     if quick.interrupted:
-        return quick
-    loading = _TORCH_LOADING if options.search == RLFLOW or options.train_steps else _AGENT_LOADING
-    late = time.monotonic() + loading > context.clock.budget.begin_comparing_until
-    if options.agent is None and train_until is None and late:
-        context.notes.append("there was no time for the agent: greedy search took its place (--time-limit)")
         return quick
     try:
         result = _by_agent(context, base, model, limits, train_until)
@@ -148,7 +152,6 @@ def _by_agent(
 ) -> SearchResult:
     """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
     is no agent."""
-    from xrlflow.checkpoint import CheckpointError
     from xrlflow.rl.features import Featuriser
     from xrlflow.rl.mcts import tree_search
     from xrlflow.rl.network import Network
@@ -156,6 +159,7 @@ def _by_agent(
     from xrlflow.rl.pretrained import DREAMER, PRETRAINED
     from xrlflow.rl.situation import choices
     from xrlflow.rl.strategy import PolicyError, agent_search
+    from xrlflow.storage.checkpoint import CheckpointError
 
     options = context.options
     shipped = DREAMER if options.search == RLFLOW else PRETRAINED

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.tvm import TvmModel
-from xrlflow.backends.tvm.algorithms import Chosen
-from xrlflow.backends.tvm.hybrid import Hybrid
+from xrlflow.backends.tvm.kernels.algorithms import Chosen
+from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start

@@ -7,7 +7,9 @@ it is compared with the original and verified like any other result. Otherwise t
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +18,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from xrlflow import deadline
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.children import Child
 from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.protocol import OutOfTime
-from xrlflow.backends.tvm.algorithms import multiplies_less
-from xrlflow.backends.tvm.hybrid import Hybrid, open_inputs
+from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
+from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
+from xrlflow.common import deadline
 from xrlflow.ir import Graph
-from xrlflow.lowering import Lowering, load_tvm, missing_for_kernels
 from xrlflow.pipeline import confirm
 from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
 from xrlflow.pipeline.context import Context
@@ -35,6 +36,7 @@ from xrlflow.pipeline.placement import Found, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.pipeline.verifier import check_without
 from xrlflow.search import SearchNode
+from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
 
 MARGIN = 1.02
@@ -43,6 +45,8 @@ MARGIN = 1.02
 _COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02
 # Seconds to load TVM; for each node, to measure its kernel and to compile it; and for a search.
 _LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.06, 2.0
+# What is lost without kernels: the geometric means of docs/benchmarks, 1.426 with them and 1.133 without.
+_LOST = "with them a model is 1.26 times as fast on average"
 # The most of the time limit that is reserved for all that, where a model needs the whole limit.
 _AT_MOST = 0.35
 
@@ -61,6 +65,15 @@ def lacking(context: Context) -> str | None:
     if missing is not None and context.options.backend == "hybrid":
         raise BackendError(f"kernels of our own: {missing}")
     return missing
+
+
+def missing_for_kernels() -> str | None:
+    """What this machine needs to make kernels of our own; None if it has everything."""
+    if importlib.util.find_spec("tvm") is None:
+        return "they need TVM (pip install 'xrlflow[tvm]')"
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        return "they need a C compiler (cc)"
+    return None
 
 
 def compile_seconds(context: Context) -> float:
@@ -162,7 +175,7 @@ def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
     nodes = min(sum(1 for _ in graph.nodes()) for graph in graphs)
     compiling = _LOADING + min(_COMPILE * nodes, _AT_MOST / 2 * (clock.limit - clock.begin))
     if time.monotonic() + compiling + _COMPARING + clock.budget.verification > clock.budget.until:
-        return "there was no time (--time-limit)"
+        return f"there was no time (--time-limit); {_LOST}"
     return None
 
 
@@ -209,7 +222,9 @@ def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
             context.notes.append(f"kernels of our own have no prices: {error}")
             return None
     if time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
-        context.notes.append("no search by the prices of kernels: there was no time (--time-limit)")
+        context.notes.append(
+            "no search for another graph that suits kernels: there was no time (--time-limit)"
+        )
         return None
     try:
         return search_with_kernels(context, start, how, until)
@@ -348,7 +363,8 @@ class _Trials:
                 with deadline.within(self._compile_until()):
                     hybrid = how.hybrid(plain, _sizes(context), path)
             except OutOfTime:
-                self.refused.append("no kernels of our own: there was no time to compile them (--time-limit)")
+                late = "there was no time to compile them (--time-limit)"
+                self.refused.append(f"no kernels of our own: {late}; {_LOST}")
                 return None
             except BackendError as error:
                 self.refused.append(f"no kernels of our own: {error.reason}")

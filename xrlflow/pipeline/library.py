@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import os
 import sys
@@ -12,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from rewrite_rules import LIBRARY
-from xrlflow import lowering
+from rewrite_rules.placement import PLACEMENT, Loses, placement_rules
+from xrlflow.backends import BackendError
+from xrlflow.backends.protocol import USE_ONNXRUNTIME
+from xrlflow.backends.tvm import Tvm
+from xrlflow.backends.tvm.lowering.lower import check_sizes
 from xrlflow.cost import Roofline
-from xrlflow.onnxio import Source, load
+from xrlflow.onnxio import ImportedModel, Source, load
 from xrlflow.options import NONEMPTY, OptionError, Options, check_seed
 from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_by
 from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
-from xrlflow.rewrite.placement import PLACEMENT, Loses, placement_rules
+from xrlflow.search.bodies import simplify
 from xrlflow.workers import Processes
 
 
@@ -38,9 +43,44 @@ def library_for(options: Options) -> Library:
     placed = any(step.family == PLACEMENT for step in steps)
     return Library(
         [rule for rule in kept if placed or rule not in placing], backend=options.runtime, contrib=options.backend_ops,
-        assuming=options.assumptions, runs=lowering.runs if options.compiling else None,
+        assuming=options.assumptions, runs=runs if options.compiling else None,
         least_size=int(NONEMPTY in options.assumptions),
     )  # fmt: skip
+
+
+@functools.cache
+def runs(op: str) -> bool:
+    """Whether TVM has an operator, by its name in the IR (`domain::name` for other domains)."""
+    domain, _, name = op.rpartition("::")
+    return Tvm().supports(name, domain)
+
+
+def check_supported(imported: ImportedModel, library: Library) -> None:
+    """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule writes
+    out.
+
+    The message names the operators and, if a rule refused, its reason: "LSTM (sequence_lens is given)".
+    """
+    check_sizes(value for value in imported.frame.graph.input if value.name not in imported.overridable)
+    graph = imported.graph
+    if all(runs(node.op) for node in graph.nodes()):
+        return
+    left, _ = simplify(graph, library, lambda _: 0.0)
+    missing = sorted({node.op for node in left.nodes() if not runs(node.op)})
+    if not missing:
+        return
+    expansions = library.canonicalising()
+    RewriteState.start(left, expansions)
+    named = []
+    for op in missing:
+        reasons = {
+            reason
+            for name, stats in expansions.stats.items()
+            if op in getattr(expansions.rules[name], "anchors", ())
+            for reason in stats.refused
+        }
+        named.append(f"{op} ({'; '.join(sorted(reasons))})" if reasons else op)
+    raise BackendError(f"TVM cannot lower {', '.join(named)}", USE_ONNXRUNTIME)
 
 
 def placing_rules(options: Options, loses: Loses) -> tuple[RegionRule, ...]:

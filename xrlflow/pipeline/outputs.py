@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xrlflow import files
 from xrlflow.backends.beside import check_library_path
 from xrlflow.backends.tvm import SUFFIX
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
+from xrlflow.storage import files
 
 
 def check_apart(**paths: str | os.PathLike[str] | None) -> None:

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rewrite_rules import LIBRARY
-from xrlflow import files
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.beside import library_of
 from xrlflow.backends.onnxruntime import with_library
 from xrlflow.backends.onnxruntime.profile import OperatorProfile, profile_operators
 from xrlflow.ir import Graph
+from xrlflow.ir.exchange import FORMATS, serialised, to_labelled
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load
 from xrlflow.options import OptionError, Options
 from xrlflow.pipeline.context import Context, runnable
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.outputs import check_writable
 from xrlflow.pipeline.prepare import Early, Start, makers, opened, with_feeds
 from xrlflow.report.page.advice import advice
 from xrlflow.report.page.changes import Changes, Substitution, differences
@@ -32,8 +33,11 @@ from xrlflow.report.page.environment import environment
 from xrlflow.report.page.html import page_html
 from xrlflow.rewrite import AnyRule, RewriteState
 from xrlflow.search import SearchNode, TraceStep
+from xrlflow.storage import files
 
 if TYPE_CHECKING:
+    import networkx
+
     from xrlflow.pipeline.results import Result
 
 _PROOFS = {
@@ -315,8 +319,26 @@ def _no_number(text: str) -> NoReturn:
 
 def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write the page for the data of `Page.to_json`. Raises ModelError if the file cannot be written."""
+    _write(path, page_html(data).encode())
+
+
+def write_networkx(model: Source, path: str | os.PathLike[str]) -> networkx.MultiDiGraph:
+    """Write the graph of a model for other programs, in the format of the path's ending (`ir.exchange`).
+
+    Returns what was written. Raises ModelError, or OptionError for an ending of no format.
+    """
+    check_writable(path)
+    ending = Path(path).suffix
+    if ending not in FORMATS:
+        raise OptionError(f"{os.fspath(path)}: a graph is written as {' or '.join(FORMATS)}: name it so")
+    graph = to_labelled(load(model).graph)
+    _write(path, serialised(graph, ending))
+    return graph
+
+
+def _write(path: str | os.PathLike[str], content: bytes) -> None:
     try:
-        files.write(path, page_html(data).encode())
+        files.write(Path(path), content)
     except OSError as error:
         raise ModelError(
             f"{os.fspath(path)}: cannot be written ({error.strerror}): choose another file"

@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from xrlflow import deadline
-from xrlflow.backends.tvm.operator_times import code_version
+from xrlflow.backends.tvm.library.operator_times import code_version
+from xrlflow.common import deadline
 from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline, calibrated
 from xrlflow.ir import Graph
-from xrlflow.lowering import Lowering
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import search
 from xrlflow.pipeline.library import placing_rules
 from xrlflow.pipeline.prepare import Start
 from xrlflow.rewrite import RewriteState
 from xrlflow.search import SearchNode
+from xrlflow.tuning.lowering import Lowering
 
 # Searches, each with the prices of the operators that the one before came to.
 _ROUNDS = 3

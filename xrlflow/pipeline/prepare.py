@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from xrlflow import deadline, lowering
+from rewrite_rules.placement import without_placement
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.onnxruntime.session import OrtModel
 from xrlflow.backends.protocol import NotFromPython, OutOfTime
-from xrlflow.backends.tvm.remote import Remote
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget, find_target
+from xrlflow.backends.tvm.devices.remote import Remote
+from xrlflow.common import deadline
 from xrlflow.cost import (
     AdditiveCost,
     CostModel,
@@ -31,18 +33,16 @@ from xrlflow.cost.fine_tuning import fine_tuned
 from xrlflow.cost.history import History
 from xrlflow.cost.pretrained import PRETRAINED
 from xrlflow.ir import Graph
-from xrlflow.lowering import ExecutionTarget
 from xrlflow.onnxio import ImportedModel, Source, load, preferring, to_proto
 from xrlflow.ops.schema import OPSET
 from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
 from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.failing import explained
-from xrlflow.pipeline.library import library_for
+from xrlflow.pipeline.library import check_supported, library_for
 from xrlflow.pipeline.trace import Trace, read_trace
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library, RewriteState
-from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import (
     Limits,
     Ratio,
@@ -54,7 +54,7 @@ from xrlflow.search import (
     simplify,
     with_bodies,
 )
-from xrlflow.stores import server_of
+from xrlflow.storage.stores import server_of
 from xrlflow.tuning.store import Store
 from xrlflow.verify import InputsNeeded, feeds_for_measurement
 from xrlflow.verify.inputs import user_case
@@ -110,7 +110,7 @@ class Start:
 def target_of(options: Common) -> ExecutionTarget:
     """The processor and device that a compiled model runs on. Raises BackendError."""
     device = Remote.parse(options.remote) if isinstance(options.remote, str) else options.remote
-    return lowering.find_target(options.cpu, options.triple, device, options.threads)
+    return find_target(options.cpu, options.triple, device, options.threads)
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def opened(
             library = library_for(options)
             store: Store | None = None
             if compiling:
-                lowering.check_supported(imported, library)
+                check_supported(imported, library)
                 store = stack.enter_context(Store(options.store if kernels is None else kernels))
                 store.check()
         yield Context(

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rewrite_rules.placement import without_placement
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm import TvmModel
-from xrlflow.backends.tvm.hybrid import Hybrid
+from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, save_original, to_proto
 from xrlflow.pipeline.context import Context
@@ -26,7 +27,6 @@ from xrlflow.pipeline.verifier import remarks
 from xrlflow.report import Report, finite, operators
 from xrlflow.report.page.html import page_html
 from xrlflow.report.page.summary import summary_html
-from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Verification
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow import deadline
 from xrlflow.backends import BackendError
 from xrlflow.backends.protocol import OutOfTime
+from xrlflow.common import deadline
 from xrlflow.onnxio import ImportedModel, preferring, written_opset
 from xrlflow.ops.schema import OPSET
 from xrlflow.pipeline.context import Context

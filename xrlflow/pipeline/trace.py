@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xrlflow import files
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError
 from xrlflow.search import TraceStep
+from xrlflow.storage import files
 
 
 @dataclass(frozen=True, slots=True)

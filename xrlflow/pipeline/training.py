@@ -45,7 +45,6 @@ def train(
     quiet: bool = True,
 ) -> Trained:
     """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, standard error gets a line per iteration."""
-    from xrlflow.checkpoint import CheckpointError, check_savable
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
     from xrlflow.rl.agent import Agent
@@ -53,6 +52,7 @@ def train(
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.parameters import AgentConfig
     from xrlflow.rl.world_model.files import world_path
+    from xrlflow.storage.checkpoint import CheckpointError, check_savable
 
     if isinstance(models, (str, bytes, os.PathLike)):
         raise OptionError(f"models is one path, {models!r}: give a list of them")
@@ -98,8 +98,8 @@ def train(
 def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -> None:
     """Raise OptionError if a run to go on with was evaluated on other files: its best agent is not that of these.
     Raises CheckpointError."""
-    from xrlflow.checkpoint import load_checkpoint
     from xrlflow.rl.train import KIND, state_path
+    from xrlflow.storage.checkpoint import load_checkpoint
 
     if not state_path(output).exists():
         return
@@ -206,11 +206,11 @@ def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] 
     """The best agent that a run with a world model left in this file, with the world model, if it had one by then, and
     the number of its rounds. None if the file is anything else. Raises OptionError for a run without a world model, and
     CheckpointError for a world model that does not fit."""
-    from xrlflow.checkpoint import CheckpointError
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.train import state_path
     from xrlflow.rl.world_model.files import load_world, world_path
+    from xrlflow.storage.checkpoint import CheckpointError
 
     if state_path(output).exists():
         raise OptionError(

@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xrlflow import lowering
 from xrlflow.backends import BackendError
 from xrlflow.backends.results import SpeedUp
+from xrlflow.backends.tvm.devices.execution import running
 from xrlflow.cost import Roofline
 from xrlflow.ir import Graph
-from xrlflow.lowering import TunedModel, TuningPlan
 from xrlflow.onnxio import Source
 from xrlflow.options import Options, TuneOptions
 from xrlflow.pipeline.confirm import final
@@ -24,6 +23,7 @@ from xrlflow.pipeline.verifier import Verifier
 from xrlflow.report import Listener, bounds, finite
 from xrlflow.search import simplify
 from xrlflow.tuning.crew import PoolError
+from xrlflow.tuning.models import TunedModel, TuningPlan, tune_model
 from xrlflow.tuning.session import Progress
 from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.verify import Verification
@@ -104,7 +104,7 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         found = _tuned(context, options, graphs)
         verification: Verification | None = None
         if options.verify:
-            with lowering.running(target, found.path, found.model) as runner:
+            with running(target, found.path, found.model) as runner:
                 verification = Verifier(context, held=False).check_compiled(runner, found.model.sizes)
         compared = found.compared
         if options.measure and target.remote is None:
@@ -144,9 +144,7 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
                 Method(options.method), trials, options.batch, options.time_limit, options.seed,
                 None if options.ray is None else place,
             )  # fmt: skip
-            return lowering.tune_model(
-                context.lowering, context.original, graphs, context.feeds, plan, tell, hurried
-            )
+            return tune_model(context.lowering, context.original, graphs, context.feeds, plan, tell, hurried)
     except PoolError as error:
         raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow import files
 from xrlflow.backends import BackendError
 from xrlflow.backends.beside import check_unedited, library_of
 from xrlflow.backends.onnxruntime import Options, load_library, open_model, with_library
@@ -20,6 +19,7 @@ from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, check_seed
 from xrlflow.pipeline.context import runnable
+from xrlflow.storage import files
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case
 

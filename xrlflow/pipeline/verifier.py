@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xrlflow import deadline
+from rewrite_rules.placement import without_placement
 from xrlflow.backends.protocol import CompiledModel
+from xrlflow.common import deadline
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, load
 from xrlflow.options import NONEMPTY
@@ -17,7 +18,6 @@ from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start, restarted
 from xrlflow.prover.thresholds import limits, written
 from xrlflow.rewrite import AnyRule, RewriteState
-from xrlflow.rewrite.placement import without_placement
 from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import (
     GUARD,

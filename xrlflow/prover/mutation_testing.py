@@ -28,11 +28,12 @@ from xrlflow.prover.cases import (
     whole_types,
 )
 from xrlflow.prover.errors import check_errors
+from xrlflow.prover.hooks import without
 from xrlflow.prover.machine import integers
 from xrlflow.prover.mutants import Call, MutatingBuilder, Mutation, RecordingBuilder
 from xrlflow.prover.ranges import check_ranges
 from xrlflow.prover.sketch import Problem, check_types
-from xrlflow.rewrite import AnyRule, Library, Val, without
+from xrlflow.rewrite import AnyRule, Library, Val
 from xrlflow.rewrite.rule import Site
 
 # The number of cases on which each mutant is tried first, and on which a survivor is tested thoroughly.
@@ -242,10 +243,8 @@ class Hunt:
     ) -> bool:
         """Whether a test rejects a case that exists only without the condition. Cases that pass add to `passed`."""
         for problem in problems:
-            try:
-                with without(site):  # only here: the problems are drawn with the condition
-                    cases, _ = find_cases(self.library, problem)
-            except Exception:  # the rule needs the condition, unless the graph is meaningless
+            cases = self._cases_without(site, problem)
+            if cases is None:  # the rule needs the condition, unless the graph is meaningless
                 if not usable(problem, self.rng):
                     continue
                 return True
@@ -256,6 +255,14 @@ class Hunt:
                 if rejected is not None:
                     passed.append(problem)
         return False
+
+    def _cases_without(self, site: Site, problem: Problem) -> list[Case] | None:
+        """What the rule does to a problem, which was drawn with the condition, without it; None if it fails."""
+        with without(site):
+            try:
+                return find_cases(self.library, problem)[0]
+            except Exception:
+                return None
 
 
 def _check_fit(mutant: Case) -> None:

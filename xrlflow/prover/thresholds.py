@@ -18,7 +18,8 @@ import numpy as np
 
 from xrlflow.ir import DType
 from xrlflow.ir.dims import LARGEST
-from xrlflow.rewrite import AnyRule, RegionRule, Rule, watched
+from xrlflow.prover.hooks import watched
+from xrlflow.rewrite import AnyRule, RegionRule, Rule
 
 # Numbers up to this occur among drawn sizes.
 DRAWN = 6

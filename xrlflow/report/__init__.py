@@ -1,4 +1,4 @@
-"""Results as tables, JSON and progress bars."""
+"""Results as tables and JSON, progress, learning curves."""
 
 from xrlflow.report.progress import Listener, progress
 from xrlflow.report.reasons import compared_with, no_search, not_verified_in_time, nothing_chosen

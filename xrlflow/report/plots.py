@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow import files
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
+from xrlflow.storage import files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

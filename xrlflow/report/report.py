@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.results import Latency, SpeedUp
-from xrlflow.backends.tvm.algorithms import Chosen
+from xrlflow.backends.tvm.kernels.algorithms import Chosen
 from xrlflow.ir import Body, Graph
 from xrlflow.search import Ratio, Trial
 

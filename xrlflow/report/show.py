@@ -14,11 +14,11 @@ from rich.text import Text
 
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm.algorithms import Chosen, multiplies_less
+from xrlflow.backends.tvm.kernels.algorithms import Chosen, multiplies_less
+from xrlflow.common.text import printable, printable_words
 from xrlflow.prover import Certificate
 from xrlflow.report.reasons import PHASES
 from xrlflow.report.report import Report
-from xrlflow.text import printable, printable_words
 from xrlflow.verify import HEADERS, Verification
 
 

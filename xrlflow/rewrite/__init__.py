@@ -1,4 +1,4 @@
-"""Rewriting: the rule DSL, patterns, incremental matching, rewrite states."""
+"""Rewriting: the rule language, patterns and the plans that match them, incremental matching, rewrite states."""
 
 from xrlflow.rewrite.build import GraphBuilder
 from xrlflow.rewrite.library import Library, RuleStats
@@ -20,8 +20,6 @@ from xrlflow.rewrite.rule import (
     declared_in,
     profitable,
     require,
-    watched,
-    without,
 )
 from xrlflow.rewrite.state import Match, RewriteState
 
@@ -48,6 +46,4 @@ __all__ = [
     "evaluate_small",
     "profitable",
     "require",
-    "watched",
-    "without",
 ]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import ModuleType
@@ -48,46 +47,13 @@ class Contradiction(RuleError):
     """The type of a target's result contradicts the type of the value that it replaces."""
 
 
-_dropped: set[Site] = set()
-
-
-@contextmanager
-def without(site: Site) -> Iterator[None]:
-    """Drop one `require` while the context lasts. This makes mutants, which a proof must reject."""
-    _dropped.add(site)
-    try:
-        yield
-    finally:
-        _dropped.discard(site)
-
-
-# Set by `watched`: maps the numbers that rules read.
-_shown: Callable[[Any], Any] | None = None
-
-
-@contextmanager
-def watched(show: Callable[[Any], Any]) -> Iterator[None]:
-    """While the context lasts, rules read `show(x)` for each size, constant's number and attribute `x`.
-
-    This is for conditions only, not for targets.
-    """
-    global _shown
-    before, _shown = _shown, show
-    try:
-        yield
-    finally:
-        _shown = before
-
-
 def require(condition: object, reason: str) -> None:
     """Refuse the match unless the condition holds. This is for legality; for profitability see `profitable`."""
     if not condition:
         frame = sys._getframe(1)
-        site = (frame.f_code.co_filename, frame.f_lineno)
-        if site not in _dropped:
-            refused = Refused(reason)
-            refused.site = site
-            raise refused
+        refused = Refused(reason)
+        refused.site = (frame.f_code.co_filename, frame.f_lineno)
+        raise refused
 
 
 def profitable(condition: object, reason: str) -> None:
@@ -127,7 +93,7 @@ class Val:
         """The dimensions; refuses the match if not even the rank is known."""
         if self.type.shape is None:
             raise Refused("a rank is not known")
-        return self.type.shape if _shown is None else _shown(self.type.shape)
+        return self.type.shape
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -143,8 +109,7 @@ class Val:
 
     @property
     def rank(self) -> int:
-        rank = len(self.shape)
-        return rank if _shown is None else _shown(rank)
+        return len(self.shape)
 
     @property
     def dtype(self) -> DType:
@@ -176,14 +141,12 @@ class Val:
     @property
     def uniform(self) -> float | None:
         """The number that all elements of a small constant are equal to; None if there is none."""
-        found = self.graph.leaves.uniform(self.value)
-        return found if _shown is None else _shown(found)
+        return self.graph.leaves.uniform(self.value)
 
     @property
     def ints(self) -> tuple[int, ...]:
         """The numbers of a small integer constant (shape, axes), flattened."""
-        numbers = tuple(int(i) for i in np.ravel(self.array))
-        return numbers if _shown is None else _shown(numbers)
+        return tuple(int(i) for i in np.ravel(self.array))
 
     @property
     def scalar(self) -> float:
@@ -191,8 +154,7 @@ class Val:
         array = self.array
         if array.size != 1:
             raise Refused("a constant is not a scalar")
-        number = float(array.reshape(()))
-        return number if _shown is None else _shown(number)
+        return float(array.reshape(()))
 
     def __repr__(self) -> str:
         return f"{self.type}"
@@ -459,10 +421,9 @@ class Captures:
 
     def __getattr__(self, name: str) -> Any:
         try:
-            value = self._values[name]
+            return self._values[name]
         except KeyError:
             raise AttributeError(f"the source captures no attribute {name!r}") from None
-        return value if _shown is None else _shown(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -653,6 +614,4 @@ __all__ = [
     "parse_shapes",
     "profitable",
     "require",
-    "watched",
-    "without",
 ]

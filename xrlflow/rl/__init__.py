@@ -1,1 +1,2 @@
-"""Agents that choose substitutions: environment, features, encoder, training, search with a trained agent."""
+"""X-RLflow's agents, which choose substitutions: environment, features, encoder, training, search with a
+trained agent."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+from xrlflow.common.text import printable, shortened
 from xrlflow.rewrite import Library
 from xrlflow.rl.features import (
     CANDIDATE_FEATURES,
@@ -23,7 +23,7 @@ from xrlflow.rl.features import (
     NODE_FEATURES,
     Vocabulary,
 )
-from xrlflow.text import printable, shortened
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "agent"
 # The arrays whose rows belong to the words of a vocabulary. Row 0 is for unknown words.

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.cost import AdditiveCost, NoTimeLeft
 from xrlflow.learn.log import Logs
 from xrlflow.learn.ppo import PPOConfig, Rollout, Stats, TrainingError, update
@@ -49,6 +48,7 @@ from xrlflow.rl.workers import (
     parameters_of,
 )
 from xrlflow.search import simplify
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.workers import Place
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""Search strategies over rewrite states and cost models."""
+"""Search strategies over rewrite states and cost models: greedy, TASO's, with lookahead, random. Bodies of control flow
+are searched before the graph around them (`bodies`), and what a search found is chosen from (`select`)."""
 
 from xrlflow.search.bodies import simplify, with_bodies
 from xrlflow.search.budget import Budget

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 DEFAULT_LIMIT = 60.0
-# The part of the limit after which searching must be over.
-_SEARCH_UNTIL = 0.3
+# The part of the limit after which searching must be over, and seconds of a search for which kernels give way: an agent
+# is loaded and searches 2,000 nodes.
+_SEARCH_UNTIL, _SEARCH_FIRST = 0.3, 4.0
 # The parts of the limit that training may take where it was asked for, the first that leaves enough, and its part of
 # the search's time otherwise.
 _TRAINING, _TRAINING_IN_SEARCH = (0.5, 0.4, 0.3, 0.2), 0.6
@@ -114,8 +115,12 @@ class Budget:
 
     @property
     def select_until(self) -> float:
-        """The moment at which comparisons of whole models must be over."""
-        return self.compile_until - self.reserved
+        """The moment at which comparisons of whole models must be over.
+
+        What is reserved for kernels gives way to a short search and, if the model is not slow, to a comparison.
+        """
+        needed = _SEARCH_FIRST + (0.0 if self.latency > _SLOW else self._starting)
+        return max(self.compile_until - self.reserved, min(self.begin + needed, self.compile_until))
 
     @property
     def compile_until(self) -> float:
@@ -131,7 +136,12 @@ class Budget:
     @property
     def begin_comparing_until(self) -> float:
         """The moment from which no further comparison of whole models begins."""
-        return self.select_until - 2 * self.loading - _COMPARE_RUNS_AT_LEAST * self.latency
+        return self.select_until - self._starting
+
+    @property
+    def _starting(self) -> float:
+        """The fewest seconds of a comparison of whole models."""
+        return 2 * self.loading + _COMPARE_RUNS_AT_LEAST * self.latency
 
     @property
     def each_comparison(self) -> float:

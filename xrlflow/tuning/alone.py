@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.compiled import Interface, TvmModel, Value
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.lower import compile_module
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.lowering.compiled import Interface, TvmModel, Value
+from xrlflow.backends.tvm.lowering.lower import compile_module
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule

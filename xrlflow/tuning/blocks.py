@@ -19,8 +19,9 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.bands import (
+from xrlflow.backends.tvm.fusion.tiles import with_steps
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.bands import (
     Form,
     Plan,
     Tile,
@@ -29,16 +30,15 @@ from xrlflow.backends.tvm.bands import (
     packed_expansion,
     packed_projection,
 )
-from xrlflow.backends.tvm.bands_plan import cost, plan, plans, usual
-from xrlflow.backends.tvm.building import FLOAT
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.joined import joined
-from xrlflow.backends.tvm.loops import Loop, loops_of_bands, weights_of_bands
-from xrlflow.backends.tvm.lower import fuse, schedule_all
-from xrlflow.backends.tvm.steps import Step, extras_of
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.tiles import with_steps
-from xrlflow.backends.tvm.ways import Floats, is_typed
+from xrlflow.backends.tvm.kernels.bands_plan import cost, plan, plans, usual
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.kernels.loops import Loop, loops_of_bands, weights_of_bands
+from xrlflow.backends.tvm.kernels.steps import Step, extras_of
+from xrlflow.backends.tvm.kernels.ways import Floats, is_typed
+from xrlflow.backends.tvm.lowering.joined import joined
+from xrlflow.backends.tvm.lowering.lower import fuse, schedule_all
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
 from xrlflow.tuning.measurable import key_of
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xrlflow.cost.machine import cpu_name
-from xrlflow.exclusive import measuring
+from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.crew import JobCrew, PoolError, Work, fork_server, local_crew
 from xrlflow.tuning.worker import Answer, Build, Built, Job, moved, paths_of
 from xrlflow.workers import Crew, Kind, Place, WorkerError

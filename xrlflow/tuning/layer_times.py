@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import bands
-from xrlflow.backends.tvm.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats, Form, Way
+from xrlflow.backends.tvm.kernels import bands
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.ways import Floats, Form, Way
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable, W

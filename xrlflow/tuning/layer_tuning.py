@@ -13,8 +13,8 @@ from typing import Any
 
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats
+from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.layer_times import deviation
 from xrlflow.tuning.measurable import Measurable
@@ -32,6 +32,9 @@ from xrlflow.tuning.worker import Timing
 
 # So many kernels of a layer, the fastest by a predictor, are measured first.
 _PREDICTED = 8
+
+COLD_PRIVATE_CACHES = Timing(samples=10, flush=True)
+"""How the kernels of a model are timed: other kernels have just replaced their weights in the cores' own caches."""
 
 
 @dataclass(frozen=True, eq=False)

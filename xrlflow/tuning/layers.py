@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm import direct, tiles
-from xrlflow.backends.tvm.algorithms import Algorithm
-from xrlflow.backends.tvm.joined import joined
-from xrlflow.backends.tvm.layers_fusion import estimates, plain
-from xrlflow.backends.tvm.loops import Loop, loops_of, weights_of
-from xrlflow.backends.tvm.lower import schedule_all
+from xrlflow.backends.tvm.fusion import tiles
+from xrlflow.backends.tvm.fusion.layers import estimates, plain
+from xrlflow.backends.tvm.kernels import direct
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm
+from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, weights_of
+from xrlflow.backends.tvm.kernels.ways import GENERATORS, Floats, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.lowering.joined import joined
+from xrlflow.backends.tvm.lowering.lower import schedule_all
 from xrlflow.backends.tvm.schedules import Choice
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import GENERATORS, Floats, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
 from xrlflow.tuning.measurable import key_of
 

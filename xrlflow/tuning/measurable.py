@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from xrlflow.backends.tvm.loops import Loop
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats
+from xrlflow.backends.tvm.kernels.loops import Loop
+from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.tasks import module_key
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.remote import PATIENCE, Remote, count_devices
+from xrlflow.backends.tvm.devices.remote import PATIENCE, Remote, count_devices
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.crew import JobCrew, PoolError, Work, fork_server, local_crew
 from xrlflow.tuning.distant import distant_crew
 from xrlflow.tuning.tuners.protocol import Measurement

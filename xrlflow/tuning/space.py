@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats
+from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.knobs import Candidate, Indices, Knob, KnobError, Vector
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from xrlflow.backends.tvm.import_tvm import tvm
-from xrlflow.backends.tvm.stack import CODE
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.stack import CODE
 from xrlflow.cost.machine import cpu_name
-from xrlflow.sqlite import Layout, Row, cache_directory
-from xrlflow.stores import StoreError, Where, opened
+from xrlflow.storage.sqlite import Layout, Row, cache_directory
+from xrlflow.storage.stores import StoreError, Where, opened
 from xrlflow.tuning.tasks import Task, target_text
 from xrlflow.tuning.tuners.protocol import Measurement
 

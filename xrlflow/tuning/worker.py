@@ -28,9 +28,9 @@ import numpy as np
 
 from xrlflow.backends.placement import cache_levels
 from xrlflow.backends.protocol import Array, BackendError, one_line
-from xrlflow.backends.tvm.import_tvm import from_json, tvm
-from xrlflow.backends.tvm.remote import DeviceError, Remote, connect, use_threads, what_happened
-from xrlflow.backends.tvm.target import compiler, linker
+from xrlflow.backends.tvm.devices.remote import DeviceError, Remote, connect, use_threads, what_happened
+from xrlflow.backends.tvm.toolchain.import_tvm import from_json, tvm
+from xrlflow.backends.tvm.toolchain.target import compiler, linker
 from xrlflow.workers import Unable
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]

@@ -1,4 +1,5 @@
-"""Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics."""
+"""Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics. Inputs
+are drawn (`inputs`), and a substitution that is to blame is found by bisection (`bisect`)."""
 
 from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
 from xrlflow.verify.branches import GUARD

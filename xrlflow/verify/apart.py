@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from xrlflow import deadline
 from xrlflow.backends.children import Child, ChildDied
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.verify.runner import Model, first_line, opened
 
 # Seconds for starting the process and one run together.

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from xrlflow import deadline
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.ir import FLOATS
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.compare import is_float

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow import deadline
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, CompiledModel, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.verify.apart import run_apart

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from xrlflow import deadline
 from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
 from xrlflow.onnxio import ImportedModel
 from xrlflow.verify.apart import run_apart
 from xrlflow.verify.branches import deciding, has_branches, watched

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow import deadline
+from xrlflow.common import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
 from xrlflow.ops.eval_qlinear import ROUNDINGS
 from xrlflow.ops.evaluate import REALS, evaluate_node, promote

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from xrlflow import deadline
+from xrlflow.common import deadline
 from xrlflow.ir import DType, Graph, Value, node_key
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.tensors import same_content

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from xrlflow import deadline
+from xrlflow.common import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, DType, Graph, Node, Value
 from xrlflow.onnxio import ImportedModel
 from xrlflow.ops.eval_elementwise import promote

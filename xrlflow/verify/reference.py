@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from xrlflow import deadline
+from xrlflow.common import deadline
 from xrlflow.ir import ABSENT, FLOATS, Body, Graph, Node, TensorType, Value
 from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.shapes import solve

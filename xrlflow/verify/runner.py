@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow import deadline
 from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import (
     Optimization,
@@ -24,9 +23,10 @@ from xrlflow.backends.onnxruntime.session import (
     ort_errors,
 )
 from xrlflow.backends.protocol import BackendError, OutOfTime
+from xrlflow.common import deadline
+from xrlflow.common.text import shortened
 from xrlflow.ir import DType
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
-from xrlflow.text import shortened
 
 if TYPE_CHECKING:
     import onnx

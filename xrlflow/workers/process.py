@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
 from xrlflow.workers import serving
 from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLate, WorkerLost
 from xrlflow.workers.serving import FORK, KILLED, REQUEST, STATUS, Ready, Told
@@ -133,7 +133,8 @@ class Started:
 class ProcessWorker:
     """A worker in a process of its own. `patience`: seconds that the process has to clean up when it is ended.
 
-    Several orders may be begun: they are carried out, and answered, one after another. After a WorkerLost it is closed.
+    Several orders may be begun: they are carried out, and answered, one after another. `connection`: is readable when
+    there is a message. `lost`: what `begin` and `answer` raise, since it has ended, or was ended.
     """
 
     def __init__(
@@ -145,43 +146,39 @@ class ProcessWorker:
         patience: float = 0.0,
     ) -> None:
         self.name, self.ready = name, False
-        self.process, self._connection, self._patience = process, connection, patience
+        self.process, self.connection, self._patience = process, connection, patience
         self._answers: deque[Any] = deque()
         self._said: list[Any] = []
-        self._lost: WorkerLost | None = None
+        self.lost: WorkerLost | None = None
         self._send(make)
-
-    def fileno(self) -> int:
-        """What is readable when there is a message, or when the process has ended."""
-        return self._connection.fileno()
 
     @property
     def closed(self) -> bool:
         """Whether it has ended, or has been ended."""
-        while self._lost is None and self._connection.poll():
+        while self.lost is None and self.connection.poll():
             self.answered()
-        return self._lost is not None
+        return self.lost is not None
 
     def begin(self, order: Any) -> None:
         if self.closed or not self._send(order):
             while not self.closed:
-                wait([self._connection])
+                wait([self.connection])
             if not self.ready and self._answers:  # its hand could not be made
                 self.answer()
-            assert self._lost is not None
-            raise self._lost
+            assert self.lost is not None
+            raise self.lost
 
     def _send(self, content: Any) -> bool:
         data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(data)
+            self.connection.send_bytes(data)
             return True
         return False
 
     def answered(self) -> bool:
         """Take the message that is there. Whether `answer` need not wait any more."""
         try:
-            message = self._connection.recv()
+            message = self.connection.recv()
         except (EOFError, OSError):
             self._lose(self._end(DYING))
             return True
@@ -198,12 +195,12 @@ class ProcessWorker:
         """See `Worker.answer`. If there is none at `until` (time.monotonic), it is closed: raises WorkerLate."""
         try:
             while not self._answers:
-                if self._lost is not None:
-                    raise self._lost
+                if self.lost is not None:
+                    raise self.lost
                 left = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
-                if not wait([self._connection], left):
+                if not wait([self.connection], left):
                     self._end(0.0)
-                    self._lost = WorkerLost(f"{self.name} is closed")
+                    self.lost = WorkerLost(f"{self.name} is closed")
                     raise WorkerLate(f"{self.name} was ended: its time was over")
                 self.answered()
         except WorkerLost:
@@ -224,19 +221,19 @@ class ProcessWorker:
 
     def release(self) -> None:
         """Let it end. `close` then waits for less."""
-        self._connection.close()
+        self.connection.close()
 
     def close(self) -> None:
-        if self._lost is None:
+        if self.lost is None:
             self._end(self._patience)
-            self._lost = WorkerLost(f"{self.name} is closed")
+            self.lost = WorkerLost(f"{self.name} is closed")
 
     def _lose(self, how: str) -> None:
-        self._lost = WorkerLost(f"{self.name} ended {how}", how)
+        self.lost = WorkerLost(f"{self.name} ended {how}", how)
 
     def _end(self, patience: float) -> str:
         """End it. How the process ended, and its last words."""
-        self._connection.close()
+        self.connection.close()
         how = manner(self.process.end(patience))
         said = next(filter(None, map(last_words, self.process.logs)), "")
         self.process.close()
@@ -287,10 +284,9 @@ class Local:
 
     def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         mine = [worker for worker in workers if isinstance(worker, ProcessWorker)]
-        ready = wait([w for w in mine if w._lost is None], seconds)
-        return [
-            worker for worker in mine if worker._lost is not None or (worker in ready and worker.answered())
-        ]
+        there = [worker for worker in mine if worker.lost is None]
+        ready = wait([worker.connection for worker in there], seconds if len(there) == len(mine) else 0.0)
+        return [w for w in mine if w.lost is not None or (w.connection in ready and w.answered())]
 
     def close(self) -> None:
         pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pickle
@@ -71,9 +70,11 @@ def serve(descriptor: int, folder: str, patience: float) -> None:
         signal.signal(signal.SIGTERM, _terminated)
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
-        with contextlib.suppress(EOFError, ConnectionError):
-            spawn.prepare(connection.recv())
-            _work(connection)
+        spawn.prepare(connection.recv())
+        _work(connection)
+    except (EOFError, ConnectionError):
+        if not patience:  # at once: as long as the error is there, so is the hand, and what it has open is not closed
+            os.killpg(0, signal.SIGKILL)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if folder:
@@ -180,9 +181,10 @@ def _fork(requests: socket.socket, connection: int, log: int) -> None:
     try:
         requests.close()
         os.dup2(log, 2)
-        with contextlib.suppress(EOFError, ConnectionError):
-            _work(Connection(connection))
+        _work(Connection(connection))
         status = 0
+    except (EOFError, ConnectionError):
+        os._exit(0)  # see `serve`
     except BaseException:
         traceback.print_exc()
     finally:

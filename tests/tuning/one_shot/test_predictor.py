@@ -13,9 +13,9 @@ import torch
 from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
-from xrlflow.backends.tvm import direct, products
-from xrlflow.backends.tvm.algorithms import Algorithm, Algorithms
-from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from xrlflow.backends.tvm.kernels import direct, products
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape
 from xrlflow.tuning.one_shot.times import PredictedTimes
@@ -181,9 +181,9 @@ def test_the_tuner_proposes_each_kernel_once_in_its_order(predictor: Predictor) 
 
 
 def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
-    from xrlflow.backends.tvm.layers_fusion import chosen_in
-    from xrlflow.backends.tvm.lower import fuse
-    from xrlflow.backends.tvm.tiles import drawn, module_of
+    from xrlflow.backends.tvm.fusion.layers import chosen_in
+    from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+    from xrlflow.backends.tvm.lowering.lower import fuse
 
     times = PredictedTimes(predictor, MACHINE)
     forms = (FORMS["steps"], FORMS["strided"], products.Form((1, 40, 64), (1, 40, 96)))

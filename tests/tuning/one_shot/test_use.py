@@ -15,11 +15,13 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_layers import FORMS
 from tests.tuning.test_models import network
 from xrlflow import api
-from xrlflow.backends.tvm import products, tiles
-from xrlflow.backends.tvm.algorithms import Algorithm, Timed, Times
-from xrlflow.backends.tvm.ways import Form, Way
-from xrlflow.lowering import ExecutionTarget, Lowering
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget
+from xrlflow.backends.tvm.fusion import tiles
+from xrlflow.backends.tvm.kernels import products
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Timed, Times
+from xrlflow.backends.tvm.kernels.ways import Form, Way
 from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape, Standard, for_compiling, shipped
 from xrlflow.tuning.one_shot.times import PredictedTimes, predicted
 from xrlflow.tuning.one_shot.tokens import tokens_of
@@ -162,8 +164,8 @@ def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: py
             asked.append(form)
             return PredictedTimes.of(self, form, far)
 
-    monkeypatch.setattr("xrlflow.lowering.shipped", arbitrary)
-    monkeypatch.setattr("xrlflow.lowering.PredictedTimes", Listening)
+    monkeypatch.setattr("xrlflow.tuning.lowering.shipped", arbitrary)
+    monkeypatch.setattr("xrlflow.tuning.lowering.PredictedTimes", Listening)
     with Store(tmp_path / "store.sqlite") as store:
         found = api.tune(file, method="one-shot", threads=2, store=store.path, measure=False)
         assert found.found.tuning.measured == 0

@@ -11,8 +11,8 @@ import torch
 
 from tests.tuning.spaces import CONVOLUTION, FOUR, ONE, PRODUCT, MadeUp, space_of
 from tests.tuning.tuners.test_tuners import Landscape, goal_of
-from xrlflow.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.learn.ppo import Rollout, update
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.surrogate import Surrogate

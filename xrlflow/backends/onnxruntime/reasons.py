@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
 
 _LONGEST, _END = 500, 200
 # A place in ONNX Runtime's source, and the function there: its name alone, or its whole signature.

@@ -30,10 +30,10 @@ from threading import Thread, Timer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from xrlflow import deadline
 from xrlflow.backends.limits import default_threads, most_threads
 from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, NotFromPython, OutOfTime, same_feeds
+from xrlflow.common import deadline
 
 if TYPE_CHECKING:
     import onnxruntime as ort

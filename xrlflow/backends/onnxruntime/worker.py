@@ -22,7 +22,7 @@ from xrlflow.backends.onnxruntime.session import Optimization
 from xrlflow.backends.onnxruntime.timing import Sample, sample
 from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
 from xrlflow.backends.tvm import is_compiled
-from xrlflow.backends.tvm.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
 
 @dataclass(frozen=True, slots=True)

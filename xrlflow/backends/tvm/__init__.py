@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xrlflow.backends.protocol import BackendError, ModelSource
-from xrlflow.backends.tvm.algorithms import DEFAULT, Algorithms
-from xrlflow.backends.tvm.compiled import SUFFIX, TvmModel, compiled, is_compiled, load_compiled
-from xrlflow.backends.tvm.target import Machine, detect
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.lowering.compiled import SUFFIX, TvmModel, compiled, is_compiled, load_compiled
+from xrlflow.backends.tvm.toolchain.target import Machine, detect
 
 __all__ = [
     "SUFFIX",
@@ -40,13 +40,13 @@ class Tvm:
 
     @property
     def version(self) -> str:
-        from xrlflow.backends.tvm.import_tvm import tvm
+        from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
         return str(tvm().__version__)
 
     def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
         """Whether `op` can be lowered. Complex numbers, strings and sequences cannot be."""
-        from xrlflow.backends.tvm.lower import unsupported
+        from xrlflow.backends.tvm.lowering.lower import unsupported
 
         foreign = any(dtype.startswith(("complex", "string", "seq", "optional")) for dtype in dtypes)
         return not foreign and not unsupported([(domain, op)])

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.pooling import WINDOW
-from xrlflow.backends.tvm.target import Machine
+from xrlflow.backends.tvm.kernels.pooling import WINDOW
+from xrlflow.backends.tvm.toolchain.target import Machine
 
 # The tile is on a thread's stack; LLVM turns it into registers.
 _LOCAL = "local"

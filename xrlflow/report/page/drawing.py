@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from xrlflow.common.text import printable, shortened
 from xrlflow.ir import ABSENT, Attr, Body, Graph, Node, RawAttr, TensorType, Value, digest
 from xrlflow.report.page.folding import Interval, fold
-from xrlflow.text import printable, shortened
 
 LONGEST = 160
 """Names and attributes of more characters are shortened in the middle: a file may hold any."""

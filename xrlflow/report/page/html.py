@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from xrlflow.text import printable, shortened
+from xrlflow.common.text import printable, shortened
 
 _PLACES = {
     "/*STYLE*/": "page.css",

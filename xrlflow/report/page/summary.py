@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 
+from xrlflow.common.text import printable, shortened
 from xrlflow.report.report import Report
-from xrlflow.text import printable, shortened
 
 
 def headline(report: Report) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.rl.agent import Agent
 from xrlflow.rl.world_model.dynamics import World, WorldConfig
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
 KIND = "world model"
 

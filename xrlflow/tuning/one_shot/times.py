@@ -13,10 +13,10 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.backends.tvm import bands
-from xrlflow.backends.tvm.algorithms import Algorithm, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Form
+from xrlflow.backends.tvm.kernels import bands
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.ways import Form
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable
 from xrlflow.tuning.one_shot.predictor import Predictor

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.backends.tvm.loops import Loop, totals
-from xrlflow.backends.tvm.target import Machine
-from xrlflow.backends.tvm.ways import Floats
+from xrlflow.backends.tvm.kernels.loops import Loop, totals
+from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.space import KNOBS, WaySpace
 
 if TYPE_CHECKING:

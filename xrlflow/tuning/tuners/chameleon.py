@@ -34,11 +34,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from xrlflow.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.learn.factored import FactoredCategorical
 from xrlflow.learn.ppo import Episode, PPOConfig, Rollout, orthogonal, update
 from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
+from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.surrogate import Experience, Surrogate

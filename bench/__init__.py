@@ -1,0 +1,1 @@
+"""Benchmarks: one file for each published table, which it prints, and writes with `--write`."""

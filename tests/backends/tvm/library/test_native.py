@@ -1,0 +1,403 @@
+"""Libraries of kernels in a host of their own: with sanitizers, under valgrind, and for another processor."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from tests.backends.tvm.library.carried import Carried, all_built, feeds_of, save_all
+from xrlflow.backends.protocol import Array, BackendError
+from xrlflow.backends.tvm.library.kernel_library import NATIVE, KernelLibrary
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import instructions, lacking
+
+HOST = Path(__file__).with_name("host.c")
+ARM = "aarch64-linux-gnu"
+X86 = platform.machine() == "x86_64"
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
+cross = pytest.mark.skipif(
+    shutil.which(f"{ARM}-gcc") is None or shutil.which("qemu-aarch64") is None,
+    reason=f"needs {ARM}-gcc and qemu-aarch64: `make cross`",
+)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> tuple[KernelLibrary, dict[str, Carried]]:
+    """For a processor that valgrind knows."""
+    return all_built("haswell" if X86 and not lacking("x86_64-linux-gnu", "haswell") else None)
+
+
+def compiled(folder: Path, *flags: str, compiler: str = "cc") -> Path:
+    command = [compiler, "-O1", "-Wall", "-Wextra", "-Werror", str(HOST), *flags, "-o", str(folder / "host")]
+    subprocess.run([*command, "-ldl", "-lpthread"], check=True)
+    return folder / "host"
+
+
+# --- The host's files
+
+
+def _number(file: io.BytesIO, *values: int) -> None:
+    file.write(struct.pack(f"<{len(values)}q", *values))
+
+
+def calls(models: Mapping[str, Carried], feeds: Mapping[str, Mapping[str, Array]]) -> bytes:
+    """One call of each model. Its operator is the model's position."""
+    file = io.BytesIO()
+    _number(file, len(models))
+    for position, (name, model) in enumerate(models.items()):
+        _number(file, position, len(model.compiled.inputs))
+        for port in model.compiled.inputs:
+            array = feeds[name][port]
+            _number(file, TYPES[array.dtype.name], array.ndim, *array.shape, array.nbytes)
+            file.write(array.tobytes() + b"\0" * (-array.nbytes % 8))
+    return file.getvalue()
+
+
+TYPES = {"float32": 1, "uint8": 2, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "float64": 11}
+
+
+def results(content: bytes, models: Mapping[str, Carried]) -> dict[str, str | list[bytes]]:
+    """For each model the elements of its outputs, or the text of its error. Empty if no operator was registered."""
+    file = io.BytesIO(content)
+
+    def number() -> int:
+        (value,) = struct.unpack("<q", file.read(8))
+        return int(value)
+
+    def elements() -> bytes:
+        size = number()
+        found = file.read(size)
+        file.read(-size % 8)
+        return found
+
+    if number() == 0:
+        return {}
+    found: dict[str, str | list[bytes]] = {}
+    for name in models:
+        error = elements().decode()
+        found[name] = error or [elements() for _ in range(number())]
+    assert not file.read()
+    return found
+
+
+def run(
+    command: Sequence[str], folder: Path, models: Mapping[str, Carried], *, threads: int = 3, **changed: Array
+) -> Any:
+    """Call each model in a host. `changed`: inputs of "symbolic" and "gather" that are not as usual."""
+    feeds = {name: feeds_of(model.plain) for name, model in models.items()}
+    for name, value in changed.items():
+        feeds["gather" if name == "index" else "symbolic"][name] = value
+    (folder / "calls").write_bytes(calls(models, feeds))
+    done = subprocess.run(
+        [*command, str(folder / "kernels.so"), str(folder / "calls"), str(folder / "results"), str(threads)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    if done.returncode != 0 or done.stderr:
+        return done
+    return results((folder / "results").read_bytes(), models)
+
+
+def compare(found: Any, models: Mapping[str, Carried]) -> None:
+    assert isinstance(found, dict), found
+    assert found.keys() == models.keys()
+    for name, model in models.items():
+        session = ort.InferenceSession(model.plain.SerializeToString())
+        expected = session.run(None, feeds_of(model.plain))
+        assert isinstance(found[name], list), found[name]
+        for ours, right in zip(found[name], expected, strict=True):
+            array = np.frombuffer(ours, right.dtype).reshape(right.shape)
+            bound = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-12}.get(str(right.dtype), 0.0)
+            np.testing.assert_allclose(
+                np.asarray(array, float), np.asarray(right, float), rtol=bound, atol=bound
+            )
+
+
+def with_row(library: KernelLibrary, region: str, column: int, value: str) -> KernelLibrary:
+    """The library with another number in a region's row of the table."""
+
+    def changed(match: re.Match[str]) -> str:
+        cells = match.group(0).split(", ")
+        cells[column] = cells[column].replace(re.findall(r"\d+", cells[column])[0], value)
+        return ", ".join(cells)
+
+    tables, count = re.subn(rf'  \{{"{region}", .*\}},\n', changed, library.tables)
+    assert count == 1
+    assert tables != library.tables
+    return dataclasses.replace(library, tables=tables)
+
+
+# --- Tests
+
+
+def test_with_sanitizers(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path) -> None:
+    """Addresses, leaks and undefined behaviour, with errors and in several threads at once."""
+    library, models = kernels
+    library.save(tmp_path / "kernels.so", options=SANITIZED)
+    host = compiled(tmp_path, *SANITIZED)
+    compare(run([str(host)], tmp_path, models), models)
+    found = run(
+        [str(host)],
+        tmp_path,
+        models,
+        x=np.ones((5, 8), np.float32),
+        other=np.ones((3, 8), np.float32),
+        index=np.array([0, 9, 0, 0], np.int64),
+    )
+    assert "input x is not of the type and the sizes [3, 8]" in found["symbolic"]
+    assert "index 9 (input index) is outside of its table" in found["gather"]
+
+
+def test_sanitizers_see_a_wrong_table(
+    kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path
+) -> None:
+    library, models = kernels
+    steps = len(models["sum"].compiled.plan.calls)
+    with_row(library, models["sum"].name, 5, str(steps + 1)).save(tmp_path / "kernels.so", options=SANITIZED)
+    done = run([str(compiled(tmp_path, *SANITIZED))], tmp_path, models)
+    assert "AddressSanitizer: global-buffer-overflow" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["1.16.3", "1.9.0", "1.17.0", "1.100.2", "2.0.0", "unknown"])
+def test_an_old_runtime_is_not_asked_for_a_new_api(
+    kernels: tuple[KernelLibrary, dict[str, Carried]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+) -> None:
+    library, models = kernels
+    library.save(tmp_path / "kernels.so")
+    monkeypatch.setenv("HOST_VERSION", version)
+    found = run([str(compiled(tmp_path))], tmp_path, models, threads=1)
+    assert bool(found) == (version in ("1.17.0", "1.100.2", "2.0.0"))
+
+
+_IN_A_SESSION = """
+import sys
+import numpy as np, onnxruntime as ort
+folder = sys.argv[1]
+for name in sys.argv[2:]:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    options.register_custom_ops_library(f"{folder}/kernels.so")
+    feeds = dict(np.load(f"{folder}/{name}.npz"))
+    with_kernels = ort.InferenceSession(f"{folder}/{name}.onnx", options)
+    plain = ort.InferenceSession(f"{folder}/{name}.plain.onnx")
+    for _ in range(3):
+        for a, b in zip(plain.run(None, feeds), with_kernels.run(None, feeds)):
+            assert np.allclose(np.asarray(a, float), np.asarray(b, float), atol=2e-3), name
+    print(name)
+"""
+
+
+def test_with_sanitizers_in_a_session(
+    kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path
+) -> None:
+    library, models = kernels
+    save_all(tmp_path, library, models)
+    library.save(tmp_path / "kernels.so", options=SANITIZED)
+    found = [
+        subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_SESSION, str(tmp_path), *models],
+        env={
+            **os.environ,
+            "LD_PRELOAD": " ".join(path.strip() for path in found),
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python's own are many; the host looks for ours
+        },
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == list(models)
+
+
+@pytest.mark.skipif(
+    shutil.which("valgrind") is None or not X86, reason="needs valgrind: `apt-get install valgrind`"
+)
+def test_under_valgrind(kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path) -> None:
+    """Which sees the kernels as well: their code is not compiled with a sanitizer."""
+    library, models = kernels
+    host = compiled(tmp_path)
+    command = ["valgrind", "-q", "--error-exitcode=9", "--leak-check=full", "--redzone-size=256", str(host)]
+    library.save(tmp_path / "kernels.so")
+    compare(run(command, tmp_path, models, threads=1), models)
+
+    arena = models["matmul"].compiled.plan.arena
+    with_row(library, models["matmul"].name, -1, str(arena - 64)).save(tmp_path / "kernels.so")
+    done = run(command, tmp_path, models, threads=1)
+    assert done.returncode == 9
+    assert "Invalid write" in done.stderr
+
+
+_NESTED = """
+#include <runtime.c>
+const char xrlflow_domain[] = "";
+const int32_t xrlflow_tasks = 8, xrlflow_regions = 0;
+const struct region xrlflow_region[1];
+const unsigned char* const xrlflow_constants = NULL;
+int xrlflow_runs_here(void) { return 1; }
+
+static int loops, inner, outer;
+static void* parallel_for(void* context, void (*run)(void*, size_t), size_t total, size_t batch, void* data) {
+  (void)context, (void)batch;
+  loops++;
+  for (size_t i = 0; i < total; i++) run(data, i);
+  return NULL;
+}
+static int inner_task(int task, Group* group, void* data) {
+  (void)data;
+  inner += task == 0 && group->num_task == 1;
+  return 0;
+}
+static int outer_task(int task, Group* group, void* data) {
+  (void)task, (void)data;
+  outer += group->num_task == 8;
+  return launch(inner_task, NULL, 5);
+}
+static int failing_task(int task, Group* group, void* data) {
+  static const char* const text[] = {"task ", "three"};
+  (void)group, (void)data;
+  if (task == 3) set_error("", text, 2);
+  return task == 3 ? -1 : 0;
+}
+int main(void) {
+  static Api api;
+  api.function[PARALLEL_FOR] = parallel_for;
+  struct running here = {&api, NULL};
+  running = &here;
+  int done = launch(outer_task, NULL, 0);
+  int failed = launch(failing_task, NULL, 4);
+  printf("%d %d %d %d %d %s", done, loops, outer, inner, failed, said);
+  return running != &here;
+}
+"""
+
+
+def test_a_loop_inside_a_loop_stays_on_its_thread(tmp_path: Path) -> None:
+    """ONNX Runtime runs no parallel loop from inside another one. A part that fails fails the loop."""
+    (tmp_path / "nested.c").write_text(_NESTED)
+    command = ["cc", *SANITIZED, f"-I{NATIVE}", "-D_GNU_SOURCE", str(tmp_path / "nested.c")]
+    subprocess.run([*command, "-o", str(tmp_path / "nested"), "-lpthread"], check=True)
+    done = subprocess.run([str(tmp_path / "nested")], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 2 8 8 -1 task three"
+
+
+@cross
+def test_for_another_processor(tmp_path: Path) -> None:
+    library, models = all_built("neoverse-n1", ARM)
+    library.save(tmp_path / "kernels.so")
+    host = compiled(tmp_path, compiler=f"{ARM}-gcc")
+    emulator = ["qemu-aarch64", "-L", f"/usr/{ARM}"]
+    compare(run([*emulator, "-cpu", "neoverse-n1", str(host)], tmp_path, models), models)
+    # This one has no product of bytes (dotprod) and no floats of 16 bits.
+    assert run([*emulator, "-cpu", "cortex-a53", str(host)], tmp_path, models) == {}
+
+
+HARDWARE = {
+    "fp-armv8": "FP", "neon": "ASIMD", "crc": "CRC32", "lse": "ATOMICS", "fullfp16": "ASIMDHP", "rdm": "ASIMDRDM",
+    "jsconv": "JSCVT", "complxnum": "FCMA", "rcpc": "LRCPC", "sha3": "SHA3", "dotprod": "ASIMDDP", "sve": "SVE",
+    "fp16fml": "ASIMDFHM", "lse2": "USCAT", "rcpc-immo": "ILRCPC", "flagm": "FLAGM", "sve2p2": "SVE2P2",
+}  # fmt: skip
+"""The system's names (HWCAP_*) of LLVM's instructions; and below those in the second word (HWCAP2_*)."""
+HARDWARE2 = {
+    "sve2": "SVE2", "sve-aes": "SVEAES", "sve-bitperm": "SVEBITPERM", "sve-sha3": "SVESHA3", "sve-sm4": "SVESM4",
+    "altnzcv": "FLAGM2", "fptoint": "FRINT", "i8mm": "I8MM", "bf16": "BF16", "cssc": "CSSC", "sve2p1": "SVE2P1",
+    "mops": "MOPS", "hbc": "HBC", "sve-b16b16": "SVE_B16B16", "rcpc3": "LRCPC3", "lse128": "LSE128",
+    "faminmax": "FAMINMAX",
+}  # fmt: skip
+
+
+@cross
+def test_bits_are_those_of_the_system(tmp_path: Path) -> None:
+    """As far as the headers here know the instructions."""
+    assert HARDWARE.keys() | HARDWARE2.keys() == _table("aarch64")
+    checks = [
+        f'#ifdef HWCAP{word}_{bit}\n  check("{name}", {vector}, HWCAP{word}_{bit});\n#endif\n'
+        for word, vector, names in (("", 16, HARDWARE), ("2", 26, HARDWARE2))
+        for name, bit in names.items()
+    ]
+    (tmp_path / "bits.c").write_text(
+        f'#include "{NATIVE / "processor.c"}"\n'
+        "#include <asm/hwcap.h>\n#include <stdio.h>\n"
+        "const char* const xrlflow_features[] = {NULL};\n"
+        "static void check(const char* name, unsigned long vector, unsigned long bits) {\n"
+        "  for (size_t i = 0; i < sizeof features / sizeof *features; i++)\n"
+        "    if (!strcmp(features[i].name, name))\n"
+        '      printf("%s %d\\n", name, features[i].vector == vector && 1UL << features[i].bit == bits);\n'
+        "}\n"
+        f"int main(void) {{\n{''.join(checks)}  return 0;\n}}\n"
+    )
+    program = str(tmp_path / "bits")
+    subprocess.run([f"{ARM}-gcc", str(tmp_path / "bits.c"), "-o", program], check=True)
+    command = ["qemu-aarch64", "-L", f"/usr/{ARM}", program]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) >= 20
+    assert [line for line in lines if not line.endswith(" 1")] == []
+
+
+def test_without_a_cross_compiler(
+    kernels: tuple[KernelLibrary, dict[str, Carried]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    machine = dataclasses.replace(kernels[0].machine, triple=ARM)
+    with pytest.raises(BackendError, match=f"built with {ARM}-gcc: install that"):
+        dataclasses.replace(kernels[0], machine=machine).save(tmp_path / "kernels.so")
+
+
+# --- The table of instructions
+
+
+def _table(architecture: str) -> set[str]:
+    """The names in the table of `processor.c` for an architecture."""
+    parts = re.split(r"^#(?:if|elif|else).*$", (NATIVE / "processor.c").read_text(), flags=re.MULTILINE)
+    part = next(p for p in parts if ("cpuid.h" if architecture == "x86_64" else "auxv.h") in p)
+    return set(re.findall(r'\{"([^"]+)", ', part))
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_the_table_has_each_instruction_that_llvm_may_generate(architecture: str) -> None:
+    triple = f"{architecture}-linux-gnu"
+    kind = tvm().target.Target({"kind": "llvm", "mtriple": triple})
+    names = [str(name) for name in tvm().get_global_func("target.llvm_get_cpu_archlist")(kind)]
+    assert len(names) > 50
+    wanted = {name: set(instructions(triple, name)) - _table(architecture) for name in names}
+    assert {name: missing for name, missing in wanted.items() if missing} == {}
+
+
+@pytest.mark.skipif(not X86, reason="reads what an x86-64 processor says of itself")
+def test_the_table_agrees_with_llvm_on_this_machine(tmp_path: Path) -> None:
+    source = tmp_path / "names.c"
+    source.write_text(
+        f'#include "{NATIVE / "processor.c"}"\n'
+        "#include <stdio.h>\n"
+        "const char* const xrlflow_features[] = {NULL};\n"
+        "int main(void) {\n"
+        "  for (size_t i = 0; i < sizeof features / sizeof *features; i++)\n"
+        '    printf("%s %d\\n", features[i].name, has(features[i].name));\n'
+        "  return xrlflow_runs_here() - 1;\n"
+        "}\n"
+    )
+    subprocess.run(["cc", str(source), "-o", str(tmp_path / "names")], check=True)
+    lines = subprocess.run([str(tmp_path / "names")], capture_output=True, text=True, check=True).stdout
+    ours = {name: value == "1" for name, value in (line.split() for line in lines.splitlines())}
+    found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    theirs = {str(name): bool(value) for name, value in found.items()}
+    assert ours["sse2"]
+    both = ours.keys() & theirs.keys()
+    assert {name: ours[name] for name in both} == {name: theirs[name] for name in both}
+    assert {name for name in ours if name not in theirs} <= {"sse4a", "xop"}

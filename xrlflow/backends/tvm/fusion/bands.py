@@ -1,0 +1,193 @@
+"""Finds depthwise convolutions in a Relax function, and makes one kernel of each with its pointwise neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from xrlflow.backends.tvm.fusion.following import Followed, Function
+from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.kernels.bands import (
+    Form,
+    Plan,
+    by_channel,
+    kernel,
+    packed_expansion,
+    packed_projection,
+)
+from xrlflow.backends.tvm.kernels.bands_plan import possible, usual
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """A convolution with constant weights, and what follows it."""
+
+    call: Any
+    followed: Followed
+
+    @property
+    def weights(self) -> Any:
+        return self.call.args[1].value.numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """A depthwise convolution and its neighbours."""
+
+    expand: _Convolution | None
+    depthwise: _Convolution
+    project: _Convolution | None
+
+    @property
+    def parts(self) -> list[_Convolution]:
+        return [part for part in (self.expand, self.depthwise, self.project) if part is not None]
+
+    @property
+    def first(self) -> _Convolution:
+        return self.parts[0]
+
+    @property
+    def last(self) -> _Convolution:
+        return self.parts[-1]
+
+    @property
+    def inside(self) -> frozenset[Any]:
+        return frozenset().union(*(part.followed.inside for part in self.parts))
+
+    def form(self) -> Form:
+        attrs = self.depthwise.call.attrs
+        (top, left, _, _), weights = numbers(attrs.padding), sizes(self.depthwise.call.args[1])
+        strides = numbers(attrs.strides)
+        image, middle, out = map(sizes, (self.first.call.args[0], self.depthwise.call, self.last.call))
+        assert image is not None
+        assert middle is not None
+        assert out is not None
+        assert weights is not None
+        return Form(
+            image, middle, out, (weights[0], weights[1]), (strides[0], strides[1]), top, left,
+            None if self.expand is None else self.expand.followed.steps,
+            self.depthwise.followed.steps,
+            None if self.project is None else self.project.followed.steps,
+        )  # fmt: skip
+
+    def operands(self, form: Form, how: Plan) -> list[Any]:
+        """The parameters of the kernel but the result."""
+
+        def wide(values: Sequence[Any]) -> list[Any]:
+            return [constant(by_channel(value.value.numpy(), form, how)) for value in values]
+
+        found = [self.first.call.args[0]]
+        if self.expand is not None:
+            found.append(constant(packed_expansion(_matrix(self.expand.weights), form, how)))
+            found += wide(self.expand.followed.extras)
+        window = self.depthwise.weights
+        found.append(constant(by_channel(window.reshape(*window.shape[:2], -1), form, how)))
+        found += wide(self.depthwise.followed.extras)
+        if self.project is not None:
+            found.append(constant(packed_projection(_matrix(self.project.weights), form, how)))
+            found += self.project.followed.extras
+        return found
+
+
+def _matrix(weights: Any) -> Any:
+    """The weights [row, column, channel, expanded] of a 1x1 convolution as [channel, expanded]."""
+    return weights.reshape(weights.shape[2:])
+
+
+def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) -> Any:
+    """The module with one kernel for each depthwise convolution in "main" and those neighbours with which it gains: as
+    was measured, or by the estimate."""
+    if not algorithms.blocks:
+        return module
+    main = module["main"]
+    far = algorithms.timings is not None and weights_from_memory(main)
+
+    def choose(form: Form) -> Plan | None:
+        known = None if algorithms.timings is None else algorithms.timings.of_block(form, far)
+        return usual(form, machine) if known is None else known.plan
+
+    found = {
+        match.last.followed.last: _replacement(match, how)
+        for match, how in _matches(Function(main), machine, choose)
+    }
+    return with_kernels(module, found)
+
+
+def _replacement(match: _Match, how: Plan) -> Replacement:
+    form = match.form()
+    make, read = partial(kernel, form, how), partial(match.operands, form, how)
+    return Replacement("bands", (form, how), make, read, form.out)
+
+
+def _matches(
+    function: Function, machine: Machine, choose: Callable[[Form], Plan | None]
+) -> list[tuple[_Match, Plan]]:
+    """Depthwise convolutions with neighbours, and their blockings, which `choose` gives; None: they stay apart. No two
+    matches share anything."""
+    pointwise: dict[Any, _Convolution] = {}
+    """1x1 convolutions by their last variable."""
+    for variable, call in function.values.items():
+        if _is_pointwise(call):
+            followed = function.followed(variable, by_channel=True)
+            pointwise[followed.last] = _Convolution(call, followed)
+    found: list[tuple[_Match, Plan]] = []
+    taken: set[Any] = set()
+    for variable, call in function.values.items():
+        if not _is_depthwise(call):
+            continue
+        alone = _Convolution(call, function.followed(variable, taken, by_channel=True))
+        before = pointwise.get(call.args[0])
+        if before is not None and (function.uses[call.args[0]] > 1 or before.followed.inside & taken):
+            before = None
+        after = _projection(function, alone, taken)
+        choices = [_Match(before, alone, after), _Match(None, alone, after), _Match(before, alone, None)]
+        match = next((c for c in choices if len(c.parts) > 1 and possible(c.form(), machine)), None)
+        if match is not None and (how := choose(match.form())) is not None:
+            found.append((match, how))
+            taken |= match.inside
+    return found
+
+
+def _projection(function: Function, depthwise: _Convolution, taken: set[Any]) -> _Convolution | None:
+    """The 1x1 convolution that alone reads a depthwise one."""
+    reader = function.reader(depthwise.followed.last)
+    call = None if reader is None or reader in taken else function.values[reader]
+    if call is None or not _is_pointwise(call) or call.args[0] != depthwise.followed.last:
+        return None
+    return _Convolution(call, function.followed(reader, taken))
+
+
+def _is_convolution(call: Any) -> bool:
+    """Whether an expression is a convolution with channels last, known sizes, constant weights and no dilation."""
+    from tvm.ir import GenericConst
+
+    if operator(call) != "relax.nn.conv2d" or not isinstance(call.args[1], GenericConst):
+        return False
+    attrs = call.attrs
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NHWC")
+    shapes = [sizes(x, FLOAT) for x in (*call.args, call)]
+    known = all(shape is not None and 0 not in shape for shape in shapes)
+    return layouts == ("NHWC", "HWIO", "NHWC") and known and numbers(attrs.dilation) == [1, 1]
+
+
+def _is_pointwise(call: Any) -> bool:
+    if not _is_convolution(call):
+        return False
+    attrs, weights = call.attrs, sizes(call.args[1])
+    plain = numbers(attrs.strides) == [1, 1] and not any(numbers(attrs.padding)) and int(attrs.groups) == 1
+    return plain and weights is not None and weights[:2] == (1, 1)
+
+
+def _is_depthwise(call: Any) -> bool:
+    if not _is_convolution(call):
+        return False
+    image, out = sizes(call.args[0]), sizes(call)
+    assert image is not None
+    assert out is not None
+    return int(call.attrs.groups) == image[3] == out[3] > 1

@@ -1,0 +1,60 @@
+"""Finds many small products of matrices in a Relax function, and makes one kernel of them and of what follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from xrlflow.backends.tvm.fusion.following import Function
+from xrlflow.backends.tvm.fusion.layouts import ELEMENTWISE
+from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
+from xrlflow.backends.tvm.kernels.batches import Form, kernel, plan
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.toolchain.reading import operator, sizes
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+# The second matrix leaves room for rows of the first one in a first-level cache of 32 KB.
+_BYTES = 16 << 10
+# More terms are summed in chunks, which this kernel does not have.
+_TERMS = 128
+# Products for each core, so that cores finish together; and the fewest rows.
+_PRODUCTS, _ROWS = 4, 4
+
+
+def fuse_batches(module: Any, machine: Machine) -> Any:
+    """The module with a kernel for each batch of small products in "main"."""
+    return with_kernels(module, _found(Function(module["main"]), machine))
+
+
+def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
+    """Batches of small products. Those before operators that only TVM can fuse with them are left to it."""
+    found: dict[Any, Replacement] = {}
+    taken: set[Any] = set()
+    for variable, call in function.values.items():
+        if operator(call) != "relax.matmul" or (form := _form(call, machine)) is None:
+            continue
+        followed = function.followed(variable, taken)
+        reader = function.reader(followed.last)
+        if reader is not None and operator(function.values[reader]) in ELEMENTWISE:
+            continue
+        taken |= followed.inside
+        form = replace(form, steps=followed.steps)
+        read = [*call.args, *followed.extras]
+        make = partial(kernel, form, plan(form, machine))
+        found[followed.last] = Replacement("batches", form, make, partial(list, read), form.out)
+    return found
+
+
+def _form(call: Any, machine: Machine) -> Form | None:
+    """The sizes of a batch of small products; None for any other product."""
+    x, z = (sizes(each, FLOAT) for each in call.args)
+    if x is None or z is None or min(len(x), len(z)) < 3 or x[:-2] != z[:-2] or 0 in (*x, *z):
+        return None
+    form = Form(x[:-2], x[-2], x[-1], z[-1])
+    if math.prod(form.batch) < _PRODUCTS * machine.cores or form.rows < _ROWS or form.depth > _TERMS:
+        return None
+    if form.columns < machine.lanes or 4 * form.depth * form.columns > _BYTES:
+        return None
+    return form

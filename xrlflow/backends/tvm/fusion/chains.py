@@ -1,0 +1,144 @@
+"""Cuts chains of element-wise operators whose fused kernel would take minutes to compile.
+
+TVM writes a fused kernel as one expression, in which a result is there as often as it is used: of n operators that each
+read the one before twice, 2^n times. And LLVM's code generation puts what a variable stands for in its place, over and
+over, so that functions of functions (exp of exp of exp) grow as fast. Where the expression would be too large, one
+operator gets a kernel of its own: the next ones read its result from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from xrlflow.backends.tvm.kernels.building import OPAQUE
+from xrlflow.backends.tvm.toolchain.functions import FROM_C
+
+_PATTERN = "op_pattern"
+_REDUCTION = 3  # relax's OpPatternKind: this one and those below read what is computed in the same kernel
+# The most terms of an expression. It takes 1 to 3 seconds to compile (Zen 3).
+_MOST = 8192
+# How many times longer a function of an expression takes to compile than the expression, by measured depths: four exp,
+# or five tanh, inside each other take as long as 2^12 products.
+_GROWTH = {"exp": 12, "sigmoid": 8, "tanh": 5, "erf": 5}
+_CHOICE = 3  # what is chosen by a condition: TVM's simplification looks at each part several times
+_OTHERS = 16  # functions of the C library: each lane is taken out of the vector
+
+
+def cut_chains(module: Any) -> Any:
+    """The module, in which no expression of a fused kernel is larger than that. Functions must have their patterns."""
+    from tvm import relax
+
+    main = module["main"]
+    bindings = [binding for block in main.body.blocks for binding in block.bindings]
+    calls = {b.var: (b.value, function) for b in bindings if (function := _called(module, b.value))}
+    alone = _read_by_others(bindings, calls, main.body.body)
+    terms: dict[Any, float] = {}
+    cut = set()
+    for var, (call, function) in calls.items():
+        given = [terms.get(x, 1.0) if isinstance(x, relax.Var) else 1.0 for x in call.args[1].fields]
+        found = _terms(function, given)
+        if found > _MOST:
+            cut.add(var)
+        terms[var] = 1.0 if found > _MOST or var in alone or _pattern(function) == _REDUCTION else found
+    return _with_own_kernels(module, cut) if cut else module
+
+
+def _called(module: Any, value: Any) -> Any | None:
+    """The function that a call computes, if its kernel may read what is computed in it; None for other values."""
+    from tvm import relax
+
+    if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.call_tir":
+        return None
+    function = module[value.args[0]]
+    usual = len(value.ty_args) == 1 and len(value.args) == 2
+    return function if usual and _pattern(function) <= _REDUCTION else None
+
+
+def _pattern(function: Any) -> int:
+    return int((function.attrs or {}).get(_PATTERN, OPAQUE))
+
+
+def _read_by_others(bindings: Sequence[Any], calls: Mapping[Any, Any], result: Any) -> set[Any]:
+    """Variables that are in memory anyway: results, and what other kernels read."""
+    from tvm import relax
+
+    found: set[Any] = set()
+
+    def note(expression: Any) -> None:
+        if isinstance(expression, relax.Var):
+            found.add(expression)
+
+    for binding in bindings:
+        if binding.var not in calls:
+            relax.analysis.post_order_visit(binding.value, note)
+    relax.analysis.post_order_visit(result, note)
+    return found
+
+
+def _with_own_kernels(module: Any, variables: set[Any]) -> Any:
+    """The module with an opaque function for each of these variables of "main"."""
+    from tvm import ir, relax
+
+    builder, main = relax.BlockBuilder(module), module["main"]
+
+    def changed(binding: Any) -> Any:
+        if binding.var not in variables:
+            return binding
+        name, given, *_ = binding.value.args
+        own = builder.add_func(module[name].with_attr(_PATTERN, OPAQUE), f"{name.name_hint}_alone")
+        return relax.VarBinding(binding.var, relax.call_tir(own, given, list(binding.value.ty_args)))
+
+    blocks = [type(block)([changed(binding) for binding in block.bindings]) for block in main.body.blocks]
+    body = relax.SeqExpr(blocks, main.body.body)
+    functions = dict(builder.get().functions)
+    functions[module.get_global_var("main")] = relax.Function(
+        main.params, body, main.ret_ty, main.is_pure, main.attrs
+    )
+    return relax.transform.Normalize()(ir.IRModule(functions, attrs=module.attrs))
+
+
+def _terms(function: Any, given: Sequence[float]) -> float:
+    """The terms of what a function stores last, if its parameters stand for so many terms each."""
+    from tvm import tirx
+
+    buffers, last = dict(zip(function.params, given)), 1.0
+    for statement in _statements(function.body):
+        if isinstance(statement, tirx.BufferStore):
+            last = buffers[statement.buffer] = _Terms(buffers).of(statement.value)
+    return last
+
+
+def _statements(statement: Any) -> Iterator[Any]:
+    """A statement and those in it, in the order in which they run."""
+    yield statement
+    inside = [getattr(statement, name, None) for name in ("block", "init", "body", "then_case", "else_case")]
+    for part in (*inside, *getattr(statement, "seq", ())):
+        if part is not None:
+            yield from _statements(part)
+
+
+class _Terms:
+    """Counts the terms of expressions, in which buffers stand for so many (others for one)."""
+
+    def __init__(self, buffers: Mapping[Any, float]) -> None:
+        self._buffers = buffers
+        self._variables: dict[Any, float] = {}
+
+    def of(self, expression: Any) -> float:
+        from tvm import ir, tirx
+
+        if isinstance(expression, ir.TensorLoad):
+            return self._buffers.get(expression.source, 1.0)
+        if isinstance(expression, tirx.Var):
+            return self._variables.get(expression, 1.0)
+        if isinstance(expression, tirx.Let):
+            self._variables[expression.var] = self.of(expression.value)
+            return self.of(expression.body)
+        if isinstance(expression, ir.Call):
+            name = str(getattr(expression.op, "name", "")).rpartition(".")[2]
+            growth = _GROWTH.get(name, _OTHERS if name in FROM_C else 1)
+            return growth * max(1.0, sum(map(self.of, expression.args)))
+        names = ("a", "b", "value", "condition", "true_value", "false_value")
+        parts = [part for name in names if isinstance(part := getattr(expression, name, None), ir.Expr)]
+        return (_CHOICE if isinstance(expression, tirx.Select) else 1) * (1.0 + sum(map(self.of, parts)))

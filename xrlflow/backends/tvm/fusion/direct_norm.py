@@ -1,0 +1,60 @@
+"""Finds depthwise convolutions and the normalisation of their channels in a Relax function, and makes one kernel of
+each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from xrlflow.backends.tvm.fusion.following import Followed, Function
+from xrlflow.backends.tvm.fusion.layers import convolution_of
+from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
+from xrlflow.backends.tvm.kernels import direct_norm
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.kernels.direct import Form, Plan, packed
+from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+
+def use_direct_norm(module: Any, machine: Machine) -> Any:
+    """The module with a kernel for each depthwise convolution in "main" and the normalisation of its channels, where
+    that is faster than one for each."""
+    return with_kernels(module, _normalised(Function(module["main"]), machine))
+
+
+def _normalised(function: Function, machine: Machine) -> dict[Any, Replacement]:
+    """Normalisations that alone read a depthwise convolution, with or without steps after it."""
+    found: dict[Any, Replacement] = {}
+    for variable, call in function.values.items():
+        form = convolution_of(call) if operator(call) == "relax.nn.conv2d" else None
+        if form is None or not direct_norm.is_depthwise(form):
+            continue
+        followed = function.followed(variable)
+        norm = function.reader(followed.last)
+        if norm is None or not _is_norm(function.values[norm], followed):
+            continue
+        form = replace(form, steps=followed.steps)
+        if (how := direct_norm.plan(form, machine)) is not None:
+            found[norm] = _with_norm(form, how, call, followed, function.values[norm])
+    return found
+
+
+def _is_norm(call: Any, followed: Followed) -> bool:
+    """Whether a call normalises the channels of what was computed before."""
+    if operator(call) != "relax.nn.layer_norm" or call.args[0] != followed.last:
+        return False
+    image, scale, bias = (sizes(x, FLOAT) for x in call.args)
+    last = image is not None and numbers(call.attrs.axes) in ([-1], [len(image) - 1])
+    return image is not None and last and scale == bias == image[-1:] and sizes(call, FLOAT) == image
+
+
+def _with_norm(form: Form, how: Plan, call: Any, followed: Followed, norm: Any) -> Replacement:
+    (image, weights), (_, scale, bias), epsilon = call.args, norm.args, float(norm.attrs.epsilon)
+
+    def read() -> Sequence[Any]:
+        return [image, constant(packed(weights.value.numpy(), form, how)), *followed.extras, scale, bias]
+
+    make = partial(direct_norm.kernel, form, how, epsilon)
+    return Replacement("direct_norm", (form, epsilon), make, read, form.out)

@@ -1,0 +1,40 @@
+"""Constants in other shapes and orders, folded by NumPy. TVM's own folding compiles a kernel for each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.tvm.fusion.layouts import axes_of
+from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes, with_calls
+
+_VIEWS = frozenset({"relax.expand_dims", "relax.reshape", "relax.squeeze"})
+_KINDS = frozenset({"bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8"})
+
+
+def fold_moves(module: Any) -> Any:
+    """The module with constants where "main" reshaped or transposed constants."""
+    return with_calls(module, _folded)
+
+
+def _folded(call: Any, builder: Any) -> Any | None:
+    name = operator(call)
+    if name not in _VIEWS and name != "relax.permute_dims":
+        return None
+    array = _value(call.args[0], builder)
+    shape = sizes(call)
+    if array is None or shape is None or str(array.dtype) not in _KINDS:
+        return None
+    moved = array.transpose(axes_of(call)) if name == "relax.permute_dims" else array.reshape(shape)
+    return constant(np.ascontiguousarray(moved).reshape(shape))
+
+
+def _value(expression: Any, builder: Any) -> Any | None:
+    """The array of a constant, which may have a name; None if it is something else."""
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    while isinstance(expression, relax.Var):
+        expression = builder.lookup_binding(expression)
+    return expression.value.numpy() if isinstance(expression, GenericConst) else None

@@ -1,0 +1,123 @@
+"""Finds what follows an operator in a Relax function and can become part of its kernel."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.fusion.attention import parts_of
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.kernels.steps import STEPS, Earlier, Extra, Operand, Step
+from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Steps after an operator. `extras`: the expressions of their extras. `inside`: the variables of the operator and
+    of the steps, of which only `last` is read by anything else."""
+
+    steps: tuple[Step, ...]
+    extras: tuple[Any, ...]
+    inside: frozenset[Any]
+    last: Any
+
+
+class Function:
+    """The bindings of a Relax function: the `values` of its variables, and how often each variable is used."""
+
+    def __init__(self, function: Any) -> None:
+        from tvm import relax
+
+        self.values: dict[Any, Any] = {}
+        self.uses: Counter[Any] = Counter()
+        self._readers: dict[Any, list[Any]] = defaultdict(list)
+
+        def count(expression: Any) -> set[Any]:
+            found = [part for part in parts_of(expression) if isinstance(part, relax.Var)]
+            self.uses.update(found)
+            return set(found)
+
+        for block in function.body.blocks:
+            for binding in block.bindings:
+                self.values[binding.var] = binding.value
+                for part in count(binding.value):
+                    self._readers[part].append(binding.var)
+        count(function.body.body)
+        self._order = {v: i for i, v in enumerate(self.values)}
+
+    def reader(self, variable: Any) -> Any | None:
+        """The only variable that is computed from this one, if it is used once."""
+        readers = self._readers[variable]
+        return readers[0] if self.uses[variable] == len(readers) == 1 else None
+
+    def followed(self, variable: Any, taken: Collection[Any] = (), by_channel: bool = False) -> Followed:
+        """The most steps after a variable, none of them `taken`, between which nothing else reads.
+
+        `by_channel`: steps may have no further operands but numbers and numbers by channel.
+        """
+        out = sizes(self.values[variable])
+        numbered = {variable: 0}
+        steps: list[Step] = []
+        extras: list[Any] = []
+        best = Followed((), (), frozenset(numbered), variable)
+        for each in self._after(variable):
+            step = self._step(each, numbered, out) if each not in taken else None
+            if step is None or (by_channel and Extra(False) in step[0].operands):
+                break
+            steps.append(step[0])
+            extras += step[1]
+            numbered[each] = len(steps)
+            inside = Counter(part for v in numbered for part in parts_of(self.values[v]) if part in numbered)
+            if all(inside[v] == self.uses[v] for v in numbered if v is not each):
+                best = Followed(tuple(steps), tuple(extras), frozenset(numbered), each)
+        return best
+
+    def _after(self, variable: Any) -> Iterator[Any]:
+        """The variables that are computed from one, in the function's order, as far as there are steps."""
+        waiting = {*self._readers[variable]}
+        seen: set[Any] = set()
+        while waiting:
+            first = min(waiting, key=lambda v: self._order[v])
+            waiting.remove(first)
+            if first not in seen:
+                seen.add(first)
+                yield first
+                waiting.update(self._readers[first])
+
+    def _step(self, variable: Any, numbered: Mapping[Any, int], out: Any) -> tuple[Step, list[Any]] | None:
+        """A step, and the expressions of its extras."""
+        call = self.values[variable]
+        if operator(call) not in STEPS or sizes(call, FLOAT) != out:
+            return None
+        operands: list[Operand] = []
+        extras: list[Any] = []
+        for operand in call.args:
+            if operand in numbered:
+                operands.append(Earlier(numbered[operand]))
+                continue
+            found = _other(operand, out)
+            if found is None:
+                return None
+            operands.append(found[0])
+            extras += found[1]
+        return Step(operator(call), tuple(operands)), extras
+
+
+def _other(expression: Any, out: tuple[int, ...]) -> tuple[float | Extra, list[Any]] | None:
+    """An operand of a step: a number, numbers by channel, or a tensor like the result; None for any other."""
+    from tvm.ir import GenericConst
+
+    shape = sizes(expression, FLOAT)
+    if shape is None:
+        return None
+    if shape == out:
+        return Extra(False), [expression]
+    if isinstance(expression, GenericConst):
+        array = expression.value.numpy()
+        if array.size == 1:
+            return float(array.reshape(-1)[0]), []
+        if array.size == out[-1] and shape[-1] == out[-1]:
+            return Extra(True), [constant(array.reshape(-1))]
+    return None

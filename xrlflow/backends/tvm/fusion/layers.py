@@ -1,0 +1,216 @@
+"""Finds convolutions and products with constant weights in a Relax function, and chooses a kernel for each of them and
+what follows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from xrlflow.backends.tvm.fusion import tiles
+from xrlflow.backends.tvm.fusion.following import Function
+from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
+from xrlflow.backends.tvm.kernels import direct, products
+from xrlflow.backends.tvm.kernels.algorithms import (
+    WORST_CHANNEL,
+    Algorithm,
+    Algorithms,
+    Choice,
+    Chosen,
+    shared_out,
+    with_times,
+)
+from xrlflow.backends.tvm.kernels.building import FLOAT
+from xrlflow.backends.tvm.kernels.ways import GENERATORS, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+_LAYOUTS = {
+    "relax.nn.conv1d": ("NWC", "WIO"),
+    "relax.nn.conv2d": ("NHWC", "HWIO"),
+    "relax.nn.conv3d": ("NDHWC", "DHWIO"),
+}
+# One row is read as fast as memory allows by any kernel. Of more rows than the most, tiles read weights often enough
+# from the second-level cache.
+_ROWS = range(2, 257)
+# Smaller weights stay in the first-level cache whatever the kernel does.
+_LEAST_WEIGHTS = 128 << 10
+_WEIGHTED = frozenset(
+    f"relax.{name}" for name in ("nn.conv1d", "nn.conv2d", "nn.conv3d", "nn.conv2d_transpose", "matmul")
+)
+CHOSEN = "xrlflow.algorithms"
+"""The attribute of a module that says what was chosen, in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A layer and the steps after it, up to the variable `last`. `call`: of the convolution or product. `extras`: the
+    expressions of its `Extra`s."""
+
+    form: Form
+    call: Any
+    extras: tuple[Any, ...]
+    last: Any
+
+
+def choose_kernels(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
+    """The module with a kernel of ours for each layer of "main" that is faster by one. What stays are tiles."""
+    tvm()
+    main = module["main"]
+    matches = _matches(Function(main))
+    if not matches:
+        return module
+    options = [_choices(match, machine) for match in matches]
+    if (timings := algorithms.timings) is not None:
+        far = weights_from_memory(main)
+        options = with_times(options, [timings.of(match.form, far) for match in matches])
+    others = _layers(main) - len(matches)
+    chosen = algorithms.choose(options, others)
+    found = {}
+    for match, choice in zip(matches, chosen):
+        if (replacement := _replacement(match, choice, machine)) is not None:
+            found[match.last] = replacement
+    report = shared_out([title(match.form) for match in matches], chosen, others)
+    return with_kernels(module, found).with_attr(CHOSEN, json.dumps([each.stored() for each in report]))
+
+
+def chosen_in(module: Any) -> tuple[Chosen, ...]:
+    """What `choose_kernels` chose for the layers of a module."""
+    stored = (module.attrs or {}).get(CHOSEN)
+    return () if stored is None else tuple(Chosen(**each) for each in json.loads(str(stored)))
+
+
+def plain(form: Form, machine: Machine) -> Algorithm:
+    """The algorithm of an untuned compilation among those that multiply as often as the layer says."""
+    if isinstance(form, direct.Form):
+        return Algorithm.DIRECT if direct.gains(form, machine) else Algorithm.TILES
+    wide = form.columns >= 2 * machine.lanes and 4 * form.terms * form.columns >= _LEAST_WEIGHTS
+    return Algorithm.PRODUCT if wide and form.rows in _ROWS else Algorithm.TILES
+
+
+def estimates(form: Form, machine: Machine) -> dict[Algorithm, float]:
+    """The estimated times of the algorithms that an untuned compilation chooses from, the plain one first."""
+    found = {plain(form, machine): tiles_cost(form, machine)}
+    for algorithm in algorithms_of(form):
+        if algorithm.m is not None:
+            generator = GENERATORS[algorithm]
+            found[algorithm] = generator.cost(form, generator.usual(form, machine), machine)
+    return found
+
+
+def _layers(function: Any) -> int:
+    """How many operators of a function have constant weights."""
+    from tvm.ir import GenericConst
+
+    values = [binding.value for block in function.body.blocks for binding in block.bindings]
+    return sum(operator(v) in _WEIGHTED and isinstance(v.args[1], GenericConst) for v in values)
+
+
+def _choices(match: Match, machine: Machine) -> list[Choice]:
+    """The algorithms for a layer, the plain one first. Of those that no estimate chooses the cost is infinite; those
+    whose error is not known, or large in one channel, are left out."""
+    form, costs = match.form, estimates(match.form, machine)
+    first = next(iter(costs))
+    found = [Choice(first, costs[first])]
+    others = [algorithm for algorithm in algorithms_of(form) if algorithm is not first]
+    found += [Choice(algorithm, math.inf) for algorithm in others if algorithm.m is None]
+    faster = {a: a.m for a in others if a.m is not None}
+    errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
+    for algorithm, each in zip(faster, errors, strict=True):
+        if each.known and each.channel <= WORST_CHANNEL:
+            found.append(Choice(algorithm, costs[algorithm], each.error, most=each.most))
+    return found
+
+
+def _replacement(match: Match, choice: Choice, machine: Machine) -> Replacement | None:
+    """The kernel of a choice; None: that of Relax's fusion."""
+    form = match.form
+    if choice.algorithm is Algorithm.TILES:
+        return None if choice.plan is None else _tiled(match, choice, machine)
+    generator = GENERATORS[choice.algorithm]
+    how = choice.plan or generator.usual(form, machine)
+    image, weights = match.call.args
+
+    def read() -> Sequence[Any]:
+        return [image, constant(generator.packed(weights.value.numpy(), form, how)), *match.extras]
+
+    way = Way(choice.algorithm, how)
+    return Replacement(generator.name, (form, way), partial(generator.kernel, form, how), read, form.out)
+
+
+def _tiled(match: Match, choice: Choice, machine: Machine) -> Replacement | None:
+    form, (image, weights) = match.form, match.call.args
+    usual, *others = tiles.tile_choices(form, machine) or (None,)
+    if choice.plan == usual or choice.plan not in others:
+        return None
+    values = tuple(
+        x.value.numpy() if extra.by_channel else None for x, extra in zip(match.extras, form.extras)
+    )
+    variables = {"image": image, **{f"extra{i}": x for i, x in enumerate(match.extras)}}
+    alone = tiles.only_kernel(tiles.fused(form, machine))
+    kernel = None if alone is None else tiles.tiled(alone, choice.plan, machine)
+    if kernel is None:
+        return None
+
+    def read() -> Sequence[Any]:
+        given = tiles.Operands(weights.value.numpy(), values)
+        return tiles.spliced(tiles.fuse_alone(form, given, machine), variables)
+
+    return Replacement("tiles", (form, Way(choice.algorithm, choice.plan)), lambda: kernel, read, form.out)
+
+
+def _matches(function: Function) -> list[Match]:
+    """Layers, each with as many steps as are read by nothing else. No two matches share a step."""
+    found = []
+    taken: set[Any] = set()
+    for variable, call in function.values.items():
+        form = _product(call) if operator(call) == "relax.matmul" else convolution_of(call)
+        if form is None:
+            continue
+        followed = function.followed(variable, taken)
+        taken |= followed.inside
+        found.append(Match(replace(form, steps=followed.steps), call, followed.extras, followed.last))
+    return found
+
+
+def _product(call: Any) -> products.Form | None:
+    """The form of a product of rows with constant weights, all of known sizes; None for another one."""
+    from tvm.ir import GenericConst
+
+    x, weights, out = (sizes(each, FLOAT) for each in (*call.args, call))
+    if x is None or out is None or weights is None or not isinstance(call.args[1], GenericConst):
+        return None
+    if len(weights) != 2 or len(x) < 2 or 0 in (*x, *out):
+        return None
+    return products.Form(x, out)
+
+
+def convolution_of(call: Any) -> direct.Form | None:
+    """The form of a convolution with channels last, known sizes and constant weights; None for another one."""
+    from tvm.ir import GenericConst
+
+    if operator(call) not in _LAYOUTS:
+        return None
+    attrs = call.attrs
+    data, kernel_layout = _LAYOUTS[operator(call)]
+    layouts = (str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout or data))
+    if layouts != (data, kernel_layout, data) or not isinstance(call.args[1], GenericConst):
+        return None
+    image, weights, out = (sizes(x, FLOAT) for x in (*call.args, call))
+    if image is None or weights is None or out is None or 0 in (*image, *weights, *out):
+        return None
+    space = len(image) - 2
+
+    def of_three(values: Any, missing: int) -> tuple[int, int, int]:
+        first, second, third = [missing] * (3 - space) + list(values)
+        return first, second, third
+
+    return direct.Form(
+        image, out, of_three(weights[:space], 1), of_three(numbers(attrs.strides), 1),
+        of_three(numbers(attrs.dilation), 1), of_three(numbers(attrs.padding)[:space], 0), int(attrs.groups),
+    )  # fmt: skip

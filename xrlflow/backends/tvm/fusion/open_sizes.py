@@ -1,0 +1,64 @@
+"""Sizes in a Relax module that are no numbers: kernels would read beyond their inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
+from xrlflow.backends.tvm.toolchain.reading import operator
+
+
+def sized(module: Any) -> Any:
+    """A module of kernels. Raises BackendError if a kernel writes a size that depends on values: its loops could read
+    beyond its input."""
+    from tvm import relax
+
+    open_sizes: list[
+        Any
+    ] = []  # errors are raised below: on their way through TVM they would lose their class
+
+    def look(expression: Any) -> None:
+        if operator(expression) == "relax.call_tir" and not _has_size(expression.ty):
+            open_sizes.append(expression)
+
+    relax.analysis.post_order_visit(module["main"], look)
+    if open_sizes:
+        raise open_size(str(without_size(module)))
+    return module
+
+
+def open_size(name: str) -> BackendError:
+    return BackendError(
+        f"TVM cannot compile a model in which the size of what {name} computes depends on values",
+        USE_ONNXRUNTIME,
+    )
+
+
+def _has_size(kind: Any) -> bool:
+    """Whether all sizes of a tensor, or of the tensors of a tuple, are numbers."""
+    from tvm import relax
+
+    if isinstance(kind, relax.TupleType):
+        return all(_has_size(part) for part in kind.fields)
+    if not isinstance(kind, relax.TensorType):
+        return True
+    return isinstance(kind.shape, relax.ShapeExpr) and all(hasattr(n, "value") for n in kind.shape.values)
+
+
+def without_size(module: Any) -> str | None:
+    """The first operator or function called in a Relax module whose result has a size that is not a number."""
+    from tvm import relax
+
+    calls: list[Any] = []
+
+    def look(expression: Any) -> None:
+        if isinstance(expression, relax.Call) and not _has_size(expression.ty):
+            calls.append(expression)
+
+    relax.analysis.post_order_visit(module["main"], look)
+    if not calls:
+        return None
+    call = calls[0]
+    callee = call.args[0] if str(getattr(call.op, "name", "")).startswith("relax.call_") else call.op
+    names = (getattr(callee, attribute, None) for attribute in ("name_hint", "global_symbol", "name"))
+    return next((str(name).rpartition(".")[2] for name in names if name), str(callee))

@@ -1,0 +1,228 @@
+"""Layers alone: a convolution or product with what follows, as a Relax module, and the schedules of its kernel.
+
+A model's layer usually gets its kernel from Relax's fusion, with the tile of a heuristic. With another tile, it is
+compiled as a module of its own, and its kernel and operands are put in the place of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.interrupts import heeding_interrupts
+from xrlflow.backends.tvm.fusion.last_passes import last_passes
+from xrlflow.backends.tvm.kernels import products
+from xrlflow.backends.tvm.kernels.building import FLOAT, OPAQUE, SCHEDULED
+from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
+from xrlflow.backends.tvm.kernels.ways import Floats, Form
+from xrlflow.backends.tvm.schedules import Choice, apply, choices, heuristic
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+# Operators, and their layouts, by the dimensions of the image.
+_CONVOLUTIONS = {3: ("conv1d", "NWC", "WIO"), 4: ("conv2d", "NHWC", "HWIO"), 5: ("conv3d", "NDHWC", "DHWIO")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """Weights, and the values of those extras that are numbers by channel; None for those that are variables."""
+
+    weights: Floats
+    extras: tuple[Floats | None, ...]
+
+
+def drawn(form: Form) -> Operands:
+    """Random operands of a layer. Times do not depend on them."""
+    rng = np.random.default_rng(0)
+    shape, terms = weights_shape(form), form.terms
+    weights = rng.standard_normal(shape, np.float32) * np.float32(terms**-0.5)
+    extras = form.extras
+    return Operands(
+        weights,
+        tuple(rng.standard_normal(form.out[-1:], np.float32) if e.by_channel else None for e in extras),
+    )
+
+
+def large_of(form: Form) -> dict[str, Floats]:
+    """Random values of the variables of `module_of`."""
+    rng = np.random.default_rng(1)
+    large = [f"extra{i}" for i, extra in enumerate(form.extras) if not extra.by_channel]
+    shapes = {"image": form.image, **dict.fromkeys(large, form.out)}
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def weights_shape(form: Form) -> tuple[int, ...]:
+    if isinstance(form, products.Form):
+        return form.terms, form.columns
+    return *form.window[5 - len(form.image) :], form.channels, form.out[-1]
+
+
+def module_of(form: Form, operands: Operands) -> Any:
+    """A Relax module of a layer: "main" takes the image and the extras that are as large as the result."""
+    tvm()
+    from tvm import relax
+
+    builder = relax.BlockBuilder()
+    image = relax.Var("image", relax.TensorType(form.image, FLOAT))
+    extras: list[Any] = [
+        relax.Var(f"extra{i}", relax.TensorType(form.out, FLOAT))
+        if value is None
+        else constant_of(value, form)
+        for i, value in enumerate(operands.extras)
+    ]
+    variables = [x for x in extras if isinstance(x, relax.Var)]
+    with builder.function("main", [image, *variables]):
+        with builder.dataflow():
+            first = builder.emit(_computed(form, image, relax.const(operands.weights)))
+            result = builder.emit_output(with_steps(builder, first, form.steps, extras))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def constant_of(by_channel: Floats, form: Form) -> Any:
+    from tvm import relax
+
+    return relax.const(by_channel.reshape(*(1,) * (len(form.out) - 1), -1))
+
+
+def _computed(form: Form, image: Any, weights: Any) -> Any:
+    from tvm import relax
+
+    if isinstance(form, products.Form):
+        return relax.op.matmul(image, weights)
+    name, layout, kernel_layout = _CONVOLUTIONS[len(form.image)]
+    first = 5 - len(form.image)
+    sizes = zip(form.results, form.space, form.window, form.strides, form.dilations, form.begin)
+    end = [max(0, (out - 1) * s + (w - 1) * d + 1 - size - b) for out, size, w, s, d, b in sizes]
+    return getattr(relax.op.nn, name)(
+        image, weights, strides=list(form.strides[first:]), dilation=list(form.dilations[first:]),
+        padding=[*form.begin[first:], *end[first:]], groups=form.groups,
+        data_layout=layout, kernel_layout=kernel_layout, out_layout=layout,
+    )  # fmt: skip
+
+
+def with_steps(builder: Any, first: Any, steps: Sequence[Step], extras: Sequence[Any]) -> Any:
+    """The last variable of a Relax function that is being built, after `steps` that follow the variable `first`.
+    `extras`: the expressions of the steps' extras, those by channel of a shape that is spread over the result."""
+    found, left = [first], iter(extras)
+    for step in steps:
+        args = [_operand(o, found, left) for o in step.operands]
+        found.append(builder.emit(_operator(step)(*args)))
+    return found[-1]
+
+
+def _operand(given: float | Extra | Earlier, found: Sequence[Any], left: Iterator[Any]) -> Any:
+    from tvm import relax
+
+    if isinstance(given, Earlier):
+        return found[given.step]
+    return next(left) if isinstance(given, Extra) else relax.const(given, FLOAT)
+
+
+def _operator(step: Step) -> Any:
+    from tvm import relax
+
+    found: Any = relax.op
+    for name in step.operator.split(".")[1:]:
+        found = getattr(found, name)
+    return found
+
+
+def fuse_alone(form: Form, operands: Operands, machine: Machine) -> Any:
+    """The fused module of a layer whose kernels are tiles."""
+    module = module_of(form, operands)
+    with machine.target(), tvm().transform.PassContext(opt_level=3):
+        for step in last_passes(machine):
+            with heeding_interrupts():
+                module = step(module)
+    return module
+
+
+@lru_cache(maxsize=2)
+def fused(form: Form, machine: Machine) -> Any:
+    """The same with random operands. Few are kept, since each has all weights of a layer."""
+    return fuse_alone(form, drawn(form), machine)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alone:
+    """The only kernel of a layer, not yet scheduled, and the call of it."""
+
+    kernel: Any
+    call: Any
+
+    @property
+    def module(self) -> Any:
+        return tvm().IRModule({"main": self.kernel.with_attr("global_symbol", "main")})
+
+
+def only_kernel(module: Any) -> Alone | None:
+    """The kernel of a fused module that only calls one; None if there are more, or other expressions."""
+    from tvm import tirx
+
+    bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
+    kernels = [f for f in module.functions.values() if isinstance(f, tirx.PrimFunc)]
+    if len(kernels) != 1 or len(bindings) != 1 or not hasattr(bindings[0].value, "args"):
+        return None
+    return Alone(kernels[0], bindings[0].value)
+
+
+@cache
+def tile_choices(form: Form, machine: Machine) -> tuple[Choice, ...]:
+    """The tiles of a layer's kernel, that of the heuristic first, then those with the best ratings; none if it has no
+    choice, or several kernels. Some may not fit (see `tiled`)."""
+    with heeding_interrupts():
+        alone = only_kernel(fused(form, machine))
+        if alone is None or (usual := heuristic(alone.module, machine)) is None:
+            return ()
+        return tuple(dict.fromkeys([usual, *choices(alone.module, machine)]))
+
+
+def tiled(alone: Alone, choice: Choice, machine: Machine) -> Any | None:
+    """The kernel with this tile, scheduled; None if the tile does not fit the blocks around the sum."""
+    from tvm.s_tir import ScheduleError
+
+    with heeding_interrupts():
+        try:
+            done = apply(alone.module, machine, choice).mod["main"]
+        except ScheduleError:
+            return None
+    return done.without_attr("global_symbol").with_attrs({SCHEDULED: True, "op_pattern": OPAQUE})
+
+
+def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
+    """The operands of a layer's only kernel, its variables replaced by expressions of another function."""
+    from tvm import relax
+
+    alone = only_kernel(module)
+    assert alone is not None
+    return [variables[str(x.name)] if isinstance(x, relax.Var) else x for x in alone.call.args[1].fields]
+
+
+def arguments(alone: Alone, scheduled: Any, form: Form) -> list[Floats] | None:
+    """What a layer's scheduled kernel reads, with random operands; None if it packs its weights in an unknown order."""
+    from tvm import relax
+
+    package, given = tvm(), large_of(form)
+    stripped = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(scheduled)
+    found = []
+    for x, parameter in zip(alone.call.args[1].fields, stripped["main"].params):
+        value = given[str(x.name)] if isinstance(x, relax.Var) else x.value.numpy()
+        shape = tuple(int(n) for n in parameter.shape)
+        packed = value if value.shape == shape else _in_panels(value, shape[-1])
+        if packed.shape != shape:
+            return None
+        found.append(packed)
+    return found
+
+
+def _in_panels(weights: Floats, width: int) -> Floats:
+    """Weights [.., column] as panels [column / width, .., column] (see `schedules`)."""
+    if weights.shape[-1] % width:
+        return weights
+    split = weights.reshape(*weights.shape[:-1], -1, width)
+    return np.ascontiguousarray(np.moveaxis(split, -2, 0))

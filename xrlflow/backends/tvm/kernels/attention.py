@@ -1,0 +1,512 @@
+"""softmax(f(q k)) v as one kernel.
+
+The scores of a few rows stay in the cache between the two products, while separate operators move all scores through
+memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits into the
+cache). Each task packs the keys and values of its head into panels. q, k and v are read where they are, and the result
+is written where it is read, so that the transpositions around the heads disappear. Both products have a tile of
+accumulators in vector registers (see `schedules`). A row is divided by its sum at the end: values so large that their
+sum overflows give infinities, where separate operators would have divided first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+SCHEDULED = "tirx.is_scheduled"
+"""TVM's mark of a function that is scheduled completely."""
+
+_FLOAT = "float32"
+_LOCAL = "local"
+_OPAQUE = 8  # relax's OpPatternKind: never fused
+_MOST_ROWS = 14
+# Rows whose distance is a multiple of a page share a set of an 8-way first-level cache.
+_PAGE, _WAYS = 4096, 8
+# Packing the keys and values of a head takes as long as this many tiles of rows (1.8 with 12 heads of 64 and 128 keys).
+_PACKING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An operand [.., row, column], stored as `shape`: its dimension i is dimension `axes[i]` of `shape`.
+
+    `fixed`: (dimension, index) for each dimension of `shape` of which the operand has one index only.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    fixed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.shape[a] for a in self.axes)
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row to the next."""
+        return 4 * math.prod(self.shape[self.axes[-2] + 1 :])
+
+    def place(self, index: Sequence[Any]) -> list[Any]:
+        """The stored index of an element of the operand."""
+        where: list[Any] = [None] * len(self.shape)
+        for axis, i in (*zip(self.axes, index), *self.fixed):
+            where[axis] = i
+        return where
+
+    def at(self, head: Any, row: Any, column: Any) -> list[Any]:
+        """The stored index of an element. `head`: the number of its head, counted through all other dimensions."""
+        return self.place([*_unfold(head, self.sizes[:-2]), row, column])
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A further operand of a step. Its shape broadcasts to that of the scores, which have the dimensions `heads` before
+    rows and columns in this step."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreStep:
+    """An operator between the products. An operand is the scores (None), a number, or an `Extra`."""
+
+    operator: str
+    operands: tuple[float | Extra | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The computation: softmax(steps(q k)) v, along the last dimension of the scores. Operands have the same number of
+    heads, but maybe in other dimensions."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    steps: tuple[ScoreStep, ...]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        return self.q.sizes[:-2]
+
+    @property
+    def rows(self) -> int:
+        return self.q.sizes[-2]
+
+    @property
+    def depth(self) -> int:
+        return self.q.sizes[-1]
+
+    @property
+    def keys(self) -> int:
+        return self.k.sizes[-1]
+
+    @property
+    def width(self) -> int:
+        return self.v.sizes[-1]
+
+    @property
+    def extras(self) -> list[Extra]:
+        return [o for step in self.steps for o in step.operands if isinstance(o, Extra)]
+
+    @property
+    def flops(self) -> int:
+        return 2 * math.prod(self.heads) * self.rows * self.keys * (self.depth + self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The tile of a kernel: its rows; the columns of a panel of keys and of one of values, in vectors of `lanes` and
+    `value_lanes`; and into how many parts the rows of a head are divided among threads."""
+
+    rows: int
+    columns: int
+    lanes: int
+    value_columns: int
+    value_lanes: int
+    parts: int
+
+
+def plan(form: Form, machine: Machine) -> TilePlan:
+    """The tile with the best estimate for both products together, as in `schedules.rated_tiles`."""
+    lanes = machine.lanes
+    value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
+    apart = any(array.row_stride % _PAGE == 0 for array in (form.q, form.out))
+    best: tuple[float, int, int, int] | None = None
+    for rows in range(1, min(form.rows, _WAYS if apart else _MOST_ROWS) + 1):
+        for first in range(1, 7):
+            for second in range(1, 7):
+                if not machine.keeps(rows, max(first, second)):
+                    continue
+                tiles = -(-form.rows // rows)
+                keys = _whole(form.keys, first * lanes) / lanes
+                columns = _whole(form.width, second * value_lanes) / value_lanes
+                cost = tiles * (
+                    keys * form.depth * _cost(rows, first) + columns * form.keys * _cost(rows, second)
+                )
+                if best is None or cost < best[0]:
+                    best = cost, rows, first * lanes, second * value_lanes
+    assert best is not None
+    _, rows, columns, value_columns = best
+    return TilePlan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
+
+
+def _vectors(lanes: int) -> list[int]:
+    """Vector lengths: whole registers, halves and quarters."""
+    return [n for n in (lanes, lanes // 2, lanes // 4) if n > 1]
+
+
+def _whole(extent: int, step: int) -> int:
+    """The least multiple of `step` that is at least `extent`."""
+    return -(-extent // step) * step
+
+
+def _cost(rows: int, vectors: int) -> float:
+    """The cost of one step of a tile's reduction, for each of its vectors of columns."""
+    accumulators = rows * vectors
+    busy = min(1.0, accumulators / 8)
+    return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
+
+
+def _parts(form: Form, rows: int, cores: int) -> int:
+    """Into how many parts the rows of a head are divided, so that the busiest thread finishes first. Each part packs
+    the keys of its head for itself."""
+    heads, tiles = math.prod(form.heads), -(-form.rows // rows)
+
+    def longest(parts: int) -> int:
+        return -(-heads * parts // cores) * (_PACKING + -(-tiles // parts))
+
+    return min(range(1, min(tiles, 2 * cores) + 1), key=longest)
+
+
+def kernel(form: Form, machine: Machine) -> Any:
+    """The PrimFunc with parameters q, k, v, the extras of the steps in their order, and the result."""
+    tvm()
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    how = plan(form, machine)
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": _OPAQUE, "tirx.noalias": True})
+            arrays = [
+                T.arg(name, T.buffer(array.shape, _FLOAT))
+                for name, array in (("q", form.q), ("k", form.k), ("v", form.v))
+            ]
+            extras = [T.arg(f"x{i}", T.buffer(e.shape, e.dtype)) for i, e in enumerate(form.extras)]
+            out = T.arg("out", T.buffer(form.out.shape, _FLOAT))
+            loop = T.parallel if form.flops >= WORTH_A_THREAD else T.serial
+            tasks = loop(0, math.prod(form.heads) * how.parts)
+            # TVM looks in every function for a root block and a block inside it.
+            with T.sblock("root"), tasks as task, T.sblock("attention"):
+                T.reads([])
+                T.writes([])
+                _Head(form, how, arrays, extras, out, task // how.parts).write(task % how.parts)
+        return builder.get()
+
+
+def _unfold(index: Any, sizes: Sequence[int]) -> list[Any]:
+    """The indices of several dimensions from one that counts through them."""
+    found: list[Any] = []
+    for size in reversed(sizes):
+        found.insert(0, index % size)
+        index = index // size
+    return found
+
+
+class _Head:
+    """Writes the loops over some rows of one head, into the function that is being built."""
+
+    def __init__(
+        self,
+        form: Form,
+        how: TilePlan,
+        arrays: Sequence[Any],
+        extras: Sequence[Any],
+        out: Any,
+        head: Any,
+    ) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._form, self._how, self._head = form, how, head
+        self._q, self._k, self._v = arrays
+        self._extras, self._out = extras, out
+        self._panels = -(-form.keys // how.columns)
+        width = self._panels * how.columns
+        # Rows whose distance is a multiple of a page would evict each other from the cache.
+        stride = width + (how.lanes if width * 4 % _PAGE == 0 else 0)
+        self._keys = T.alloc_buffer((self._panels, form.depth, how.columns), _FLOAT)
+        self._value_panels = -(-form.width // how.value_columns)
+        self._values = T.alloc_buffer((self._value_panels, form.keys, how.value_columns), _FLOAT)
+        self._scores = T.alloc_buffer((how.rows, stride), _FLOAT)
+        self._over = T.alloc_buffer((how.rows,), _FLOAT, scope=_LOCAL)
+
+    def write(self, part: Any) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._pack_keys()
+        self._pack_values()
+        tiles = -(-self._form.rows // self._how.rows)
+        share = -(-tiles // self._how.parts)
+        with T.serial(0, share) as turn:
+            tile = part * share + turn
+            _where(None if share * self._how.parts == tiles else tile < tiles, lambda: self._tile(tile))
+
+    def _tile(self, tile: Any) -> None:
+        """Compute the rows of one tile: scores, their softmax, and the sum of values."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        first, exact = tile * how.rows, form.rows % how.rows == 0
+
+        def row(i: Any) -> Any:
+            """The row to read. After the last row it is the last one again, and the result is dropped."""
+            return first + i if exact else tirx.Min(first + i, tirx.const(form.rows - 1, "int32"))
+
+        def score(i: Any, n: Any, total: Any) -> None:
+            T.buffer_store(self._scores, total, [i, panel * how.columns + n])
+
+        def leave(i: Any, e: Any, total: Any) -> None:
+            column = panel * how.value_columns + e
+            where = form.out.at(self._head, first + i, column)
+            _where(
+                None if form.width % how.value_columns == 0 else column < form.width,
+                lambda: T.buffer_store(self._out, total * self._over[i], where),
+            )
+
+        with T.serial(0, self._panels) as panel:
+            _product(
+                (how.rows, how.columns, how.lanes), form.depth,
+                lambda i, d: self._q[form.q.at(self._head, row(i), d)],
+                lambda d, n: self._keys[panel, d, n],
+                score,
+            )  # fmt: skip
+        with T.serial(0, how.rows) as i:
+            self._softmax(i, row(i))
+        with T.serial(0, self._value_panels) as panel:
+            _product(
+                (how.rows, how.value_columns, how.value_lanes), form.keys,
+                lambda i, n: self._scores[i, n],
+                lambda n, e: self._values[panel, n, e],
+                leave,
+                None if exact else lambda i: first + i < form.rows,
+            )  # fmt: skip
+
+    def _key(self, d: Any, n: Any) -> Any:
+        return self._k[self._form.k.at(self._head, d, n)]
+
+    def _pack_keys(self) -> None:
+        """Pack keys as [panel, depth, column]; columns after the last key are 0. Loops follow the memory of k."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        last = len(form.k.shape) - 1
+        along_keys, along_depth = form.k.axes[-1] == last, form.k.axes[-2] == last
+        side = next((n for n in _vectors(how.lanes) if form.depth % n == 0), 1) if along_depth else 1
+
+        def fill(panel: Any, first: int, end: int) -> None:
+            outer, inner = ((0, form.depth), (first, end))[:: 1 if along_keys else -1]
+            with T.serial(*outer) as a, T.serial(*inner) as b:
+                d, n = (a, b) if along_keys else (b, a)
+                T.buffer_store(self._keys, self._key(d, panel * how.columns + n), [panel, d, n])
+
+        whole, rest = divmod(form.keys, how.columns)
+        if side > 1:
+            self._pack_squares(side)
+        elif whole:
+            with T.serial(0, whole) as panel:
+                fill(panel, 0, how.columns)
+        begin = rest // side * side if side > 1 else 0
+        if begin < rest:
+            fill(tirx.const(whole, "int32"), begin, rest)
+        if rest:
+            with T.serial(0, form.depth) as d, T.serial(rest, how.columns) as n:
+                T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [whole, d, n])
+
+    def _pack_squares(self, side: int) -> None:
+        """Pack keys whose depths are adjacent in memory, in squares of `side` x `side`.
+
+        A square is transposed in registers: halves, quarters and eighths are exchanged in turn. Element by element it
+        would take three times as long.
+        """
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        across = self._how.columns // side
+        with (
+            T.serial(0, self._form.keys // side) as square,
+            T.serial(0, self._form.depth // side) as level,
+        ):
+            depths = tirx.Ramp(level * side, 1, side)
+            vectors = [T.bind(self._key(depths, square * side + i)) for i in range(side)]
+            step = side // 2
+            while step:
+                low = [x if not x & step else side + x - step for x in range(side)]
+                high = [x + step if not x & step else side + x for x in range(side)]
+                for i in (i for i in range(side) if not i & step):
+                    pair = [vectors[i], vectors[i + step]]
+                    vectors[i], vectors[i + step] = (T.bind(tirx.Shuffle(pair, half)) for half in (low, high))
+                step //= 2
+            columns = tirx.Ramp(square % across * side, 1, side)
+            for i, vector in enumerate(vectors):
+                T.buffer_store(self._keys, vector, [square // across, level * side + i, columns])
+
+    def _pack_values(self) -> None:
+        """Pack values as [panel, key, column]; columns after the last are 0."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+
+        def put(panel: Any, n: Any, e: Any) -> None:
+            value = self._v[form.v.at(self._head, n, panel * how.value_columns + e)]
+            T.buffer_store(self._values, value, [panel, n, e])
+
+        whole, rest = divmod(form.width, how.value_columns)
+        vectors = how.value_columns // how.value_lanes
+        if whole:
+            with (
+                T.serial(0, whole) as panel,
+                T.serial(0, form.keys) as n,
+                T.unroll(0, vectors) as vector,
+                T.vectorized(0, how.value_lanes) as lane,
+            ):
+                put(panel, n, vector * how.value_lanes + lane)
+        if rest:
+            with T.serial(0, form.keys) as n:
+                with T.serial(0, rest) as e:
+                    put(tirx.const(whole, "int32"), n, e)
+                with T.serial(rest, how.value_columns) as e:
+                    T.buffer_store(self._values, tirx.const(0.0, _FLOAT), [whole, n, e])
+
+    def _softmax(self, i: Any, row: Any) -> None:
+        """Replace row i of the scores by exp(x - max), and set `over[i]` to one over their sum."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        scores, lanes, keys = self._scores, self._how.lanes, self._form.keys
+        whole, padded = keys // lanes, -(-keys // lanes)
+        most = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
+        sums = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
+        found = T.alloc_buffer((1,), _FLOAT, scope=_LOCAL)
+        lowest, zero = tirx.const(-math.inf, _FLOAT), tirx.const(0.0, _FLOAT)
+
+        def take(n: Any) -> None:
+            T.buffer_store(scores, self._stepped(scores[i, n], row, n), [i, n])
+
+        def fill(buffer: Any, value: Any) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(buffer, value, [lane])
+
+        def gather(buffer: Any, combine: Callable[[Any, Any], Any], vector: Any) -> None:
+            with T.vectorized(0, lanes) as lane:
+                T.buffer_store(buffer, combine(buffer[lane], scores[i, vector * lanes + lane]), [lane])
+
+        def together(buffer: Any, combine: Callable[[Any, Any], Any], start: Any) -> None:
+            T.buffer_store(found, start, [0])
+            with T.unroll(0, lanes) as lane:
+                T.buffer_store(found, combine(found[0], buffer[lane]), [0])
+
+        fill(most, lowest)
+        with T.serial(0, whole) as vector:
+            with T.vectorized(0, lanes) as lane:
+                take(vector * lanes + lane)
+            gather(most, tirx.Max, vector)
+        if padded > whole:  # after the last key: exp(-inf) = 0
+            with T.serial(whole * lanes, keys) as n:
+                take(n)
+            with T.serial(keys, padded * lanes) as n:
+                T.buffer_store(scores, lowest, [i, n])
+            gather(most, tirx.Max, whole)
+        together(most, tirx.Max, lowest)
+        fill(sums, zero)
+        with T.serial(0, padded) as vector:
+            with T.vectorized(0, lanes) as lane:
+                n = vector * lanes + lane
+                T.buffer_store(scores, tirx.exp(scores[i, n] - found[0]), [i, n])
+            gather(sums, lambda a, b: a + b, vector)
+        together(sums, lambda a, b: a + b, zero)
+        T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / found[0], [i])
+
+    def _stepped(self, score: Any, row: Any, column: Any) -> Any:
+        """A score after the steps."""
+        from tvm import tirx
+
+        extras = iter(self._extras)
+        for step in self._form.steps:
+            operands = []
+            for given in step.operands:
+                if given is None:
+                    operands.append(score)
+                elif isinstance(given, Extra):
+                    index = [*_unfold(self._head, given.heads), row, column]
+                    near = index[len(index) - len(given.shape) :]
+                    place = [0 if size == 1 else i for size, i in zip(given.shape, near)]
+                    operands.append(next(extras)[place])
+                else:
+                    operands.append(tirx.const(given, _FLOAT))
+            score = STEPS[step.operator](*operands)
+        return score
+
+
+def _select(condition: Any, yes: Any, no: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.Select(condition, yes, no)
+
+
+STEPS: Mapping[str, Callable[..., Any]] = {
+    "relax.add": lambda a, b: a + b,
+    "relax.subtract": lambda a, b: a - b,
+    "relax.multiply": lambda a, b: a * b,
+    "relax.divide": lambda a, b: a / b,
+    "relax.where": _select,
+}
+"""The operators that may be between the products, by Relax's name."""
+
+
+def _where(condition: Any | None, body: Callable[[], None]) -> None:
+    from tvm.script.ir_builder import tirx as T
+
+    if condition is None:
+        body()
+    else:
+        with T.If(condition), T.Then():
+            body()
+
+
+def _product(
+    tile: tuple[int, int, int], reduction: int,
+    a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
+    needed: Callable[[Any], Any] | None = None,
+) -> None:  # fmt: skip
+    """A tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them, for rows
+    that are `needed`."""
+    from tvm import tirx
+    from tvm.script.ir_builder import tirx as T
+
+    rows, columns, lanes = tile
+    sums = T.alloc_buffer((rows, columns), _FLOAT, scope=_LOCAL)
+
+    def each(body: Callable[[Any, Any], None], needed: Callable[[Any], Any] | None = None) -> None:
+        def of(i: Any) -> None:
+            with T.unroll(0, columns // lanes) as vector, T.vectorized(0, lanes) as lane:
+                body(i, vector * lanes + lane)
+
+        with T.unroll(0, rows) as i:
+            _where(None if needed is None else needed(i), lambda: of(i))
+
+    each(lambda i, n: T.buffer_store(sums, tirx.const(0.0, _FLOAT), [i, n]))
+    with T.serial(0, reduction) as r:
+        each(lambda i, n: T.buffer_store(sums, sums[i, n] + a(i, r) * b(r, n), [i, n]))
+    each(lambda i, n: leave(i, n, sums[i, n]), needed)

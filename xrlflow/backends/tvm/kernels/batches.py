@@ -1,0 +1,155 @@
+"""Many small products of matrices, as one kernel.
+
+The second matrix of a product stays in the first-level cache, and is read where it is. Rows and columns that tiles do
+not divide are covered by a last tile, or a last vector, that overlaps the one before: some results are computed twice,
+but nothing is copied or padded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xrlflow.backends.tvm.kernels.building import FLOAT, LOCAL, OPAQUE, SCHEDULED, number, ramp, spread
+from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
+from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+_MOST_ROWS = 14
+# Multiply-adds that take as long as loading a number, and a vector.
+_BROADCAST, _VECTOR = 0.6, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """steps(x z): `batch` products of x [.., row, term] and z [.., term, column], with the same first dimensions."""
+
+    batch: tuple[int, ...]
+    rows: int
+    depth: int
+    columns: int
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        return (*self.batch, self.rows, self.columns)
+
+    @property
+    def extras(self) -> list[Extra]:
+        return extras_of(self.steps)
+
+    @property
+    def flops(self) -> int:
+        return 2 * math.prod(self.out) * self.depth
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A tile of accumulators: `rows`, and up to so many `vectors` of `lanes` columns."""
+
+    rows: int
+    vectors: int
+    lanes: int
+
+    def groups(self, form: Form) -> list[list[int]]:
+        """The first columns of all vectors, those of one tile together."""
+        count = -(-form.columns // self.lanes)
+        starts = [min(i * self.lanes, form.columns - self.lanes) for i in range(count)]
+        tiles = -(-count // self.vectors)
+        each, more = divmod(count, tiles)
+        ends = [each * (i + 1) + min(i + 1, more) for i in range(tiles)]
+        return [starts[begin:end] for begin, end in zip([0, *ends], ends)]
+
+
+def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+    """The tiles to choose from; none if a vector is longer than a row."""
+    for lanes in {machine.lanes, machine.lanes // 2} if machine.in_halves else {machine.lanes}:
+        for rows in range(1, min(_MOST_ROWS, form.rows) + 1):
+            for vectors in range(1, min(8, -(-form.columns // lanes)) + 1):
+                if lanes <= form.columns and machine.keeps(rows, vectors):
+                    yield Plan(rows, vectors, lanes)
+
+
+def cost(form: Form, how: Plan, machine: Machine) -> float:
+    """The estimated time for one term of all sums of a product, in multiply-adds of vectors."""
+    share = how.lanes / machine.lanes if machine.in_halves else 1.0
+    groups = [len(group) for group in how.groups(form)]
+    tile = sum(share * max(how.rows * n, 8) + _BROADCAST * how.rows + _VECTOR * n for n in groups)
+    return -(-form.rows // how.rows) * tile
+
+
+def plan(form: Form, machine: Machine) -> Plan:
+    """The tile with the least estimated time."""
+    return min(plans(form, machine), key=lambda how: (cost(form, how, machine), -how.lanes, how.rows))
+
+
+def kernel(form: Form, how: Plan) -> Any:
+    """The PrimFunc with parameters x, z, the extras of the steps in their order, and the result."""
+    tvm()
+    from tvm import tirx
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+            x = T.arg("x", T.buffer((*form.batch, form.rows, form.depth), FLOAT))
+            z = T.arg("z", T.buffer((*form.batch, form.depth, form.columns), FLOAT))
+            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
+            extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
+            out = T.arg("out", T.buffer(form.out, FLOAT))
+            loop = T.parallel if form.flops >= WORTH_A_THREAD else T.serial
+            tasks = loop(0, math.prod(form.batch))
+            with T.sblock("root"), tasks as task, T.sblock("products"):
+                T.reads([])
+                T.writes([])
+                one = _Product(form, how, x, z, extras, out, task)
+                with T.serial(0, -(-form.rows // how.rows)) as turn:
+                    first = turn * how.rows
+                    if form.rows % how.rows:
+                        first = tirx.Min(first, number(form.rows - how.rows))
+                    for group in how.groups(form):
+                        one.tile(first, group)
+        return builder.get()
+
+
+class _Product:
+    """Writes the loops of one product into the function that is being built."""
+
+    def __init__(
+        self, form: Form, how: Plan, x: Any, z: Any, extras: Sequence[Any], out: Any, task: Any
+    ) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._form, self._how = form, how
+        self._x, self._z, self._extras, self._out = x, z, extras, out
+        self._batch: list[Any] = []
+        for size in reversed(form.batch):
+            self._batch.insert(0, task % size)
+            task = task // size
+        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+
+    def tile(self, first: Any, starts: Sequence[int]) -> None:
+        """The results of some rows from the `first` on, in the vectors that begin at these columns."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how, lanes = self._form, self._how, self._how.lanes
+        sums = T.alloc_buffer((how.rows, len(starts) * lanes), FLOAT, scope=LOCAL)
+        places = [
+            (i, v, [i, ramp(number(v * lanes), lanes)]) for i in range(how.rows) for v in range(len(starts))
+        ]
+        for _, _, at in places:
+            T.buffer_store(sums, spread(0.0, lanes), at)
+        with T.serial(0, form.depth) as term:
+            for i, v, at in places:
+                factor = tirx.Broadcast(self._x[(*self._batch, first + i, term)], lanes)
+                vector = self._z[(*self._batch, term, ramp(number(starts[v]), lanes))]
+                T.buffer_store(sums, sums[tuple(at)] + factor * vector, at)
+        for i, v, at in places:
+            index = [*self._batch, first + i, ramp(number(starts[v]), lanes)]
+            done = stepped(form.steps, self._extras, sums[tuple(at)], index, self._done)
+            T.buffer_store(self._out, done, index)

@@ -1,0 +1,578 @@
+"""Direct convolutions as one kernel: grouped, depthwise, dilated, with few channels, of one to three dimensions.
+
+A vector holds the results of several groups if their output channels fit into it together. What a vector of the image
+gives to them is then a shuffle of it: for the first input channel of each group, for the second, and so on. Each
+shuffle serves all taps along a row. A group with more output channels is a product with numbers that are broadcast.
+
+A task takes a band of rows of results and the channels of one vector (or group). It copies the rows that it reads,
+with their borders of zeros, into a buffer that stays in a core's cache, and computes a tile of neighbouring pixels at
+a time, whose sums stay in vector registers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.tvm.kernels.building import (
+    FLOAT,
+    LOCAL,
+    OPAQUE,
+    SCHEDULED,
+    along,
+    number,
+    pieces,
+    ramp,
+    spread,
+    tiles,
+    where,
+)
+from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+# Longer sums are summed up in parts, one for each row of the window: rounding errors grow with the number of terms.
+_CHUNK = 192
+_MOST_PIXELS, _MOST_VECTORS, _MOST_SPANS = 14, 4, 64
+# Of several groups together, products of so many channels and taps are written out.
+_MOST_WRITTEN = 64
+# Those for which this kernel is chosen: see `gains`.
+_MANY_TAPS, _FEW_CHANNELS = 49, 2
+# Accumulators that keep the multipliers busy.
+_BUSY = 8
+# Multiply-adds of vectors that take as long as: copying a vector into the band; leaving a vector of results.
+_COPY, _LEAVE = 2.5, 4.0
+# How much longer it takes to read what leaves the first-level or the second-level cache, and to copy parts of pixels
+# that another core has written.
+_FIRST_LEVEL, _SECOND, _SPILLED, _SCATTERED = 24 << 10, 1.4, 4.0, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A convolution with channels last, of one to three dimensions.
+
+    `image`, `out`: [batch, ((depth,) row,) column, channel]. `window`, `strides`, `dilations`, and `begin`, the zeros
+    before the image: (depth, row, column), where there is none a window of 1, strides of 1 and no zeros.
+    """
+
+    image: tuple[int, ...]
+    out: tuple[int, ...]
+    window: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    dilations: tuple[int, int, int]
+    begin: tuple[int, int, int]
+    groups: int
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def space(self) -> tuple[int, int, int]:
+        """(depth, rows, columns) of the image."""
+        return _space(self.image)
+
+    @property
+    def results(self) -> tuple[int, int, int]:
+        """(depth, rows, columns) of the result."""
+        return _space(self.out)
+
+    @property
+    def channels(self) -> int:
+        """The input channels of a group."""
+        return self.image[-1] // self.groups
+
+    @property
+    def columns(self) -> int:
+        """The output channels of a group."""
+        return self.out[-1] // self.groups
+
+    @property
+    def terms(self) -> int:
+        """The terms of a result."""
+        return math.prod(self.window) * self.channels
+
+    @property
+    def extras(self) -> list[Extra]:
+        return extras_of(self.steps)
+
+    def index(self, batch: Any, place: Sequence[Any], channel: Any) -> list[Any]:
+        """Of (depth, row, column), those that the image has, between its number and its channel."""
+        return [batch, *place[5 - len(self.image) :], channel]
+
+
+def _space(shape: Sequence[int]) -> tuple[int, int, int]:
+    deep, rows, columns = (1,) * (5 - len(shape)) + tuple(shape[1:-1])
+    return deep, rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a kernel is blocked.
+
+    A tile has `pixels` x `vectors` vectors of `lanes` results. `together`: the groups of which one vector has all
+    results; 1: a vector has results of one group. `band`, `span`: the rows and the columns of results of a task; the
+    span is the whole width or a multiple of `pixels`. `shared`: what is read of a pixel serves all taps along a row.
+    """
+
+    lanes: int
+    vectors: int
+    pixels: int
+    together: int
+    band: int
+    span: int
+    shared: bool
+
+    def units(self, form: Form) -> int:
+        """How many parts the channels have, each with a copy of its own of the pixels."""
+        return -(-form.groups // self.together)
+
+    def panels(self, form: Form) -> int:
+        """The panels of weights of a unit."""
+        return 1 if self.together > 1 else -(-form.columns // (self.vectors * self.lanes))
+
+    def rows(self, form: Form) -> int:
+        """The rows that a band reads."""
+        return (self.band - 1) * form.strides[1] + (form.window[1] - 1) * form.dilations[1] + 1
+
+    def width(self, form: Form) -> int:
+        """The columns that a span reads."""
+        return (self.span - 1) * form.strides[2] + (form.window[2] - 1) * form.dilations[2] + 1
+
+    def bands(self, form: Form) -> int:
+        return -(-form.results[1] // self.band)
+
+    def spans(self, form: Form) -> int:
+        return -(-form.results[2] // self.span)
+
+    def slot(self, form: Form) -> int:
+        """The floats of a pixel's copy."""
+        return self.lanes if self.together > 1 else form.channels
+
+
+def plan(form: Form, machine: Machine) -> Plan:
+    """The blocking with the least estimated time."""
+    return min(plans(form, machine), key=lambda how: (cost(form, how, machine), repr(how)))
+
+
+def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+    """The blockings to choose from."""
+    spare = 4 if machine.registers <= 16 else 3
+    bands = sorted({-(-form.results[1] // n) for n in range(1, form.results[1] + 1)})
+    for lanes in _lanes(form, machine):
+        together = _together(form, lanes)
+        for vectors in range(1, 2 if together > 1 else _MOST_VECTORS + 1):
+            taps = form.window[2] * vectors
+            for pixels in range(1, _MOST_PIXELS + 1):
+                sums = pixels * vectors
+                if sums + vectors + spare > machine.registers and pixels > 1:
+                    continue
+                shared = together > 1 or sums + taps + spare <= machine.registers
+                for band in bands:
+                    for span in _spans(form, pixels):
+                        yield Plan(lanes, vectors, pixels, together, band, span, shared)
+
+
+def _together(form: Form, lanes: int) -> int:
+    """The groups of which a vector has all results; 1: it has results of one group."""
+    return max(min(lanes // form.columns, lanes // form.channels, form.groups), 1)
+
+
+def _lanes(form: Form, machine: Machine) -> list[int]:
+    """Vectors' widths: the machine's, and less where there are then no more vectors. A machine that computes in halves
+    has the half, too."""
+
+    def vectors(lanes: int) -> int:
+        together = _together(form, lanes)
+        return -(-form.groups // together) * -(-form.columns * together // lanes)
+
+    found, lanes = [machine.lanes], machine.lanes // 2
+    while lanes >= 1:
+        if vectors(lanes) == vectors(machine.lanes) or (machine.in_halves and 2 * lanes == machine.lanes):
+            found.append(lanes)
+        lanes //= 2
+    return found
+
+
+def _spans(form: Form, pixels: int) -> list[int]:
+    """Widths of spans. Where there are rows, only these are divided among tasks."""
+    width = form.results[2]
+    if form.results[1] > 1:
+        return [width]
+    parts = {-(-width // (n * pixels)) * pixels for n in range(1, _MOST_SPANS + 1) if width >= 4 * n * pixels}
+    return sorted({width, *(part for part in parts if part < width)})
+
+
+def cost(form: Form, how: Plan, machine: Machine) -> float:
+    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
+    return -(-tasks // machine.cores) * task_cost(form, how, machine)
+
+
+def task_cost(form: Form, how: Plan, machine: Machine) -> float:
+    """The estimated time of one task, in the same unit."""
+    half = 1.0 if how.lanes == machine.lanes or not machine.in_halves else 0.5
+    deep, lines = form.window[0], form.window[0] * form.window[1]
+    slot, rows = how.slot(form), how.rows(form)
+    vector = 1.0 if how.lanes == machine.lanes else half
+    copy = _COPY * deep * rows * how.width(form) * len(pieces(slot, how.lanes))
+    if form.out[0] * form.results[0] * how.bands(form) * how.spans(form) < machine.cores:
+        copy *= _SCATTERED
+    held = 4 * deep * rows * how.width(form) * slot
+    far = _SPILLED if held > machine.second_level // 2 else _SECOND if held > _FIRST_LEVEL else 1.0
+    whole, rest = divmod(how.span, how.pixels)
+    total = 0.0
+    for pixels, count in ((how.pixels, whole), (rest, 1 if rest else 0)):
+        sums = pixels * how.vectors
+        reads = far * _reads(form, how, pixels)
+        step = max(form.window[2] * max(sums, _BUSY) * vector, reads) + 0.1 * reads
+        left = _LEAVE * sums * (1 + len(form.steps))
+        total += count * (lines * form.channels * step + left)
+    return far * copy + how.band * how.panels(form) * total
+
+
+def _reads(form: Form, how: Plan, pixels: int) -> float:
+    """The vectors that are read for one channel and one row of the window."""
+    weights = form.window[2] * how.vectors
+    if how.shared:
+        return weights + len(_columns(form, pixels))
+    return weights + form.window[2] * pixels
+
+
+def _columns(form: Form, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
+    """The columns that neighbouring results read: (column, [(result, tap)])."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for n in range(pixels):
+        for tap in range(form.window[2]):
+            found.setdefault(n * form.strides[2] + tap * form.dilations[2], []).append((n, tap))
+    return sorted(found.items())
+
+
+def gains(form: Form, machine: Machine) -> bool:
+    """Whether this kernel is faster than a product for each tap (measured on Zen 4).
+
+    Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of 7x7 1.2 to 1.6 times (5x5: 1.0); few
+    output channels 2 times; one input channel 1.4 times; dilated ones, and those of one or three dimensions,
+    1.02 to 1.05 times.
+    """
+    taps = math.prod(form.window)
+    if taps == 1 and form.groups == 1:
+        return False
+    if form.groups > 1:
+        together = min(machine.lanes // form.columns, machine.lanes // form.channels)
+        if together > 1 and form.window[2] * form.channels > _MOST_WRITTEN:
+            return False
+        return max(form.columns, form.channels) > 1 or taps >= _MANY_TAPS or len(form.image) != 4
+    few = form.channels <= _FEW_CHANNELS or form.columns <= machine.lanes // 2
+    return few or len(form.image) != 4 or max(form.dilations) > 1
+
+
+def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+    """[panel, line of the window, channel, tap along the row, column] of weights [(depth,) row, column, channel of the
+    group, output channel]. Without `shared`, taps come before channels."""
+    lines, across = form.window[0] * form.window[1], form.window[2]
+    grouped = weights.reshape(lines, across, form.channels, form.groups, form.columns)
+    units, panels, wide = how.units(form), how.panels(form), how.vectors * how.lanes
+    if how.together > 1:
+        whole = np.zeros((lines, across, form.channels, units * how.together, form.columns), np.float32)
+        whole[:, :, :, : form.groups] = grouped
+        joined = whole.reshape(lines, across, form.channels, units, how.together * form.columns)
+        last = joined.shape[-1]
+    else:
+        joined, last = grouped, form.columns
+    padded = np.zeros((lines, across, form.channels, units, panels * wide), np.float32)
+    padded[..., :last] = joined
+    split = padded.reshape(lines, across, form.channels, units * panels, wide)
+    order = (3, 0, 2, 1, 4) if how.shared else (3, 0, 1, 2, 4)
+    return np.ascontiguousarray(split.transpose(order))
+
+
+def kernel(form: Form, how: Plan) -> Any:
+    """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
+    tvm()
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    inner = (form.channels, form.window[2]) if how.shared else (form.window[2], form.channels)
+    lines = form.window[0] * form.window[1]
+    weights = (how.units(form) * how.panels(form), lines, *inner, how.vectors * how.lanes)
+    each = form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+            image = T.arg("image", T.buffer(form.image, FLOAT))
+            panels = T.arg("weights", T.buffer(weights, FLOAT))
+            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
+            extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
+            out = T.arg("out", T.buffer(form.out, FLOAT))
+            tasks = T.parallel(0, form.out[0] * each)
+            with T.sblock("root"), tasks as task, T.sblock("direct"):
+                T.reads([])
+                T.writes([])
+                unit, turn = task % how.units(form), task // how.units(form)
+                span, turn = turn % how.spans(form), turn // how.spans(form)
+                band, turn = turn % how.bands(form), turn // how.bands(form)
+                first = [turn % form.results[0], band * how.band, span * how.span]
+                Band(form, how, image, panels, extras, out).write(task // each, first, unit)
+        return builder.get()
+
+
+class Band:
+    """Writes the loops of one task into the function that is being built."""
+
+    def __init__(
+        self, form: Form, how: Plan, image: Any, panels: Any, extras: Sequence[Any], out: Any
+    ) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._form, self._how = form, how
+        self._image, self._panels, self._extras, self._out = image, panels, extras, out
+        wide = how.vectors * how.lanes
+        self._near = T.alloc_buffer((form.window[0] * how.rows(form), how.width(form), how.slot(form)), FLOAT)
+        self._sums = T.alloc_buffer((how.pixels, wide), FLOAT, scope=LOCAL)
+        self._part = T.alloc_buffer((how.pixels, wide), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+
+    def write(self, batch: Any, first: Sequence[Any], unit: Any) -> None:
+        """The results from this depth, row and column on."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        self._batch = batch
+        self._copy(first, unit)
+        with T.serial(0, how.panels(form)) as panel, T.serial(0, how.band) as row:
+            exact = form.results[1] % how.band == 0
+            where(
+                None if exact else first[1] + row < form.results[1],
+                lambda: self._row(first, row, unit, panel),
+            )
+
+    def _row(self, first: Sequence[Any], row: Any, unit: Any, panel: Any) -> None:
+        """A row of results."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+
+        def tile(x: Any, count: int) -> None:
+            at = [first[0], first[1] + row, first[2] + x]
+            self._tile(at, row, x, count, [unit, panel])
+
+        if how.spans(form) == 1:
+            tiles(how.span, how.pixels, tile)
+            return
+        with T.serial(0, how.span // how.pixels) as turn:  # the last span may have fewer
+            x = turn * how.pixels
+            where(first[2] + x + how.pixels <= form.results[2], lambda: tile(x, how.pixels))
+            rest = form.results[2] % how.pixels
+            if rest:
+                where(first[2] + x == form.results[2] - rest, lambda: tile(x, rest))
+
+    def _copy(self, first: Sequence[Any], unit: Any) -> None:
+        """What is read of the image, with zeros where it ends."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        (depth, height, width), wide = form.space, how.width(form)
+        z, y, x = (start * stride - begin for start, stride, begin in zip(first, form.strides, form.begin))
+        # The first and the last column of the copy that lie in the image.
+        start, stop = tirx.Min(tirx.Max(0 - x, 0), wide), tirx.Min(tirx.Max(width - x, 0), wide)
+        with T.serial(0, form.window[0]) as deep, T.serial(0, how.rows(form)) as row:
+            line = deep * how.rows(form) + row
+            at = [z + deep * form.dilations[0], y + row]
+            with T.If(tirx.all(at[0] >= 0, at[0] < depth, at[1] >= 0, at[1] < height)):
+                with T.Then():
+                    with T.serial(0, start) as column:
+                        self._clear(line, column)
+                    with T.serial(0, stop - start) as more:
+                        self._pixel([*at, x + start + more], line, start + more, unit)
+                    with T.serial(0, wide - stop) as more:
+                        self._clear(line, stop + more)
+                with T.Else(), T.serial(0, wide) as column:
+                    self._clear(line, column)
+
+    def _clear(self, line: Any, column: Any) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        def zeros(start: Any, length: int) -> None:
+            T.buffer_store(self._near, spread(0.0, length), [line, column, ramp(start, length)])
+
+        along(self._how.slot(self._form), self._how.lanes, zeros)
+
+    def _pixel(self, at: Sequence[Any], line: Any, x: Any, unit: Any) -> None:
+        """The channels of a unit at one pixel. More than those are read where it does not matter: a whole vector is
+        faster than a few short ones."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        begin = unit * how.together * form.channels
+
+        def part(start: Any, length: int) -> None:
+            value = self._image[tuple(form.index(self._batch, at, ramp(begin + start, length)))]
+            T.buffer_store(self._near, value, [line, x, ramp(start, length)])
+
+        def some(extent: int) -> None:
+            along(extent, how.lanes, part)
+
+        if how.together == 1:
+            some(form.channels)
+            return
+        step, units = how.together * form.channels, how.units(form)
+        # The units of which a whole vector lies within the pixel.
+        whole = min(units, (form.image[-1] - how.lanes) // step + 1 if form.image[-1] >= how.lanes else 0)
+        if whole == units:
+            some(how.lanes)
+            return
+        with T.If(unit < whole):
+            with T.Then():
+                some(how.lanes)
+            with T.Else():
+                # Whichever unit it is, the pixel has this many channels of it or more.
+                for late in range(whole, units):
+                    where(unit == late, partial(some, min(step, form.image[-1] - late * step)))
+
+    def _tile(self, at: Sequence[Any], row: Any, x: Any, count: int, which: Sequence[Any]) -> None:
+        """Neighbouring results of a row, the first `x` columns from the span's first, for one panel of a unit."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        lines, across = form.window[0] * form.window[1], form.window[2]
+        in_parts = form.terms > _CHUNK
+        self._start(self._sums, count)
+        with T.serial(0, lines) as line:
+            deep, down = line // form.window[1], line % form.window[1]
+            source = deep * how.rows(form) + row * form.strides[1] + down * form.dilations[1]
+            place = [source, x * form.strides[2], which[0] * how.panels(form) + which[1], line]
+
+            def part(start: Any, length: int) -> None:
+                """Add the products with some channels."""
+                sums = self._part if in_parts else self._sums
+                if in_parts:
+                    self._start(sums, count)
+                self._line(sums, place, count, start, length)
+                if in_parts:
+                    for index in self._vectors(count):
+                        T.buffer_store(self._sums, self._sums[index] + sums[index], list(index))
+
+            # All of them, or so many that their terms are few.
+            most = form.channels if how.together > 1 else max(1, _CHUNK // across)
+            tiles(form.channels, min(form.channels, most), part)
+        self._leave(at, count, *which)
+
+    def _vectors(self, count: int) -> list[tuple[Any, Any]]:
+        """The indices of the vectors of sums."""
+        lanes = self._how.lanes
+        return [
+            (number(n), ramp(number(v * lanes), lanes))
+            for n in range(count)
+            for v in range(self._how.vectors)
+        ]
+
+    def _start(self, sums: Any, count: int) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        for index in self._vectors(count):
+            T.buffer_store(sums, spread(0.0, self._how.lanes), list(index))
+
+    def _line(self, sums: Any, place: Sequence[Any], count: int, start: Any, length: int) -> None:
+        """Add the products of some channels with one row of the window to the sums.
+
+        `place`: the line and the first column of what is read, the panel of weights, and the row of the window.
+        """
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        source, begin, *which = place
+        if how.together > 1:
+            for i in range(form.channels):
+                self._taps(sums, count, [*which, number(i)], partial(self._seen, source, begin, i))
+            return
+
+        def pixel(column: Any, channel: Any) -> Any:
+            value = self._near[source, begin + column, channel]
+            return value if how.lanes == 1 else tirx.Broadcast(value, how.lanes)
+
+        if how.shared:
+            with T.serial(0, length) as i:
+                self._taps(sums, count, [*which, start + i], lambda j: pixel(j, start + i))
+            return
+        with T.serial(0, form.window[2]) as tap, T.serial(0, length) as i:
+            factors = [self._factor([*which, tap, start + i], v) for v in range(how.vectors)]
+            for n in range(count):
+                value = T.bind(pixel(n * form.strides[2] + tap * form.dilations[2], start + i))
+                self._add(sums, n, value, factors)
+
+    def _taps(self, sums: Any, count: int, which: Sequence[Any], pixel: Callable[[int], Any]) -> None:
+        """Add the products of one channel with all taps along a row."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        factors = [
+            [self._factor([*which, number(k)], v) for v in range(how.vectors)] for k in range(form.window[2])
+        ]
+        for j, reached in _columns(form, count):
+            value = T.bind(pixel(j))
+            for n, k in reached:
+                self._add(sums, n, value, factors[k])
+
+    def _factor(self, at: Sequence[Any], vector: int) -> Any:
+        from tvm.script.ir_builder import tirx as T
+
+        return T.bind(self._panels[(*at, ramp(number(vector * self._how.lanes), self._how.lanes))])
+
+    def _add(self, sums: Any, n: int, value: Any, factors: Sequence[Any]) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        lanes = self._how.lanes
+        for v, factor in enumerate(factors):
+            index = [number(n), ramp(number(v * lanes), lanes)]
+            T.buffer_store(sums, sums[tuple(index)] + value * factor, index)
+
+    def _seen(self, source: Any, begin: Any, channel: int, column: int) -> Any:
+        """For each result of a vector of several groups, the pixel's value of this channel of its group."""
+        from tvm import tirx
+
+        form, lanes = self._form, self._how.lanes
+        vector = self._near[source, begin + column, ramp(number(0), lanes)]
+        order = [min(n // form.columns * form.channels + channel, lanes - 1) for n in range(lanes)]
+        if order == list(range(lanes)):
+            return vector
+        return tirx.Shuffle([vector], [number(n) for n in order])
+
+    def _leave(self, at: Sequence[Any], count: int, unit: Any, panel: Any) -> None:
+        """Store the results of the steps. The last unit, or the last panel of a group, may have fewer."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        wide = how.vectors * how.lanes
+        if how.together > 1:
+            begin, most = unit * how.together * form.columns, how.together * form.columns
+            last, final = form.out[-1] - (how.units(form) - 1) * most, unit == how.units(form) - 1
+        else:
+            begin, most = unit * form.columns + panel * wide, wide
+            last, final = form.columns - (how.panels(form) - 1) * wide, panel == how.panels(form) - 1
+        if last == most:
+            self._store(at, count, begin, most)
+            return
+        with T.If(final):
+            with T.Then():
+                self._store(at, count, begin, last)
+            with T.Else():
+                self._store(at, count, begin, most)
+
+    def _store(self, at: Sequence[Any], count: int, begin: Any, extent: int) -> None:
+        """The first `extent` results of a panel."""
+        from tvm.script.ir_builder import tirx as T
+
+        form, lanes = self._form, self._how.lanes
+        *place, x = at
+        for n in range(count):
+            for start, length in pieces(extent, lanes):
+                value = self._sums[number(n), ramp(number(start), length)]
+                index = form.index(self._batch, [*place, x + n], ramp(begin + start, length))
+                done = stepped(form.steps, self._extras, value, index, self._done)
+                T.buffer_store(self._out, done, index)

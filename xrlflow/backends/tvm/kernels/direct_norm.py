@@ -1,0 +1,202 @@
+"""A depthwise convolution and the normalisation of its channels (LayerNormalization) as one kernel.
+
+A task computes a band of rows as in `direct`, one vector of channels after the other, and stores the results. Then it
+normalises pixel by pixel what it has just stored, which its core's caches still hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xrlflow.backends.tvm.kernels.building import (
+    FLOAT,
+    LOCAL,
+    OPAQUE,
+    SCHEDULED,
+    lanes_of,
+    number,
+    pieces,
+    ramp,
+    spread,
+    tiles,
+    where,
+)
+from xrlflow.backends.tvm.kernels.direct import Band, Form, Plan, cost, plans, task_cost
+from xrlflow.backends.tvm.kernels.direct import plan as plan_alone
+from xrlflow.backends.tvm.kernels.steps import extras_of
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+# Sums of a pixel, each of every fourth vector: additions that wait for one another are slow, and round more.
+_SUMS = 4
+# Multiply-adds of vectors that take as long as normalising a vector: by this kernel; by one of its own, which fetches
+# what another core may have written.
+_HERE, _APART = 8.0, 14.0
+# The busiest core may have so much more than its part of the rows. (7 rows on two cores are slower than two kernels.)
+_UNEVEN = 1.1
+# All taps along a row are written out.
+_MOST_TAPS = 49
+
+
+def plan(form: Form, machine: Machine) -> Plan | None:
+    """The blocking with the least estimated time; None if two kernels are faster: they divide channels among cores,
+    too."""
+    if not is_depthwise(form) or form.out[3] < machine.lanes or math.prod(form.window) > _MOST_TAPS:
+        return None
+    whole = [how for how in plans(form, machine) if how.together == how.lanes == machine.lanes]
+    ways = [how for how in whole if _busiest(form, how, machine) * machine.cores <= _UNEVEN * _rows(form)]
+    if not ways:
+        return None
+    best = min(ways, key=lambda how: (fused_cost(form, how, machine), repr(how)))
+    apart = cost(form, plan_alone(form, machine), machine)
+    apart += _APART * -(-_rows(form) // machine.cores) * form.out[2] * _vectors_of(form, machine.lanes)
+    return best if fused_cost(form, best, machine) < apart else None
+
+
+def is_depthwise(form: Form) -> bool:
+    """Whether this is a depthwise convolution of images."""
+    return len(form.image) == 4 and form.groups == form.image[3] == form.out[3] > 1
+
+
+def fused_cost(form: Form, how: Plan, machine: Machine) -> float:
+    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+    near = 4 * how.band * form.out[2] * form.out[3] <= machine.second_level // 2
+    pixels = how.band * form.out[2] * (_HERE if near else _APART)
+    one = how.units(form) * task_cost(form, how, machine) + pixels * _vectors_of(form, how.lanes)
+    return _busiest(form, how, machine) / how.band * one
+
+
+def _rows(form: Form) -> int:
+    return form.out[0] * form.out[1]
+
+
+def _busiest(form: Form, how: Plan, machine: Machine) -> int:
+    """The rows of the busiest core."""
+    return -(-form.out[0] * how.bands(form) // machine.cores) * how.band
+
+
+def _vectors_of(form: Form, lanes: int) -> int:
+    """The vectors of a pixel."""
+    return len(pieces(form.out[3], lanes))
+
+
+def kernel(form: Form, how: Plan, epsilon: float) -> Any:
+    """The PrimFunc with parameters image, weights (`direct.packed`), the extras of the steps in their order, scale and
+    bias of the normalisation, and result."""
+    tvm()
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    weights = (how.units(form), form.window[1], 1, form.window[2], how.lanes)
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+            image = T.arg("image", T.buffer(form.image, FLOAT))
+            panels = T.arg("weights", T.buffer(weights, FLOAT))
+            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in extras_of(form.steps)]
+            extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
+            scale, bias = (T.arg(name, T.buffer(form.out[-1:], FLOAT)) for name in ("scale", "bias"))
+            out = T.arg("out", T.buffer(form.out, FLOAT))
+            tasks = T.parallel(0, form.out[0] * how.bands(form))
+            with T.sblock("root"), tasks as task, T.sblock("direct_norm"):
+                T.reads([])
+                T.writes([])
+                batch, first = task // how.bands(form), task % how.bands(form) * how.band
+                band = Band(form, how, image, panels, extras, out)
+                with T.serial(0, how.units(form)) as unit:
+                    band.write(batch, [number(0), first, number(0)], unit)
+                norm = _Pixel(out, scale, bias, how.lanes)
+                with T.serial(0, how.band) as row:
+                    exact = form.out[1] % how.band == 0
+                    at = [batch, first + row]
+                    where(None if exact else first + row < form.out[1], lambda: norm.row(at, epsilon))
+        return builder.get()
+
+
+class _Pixel:
+    """Writes the normalisation of pixels in their place."""
+
+    def __init__(self, out: Any, scale: Any, bias: Any, lanes: int) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._out, self._scale, self._bias, self._lanes = out, scale, bias, lanes
+        self._width, self._channels = (int(n) for n in out.shape[2:])
+        self._sums = T.alloc_buffer((_SUMS, lanes), FLOAT, scope=LOCAL)
+        self._found = T.alloc_buffer((2,), FLOAT, scope=LOCAL)
+
+    def row(self, at: Sequence[Any], epsilon: float) -> None:
+        """A row of an image."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        part = tirx.const(1.0 / self._channels, FLOAT)
+        mean, scale = number(0), number(1)
+        with T.serial(0, self._width) as x:
+            place = [*at, x]
+            T.buffer_store(self._found, self._sum(place, lambda value: value) * part, [mean])
+            variance = self._sum(place, lambda value: self._distance(value) * self._distance(value)) * part
+            root = tirx.rsqrt(variance + tirx.const(epsilon, FLOAT))
+            T.buffer_store(self._found, root, [scale])
+
+            def normalise(index: Any) -> None:
+                by = self._spread(self._found[scale], lanes_of(index))
+                value = self._distance(self._out[(*place, index)]) * by
+                T.buffer_store(self._out, value * self._scale[index] + self._bias[index], [*place, index])
+
+            self._vectors(lambda index, _: normalise(index))
+
+    def _spread(self, value: Any, lanes: int) -> Any:
+        from tvm import tirx
+
+        return value if lanes == 1 else tirx.Broadcast(value, lanes)
+
+    def _distance(self, value: Any) -> Any:
+        """From the mean."""
+        return value - self._spread(self._found[number(0)], lanes_of(value))
+
+    def _vectors(self, body: Callable[[Any, int], None]) -> None:
+        """`body` for all whole vectors of a pixel, with the number of the sum that each is part of, and for those
+        shorter ones that are left."""
+        lanes = self._lanes
+
+        def some(start: Any, count: int) -> None:
+            for i in range(count):
+                body(ramp((start + i) * lanes, lanes), i)
+
+        tiles(self._channels // lanes, _SUMS, some)
+        whole = self._channels // lanes * lanes
+        for start, length in pieces(self._channels - whole, lanes):
+            body(ramp(number(whole + start), length), 0)
+
+    def _sum(self, place: Sequence[Any], of: Callable[[Any], Any]) -> Any:
+        """The sum over the channels of a pixel."""
+        from tvm.script.ir_builder import tirx as T
+
+        lanes = self._lanes
+        for i in range(_SUMS):
+            T.buffer_store(self._sums, spread(0.0, lanes), [number(i), ramp(number(0), lanes)])
+
+        def add(index: Any, turn: int) -> None:
+            at = [number(turn), ramp(number(0), lanes_of(index))]
+            T.buffer_store(self._sums, self._sums[tuple(at)] + of(self._out[(*place, index)]), at)
+
+        self._vectors(add)
+        found = [self._sums[number(i), ramp(number(0), lanes)] for i in range(_SUMS)]
+        while len(found) > 1:
+            found = [a + b for a, b in zip(found[::2], found[1::2])]
+        return _total(found[0], lanes)
+
+
+def _total(vector: Any, lanes: int) -> Any:
+    """The sum of a vector's lanes: halves are added until there is one."""
+    from tvm import tirx
+    from tvm.script.ir_builder import tirx as T
+
+    while lanes > 1:
+        lanes //= 2
+        whole = T.bind(vector)
+        low, high = ([number(n + begin) for n in range(lanes)] for begin in (0, lanes))
+        vector = tirx.Shuffle([whole], low) + tirx.Shuffle([whole], high)
+    return vector

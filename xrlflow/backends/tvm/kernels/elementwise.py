@@ -1,0 +1,89 @@
+"""Element-wise operators and norms that are lowered here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xrlflow.backends.tvm.kernels.building import OPAQUE
+from xrlflow.backends.tvm.toolchain.powers import is_short, multiplied
+from xrlflow.backends.tvm.toolchain.reading import constant, sizes
+
+if TYPE_CHECKING:
+    from xrlflow.backends.tvm.lowering.operators import Imported
+
+
+def legal_power(builder: Any, call: Any) -> Any | None:
+    """A power in half or single precision; None for others.
+
+    Those that are no products are kernels of their own. They have many bindings, each of which TVM substitutes where
+    another function is computed of the result: compilation would take minutes, or fail.
+    """
+    from tvm import te, tirx, topi
+
+    x, y = call.args
+    kind = str(call.ty.dtype)
+    if kind not in ("float16", "float32") or str(x.ty.dtype) != kind or str(y.ty.dtype) != kind:
+        return None
+    exponent = _one_number(y)
+    if exponent is None or sizes(x) != sizes(call):
+        return builder.call_te(
+            topi.power, x, y, primfunc_name_hint="power", primfunc_attrs={"op_pattern": OPAQUE}
+        )
+
+    def raised(x: Any) -> Any:
+        if exponent in (1.0, 2.0, 3.0):  # TVM warns of the power of 3
+            return multiplied(x, int(exponent))
+        return tirx.power(x, tirx.const(exponent, kind))
+
+    def power(x: Any) -> Any:
+        return te.compute(x.shape, lambda *i: raised(x[i]), name="power")
+
+    attrs = {} if is_short(exponent) else {"op_pattern": OPAQUE}
+    return builder.call_te(power, x, primfunc_name_hint="power", primfunc_attrs=attrs)
+
+
+def _one_number(y: Any) -> float | None:
+    """The value of a constant of one element."""
+    from tvm.ir import GenericConst
+
+    if not isinstance(y, GenericConst) or y.value.numpy().size != 1:
+        return None
+    return float(y.value.numpy().item())
+
+
+def with_exponent(node: Imported) -> None:
+    """The exponent gets the type of the number, where it is a constant: TVM's importer takes no others."""
+    from tvm.ir import GenericConst
+
+    x, y = node.inputs[0], node.inputs[1]
+    kind = str(x.ty.dtype)
+    if isinstance(y, GenericConst) and kind.startswith("float") and str(y.ty.dtype) != kind:
+        node.inputs[1] = constant(y.value.numpy().astype(kind))
+
+
+def celu(node: Imported) -> Any:
+    """max(0, x) + min(0, alpha (exp(x / alpha) - 1))."""
+    from tvm import relax
+
+    x, alpha = node.inputs[0], float(node.attributes.get("alpha", 1.0))
+    op, kind = relax.op, str(x.ty.dtype)
+    power = node.emit(op.exp(x if alpha == 1.0 else node.emit(op.divide(x, relax.const(alpha, kind)))))
+    less = node.emit(op.subtract(power, relax.const(1.0, kind)))
+    scaled = less if alpha == 1.0 else node.emit(op.multiply(relax.const(alpha, kind), less))
+    below = node.emit(op.minimum(relax.const(0.0, kind), scaled))
+    return node.emit(op.add(node.emit(op.nn.relu(x)), below))
+
+
+def normalized(node: Imported) -> Any:
+    """LpNormalization: x by its norm along an axis; zeros where that is zero, as in ONNX Runtime."""
+    from tvm import relax
+
+    x, axis = node.inputs[0], int(node.attributes.get("axis", -1))
+    op, kind = relax.op, str(x.ty.dtype)
+    if int(node.attributes.get("p", 2)) == 1:
+        norm = node.emit(op.sum(node.emit(op.abs(x)), [axis], keepdims=True))
+    else:
+        norm = node.emit(op.sqrt(node.emit(op.sum(node.emit(op.multiply(x, x)), [axis], keepdims=True))))
+    zero, one = relax.const(0.0, kind), relax.const(1.0, kind)
+    divisor = node.emit(op.where(node.emit(op.equal(norm, zero)), one, norm))
+    return node.emit(op.divide(x, divisor))

@@ -1,0 +1,240 @@
+"""Kernels that go along an axis in order: running sums, and the greatest elements.
+
+TVM has them for graphics processors only, or calls a function of its runtime, which a library without it lacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from xrlflow.backends.tvm.kernels.building import LOCAL, OPAQUE, SCHEDULED, number
+from xrlflow.backends.tvm.lowering.bounds import known_value
+from xrlflow.backends.tvm.toolchain.reading import sizes
+
+if TYPE_CHECKING:
+    from xrlflow.backends.tvm.lowering.operators import Imported
+
+_WORTH_A_THREAD = 30_000
+# Rows whose sums run side by side, since each addition waits for the one before.
+_ABREAST = 8
+# Neighbours in memory whose sums run side by side, and as a vector (LLVM splits it where vectors are shorter).
+_NEIGHBOURS, _VECTOR = 64, 16
+_WHOLE, _PLACE, _LAST = "int64", "int32", 0x7FFFFFFF
+_INFINITY = 0x7F800000  # the bits of a float
+
+
+def running_sums(node: Imported) -> Any | None:
+    """CumSum along a constant axis; None for types that ONNX Runtime does not sum."""
+    from tvm import relax
+
+    x, axis = node.inputs[0], known_value(node.inputs[1])
+    shape, kind = sizes(x), str(x.ty.dtype)
+    if shape is None or axis is None or kind not in ("float32", "float64", "int32", "int64"):
+        return None
+    if 0 in shape:
+        return x
+    at = int(axis.item()) % len(shape)
+    around = (math.prod(shape[:at]), shape[at], math.prod(shape[at + 1 :]))
+    exclusive, reverse = (bool(node.attributes.get(name, 0)) for name in ("exclusive", "reverse"))
+    function = node.builder.add_func(_sums(around, kind, exclusive, reverse), "cumsum")
+    flat = node.emit(relax.op.reshape(x, around))
+    found = node.emit(relax.call_tir(function, [flat], relax.TensorType(around, kind)))
+    return node.emit(relax.op.reshape(found, shape))
+
+
+def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool) -> Any:
+    """The PrimFunc of running sums along the second of three dimensions."""
+    from tvm import tirx
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    rows, length, inner = shape
+    across = rows if inner == 1 else inner
+    vector = _VECTOR if inner >= _VECTOR else 1
+    width = min(_ABREAST if inner == 1 else _NEIGHBOURS, across) // vector * vector
+    groups = -(-across // width)
+    loop = T.parallel if math.prod(shape) >= _WORTH_A_THREAD else T.serial
+    # What is added to minus zero keeps its sign.
+    zero = tirx.const(-0.0 if kind.startswith("float") and not exclusive else 0, kind)
+
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+            x, out = (T.arg(name, T.buffer(shape, kind)) for name in ("x", "out"))
+            tasks = loop(0, groups if inner == 1 else rows * groups)
+            with T.sblock("root"), tasks as task, T.sblock("cumsum"):
+                T.reads([])
+                T.writes([])
+                sums = T.alloc_buffer((width,), kind, scope=LOCAL)
+                # The last group begins earlier if it is not whole: what is computed twice is the same.
+                begin = tirx.Min(task % groups * width, number(across - width))
+
+                def each(body: Callable[[Any, Any, Any], None], k: Any) -> None:
+                    with T.unroll(0, width // vector) as part, T.vectorized(0, vector) as place:
+                        lane = part * vector + place
+                        at = (begin + lane, k, number(0)) if inner == 1 else (task // groups, k, begin + lane)
+                        body(lane, at, sums[lane] + x[at])
+
+                def step(lane: Any, at: Any, total: Any) -> None:
+                    if exclusive:
+                        T.buffer_store(out, sums[lane], list(at))
+                        T.buffer_store(sums, sums[lane] + x[at], [lane])
+                    else:
+                        T.buffer_store(sums, total, [lane])
+                        T.buffer_store(out, sums[lane], list(at))
+
+                with T.serial(0, width) as lane:
+                    T.buffer_store(sums, zero, [lane])
+                with T.serial(0, length) as turn:
+                    each(step, number(length - 1) - turn if reverse else turn)
+        return builder.get()
+
+
+def greatest(node: Imported) -> Any:
+    """TopK: values and indices, in order (also if any order is asked for). Of equal ones the first comes first, and
+    what is not a number counts as greater than all numbers.
+
+    Raises BackendError for types of other than 32 bits, and for a number of elements that is not constant.
+    """
+    from tvm import relax
+
+    x, given = node.inputs[0], node.given(1)
+    count = node.attributes.get("k") if given is None else known_value(given)
+    shape, kind = sizes(x), str(x.ty.dtype)
+    if count is None or shape is None:
+        raise node.refused("of a number of elements that depends on values")
+    if kind not in ("float32", "int32"):
+        raise node.refused(f"of {kind}")
+    k, at = int(count if given is None else count.item()), int(node.attributes.get("axis", -1)) % len(shape)
+    if not 0 <= k <= shape[at]:
+        raise node.refused(f"with {k} of {shape[at]} elements")
+    out = (*shape[:at], k, *shape[at + 1 :])
+    if 0 in out:
+        parts = [node.emit(relax.op.zeros(out, each)) for each in (kind, _WHOLE)]
+        return relax.Tuple(parts)
+    around = (math.prod(shape[:at]), shape[at], math.prod(shape[at + 1 :]))
+    largest = bool(node.attributes.get("largest", 1))
+    function = node.builder.add_func(_Top(around, k, kind, largest).function(), "topk")
+    flat, some = node.emit(relax.op.reshape(x, around)), (around[0], k, around[2])
+    types = [relax.TensorType(some, each) for each in (kind, _WHOLE)]
+    found = node.emit(relax.call_tir(function, [flat], types))
+    parts = [node.emit(relax.TupleGetItem(found, part)) for part in (0, 1)]
+    return relax.Tuple([node.emit(relax.op.reshape(part, out)) for part in parts])
+
+
+class _Top:
+    """The PrimFunc of the `k` greatest (or least) along the second of three dimensions.
+
+    A key is a whole number that is ordered as an element is; with the element's index behind it no two are equal. A
+    heap holds the best keys so far, with the worst first: most elements are only compared with that.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], k: int, kind: str, largest: bool) -> None:
+        self._shape, self._k, self._kind, self._largest = shape, k, kind, largest
+        self._heap: Any = None
+        self._state: Any = None
+        self._held: Any = None
+
+    def function(self) -> Any:
+        from tvm.script.ir_builder import IRBuilder
+        from tvm.script.ir_builder import tirx as T
+
+        (rows, length, inner), k = self._shape, self._k
+        loop = T.parallel if math.prod(self._shape) >= _WORTH_A_THREAD else T.serial
+        with IRBuilder() as builder:
+            with T.prim_func(is_private=True, s_tir=True):
+                T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+                x = T.arg("x", T.buffer(self._shape, self._kind))
+                values = T.arg("values", T.buffer((rows, k, inner), self._kind))
+                places = T.arg("places", T.buffer((rows, k, inner), _WHOLE))
+                with T.sblock("root"), loop(0, rows * inner) as task, T.sblock("topk"):
+                    T.reads([])
+                    T.writes([])
+                    keys = T.alloc_buffer((length,), _PLACE)
+                    self._heap = T.alloc_buffer((k + 1,), _WHOLE)  # one more, which may be read
+                    self._state = T.alloc_buffer((3,), _PLACE, scope=LOCAL)
+                    self._held = T.alloc_buffer((1,), _WHOLE, scope=LOCAL)
+                    row, column = task // inner, task % inner
+                    with T.serial(0, length) as i:
+                        T.buffer_store(keys, self._key(x[row, i, column]), [i])
+                    self._select(keys)
+                    with T.serial(0, k) as i:
+                        T.buffer_store(self._state, self._index(self._heap[i]), [0])
+                        T.buffer_store(values, x[row, self._state[0], column], [row, i, column])
+                        T.buffer_store(places, self._state[0].astype(_WHOLE), [row, i, column])
+            return builder.get()
+
+    def _key(self, x: Any) -> Any:
+        """A whole number in the order of elements: the bits of a float, of a negative one all but the sign turned, and
+        of what is not a number the greatest of all (x86 sets the sign of the results of invalid operations)."""
+        from tvm import tirx
+
+        key = x
+        if self._kind == "float32":
+            bits = tirx.reinterpret(
+                _PLACE, tirx.Select(x == tirx.const(0.0, self._kind), tirx.const(0.0, self._kind), x)
+            )
+            ordered = bits ^ ((bits >> number(31)) & number(_LAST))
+            key = tirx.Select((bits & number(_LAST)) > number(_INFINITY), number(_LAST), ordered)
+        return key if self._largest else key ^ number(-1)
+
+    def _entry(self, key: Any, index: Any) -> Any:
+        """A key and an index as one number: of equal keys the first is the greatest."""
+        from tvm import tirx
+
+        return (key.astype(_WHOLE) << tirx.const(32, _WHOLE)) + (number(_LAST) - index).astype(_WHOLE)
+
+    def _index(self, entry: Any) -> Any:
+        from tvm import tirx
+
+        return number(_LAST) - (entry & tirx.const(_LAST, _WHOLE)).astype(_PLACE)
+
+    def _select(self, keys: Any) -> None:
+        """Leave the best of the keys in the heap, the best first."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        heap, k, length = self._heap, self._k, self._shape[1]
+        with T.serial(0, k) as i:
+            T.buffer_store(heap, self._entry(keys[i], i), [i])
+        T.buffer_store(heap, tirx.const(0, _WHOLE), [number(k)])
+        if k > 1:
+            with T.serial(0, k // 2) as turn:
+                T.buffer_store(self._held, heap[number(k // 2 - 1) - turn], [0])
+                self._sink(number(k // 2 - 1) - turn, number(k))
+        if k < length:
+            with T.serial(0, length - k) as turn:
+                # A later element of the same key is not better.
+                better = keys[turn + k] > (heap[0] >> tirx.const(32, _WHOLE)).astype(_PLACE)
+                with T.If(better), T.Then():
+                    T.buffer_store(self._held, self._entry(keys[turn + k], turn + k), [0])
+                    self._sink(number(0), number(k))
+        if k > 1:
+            with T.serial(0, k - 1) as turn:
+                end = number(k - 1) - turn
+                T.buffer_store(self._held, heap[end], [0])
+                T.buffer_store(heap, heap[0], [end])
+                self._sink(number(0), end)
+
+    def _sink(self, start: Any, size: Any) -> None:
+        """Put the held entry in the place of the one at `start`, or below it in a heap of `size` entries."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        heap, held, state = self._heap, self._held, self._state
+        T.buffer_store(state, start, [0])  # the free place
+        T.buffer_store(state, start * 2 + 1, [1])  # the first one below it
+        with T.While(state[1] < size):
+            following = state[1] + 1
+            second = tirx.And(following < size, heap[following] < heap[state[1]])
+            T.buffer_store(state, tirx.Select(second, following, state[1]), [2])
+            with T.If(heap[state[2]] < held[0]):
+                with T.Then():
+                    T.buffer_store(heap, heap[state[2]], [state[0]])
+                    T.buffer_store(state, state[2], [0])
+                    T.buffer_store(state, state[2] * 2 + 1, [1])
+                with T.Else():
+                    T.buffer_store(state, size, [1])
+        T.buffer_store(heap, held[0], [state[0]])

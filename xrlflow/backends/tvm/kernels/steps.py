@@ -1,0 +1,114 @@
+"""Element-wise operators that a kernel applies to its results before it stores them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from xrlflow.backends.tvm.kernels.building import lanes_of, number, ramp, spread
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A further operand of a step: one number for each output channel, or one for each result."""
+
+    by_channel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The result of the convolution or product (0), or of the step of this number (the first is 1)."""
+
+    step: int
+
+
+Operand: TypeAlias = "float | Extra | Earlier"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operator after the convolution. The last step gives the result."""
+
+    operator: str
+    operands: tuple[Operand, ...]
+
+
+def _of(name: str) -> Callable[..., Any]:
+    """A function of TVM's, that is imported when it is called."""
+
+    def call(*operands: Any) -> Any:
+        from tvm import tirx
+
+        return getattr(tirx, name)(*operands)
+
+    return call
+
+
+def _sigmoid(x: Any) -> Any:
+    from tvm import tirx
+
+    one = spread(1.0, lanes_of(x))
+    return one / (one + tirx.exp(spread(0.0, lanes_of(x)) - x))
+
+
+def _relu(x: Any) -> Any:
+    from tvm import tirx
+
+    return tirx.Max(spread(0.0, lanes_of(x)), x)  # of two operands, NaN is kept only in the second
+
+
+def _gelu(x: Any) -> Any:
+    from tvm import tirx
+
+    half, root = spread(0.5, lanes_of(x)), spread(math.sqrt(0.5), lanes_of(x))
+    return x * (half + half * tirx.erf(x * root))
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "relax.add": lambda a, b: a + b,
+    "relax.subtract": lambda a, b: a - b,
+    "relax.multiply": lambda a, b: a * b,
+    "relax.maximum": _of("Max"),
+    "relax.minimum": _of("Min"),
+    "relax.nn.relu": _relu,
+    "relax.divide": lambda a, b: a / b,
+    "relax.sigmoid": _sigmoid,
+    "relax.tanh": _of("tanh"),
+    "relax.erf": _of("erf"),
+    "relax.nn.gelu": _gelu,
+}
+"""The operators that may follow the convolution, by Relax's name."""
+
+
+def extras_of(steps: Iterable[Step]) -> list[Extra]:
+    return [o for step in steps for o in step.operands if isinstance(o, Extra)]
+
+
+def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Sequence[Any], done: Any) -> Any:
+    """A vector of results after the steps.
+
+    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, its channels last. `done`: a
+    local buffer [more than there are steps, a vector's lanes].
+    """
+    from tvm.script.ir_builder import tirx as T
+
+    lanes = lanes_of(index[-1])
+    at = ramp(number(0), lanes)
+    left = iter(extras)
+    found = [T.bind(value)]
+    for turn, step in enumerate(steps):
+        operands: list[Any] = []
+        for given in step.operands:
+            if isinstance(given, Earlier):
+                operands.append(found[given.step])
+            elif isinstance(given, Extra):
+                buffer = next(left)
+                operands.append(buffer[index[-1]] if given.by_channel else buffer[tuple(index)])
+            else:
+                operands.append(spread(given, lanes))
+        # TVM inlines what is bound. It must not do so with functions: it computes them with bindings of its own.
+        T.buffer_store(done, STEPS[step.operator](*operands), [turn, at])
+        found.append(T.bind(done[turn, at]))
+    return found[-1]

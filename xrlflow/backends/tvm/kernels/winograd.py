@@ -1,0 +1,543 @@
+"""3x3 convolutions with fewer multiplications, as one kernel.
+
+A tile of m x m results is computed from (m + 2) x (m + 2) pixels: pixels and weights are transformed, multiplied point
+by point and summed over channels, and the sums are transformed back (Winograd 1980; Lavin and Gray 2016, "Fast
+Algorithms for Convolutional Neural Networks"). m = 2 multiplies 2.25 times less than the direct kernel, m = 4 4 times
+less. Weights are transformed when the model is compiled.
+
+Each task transforms a block of tiles, multiplies them with panels of weights as tiles of accumulators in vector
+registers (see `schedules`), and transforms the sums back, so that what is transformed stays in the second-level cache
+of a core. Sums over channels go in chunks: the rounding error of an accumulator grows with the number of its terms.
+
+An infinity or NaN in a tile makes all of its results such, and numbers near the largest overflow where their plain sum
+does not. So a task whose results are not all finite computes them once more, as plain sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xrlflow.backends.tvm.kernels.building import (
+    FLOAT,
+    LOCAL,
+    OPAQUE,
+    SCHEDULED,
+    along,
+    lanes_of,
+    number,
+    pieces,
+    prefetch,
+    product,
+    ramp,
+    spread,
+    where,
+)
+from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+_KERNEL = 3
+# Channels that one accumulator sums up.
+CHUNK = 32
+_MOST_ROWS = 14
+# Multiply-adds that take as long as: reading a vector of weights from the third-level cache, or from memory; a chunk's
+# sum, with its share of the last transform; transforming a vector of pixels; reading one that has left the cache.
+_FAR, _MEMORY, _SUM, _PIXELS, _SPILLED = 1.0, 11.5, 16.0, 6.0, 4.5
+_LAST_LEVEL = 8 << 20
+# Accumulators that keep the multipliers busy.
+_BUSY = 10
+_TAPS = _KERNEL * _KERNEL
+# A float of these bits or more, without its sign, is infinite or NaN.
+_INFINITE = 0x7F800000
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Transforms:
+    """The matrices of F(m, 3): of pixels (n x n), weights (n x 3) and results (m x n), for n = m + 2."""
+
+    pixels: Matrix
+    weights: Matrix
+    results: Matrix
+
+
+# Points of interpolation besides infinity. With these F(4, 3) has 2.2 to 3 times the error of the direct kernel; with
+# 0, +-1 and +-2 it has 4.5 to 15 times.
+_POINTS = {2: (0.0, 1.0, -1.0), 4: (0.0, math.sqrt(0.5), -math.sqrt(0.5), math.sqrt(2.0), -math.sqrt(2.0))}
+
+
+@functools.cache
+def transforms(m: int) -> Transforms:
+    """F(m, 3) by interpolation (Toom and Cook) in the points and infinity."""
+    points = _POINTS[m]
+    n = m + _KERNEL - 1
+    pixels, weights, results = np.zeros((n, n)), np.zeros((n, _KERNEL)), np.zeros((m, n))
+    for j, point in enumerate(points):
+        others = [other for other in points if other != point]
+        pixels[j, : n - 1] = np.polynomial.polynomial.polyfromroots(others)
+        scale = math.prod(point - other for other in others)
+        weights[j] = [point**k / scale for k in range(_KERNEL)]
+        results[:, j] = [point**i for i in range(m)]
+    pixels[n - 1] = np.polynomial.polynomial.polyfromroots(points)
+    weights[n - 1, _KERNEL - 1] = 1.0
+    results[m - 1, n - 1] = 1.0
+    for matrix in (pixels, weights, results):
+        matrix[np.abs(matrix) < 1e-12] = 0.0
+    return Transforms(pixels, weights, results)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A convolution with channels last, 3 x 3 weights, and strides and dilations of 1.
+
+    `image` and `out`: [batch, row, column, channel]. `top` and `left`: rows and columns of zeros before the image.
+    `m`: the results of a tile along one side.
+    """
+
+    image: tuple[int, ...]
+    out: tuple[int, ...]
+    top: int
+    left: int
+    m: int
+    steps: tuple[Step, ...] = ()
+    groups: int = 1
+
+    @property
+    def n(self) -> int:
+        """The pixels of a tile along one side."""
+        return self.m + _KERNEL - 1
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """Tiles of one image along its height and its width."""
+        return -(-self.out[1] // self.m), -(-self.out[2] // self.m)
+
+    @property
+    def tiles(self) -> int:
+        return self.image[0] * math.prod(self.across)
+
+    @property
+    def channels(self) -> int:
+        """The channels that a sum goes over."""
+        return self.image[3] // self.groups
+
+    @property
+    def columns(self) -> int:
+        """The output channels of a group."""
+        return self.out[3] // self.groups
+
+    @property
+    def extras(self) -> list[Extra]:
+        return extras_of(self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a kernel is blocked.
+
+    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the tiles of pixels of a task. `parts`:
+    among how many tasks the panels of a block are divided; each transforms the pixels for itself. `ahead`: weights are
+    fetched a chunk ahead, since they come from beyond the second-level cache.
+    """
+
+    rows: int
+    columns: int
+    lanes: int
+    block: int
+    parts: int
+    ahead: bool = False
+
+    def panels(self, form: Form) -> int:
+        """The panels of weights of a group."""
+        return -(-form.columns // self.columns)
+
+
+def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+    """The blockings to choose from."""
+    lanes = machine.lanes
+    while lanes > 4 and lanes // 2 >= form.columns:
+        lanes //= 2
+    most = -(-form.columns // lanes)
+    for rows in range(2, _MOST_ROWS + 1):
+        for vectors in range(1, min(4, most) + 1):
+            if not machine.keeps(rows, vectors):
+                continue
+            for block in range(rows, max(rows, min(form.tiles + rows - 1, 8 * rows)) + 1, rows):
+                for parts in range(1, min(-(-most // vectors), machine.cores) + 1):
+                    yield Plan(rows, vectors * lanes, lanes, block, parts)
+
+
+def plan(form: Form, machine: Machine) -> Plan:
+    """The blocking with the least estimated time."""
+    best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
+    return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
+
+
+def _weight_bytes(form: Form) -> int:
+    return 4 * form.n * form.n * form.groups * form.channels * form.columns
+
+
+def cost(form: Form, how: Plan, machine: Machine) -> float:
+    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak.
+
+    The factors were fitted to 400 measured blockings of 14 layers on Zen 5; the best by this estimate took 1.00 to 1.06
+    times as long as the fastest measured one, for one layer 1.18 times.
+    """
+    points, vectors = form.n * form.n, how.columns // how.lanes
+    tasks = -(-form.tiles // how.block) * how.parts * form.groups
+    panels = -(-how.panels(form) // how.parts)
+    accumulators = how.rows * vectors
+    products = points * how.block * form.channels * vectors
+    # Fewer accumulators wait for one another.
+    adds = products / min(1.0, accumulators / _BUSY)
+    loads = products * (how.rows + vectors) / accumulators
+    sums = points * how.block * vectors * -(-form.channels // CHUNK)
+    weights = points * form.channels * vectors
+    held = 4 * points * how.block * (form.channels + how.columns)
+    pixels = points * how.block * form.channels / how.lanes
+    again = _SPILLED * pixels if held > machine.second_level // 2 else 0.0
+    panel = (
+        0.75 * adds + 0.25 * loads + _SUM * sums + distance(_weight_bytes(form), machine) * weights + again
+    )
+    return -(-tasks // machine.cores) * (_PIXELS * pixels + panels * panel)
+
+
+def distance(size: int, machine: Machine) -> float:
+    """Multiply-adds that take as long as reading a vector of weights of so many bytes."""
+    return _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
+
+
+def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+    """Transformed weights [group, panel, point, channel, column] of weights [3, 3, channel, column]. The last nine
+    points are the weights themselves."""
+    matrix = transforms(form.m).weights
+    wide = np.einsum("ai,bj,ijck->abck", matrix, matrix, weights.astype(np.float64))
+    wide = np.concatenate([wide.reshape(-1, *weights.shape[2:]), weights.reshape(_TAPS, *weights.shape[2:])])
+    points, panels = len(wide), how.panels(form)
+    padded = np.zeros((points, form.channels, form.groups, panels * how.columns))
+    padded[..., : form.columns] = wide.reshape(points, form.channels, form.groups, form.columns)
+    split = padded.reshape(points, form.channels, form.groups, panels, how.columns)
+    return np.ascontiguousarray(split.transpose(2, 3, 0, 1, 4), np.float32)
+
+
+def kernel(form: Form, how: Plan) -> Any:
+    """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
+    tvm()
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    weights = (form.groups, how.panels(form), form.n * form.n + _TAPS, form.channels, how.columns)
+    blocks = -(-form.tiles // how.block)
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
+            image = T.arg("image", T.buffer(form.image, FLOAT))
+            panels = T.arg("weights", T.buffer(weights, FLOAT))
+            shapes = [form.out[3:] if extra.by_channel else form.out for extra in form.extras]
+            extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
+            out = T.arg("out", T.buffer(form.out, FLOAT))
+            tasks = T.parallel(0, form.groups * blocks * how.parts)
+            with T.sblock("root"), tasks as task, T.sblock("winograd"):
+                T.reads([])
+                T.writes([])
+                group, turn = task // (blocks * how.parts), task % (blocks * how.parts)
+                body = _Block(form, how, image, panels, extras, out, group)
+                body.write(turn // how.parts, turn % how.parts)
+        return builder.get()
+
+
+class _Block:
+    """Writes the loops of one task into the function that is being built."""
+
+    def __init__(
+        self, form: Form, how: Plan, image: Any, panels: Any, extras: Sequence[Any], out: Any, group: Any
+    ) -> None:
+        from tvm.script.ir_builder import tirx as T
+
+        self._form, self._how, self._group = form, how, group
+        self._image, self._panels, self._extras, self._out = image, panels, extras, out
+        points = form.n * form.n
+        self._pixels = T.alloc_buffer((points, how.block, form.channels), FLOAT)
+        self._sums = T.alloc_buffer((points, how.block, how.columns), FLOAT)
+        self._near = T.alloc_buffer((points, how.lanes), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+        self._largest = T.alloc_buffer((how.lanes,), "int32", scope=LOCAL)  # bits of results, without signs
+        self._plain = T.alloc_buffer((how.lanes,), FLOAT, scope=LOCAL)
+
+    def write(self, block: Any, part: Any) -> None:
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        first = block * how.block
+        last = number(form.tiles - 1)
+        with T.serial(0, how.block) as turn:  # after the last tile it is the last one again
+            tile = first + turn if form.tiles % how.block == 0 else tirx.Min(first + turn, last)
+            self._transform(turn, *self._place(tile))
+        share = -(-how.panels(form) // how.parts)
+        with T.serial(0, share) as turn:
+            panel = part * share + turn
+            exact = share * how.parts == how.panels(form)
+            where(None if exact else panel < how.panels(form), lambda: self._panel(panel, first))
+
+    def _place(self, tile: Any) -> tuple[Any, Any, Any]:
+        """(image, first row, first column) of the results of a tile."""
+        high, wide = self._form.across
+        each = high * wide
+        return tile // each, tile % each // wide * self._form.m, tile % wide * self._form.m
+
+    def _transform(self, turn: Any, image: Any, row: Any, column: Any) -> None:
+        """Transform the pixels of one tile, some channels at a time."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how, n = self._form, self._how, self._form.n
+        _, height, wide, _ = form.image
+        top, left = row - form.top, column - form.left
+        matrix = transforms(form.m).pixels
+
+        def take(first: Any, width: int, load: Callable[[Any, int, int], Any]) -> None:
+            """Transform the pixels that `load` gives, from this channel of the group on."""
+            c = ramp(self._group * form.channels + first, width)
+            vectors = [[load(c, i, j) for j in range(n)] for i in range(n)]
+            at = ramp(first, width)
+            for i, line in enumerate(_both_ways(matrix, vectors)):
+                for j, vector in enumerate(line):
+                    T.buffer_store(self._pixels, vector, [i * n + j, turn, at])
+
+        def inner(c: Any, i: int, j: int) -> Any:
+            return T.bind(self._image[image, top + i, left + j, c])
+
+        def edge(c: Any, i: int, j: int) -> Any:
+            width = lanes_of(c)
+            lanes = ramp(number(0), width)
+            y, x = top + i, left + j
+            T.buffer_store(self._near, spread(0.0, width), [i * n + j, lanes])
+            with T.If(tirx.all(y >= 0, y < height, x >= 0, x < wide)), T.Then():
+                T.buffer_store(self._near, self._image[image, y, x, c], [i * n + j, lanes])
+            return T.bind(self._near[i * n + j, lanes])
+
+        within = tirx.all(top >= 0, top + n <= height, left >= 0, left + n <= wide)
+        with T.If(within):
+            with T.Then():
+                along(form.channels, how.lanes, lambda first, width: take(first, width, inner))
+            with T.Else():
+                along(form.channels, how.lanes, lambda first, width: take(first, width, edge))
+
+    def _panel(self, panel: Any, first: Any) -> None:
+        """The products of all tiles of the block with one panel of weights, and the results."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, how = self._form, self._how
+        whole, rest = divmod(form.channels, CHUNK)
+        with T.serial(0, form.n * form.n) as point:
+
+            def chunk(start: Any, length: int, more: bool) -> None:
+                """Add the products of some channels to the sums of the point: their weights stay in the first-level
+                cache for all groups of rows."""
+                with T.serial(0, how.block // how.rows) as group:
+                    begin = group * how.rows
+
+                    def ahead(c: Any) -> None:
+                        """Fetch what the next chunk reads: weights are in the order in which they are read."""
+                        vectors = how.columns // how.lanes
+                        each = -(-vectors // (how.block // how.rows))
+                        for turn in range(each):
+                            k = (group * each + turn) * how.lanes
+                            prefetch(self._panels, [self._group, panel, point, start + c + length, k])
+
+                    def leave(i: Any, k: Any, total: Any) -> None:
+                        at = [point, begin + i, ramp(k, how.lanes)]
+                        T.buffer_store(self._sums, self._sums[tuple(at)] + total if more else total, at)
+
+                    product(
+                        (how.rows, how.columns, how.lanes), length,
+                        lambda i, c: self._pixels[point, begin + i, start + c],
+                        lambda c, k: self._panels[self._group, panel, point, start + c, k],
+                        leave,
+                        ahead if how.ahead else None,
+                    )  # fmt: skip
+
+            if whole:
+                chunk(number(0), CHUNK, False)
+            if whole > 1:
+                with T.serial(1, whole) as step:
+                    chunk(step * CHUNK, CHUNK, True)
+            if rest:
+                chunk(number(whole * CHUNK), rest, whole > 0)
+        T.buffer_store(self._largest, tirx.Broadcast(number(0), how.lanes), [ramp(number(0), how.lanes)])
+        self._each_tile(first, lambda turn: self._leave(panel, first, turn))
+        with T.serial(1, how.lanes) as lane:
+            T.buffer_store(self._largest, tirx.Max(self._largest[0], self._largest[lane]), [0])
+        with T.If(self._largest[0] >= _INFINITE), T.Then():
+            self._each_tile(first, lambda turn: self._leave_plain(panel, first, turn))
+
+    def _each_tile(self, first: Any, body: Callable[[Any], None]) -> None:
+        """`body` for each tile of the block from `first` on."""
+        from tvm.script.ir_builder import tirx as T
+
+        exact = self._form.tiles % self._how.block == 0
+        with T.serial(0, self._how.block) as turn:
+            where(None if exact else first + turn < self._form.tiles, lambda: body(turn))
+
+    def _each_vector(self, panel: Any, body: Callable[[Any, Any], None]) -> None:
+        """`body` for the columns of a panel as vectors: their indices in the panel, and in the result."""
+        from tvm.script.ir_builder import tirx as T
+
+        how, columns = self._how, self._form.columns
+
+        def vector(part: Any, start: int, lanes: int) -> None:
+            """Some columns of the panel: `lanes` from `start` on in the vector of this number."""
+            k = part * how.lanes + start
+            out = self._group * columns + panel * how.columns + k
+            body(ramp(k, lanes), ramp(out, lanes))
+
+        whole, per_panel = columns // how.lanes, how.columns // how.lanes
+        with T.serial(0, per_panel) as part:
+            at = panel * per_panel + part
+            exact = columns % how.columns == 0
+            where(None if exact else at < whole, lambda: vector(part, 0, how.lanes))
+            if columns % how.lanes:
+
+                def rest(part: Any = part) -> None:
+                    for piece in pieces(columns % how.lanes, how.lanes):
+                        vector(part, *piece)
+
+                where(at == whole, rest)
+
+    def _leave_plain(self, panel: Any, first: Any, turn: Any) -> None:
+        """Store the results of the steps for one tile, of plain sums."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form = self._form
+        image, row, column = self._place(first + turn)
+        _, height, wide, _ = form.image
+
+        def result(y: Any, x: Any) -> None:
+            self._each_vector(panel, lambda k, out: vector(y, x, k, out))
+
+        def vector(y: Any, x: Any, k: Any, out: Any) -> None:
+            lanes = lanes_of(k)
+            at = ramp(number(0), lanes)
+            T.buffer_store(self._plain, spread(0.0, lanes), [at])
+            with T.serial(0, _KERNEL) as i, T.serial(0, _KERNEL) as j:
+                top, left = y + i - form.top, x + j - form.left
+                with (
+                    T.If(tirx.all(top >= 0, top < height, left >= 0, left < wide)),
+                    T.Then(),
+                    T.serial(0, form.channels) as c,
+                ):
+                    pixel = self._image[image, top, left, self._group * form.channels + c]
+                    pixels = pixel if lanes == 1 else tirx.Broadcast(pixel, lanes)
+                    weights = self._panels[self._group, panel, form.n * form.n + i * _KERNEL + j, c, k]
+                    T.buffer_store(self._plain, self._plain[at] + pixels * weights, [at])
+            self._store(self._plain[at], [image, y, x, out])
+
+        with T.serial(0, form.m) as i, T.serial(0, form.m) as j:
+            y, x = row + i, column + j
+            where(tirx.all(y < form.out[1], x < form.out[2]), lambda: result(y, x))
+
+    def _store(self, value: Any, at: Sequence[Any]) -> None:
+        """Store the result of the steps for a vector of sums."""
+        from tvm.script.ir_builder import tirx as T
+
+        done = stepped(self._form.steps, self._extras, value, at, self._done)
+        T.buffer_store(self._out, done, list(at))
+
+    def _leave(self, panel: Any, first: Any, turn: Any) -> None:
+        """Transform the sums of one tile back, and store the results of the steps."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        form, n = self._form, self._form.n
+        image, row, column = self._place(first + turn)
+        _, height, width, _ = form.out
+        matrix = transforms(form.m).results
+
+        def vector(k: Any, out: Any) -> None:
+            sums = [[T.bind(self._sums[i * n + j, turn, k]) for j in range(n)] for i in range(n)]
+            lines = _both_ways(matrix, sums)
+            self._look(functools.reduce(operator.add, itertools.chain(*lines)))
+            for i, line in enumerate(lines):
+                for j, value in enumerate(line):
+                    y, x = row + i, column + j
+                    checks = []
+                    if height % form.m and i:
+                        checks.append(y < height)
+                    if width % form.m and j:
+                        checks.append(x < width)
+                    where(
+                        tirx.all(*checks) if checks else None,
+                        functools.partial(self._store, value, [image, y, x, out]),
+                    )
+
+        self._each_vector(panel, vector)
+
+    def _look(self, total: Any) -> None:
+        """Keep the largest bits of a vector, without signs: the sum of results that are not all finite is not."""
+        from tvm import tirx
+        from tvm.script.ir_builder import tirx as T
+
+        lanes = lanes_of(total)
+        kind = "int32" if lanes == 1 else f"int32x{lanes}"
+        mask = tirx.const(0x7FFFFFFF, "int32")
+        bits = tirx.reinterpret(kind, total) & (mask if lanes == 1 else tirx.Broadcast(mask, lanes))
+        at = ramp(number(0), lanes)
+        T.buffer_store(self._largest, tirx.Max(self._largest[at], bits), [at])
+
+
+def _both_ways(matrix: Matrix, vectors: list[list[Any]]) -> list[list[Any]]:
+    """matrix x vectors x matrix transposed."""
+    columns = [_applied(matrix, [line[j] for line in vectors]) for j in range(len(vectors[0]))]
+    return [_applied(matrix, [column[i] for column in columns]) for i in range(matrix.shape[0])]
+
+
+def _applied(matrix: Matrix, vectors: Sequence[Any]) -> list[Any]:
+    """The products of a matrix with vectors. Rows of opposite points share the sums of even and of odd terms."""
+    from tvm.script.ir_builder import tirx as T
+
+    signs = np.array([(-1.0) ** i for i in range(len(vectors))])
+    found: list[Any] = [None] * len(matrix)
+    for i, row in enumerate(matrix):
+        if found[i] is not None:
+            continue
+        twin = next((k for k in range(i + 1, len(matrix)) if np.allclose(matrix[k], row * signs)), None)
+        flip = next((k for k in range(i + 1, len(matrix)) if np.allclose(matrix[k], -row * signs)), None)
+        even, odd = (_sum(row[first::2], vectors[first::2]) for first in (0, 1))
+        other = twin if twin is not None else flip
+        if other is None or even is None or odd is None:
+            found[i] = T.bind(
+                even + odd if even is not None and odd is not None else even if odd is None else odd
+            )
+            continue
+        even, odd = T.bind(even), T.bind(odd)
+        found[i] = T.bind(even + odd)
+        found[other] = T.bind(even - odd if twin is not None else odd - even)
+    return found
+
+
+def _sum(factors: npt.NDArray[np.float64], vectors: Sequence[Any]) -> Any | None:
+    """The sum of products with numbers; None if all are 0."""
+    total: Any | None = None
+    for factor, vector in sorted(zip(factors, vectors), key=lambda pair: -pair[0]):
+        if factor == 0.0:
+            continue
+        lanes = lanes_of(vector)
+        scaled = vector if abs(factor) == 1.0 else vector * spread(abs(float(factor)), lanes)
+        if total is None:
+            total = scaled if factor > 0 else spread(0.0, lanes) - scaled
+        else:
+            total = total + scaled if factor > 0 else total - scaled
+    return total

@@ -1,0 +1,396 @@
+"""Kernels as a library of custom operators: a shared library that ONNX Runtime loads and that needs nothing of TVM.
+
+It consists of TVM's object code, the constants of the kernels, tables (`tables.c`, written here) that say which kernel
+is called with which tensors, and a small runtime (`native/`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import ModelProto, TypeProto
+
+from xrlflow.backends.interrupts import COMPILING, heeding_interrupts
+from xrlflow.backends.limits import available_cpus
+from xrlflow.backends.protocol import Array, BackendError, one_line
+from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.fusion.slices import in_place
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
+from xrlflow.backends.tvm.lowering import lower
+from xrlflow.backends.tvm.lowering.bounds import Check
+from xrlflow.backends.tvm.lowering.plan import (
+    ALIGNMENT,
+    COPY,
+    Place,
+    Plan,
+    Tensor,
+    np_dtype,
+    plan_of,
+    sequence,
+)
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.target import Machine, compiler, instructions, linker
+from xrlflow.backends.tvm.toolchain.unaligned import marked
+from xrlflow.onnxio.region_digest import DIGITS
+from xrlflow.onnxio.regions import Region, extracted
+from xrlflow.storage import files
+
+NATIVE = Path(__file__).parent / "native"
+_SOURCES = ("runtime.c", "processor.c")
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
+_LINKING = ("-Wl,-z,noexecstack", "-lm", "-lpthread")
+# A session may outlive its options, which unload the library.
+_STAYS = "-Wl,-z,nodelete"
+# A kernel that calls this looks for functions of TVM's runtime by name.
+_RUNTIME = b"TVMFFIEnvModLookupFromImports"
+# DLPack's codes of kinds of elements.
+_CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+# Parts of a parallel loop for each core, so that a core that was disturbed gets fewer.
+_TASKS_PER_CORE = 4
+_OBJECTS = 8
+"""Object files of a library."""
+_LONGEST_NAME = 100
+"""Characters of a name in an error message, so that the rest of the message fits (TEXT of `native/runtime.c`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRegion:
+    """A region's plan, and the module that has its kernels. `inputs` and `outputs` are their names in the model.
+
+    `weights`: the further inputs of its node, with their types as ONNX numbers them. The kernels have copies, and
+    read none of them. `chosen`: the algorithms of convolutions.
+    """
+
+    plan: Plan
+    module: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: tuple[tuple[str, int], ...] = ()
+    chosen: tuple[Chosen, ...] = ()
+
+
+def compile_region(
+    model: ModelProto,
+    region: Region,
+    types: Mapping[str, TypeProto],
+    machine: Machine,
+    *,
+    weights_as_inputs: bool = False,
+    channels_last: bool | None = None,
+    algorithms: Algorithms = DEFAULT,
+) -> CompiledRegion:
+    """Lower and schedule a region of a model. The ports of its node have the region's order, which may be another one
+    than the model's.
+
+    `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see `regions.with_functions`.
+    `channels_last`, `algorithms`: see `lower.fuse`. Raises BackendError for models that cannot be lowered (see
+    `lower.import_model`), or not without TVM's runtime.
+    """
+    part = extracted(model, region, types)
+    module = lower.import_model(part)
+    fused = lower.fuse(module, machine, channels_last, algorithms)
+    scheduled = lower.schedule_all(fused, machine)
+    with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
+        listed = in_place(sequence(scheduled), machine)
+        plan = plan_of(listed)
+    ignored = [(t.name, t.data_type) for t in part.graph.initializer] if weights_as_inputs else []
+    return CompiledRegion(plan, listed, region.inputs, region.outputs, tuple(ignored), chosen_in(fused))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLibrary:
+    """Regions, by name, as object code and tables. `domain` is their operators' domain: it has a digest of both, and
+    one of what the file computes without them (see `onnxio.region_digest`)."""
+
+    machine: Machine
+    code: tuple[bytes, ...]
+    tables: str
+    constants: tuple[Array, ...]
+    domain: str
+
+    def save(self, path: Path, options: Sequence[str] = (), profiled: int = 0) -> None:
+        """Compile and link the library, with further options of the C compiler. It is written completely or not at all.
+
+        `profiled`: the number of steps in all plans, for a library that measures each of them (see `operator_times`).
+        Raises BackendError if there is no C compiler, if it fails, or if the file cannot be written.
+        """
+        triple = self.machine.triple
+        command = linker(triple)
+        if command is None:
+            raise BackendError(f"{path}: a library of kernels is built with {compiler(triple)}: install that")
+        _put(path, lambda folder: self._build(command, folder, options, profiled))
+
+    @property
+    def _section(self) -> str:
+        """Where constants go. On x86-64, code cannot reach beyond 2 GB, and linkers put .lrodata behind all of it."""
+        return ".lrodata" if self.machine.triple.startswith("x86_64") else ".rodata"
+
+    def _build(self, command: str, folder: Path, options: Sequence[str], profiled: int) -> Path:
+        objects = [f"kernels{number}.o" for number in range(len(self.code))]
+        for name, part in zip(objects, self.code):
+            (folder / name).write_bytes(part)
+        (folder / "tables.c").write_text(_domain(self.domain) + self.tables)
+        with (folder / "constants.bin").open("wb") as file:
+            for array in self.constants:
+                file.write(b"\0" * (-file.tell() % ALIGNMENT))
+                file.write(array.tobytes())
+        (folder / "constants.s").write_text(_ASSEMBLY.format(alignment=ALIGNMENT, section=self._section))
+        names = "RegisterCustomOps; xrlflow_spent;" if profiled else "RegisterCustomOps;"
+        (folder / "exports").write_text(f"{{ global: {names} local: *; }};\n")
+        options = (*options, f"-DXRLFLOW_PROFILE={profiled}" if profiled else _STAYS)
+        sources = [str(NATIVE / name) for name in _SOURCES]
+        done = subprocess.run(
+            [
+                command, *_FLAGS, f"-I{NATIVE}", *sources, "tables.c", "constants.s", *objects,
+                "-Wl,--version-script=exports", *_LINKING, *options, "-o", "built.so",
+            ],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            said = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+            raise BackendError(
+                f"the C compiler ({command}) cannot build a library of kernels: {one_line(said)}"
+            )
+        return folder / "built.so"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltLibrary:
+    """A library of kernels that another process built, as the file that it is."""
+
+    content: bytes
+
+    def save(self, path: Path) -> None:
+        """Write the library. It is written completely or not at all. Raises BackendError if it cannot be written."""
+
+        def copied(folder: Path) -> Path:
+            copy = folder / "built.so"
+            copy.write_bytes(self.content)
+            copy.chmod(0o755)
+            return copy
+
+        _put(path, copied)
+
+
+def _put(path: Path, build: Callable[[Path], Path]) -> None:
+    """Put the file that `build` makes in a folder beside `path` to that path. Raises BackendError if it cannot be
+    written."""
+    try:
+        target = Path(files.destination(path))
+        with tempfile.TemporaryDirectory(prefix=files.UNFINISHED, dir=target.parent) as folder:
+            files.put(build(Path(folder)), target)
+    except OSError as error:
+        raise BackendError(f"{path}: cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def kernel_library(
+    regions: Mapping[str, CompiledRegion], machine: Machine, computed: str = DIGITS * "0"
+) -> KernelLibrary:
+    """Generate code for regions. `computed`: the digest of what they compute (`region_digest`).
+
+    Raises BackendError if TVM refuses a kernel, or if a kernel needs TVM's runtime.
+    """
+    functions: dict[str, Any] = {}
+    for index, region in enumerate(regions.values()):
+        called, crossing = region.plan.kernels(), region.plan.crossing()
+        for name, function in region.module.functions.items():
+            if name.name_hint in called:
+                symbol = _symbol(index, name.name_hint)
+                own = marked(function) if name.name_hint in crossing else function
+                functions[symbol] = own.with_attr("global_symbol", symbol)
+    code = _object_code(functions, machine)
+    if any(_RUNTIME in part for part in code):
+        raise BackendError("a kernel calls a function of TVM's runtime")
+    constants, offsets = _shared_constants(region.plan for region in regions.values())
+    tables = "".join(_tables(regions, offsets, machine))
+    digest = hashlib.blake2b(digest_size=DIGITS // 2)
+    for part in (*code, tables.encode(), *(array.tobytes() for array in constants)):
+        digest.update(part)
+    return KernelLibrary(machine, code, tables, constants, f"xrlflow.{digest.hexdigest()}{computed}")
+
+
+def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes, ...]:
+    """Object files of functions, generated by as many threads as may run at once. There is none if all that the
+    regions do is to copy. How many there are does not depend on this machine, because a library's name does on them."""
+    names = list(functions)
+    count = min(_OBJECTS, len(names))
+    # Functions that take long are alike and follow each other, so dealing them out is fair.
+    shares = [{name: functions[name] for name in names[number::count]} for number in range(count)]
+    # The folder is not the threads': they are not waited for when the program is to end, and leave nothing behind.
+    with heeding_interrupts(), tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
+        paths = [Path(folder) / f"kernels{number}.o" for number in range(count)]
+        pool = ThreadPoolExecutor(available_cpus(), COMPILING)
+        try:
+            made = tuple(pool.map(lambda share, path: _object_file(share, machine, path), shares, paths))
+        except (Exception, KeyboardInterrupt):
+            pool.shutdown(cancel_futures=True)  # what is measured next is not to be disturbed
+            raise
+        except BaseException:  # the end of the program: one function may take a minute
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
+        return made
+
+
+def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> bytes:
+    package = tvm()
+    with lower.answering("compile"), machine.target(), package.transform.PassContext(opt_level=3):
+        built = package.tirx.build(package.IRModule(dict(functions)), machine.target())
+        built.write_to_file(str(path), "o")
+        return path.read_bytes()
+
+
+def _shared_constants(plans: Iterable[Plan]) -> tuple[tuple[Array, ...], list[list[int]]]:
+    """The constants of all plans, equal ones once, and for each plan their offsets in bytes."""
+    kept: list[Array] = []
+    place: dict[bytes, int] = {}
+    end, offsets = 0, list[list[int]]()
+    for plan in plans:
+        offsets.append([])
+        for array in plan.constants:
+            key = hashlib.blake2b(array.tobytes(), digest_size=32).digest()
+            if key not in place:
+                place[key] = end = -(-end // ALIGNMENT) * ALIGNMENT
+                kept.append(array)
+                end += array.nbytes
+            offsets[-1].append(place[key])
+    return tuple(kept), offsets
+
+
+# --- Tables in C
+
+_ASSEMBLY = """\
+  .section {section}, "a", %progbits
+  .balign {alignment}
+  .globl xrlflow_constants_begin
+  .hidden xrlflow_constants_begin
+xrlflow_constants_begin:
+  .incbin "constants.bin"
+  .byte 0
+  .section .note.GNU-stack, "", %progbits
+"""
+
+
+def _symbol(region: int, kernel: str) -> str:
+    return f"region{region}_{kernel}"
+
+
+def _function(region: int, kernel: str) -> str:
+    return COPY if kernel == COPY else f"__tvm_ffi_{_symbol(region, kernel)}"
+
+
+def _text(text: str | None) -> str:
+    """A string literal of C."""
+    return "NULL" if text is None else "".join(_literal(text))
+
+
+def _literal(text: str) -> Iterator[str]:
+    yield '"'
+    for byte in text.encode():
+        plain = 32 <= byte < 127 and byte not in b'"\\?'
+        yield chr(byte) if plain else f"\\{byte:03o}"
+    yield '"'
+
+
+def _list(values: Iterable[object]) -> str:
+    """What stands between the braces of an array, which C does not let be empty."""
+    return ", ".join(map(str, values)) or "0"
+
+
+def _domain(domain: str) -> str:
+    constants = (
+        "extern const unsigned char xrlflow_constants_begin[];\n"
+        "const unsigned char* const xrlflow_constants = xrlflow_constants_begin;\n"
+    )
+    return f'#include "runtime.h"\n{constants}const char xrlflow_domain[] = {_text(domain)};\n'
+
+
+def _tables(
+    regions: Mapping[str, CompiledRegion], offsets: Sequence[Sequence[int]], machine: Machine
+) -> Iterator[str]:
+    features = [*map(_text, instructions(machine.triple, machine.cpu)), "NULL"]
+    yield f"const char* const xrlflow_features[] = {{{_list(features)}}};\n"
+    yield f"const int32_t xrlflow_tasks = {machine.cores * _TASKS_PER_CORE};\n"
+    rows = []
+    for index, ((name, region), known) in enumerate(zip(regions.items(), offsets)):
+        yield from _arrays(index, region, known)
+        rows.append(_row(index, name, region))
+    yield f"const int32_t xrlflow_regions = {len(rows)};\n"
+    yield f"const struct region xrlflow_region[] = {{\n{''.join(rows)}}};\n"
+
+
+def _row(index: int, name: str, region: CompiledRegion) -> str:
+    plan, r = region.plan, f"r{index}"
+    checked = -1 if plan.checked is None else plan.checked
+    return (
+        f"  {{{_text(name)}, {len(plan.inputs)}, {len(region.weights)}, {len(plan.outputs)}, {len(plan.tensors)}, "
+        f"{len(plan.calls)}, "
+        f"{len(plan.checks)}, {checked}, {r}_inputs, {r}_outputs, {r}_tensors, {r}_steps, {r}_checks, "
+        f"{r}_integers, {plan.arena}u}},\n"
+    )
+
+
+def _arrays(index: int, region: CompiledRegion, offsets: Sequence[int]) -> Iterator[str]:
+    plan, r = region.plan, f"r{index}"
+    shapes = {shape: n for n, shape in enumerate(dict.fromkeys(tensor.shape for tensor in plan.tensors))}
+    for shape, number in shapes.items():
+        yield f"static const int64_t {r}_shape{number}[] = {{{_list(shape)}}};\n"
+    rows = "".join(f"  {_tensor(t, offsets, f'{r}_shape{shapes[t.shape]}')},\n" for t in plan.tensors)
+    yield f"static const struct tensor {r}_tensors[] = {{\n{rows}}};\n"
+    for name in sorted({_function(index, call.kernel) for call in plan.calls} - {COPY}):
+        yield f"int {name}(void*, const Any*, int32_t, Any*);\n"
+    for number, call in enumerate(plan.calls):
+        yield f"static const int32_t {r}_call{number}[] = {{{_list(call.arguments)}}};\n"
+    rows = "".join(
+        f"  {{{_function(index, call.kernel)}, {len(call.arguments)}, {r}_call{number}}},\n"
+        for number, call in enumerate(plan.calls)
+    )
+    yield f"static const struct step {r}_steps[] = {{\n{rows or '  {0}'}}};\n"
+    rows = "".join(f"  {_check(check)},\n" for check in plan.checks)
+    yield f"static const struct check {r}_checks[] = {{\n{rows or '  {0}'}}};\n"
+    yield f"static const int64_t {r}_integers[] = {{{_list(f'INT64_C({n})' for n in plan.integers)}}};\n"
+    for what, names, numbers in (
+        ("inputs", region.inputs, plan.inputs),
+        ("outputs", region.outputs, plan.outputs),
+    ):
+        rows = "".join(
+            f"  {{{_port_name(name)}, {_onnx_type(plan.tensors[n].dtype)}, {n}}},\n"
+            for name, n in zip(names, numbers, strict=True)
+        )
+        if what == "inputs":
+            rows += "".join(
+                f"  {{{_text(one_line(name, _LONGEST_NAME))}, {kind}, -1}},\n"
+                for name, kind in region.weights
+            )
+        yield f"static const struct port {r}_{what}[] = {{\n{rows or '  {0}'}}};\n"
+
+
+def _port_name(name: str) -> str:
+    return _text(one_line(name, _LONGEST_NAME))
+
+
+def _check(check: Check) -> str:
+    before, after = check.text[0], check.text[1] if len(check.text) > 1 else None
+    return f"{{INT64_C({check.low}), INT64_C({check.high}), {_text(before)}, {_text(after)}}}"
+
+
+def _tensor(tensor: Tensor, offsets: Sequence[int], shape: str) -> str:
+    kind = np_dtype(tensor.dtype)
+    offset = offsets[tensor.offset] if tensor.place is Place.CONSTANT else tensor.offset
+    return (
+        f"{{{tensor.place.value}, {offset}u, {_CODES[kind.kind]}, {kind.itemsize * 8}, "
+        f"{len(tensor.shape)}, {shape}}}"
+    )
+
+
+def _onnx_type(dtype: str) -> int:
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np_dtype(dtype)))

@@ -1,0 +1,436 @@
+"""From an ONNX model to a module of scheduled kernels: import, layout, fusion, schedules, packing of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from xrlflow.backends.interrupts import heeding_interrupts
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
+from xrlflow.backends.tvm.fusion.attention import fuse_attention
+from xrlflow.backends.tvm.fusion.bands import fuse_bands
+from xrlflow.backends.tvm.fusion.direct_norm import use_direct_norm
+from xrlflow.backends.tvm.fusion.folding import fold_moves
+from xrlflow.backends.tvm.fusion.last_passes import last_passes
+from xrlflow.backends.tvm.fusion.layers import choose_kernels
+from xrlflow.backends.tvm.fusion.layouts import border, counted_axes, keep_layouts, without_detours
+from xrlflow.backends.tvm.fusion.open_sizes import open_size, without_size
+from xrlflow.backends.tvm.fusion.slices import in_place
+from xrlflow.backends.tvm.fusion.transposed import by_phases
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.kernels.attention import SCHEDULED
+from xrlflow.backends.tvm.kernels.pooling import disputed, with_pads
+from xrlflow.backends.tvm.lowering.bounds import (
+    Bounds,
+    Node,
+    cast,
+    known_value,
+    nodes_of,
+    settle,
+    with_checks,
+)
+from xrlflow.backends.tvm.lowering.operators import ADDED, Imported, lowered
+from xrlflow.backends.tvm.lowering.plan import sequence
+from xrlflow.backends.tvm.lowering.value_types import check_types, disagreement, types_of
+from xrlflow.backends.tvm.schedules import schedule
+from xrlflow.backends.tvm.toolchain.import_tvm import last_line, tvm
+from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes, with_main
+from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.onnxio import ModelError
+from xrlflow.onnxio.versions import raised
+
+LAYOUTS = {
+    "relax.nn.conv1d": ["NWC", "WIO"],
+    "relax.nn.conv2d": ["NHWC", "HWIO"],
+    "relax.nn.conv3d": ["NDHWC", "DHWIO"],
+    "relax.nn.conv1d_transpose": ["NCW", "IOW"],
+    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+    "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
+}
+"""Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
+transposed convolution of that layout, and would convert to it between other images unless it is listed."""
+
+_SHORT_ROW = 16
+
+# TVM's importer takes these com.microsoft operators for others, with other inputs and attributes.
+_OTHERS = frozenset({"Attention"})
+_SYMBOL = "global_symbol"
+_ENDS = object()
+"""The importer's name of our additional output."""
+
+
+class NodeRefused(BackendError):
+    """A node that TVM's importer, or our part of it, does not take. `title`: how messages name it."""
+
+    def __init__(self, error: BackendError, title: str, results: Sequence[str]) -> None:
+        super().__init__(str(error))
+        self.reason = error.reason
+        self.title, self.results = title, tuple(results)
+
+
+def unsupported(operators: Sequence[tuple[str, str]]) -> list[str]:
+    """The operators among these (domain, operator) pairs that cannot be lowered, sorted."""
+    return sorted(
+        {op for domain, op in operators if domain not in ("", "ai.onnx") or op not in _converters()}
+    )
+
+
+@functools.cache
+def _converters() -> Mapping[str, Any]:
+    tvm()
+    from tvm.relax.frontend.onnx import onnx_frontend
+
+    # The importer also has an If that runs both branches, whatever they index and divide by, and prevents fusion in the
+    # whole model. So If counts as missing, like Loop and Scan.
+    table: Mapping[str, Any] = onnx_frontend._get_convert_map()
+    known = {**table, "Constant": None, **dict.fromkeys(ADDED)}
+    return {name: converter for name, converter in known.items() if name not in _OTHERS}
+
+
+@heeding_interrupts()
+def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> Any:
+    """A Relax module for an ONNX ModelProto, with weights as constants. `bounds.checks_of` gives its checks of indices.
+
+    Raises BackendError, before any work, for operators that cannot be lowered, for inputs whose dimensions are not
+    numbers (bind them with `shapes`), and for constant indices outside their tables. NodeRefused is raised for what
+    TVM's importer refuses.
+    """
+    try:
+        model = raised(model)  # TVM's importer knows other opsets less well
+    except ModelError as error:
+        raise BackendError(f"TVM cannot lower the model: {error}") from error
+    missing = unsupported([(node.domain, node.op_type) for node in model.graph.node])
+    if missing:
+        raise BackendError(f"TVM cannot lower {', '.join(missing)}", USE_ONNXRUNTIME)
+    bound = dict(shapes or {})
+    constants = {tensor.name for tensor in model.graph.initializer}
+    unbound = [
+        value for value in model.graph.input if value.name not in constants and value.name not in bound
+    ]
+    check_sizes(unbound)
+    # TVM takes a size of 0 for an unknown one, unless it is told.
+    told = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in unbound} | bound
+    types = types_of(model, told)
+    check_types(types)
+    package = tvm()
+    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
+    # TVM prints the operands of operators that it refuses, and warns of each name with a dot.
+    with answering("import"), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importer = _importer(told, types)
+        module = importer.from_onnx(model.graph, opset)
+        module = with_checks(module, importer.bounds.checks)
+    assert isinstance(module, package.IRModule)
+    return module
+
+
+@contextlib.contextmanager
+def answering(doing: str, module: Any = None) -> Iterator[None]:
+    """Turn everything that TVM raises about a model into BackendError. The message says whether the reason may be a
+    size in `module` that is not a number."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except Exception as error:
+        if module is not None and (name := without_size(module)):
+            raise open_size(name) from error
+        raise BackendError(f"TVM cannot {doing} the model: {last_line(error)}") from error
+
+
+def check_sizes(inputs: Iterable[Any]) -> None:
+    """Raise BackendError for an input (an ONNX ValueInfoProto) without a shape, or with an open dimension."""
+    for value in inputs:
+        if not value.type.tensor_type.HasField("shape"):
+            raise BackendError(
+                f"TVM compiles for fixed sizes, but input {value.name} has no shape: give it with "
+                f"--shape {value.name}=..."
+            )
+        open_dims = [
+            dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim if not dim.HasField("dim_value")
+        ]
+        if open_dims:
+            raise BackendError(
+                f"TVM compiles for fixed sizes, but input {value.name} has the dimensions {', '.join(open_dims)}: "
+                f"give them with --shape {value.name}=..."
+            )
+
+
+_FOLDED = {"Max": "maximum", "Min": "minimum", "Sum": "add", "Mean": "add"}
+"""ONNX's operators of many operands, and Relax's of two."""
+
+
+def _fold(builder: Any, op: str, inputs: Sequence[Any]) -> Any:
+    """One of `_FOLDED`, of two operands at a time."""
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    two = getattr(relax.op, _FOLDED[op])
+    # The greater and the smaller of two keep NaN only in the second: constants come first.
+    inputs = sorted(inputs, key=lambda x: not isinstance(x, GenericConst))
+    folded = functools.reduce(lambda a, b: builder.normalize(two(a, b)), inputs)
+    if op != "Mean":
+        return folded
+    return builder.normalize(relax.op.divide(folded, relax.const(len(inputs), folded.ty.dtype)))
+
+
+def _of_two(builder: Any, op: str, inputs: Sequence[Any], opset: int) -> Any | None:
+    """Clip, or one of `_FOLDED`, by operators of two operands. None for constants, and for computed bounds."""
+    from tvm.ir import GenericConst
+
+    if op in _FOLDED and not all(isinstance(x, GenericConst) for x in inputs):
+        return _fold(builder, op, list(inputs))
+    if op == "Clip" and opset >= 11:
+        result, *bounds = inputs
+        if all(b is None or isinstance(b, GenericConst) for b in bounds):
+            return _clip(builder, result, bounds)
+    return None
+
+
+def _clip(builder: Any, result: Any, bounds: Sequence[Any]) -> Any:
+    """A tensor within its lower and its upper bound (None: no bound)."""
+    from tvm import relax
+
+    for bound, nearest in zip(bounds, (relax.op.maximum, relax.op.minimum)):
+        if bound is not None:
+            result = builder.normalize(nearest(bound, result))  # NaN is kept only in the second operand
+    return result
+
+
+def _as_tensor(name: str, value: Any) -> Any:
+    """An output of the model. The importer computes sizes as shapes and numbers, which are tensors in ONNX.
+
+    Raises BackendError for a size that depends on values.
+    """
+    from tvm import relax
+
+    if isinstance(value.ty, relax.TensorType | relax.TupleType):
+        return value
+    known = known_value(value)
+    if known is None:
+        raise BackendError(
+            f"TVM cannot compile output {name}, a size that depends on values", USE_ONNXRUNTIME
+        )
+    return constant(known)
+
+
+def _checked(results: Sequence[str], found: Any, types: Mapping[str, Any]) -> Any:
+    """What TVM's importer made of a node. Raises BackendError if a result has another type or size than ONNX says."""
+    from tvm import relax
+
+    kinds = list(found.ty.fields) if isinstance(found.ty, relax.TupleType) else [found.ty]
+    for name, kind in zip(results, kinds):
+        if name in types and isinstance(kind, relax.TensorType):
+            known = (
+                list(kind.shape.values) if isinstance(kind.shape, relax.ShapeExpr) else None
+            )  # else computed
+            whole = known is not None and all(hasattr(n, "value") for n in known)
+            shape = [int(n) for n in known or ()] if whole else None
+            if said := disagreement(types[name], str(kind.dtype), shape):
+                raise BackendError(f"TVM cannot import {name}: it gives {said}", USE_ONNXRUNTIME)
+    return found
+
+
+def _importer(shapes: Mapping[str, Sequence[int]], types: Mapping[str, Any]) -> Any:
+    from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, get_type
+
+    class Importer(ONNXGraphImporter):  # type: ignore[misc]
+        """TVM's importer, but Clip, Max, Min, Sum and Mean get two operands, so that layouts pass through them (TVM
+        would stack copies of operands). Indices are moved inside their tables, and an output for checks is added."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.bounds = Bounds(self.bb)
+
+        def from_onnx(self, graph: Any, opset: int) -> Any:
+            self._told = iter(nodes_of(graph))
+            self._outputs: list[Any] = [*graph.output]
+            return super().from_onnx(
+                SimpleNamespace(
+                    node=graph.node, initializer=graph.initializer, input=graph.input, output=self._outputs
+                ),
+                opset,
+            )
+
+        def _check_for_unsupported_ops(self, graph: Any) -> None:
+            """`import_model` has checked operators, with those that only we have."""
+
+        def _construct_nodes(self, graph: Any) -> None:
+            super()._construct_nodes(graph)
+            for value in graph.output:
+                self._nodes[value.name] = _as_tensor(value.name, self._nodes[value.name])
+            if (ends := self.bounds.output()) is not None:
+                self._nodes[_ENDS] = ends
+                self._outputs.append(_ENDS)
+
+        def _convert_operator(self, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            node = next(self._told)
+            try:
+                with answering("import"):
+                    return _checked(node.results, self._converted(node, op_name, inputs, attrs, opset), types)
+            except BackendError as error:
+                raise NodeRefused(error, node.title, node.results) from error
+
+        def _converted(self, told: Node, op_name: str, inputs: Any, attrs: Any, opset: int) -> Any:
+            inputs = type(inputs)(self.bounds.operands(told, op_name, inputs, attrs))
+            own = lowered(op_name, Imported(self.bb, told.title, inputs, attrs))
+            own = _of_two(self.bb, op_name, inputs, opset) if own is None else own
+            if own is not None:
+                return own
+            if op_name in ("AveragePool", "LpPool", "MaxPool"):
+                attrs = _pool(op_name, Imported(self.bb, told.title, inputs, attrs), attrs)
+            if op_name == "Pad" and opset >= 11 and attrs.get("mode", b"constant") == b"constant":
+                given = [*inputs, None, None][:4]
+                if given[3] is None and (padded := border(*given[:3])) is not None:
+                    return self.bb.normalize(padded)
+            if op_name in ("Cast", "CastLike"):
+                kind = get_type(attrs["to"]) if op_name == "Cast" else inputs[1].ty.dtype
+                if (result := cast(self.bb, inputs[0], str(kind))) is not None:
+                    return result
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+
+    return Importer({name: list(shape) for name, shape in shapes.items()}, None, keep_params_in_input=False)
+
+
+def _pool(op: str, node: Imported, attrs: Any) -> Any:
+    """The attributes of a pool with its padding in numbers. Raises BackendError if ONNX Runtime counts another way (TVM
+    scales the windows of LpPool by the elements that they have within the image)."""
+    if op == "LpPool" and attrs.get("ceil_mode", 0):
+        raise node.refused("with ceil_mode")
+    shape = sizes(node.inputs[0])
+    image = None if shape is None else shape[2:]
+    if (reason := disputed(attrs, image)) is not None:
+        raise node.refused(reason)
+    return with_pads(attrs, image)
+
+
+def fuse(
+    module: Any,
+    machine: Machine,
+    channels_last: bool | None = None,
+    algorithms: Algorithms = DEFAULT,
+) -> Any:
+    """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
+
+    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
+    that convolutions may use, alone and with their neighbours; `fusion.layers.chosen_in` says which they got.
+    Raises BackendError if TVM refuses the module.
+    """
+    package = tvm()
+    from tvm import relax
+
+    passes = [
+        relax.transform.DecomposeOpsForInference(),
+        relax.transform.CanonicalizeBindings(),
+        fold_moves,
+        relax.transform.FoldConstant(),
+        settle,
+        by_phases,
+        counted_axes,
+        lambda module: (
+            relax.transform.ConvertLayout(LAYOUTS)(module)
+            if (_gains_from_channels_last(module) if channels_last is None else channels_last)
+            else module
+        ),
+        fold_moves,
+        relax.transform.FoldConstant(),
+        without_detours,
+        lambda module: fuse_attention(module, machine),
+        lambda module: fuse_bands(module, machine, algorithms),
+        lambda module: use_direct_norm(module, machine),
+        lambda module: choose_kernels(module, machine, algorithms),
+        *last_passes(machine),
+    ]
+    keep_layouts()
+    with answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
+        for step in passes:
+            with heeding_interrupts():
+                module = step(module)
+    return module
+
+
+def _gains_from_channels_last(module: Any) -> bool:
+    """Whether there is a convolution that sums over channels, or one with short rows.
+
+    All others are faster with channels first than with two conversions (1.1 to 5 times for rows of 17 and more; at 14
+    and 7 it was 0.9 and 0.3).
+    """
+    from tvm import relax
+
+    gains = False
+
+    def look(expression: Any) -> None:
+        nonlocal gains
+        if operator(expression) in ("relax.nn.conv1d", "relax.nn.conv3d"):
+            gains = True
+        if operator(expression) == "relax.nn.conv2d":
+            channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
+            known = hasattr(channels, "value") and hasattr(width, "value")
+            alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
+            gains |= not alone
+
+    relax.analysis.post_order_visit(module["main"], look)
+    return gains
+
+
+def schedule_all(module: Any, machine: Machine) -> Any:
+    """Schedule every primitive function. Raises BackendError if TVM refuses the module."""
+    package = tvm()
+    from tvm import tirx
+
+    updates = {}
+    for name, function in module.functions.items():
+        if not isinstance(function, tirx.PrimFunc) or SCHEDULED in (function.attrs or {}):
+            continue
+        one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
+        with answering("compile", module), heeding_interrupts():
+            done = schedule(one, machine).mod["main"]
+        updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
+    for name, function in updates.items():
+        module.update_func(name, function)
+    return module
+
+
+def _without_empty_constants(module: Any) -> Any:
+    """The module with memory in the place of constants of no elements: TVM writes those, but cannot read them."""
+    from tvm import relax
+
+    @relax.expr_functor.mutator
+    class Replacer(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_generic_const_(self, empty: Any) -> Any:
+            shape = sizes(empty)
+            if shape is None or 0 not in shape:
+                return empty
+            return self.builder_.emit(
+                relax.op.builtin.alloc_tensor(relax.ShapeExpr(shape), str(empty.ty.dtype), 0)
+            )
+
+    return with_main(module, Replacer(module))
+
+
+@heeding_interrupts()
+def compile_module(module: Any, machine: Machine) -> Any:
+    """Make an executable: constants are packed, memory is planned, and LLVM compiles kernels.
+
+    Raises BackendError if TVM refuses the module.
+    """
+    package = tvm()
+    from tvm import relax
+
+    target = machine.target()
+    passes = relax.transform
+    # TVM's default pipeline. It has no place for a pass between its first half, which makes `sequence`, and its second.
+    prepared = [relax.backend.DispatchSampling(), relax.backend.DispatchSortScan(), passes.LegalizeOps()]
+    rest = [
+        passes.StaticPlanBlockMemory(), passes.LowerAllocTensor(), passes.KillAfterLastUse(),
+        passes.LowerRuntimeBuiltin(), passes.ComputePrimValue(), passes.VMShapeLower(), passes.AttachGlobalSymbol(),
+    ]  # fmt: skip
+    with answering("compile", module), target, package.transform.PassContext(opt_level=3):
+        module = in_place(sequence(package.transform.Sequential(prepared)(module)), machine)
+        module = _without_empty_constants(module)
+        return package.compile(module, target, relax_pipeline=package.transform.Sequential(rest))

@@ -1,0 +1,346 @@
+"""Operators that TVM's importer takes for something else, or without some of their attributes.
+
+Each is lowered here, or refused by name. What the importer does right is left to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
+from xrlflow.backends.tvm.kernels.elementwise import celu, normalized, with_exponent
+from xrlflow.backends.tvm.kernels.scanning import greatest, running_sums
+from xrlflow.backends.tvm.lowering.bounds import known_value
+from xrlflow.backends.tvm.lowering.einsum import legal_einsum
+from xrlflow.backends.tvm.toolchain.reading import constant, sizes
+
+# A size may be so far from a whole number, in pixels: it was multiplied in single precision.
+_WHOLE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A node while it is imported with TVM's builder. `title`: how messages name it. `results`: how many it has."""
+
+    builder: Any
+    title: str
+    inputs: Any
+    attributes: dict[str, Any]
+
+    @property
+    def results(self) -> int:
+        return int(self.attributes["tvm_custom"]["num_outputs"])
+
+    def given(self, index: int) -> Any | None:
+        """An operand; None if it is left out."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def emit(self, expression: Any) -> Any:
+        """An expression, with its type."""
+        return self.builder.normalize(expression)
+
+    def refused(self, reason: str) -> BackendError:
+        return BackendError(f"TVM cannot lower {self.title} ({reason})", USE_ONNXRUNTIME)
+
+
+def lowered(op: str, node: Imported) -> Any | None:
+    """The result of a node; None if TVM's importer is right about it, maybe after its attributes were changed here.
+
+    Raises BackendError for what cannot be lowered.
+    """
+    return _OWN[op](node) if op in _OWN else None
+
+
+def _dropout(node: Imported) -> Any:
+    """The input, and a mask of True. TVM's own operator has a mask of numbers, and its change of layouts fails."""
+    from tvm import relax
+
+    x, training = node.inputs[0], node.given(2)
+    if training is not None and (known_value(training) is None or known_value(training)):
+        raise node.refused("in training mode")
+    if node.results == 1:
+        return x
+    return relax.Tuple([x, node.emit(relax.op.ones(x.ty.shape, "bool"))])
+
+
+def _batch_norm(node: Imported) -> None:
+    """TVM's importer takes a node in training mode for one with fixed statistics."""
+    if node.attributes.get("training_mode", 0) or node.results > 1:
+        raise node.refused("in training mode")
+
+
+def _layer_norm(node: Imported) -> Any | None:
+    """Several axes become one, since a change of layouts would not turn scale and bias. TVM's mean and deviation are
+    constants: they are computed here."""
+    from tvm import relax
+
+    x, scale, bias = node.inputs[0], node.inputs[1], node.given(2)
+    rows = _Rows.of(node)
+    if rows is None:
+        return None
+    parts = (scale,) if bias is None else (scale, bias)
+    if node.results == 1 and len(rows.along) == 1 and all(sizes(part) == rows.along for part in parts):
+        return None
+    flat = rows.flat(x)
+    if bias is None:
+        bias = constant(np.zeros(rows.along, np.dtype(str(x.ty.dtype))))
+    weights = [rows.spread(scale), rows.spread(bias)]
+    result = rows.back(
+        node.emit(relax.op.nn.layer_norm(flat, *weights, [len(rows.outer)], rows.epsilon)), rows.along
+    )
+    if node.results == 1:
+        return result
+    precise = rows.precise(flat)
+    middle = rows.mean(precise)
+    distance = node.emit(relax.op.subtract(precise, middle))
+    ones = (1,) * len(rows.along)
+    return relax.Tuple([result, rows.back(middle, ones), rows.back(rows.scaling(distance), ones)])
+
+
+def _rms_norm(node: Imported) -> Any | None:
+    """Written out: TVM's own operator is for scales of certain shapes."""
+    from tvm import relax
+
+    rows = _Rows.of(node)
+    if rows is None:
+        return None
+    x, scale = node.inputs[0], node.inputs[1]
+    precise = rows.precise(rows.flat(x))
+    scaled = node.emit(relax.op.multiply(precise, rows.scaling(precise)))
+    result = rows.back(node.emit(relax.op.astype(scaled, str(x.ty.dtype))), rows.along)
+    return node.emit(relax.op.multiply(result, scale))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A tensor of `outer` rows, each of which is normalized; `along`: the dimensions that make one row."""
+
+    node: Imported
+    outer: tuple[int, ...]
+    along: tuple[int, ...]
+    epsilon: float
+
+    @classmethod
+    def of(cls, node: Imported) -> _Rows | None:
+        """The rows of a node's first operand. None if its sizes are not known."""
+        shape = sizes(node.inputs[0])
+        if not shape:
+            return None
+        axis = int(node.attributes.get("axis", -1)) % len(shape)
+        return cls(node, shape[:axis], shape[axis:], float(node.attributes.get("epsilon", 1e-5)))
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.along)
+
+    def flat(self, x: Any) -> Any:
+        """The tensor with one dimension for a row."""
+        from tvm import relax
+
+        return x if len(self.along) == 1 else self.node.emit(relax.op.reshape(x, (*self.outer, self.length)))
+
+    def back(self, x: Any, along: Sequence[int]) -> Any:
+        """A tensor of rows, with these dimensions for a row."""
+        from tvm import relax
+
+        return x if len(along) == 1 else self.node.emit(relax.op.reshape(x, (*self.outer, *along)))
+
+    def spread(self, weight: Any) -> Any:
+        """A scale or bias as one row. Raises BackendError if it is not the same for all rows."""
+        from tvm import relax
+
+        shape = sizes(weight)
+        rank = len(self.along)
+        if shape is None or any(n != 1 for n in shape[:-rank]):
+            raise self.node.refused("with a scale or bias that differs between rows")
+        if len(shape) > rank:
+            weight = self.node.emit(relax.op.reshape(weight, shape[-rank:]))
+        if shape[-rank:] != self.along:
+            weight = self.node.emit(relax.op.broadcast_to(weight, self.along))
+        return self.node.emit(relax.op.reshape(weight, (self.length,)))
+
+    def precise(self, x: Any) -> Any:
+        """The numbers from which sums are computed."""
+        from tvm import relax
+
+        return self.node.emit(relax.op.astype(x, "float32")) if str(x.ty.dtype) == "float16" else x
+
+    def mean(self, x: Any) -> Any:
+        from tvm import relax
+
+        return self.node.emit(relax.op.mean(x, [len(self.outer)], keepdims=True))
+
+    def scaling(self, x: Any) -> Any:
+        """1 / sqrt(mean of squares + epsilon), for each row."""
+        from tvm import relax
+
+        squares = self.mean(self.node.emit(relax.op.multiply(x, x)))
+        small = relax.const(self.epsilon, str(x.ty.dtype))
+        return self.node.emit(relax.op.rsqrt(self.node.emit(relax.op.add(squares, small))))
+
+
+def _transposed_convolution(node: Imported) -> None:
+    """An output shape becomes borders: TVM's importer ignores it."""
+    attributes, image = node.attributes, sizes(node.inputs[0])
+    if "output_shape" not in attributes:
+        return
+    kernel = sizes(node.inputs[1])
+    if image is None or kernel is None:
+        raise node.refused("with an output_shape and open sizes")
+    space = len(image) - 2
+    wanted = [int(n) for n in attributes.pop("output_shape")][-space:]
+    strides, dilations, more = (
+        list(attributes.get(name, [value] * space))
+        for name, value in (("strides", 1), ("dilations", 1), ("output_padding", 0))
+    )
+    whole = [
+        strides[i] * (image[2 + i] - 1) + more[i] + dilations[i] * (kernel[2 + i] - 1) + 1
+        for i in range(space)
+    ]
+    attributes["output_padding"] = [n + max(size - w, 0) for n, w, size in zip(more, whole, wanted)]
+    if any(n >= stride for n, stride in zip(attributes["output_padding"], strides)):
+        raise node.refused("with an output_shape beyond the image")
+    cropped = [max(n - size, 0) for n, size in zip(whole, wanted)]
+    upper = attributes.pop("auto_pad", b"NOTSET") in (b"SAME_UPPER", "SAME_UPPER")
+    before = [n // 2 if upper else n - n // 2 for n in cropped]
+    attributes["pads"] = [*before, *(n - b for n, b in zip(cropped, before))]
+
+
+def _resize(node: Imported) -> None:
+    """TVM computes the scale from both sizes, resizes the last dimensions only, and has no filter for shrinking."""
+    attributes, shape = node.attributes, sizes(node.inputs[0])
+    if attributes.get("antialias", 0):
+        raise node.refused("with antialias")
+    if attributes.get("keep_aspect_ratio_policy", b"stretch") not in (b"stretch", "stretch"):
+        raise node.refused("that keeps the ratio of sides")
+    region, mode = node.given(1), attributes.get("coordinate_transformation_mode", b"half_pixel")
+    if mode in (b"half_pixel_symmetric", "half_pixel_symmetric"):
+        raise node.refused("with half_pixel_symmetric")
+    crops = mode in (b"tf_crop_and_resize", "tf_crop_and_resize")
+    if crops and (region is None or 0 in (sizes(region) or ())):
+        raise node.refused("to a region that is not given")
+    axes = attributes.pop("axes", None)
+    if axes is not None and region is not None:
+        raise node.refused("with axes and a region")
+    by = None if (scales := node.given(2)) is None else known_value(scales)
+    to = None if (wanted := node.given(3)) is None else known_value(wanted)
+    if by is not None and not by.size:  # it is left out
+        by = node.inputs[2] = None
+    if shape is None or (by is None and to is None):
+        raise node.refused("to a size that is not known")
+    whole = np.asarray(shape, np.int64)
+    places = range(len(shape)) if axes is None else [int(axis) % len(shape) for axis in axes]
+    if by is None:
+        assert to is not None
+        resized = whole.copy()
+        resized[list(places)] = to
+        node.inputs[3] = constant(resized)
+    else:
+        factors = np.ones(len(shape), np.float32)
+        factors[list(places)] = by
+        node.inputs[2] = constant(factors)
+        resized = np.floor(factors * whole.astype(np.float32)).astype(np.int64)
+        exact = np.abs(factors * whole.astype(np.float64) - resized).max() < _WHOLE
+        if not exact and mode not in (b"align_corners", "align_corners"):
+            raise node.refused("by a scale that does not give whole numbers")
+    if resized[:2].tolist() != whole[:2].tolist():
+        raise node.refused("of images or channels")
+    pairs = list(zip(whole[2:].tolist(), resized[2:].tolist()))
+    # TVM divides by the size less one.
+    if 1 in resized[2:] and (crops or mode in (b"align_corners", "align_corners")):
+        raise node.refused("of corners to one pixel")
+    # ONNX Runtime leaves an axis that keeps its size as it is.
+    shifts = mode in (b"tf_half_pixel_for_nn", "tf_half_pixel_for_nn")
+    shifts &= attributes.get("mode", b"nearest") not in (b"nearest", "nearest")
+    if (crops or shifts) and any(image == result for image, result in pairs):
+        raise node.refused("that moves pixels along an axis that keeps its size")
+
+
+def _grid_sample(node: Imported) -> None:
+    """TVM divides by the size less one."""
+    attributes, image = node.attributes, sizes(node.inputs[0])
+    mirrored = attributes.get("padding_mode", b"zeros") in (b"reflection", "reflection")
+    if mirrored and attributes.get("align_corners", 0) and (image is None or 1 in image[2:]):
+        raise node.refused("with reflection of one row or column")
+
+
+def _is_infinite(node: Imported) -> Any | None:
+    """TVM's importer takes infinities of either sign for both."""
+    from tvm import relax
+
+    below, above = (int(node.attributes.get(f"detect_{side}", 1)) for side in ("negative", "positive"))
+    if below and above:
+        return None
+    x = node.inputs[0]
+    if not below and not above:
+        return node.emit(relax.op.zeros(x.ty.shape, "bool"))
+    return node.emit(relax.op.equal(x, relax.const(math.inf if above else -math.inf, str(x.ty.dtype))))
+
+
+def _extreme(node: Imported) -> None:
+    """Of no elements TVM gives the largest finite number."""
+    shape = sizes(node.inputs[0])
+    if shape is not None and 0 in shape:
+        raise node.refused("of no elements")
+
+
+def _roi_align(node: Imported) -> None:
+    """TVM takes the greatest of interpolated pixels; ONNX takes that of weighted ones."""
+    if node.attributes.get("mode", b"avg") not in (b"avg", "avg"):
+        raise node.refused("with mode max")
+
+
+def _space_to_depth(node: Imported) -> None:
+    """TVM's importer knows one order of channels."""
+    if node.attributes.get("mode", b"DCR") not in (b"DCR", "DCR"):
+        raise node.refused("with another mode than DCR")
+
+
+def _remainder(node: Imported) -> None:
+    """TVM gives NaN where numbers are infinite, and ONNX does not."""
+    if not node.attributes.get("fmod", 0) and "float" in str(node.inputs[0].ty.dtype):
+        raise node.refused("of floats without fmod")
+
+
+def _shift(node: Imported) -> None:
+    """Shifts by as many bits as there are, or by negative numbers, are LLVM's to define."""
+    if not str(node.inputs[0].ty.dtype).startswith("uint"):
+        raise node.refused("of numbers with a sign")
+
+
+def _einsum(node: Imported) -> Any | None:
+    equation = node.attributes["equation"]
+    text = equation.decode() if isinstance(equation, bytes) else str(equation)
+    return legal_einsum(node.builder, text, list(node.inputs))
+
+
+ADDED = frozenset({"Celu", "LpNormalization"})
+"""Operators that TVM's importer lacks."""
+
+_OWN: Mapping[str, Callable[[Imported], Any | None]] = {
+    "BatchNormalization": _batch_norm,
+    "BitShift": _shift,
+    "Celu": celu,
+    "ConvTranspose": _transposed_convolution,
+    "CumSum": running_sums,
+    "Dropout": _dropout,
+    "Einsum": _einsum,
+    "GridSample": _grid_sample,
+    "IsInf": _is_infinite,
+    "LayerNormalization": _layer_norm,
+    "LpNormalization": normalized,
+    "Mod": _remainder,
+    "Pow": with_exponent,
+    "RMSNormalization": _rms_norm,
+    "ReduceMax": _extreme,
+    "ReduceMin": _extreme,
+    "Resize": _resize,
+    "RoiAlign": _roi_align,
+    "SpaceToDepth": _space_to_depth,
+    "TopK": greatest,
+}

@@ -1,0 +1,77 @@
+"""Reads Relax expressions, and replaces calls in a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from xrlflow.backends.placement import last_level
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+
+
+def operator(value: Any) -> str:
+    """The name of the called operator; "" if the expression is not such a call."""
+    return str(getattr(getattr(value, "op", None), "name", ""))
+
+
+def sizes(expression: Any, dtype: str | None = None) -> tuple[int, ...] | None:
+    """The shape of a tensor (of this type); None for other expressions, or if a dimension is unknown."""
+    from tvm import relax
+
+    kind = expression.ty
+    if not isinstance(kind, relax.TensorType) or kind.shape is None:
+        return None
+    if dtype is not None and str(kind.dtype) != dtype:
+        return None
+    found = list(kind.shape)
+    return tuple(int(n) for n in found) if all(hasattr(n, "value") for n in found) else None
+
+
+def numbers(values: Any) -> list[int]:
+    """An attribute that is a list of numbers."""
+    return [int(v) for v in list(values)]
+
+
+def with_calls(module: Any, replace: Callable[[Any, Any], Any | None]) -> Any:
+    """The module with calls of "main" replaced. `replace(call, builder)` gives another expression, or None."""
+    tvm()
+    from tvm import relax
+
+    @relax.expr_functor.mutator
+    class Replacer(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_call_(self, call: Any) -> Any:
+            call = super().visit_call_(call)
+            better = replace(call, self.builder_)
+            return call if better is None else better
+
+    return with_main(module, Replacer(module))
+
+
+def with_main(module: Any, mutator: Any) -> Any:
+    """The module of a mutator after it has visited "main", with everything that it added."""
+    main = mutator.visit_expr(module["main"])
+    done = mutator.builder_.get()
+    done.update_func(done.get_global_var("main"), main)
+    return done
+
+
+def constant(array: Any) -> Any:
+    """A constant of the array's own type."""
+    from tvm import relax
+
+    return relax.const(array, str(array.dtype))
+
+
+def weights_from_memory(function: Any) -> bool:
+    """Whether the weights of a function come from memory, because the caches do not hold all of them until it is called
+    again. (Transformed weights are 1.8 to 4 times as large as those that are counted here.)"""
+    from tvm.ir import GenericConst
+
+    values = [binding.value for block in function.body.blocks for binding in block.bindings]
+    operands = [x for value in values for x in getattr(value, "args", ())]
+    # Kernels of ours have theirs in a tuple.
+    operands += [part for x in operands for part in getattr(x, "fields", ())]
+    constants = {x for x in operands if isinstance(x, GenericConst)}
+    size = sum(math.prod(shape) * 4 for c in constants if (shape := sizes(c)) is not None)
+    return size > last_level() // 2

@@ -1,0 +1,161 @@
+"""The processor that kernels are compiled for."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from xrlflow.backends.limits import default_threads
+from xrlflow.backends.placement import cache_levels
+from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+
+# LLVM's names of features, each with the floats in a vector register and the number of registers.
+_VECTORS = (("avx512f", 16, 32), ("avx2", 8, 16), ("avx", 8, 16), ("neon", 4, 32), ("sse2", 4, 16))
+# Processors that multiply and add whole vectors half by half (Agner Fog, "The microarchitecture of Intel, AMD and VIA
+# CPUs"): half vectors lose nothing there. On all others a half vector takes as long as a whole one.
+_IN_HALVES = frozenset({"znver4", "cannonlake", "icelake-client", "tigerlake", "rocketlake", "znver1"})
+# The prefixes of LLVM's features that are instructions which a compiler uses on its own: x86, then ARM. Most other
+# features only guide tuning, or are used where a program asks for them (AES, random numbers).
+_INSTRUCTIONS = (
+    *("sse", "ssse", "avx", "fma", "f16c", "bmi", "lzcnt", "popcnt", "crc32", "movbe", "xop", "tbm", "gfni", "vaes"),
+    *("vpcl", "amx", "egpr", "ndd", "ccmp", "nf", "ppx", "push2pop2", "zu"),
+    *("neon", "sve", "sme", "dotprod", "fullfp16", "fp-armv8", "bf16", "i8mm", "fp16fml", "lse", "rdm", "rcpc", "crc"),
+    *("complxnum", "cssc", "faminmax", "flagm", "altnzcv", "fptoint", "hbc", "jsconv", "mops", "sha3"),
+)  # fmt: skip
+
+# The first part of a system's name, and LLVM's name of the architecture.
+_ARCHITECTURES = {
+    **{name: name for name in ("x86_64", "aarch64", "riscv64")},
+    "i686": "i386",
+    "arm64": "aarch64",
+    "armv7l": "arm",
+    "armv7a": "arm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What schedules depend on: LLVM's name of the processor, cores, floats in a vector, vector registers, and bytes of
+    a core's second-level cache. `in_halves`: vectors are computed half by half."""
+
+    triple: str
+    cpu: str
+    cores: int
+    lanes: int
+    registers: int
+    second_level: int = 512 << 10
+    in_halves: bool = False
+
+    def keeps(self, rows: int, vectors: int) -> bool:
+        """Whether LLVM keeps a tile of `rows` x `vectors` sums in registers, next to a row of vectors and a number.
+
+        With AVX2's 16 registers it spills some if fewer than four are left, and more than 8 rows have more addresses
+        than general registers hold (measured: twice to four times the time).
+        """
+        few = self.registers <= 16
+        return rows * vectors <= self.registers - max(4, vectors + 1) and not (few and rows > 8)
+
+    def target(self) -> Any:
+        """The target in TVM's form."""
+        options = {"kind": "llvm", "mtriple": self.triple, "mcpu": self.cpu, "num-cores": self.cores}
+        return tvm().target.Target(options)
+
+
+@functools.cache
+def detect(cpu: str | None = None, cores: int | None = None, triple: str | None = None) -> Machine:
+    """This machine, or another processor by LLVM's name (`cpu`), with `cores` cores (default: the physical ones).
+
+    `triple`: LLVM's name of another system (`aarch64-linux-gnu`), which needs a processor as well. The size of the
+    cache is that of this machine if the processor is; otherwise a usual size is assumed. Raises BackendError if LLVM
+    does not know the system or the processor.
+    """
+    ours, own = _here()
+    if cpu is None and triple is not None:
+        raise BackendError(f"a processor is needed for {triple}: give LLVM's name of it (--cpu)")
+    system, name = triple or ours, cpu or own
+    features = _features(system, name)
+    lanes, registers = next(((n, r) for feature, n, r in _VECTORS if feature in features), (4, 16))
+    machine = Machine(
+        system, name, cores or default_threads(), lanes, registers, in_halves=name in _IN_HALVES
+    )
+    if (system, name) != (ours, own):
+        return machine
+    return replace(machine, second_level=cache_levels().get(2, machine.second_level))
+
+
+System: TypeAlias = tuple[str, str]
+"""LLVM's names of a system (a triple) and of a processor."""
+
+
+@functools.cache
+def lacking(triple: str, cpu: str, there: System | None = None) -> tuple[str, ...]:
+    """What code for a processor may use and another one (default: this machine) lacks: the system, or instructions.
+
+    Raises BackendError if LLVM does not know one of them.
+    """
+    system, name = there or _here()
+    if (triple, cpu) == (system, name):
+        return ()
+    wanted = _features(triple, cpu)
+    if _loader(triple) != _loader(system):
+        return (triple,)
+    offered = _features(system, name) if there is not None else _features_here()
+    return tuple(sorted(f for f in wanted - offered if f.startswith(_INSTRUCTIONS)))
+
+
+def instructions(triple: str, cpu: str) -> tuple[str, ...]:
+    """The instructions, by LLVM's names, that code for a processor may have and another one of its architecture may
+    lack. LLVM generates none of AMX and SME by itself."""
+    found = (f for f in _features(triple, cpu) if f.startswith(_INSTRUCTIONS))
+    return tuple(sorted(f for f in found if not f.startswith(("amx", "sme"))))
+
+
+def _features_here() -> frozenset[str]:
+    """The features that the processor reports. A virtual machine may hide some."""
+    found = tvm().get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return frozenset(str(name) for name, present in found.items() if present)
+
+
+def compiler(triple: str) -> str:
+    """The usual name of the C compiler that links for a system."""
+    return "cc" if _loader(triple) == _loader(_here()[0]) else f"{triple}-gcc"
+
+
+def linker(triple: str) -> str | None:
+    """The path of the C compiler that links for a system, if there is one."""
+    native = compiler(triple) == "cc"
+    return next(filter(None, map(shutil.which, ("cc", "gcc") if native else (compiler(triple),))), None)
+
+
+@functools.cache
+def _here() -> System:
+    """LLVM's names of this system and processor."""
+    call = tvm().get_global_func
+    return str(call("target.llvm_get_system_triple")()), str(call("target.llvm_get_system_cpu")())
+
+
+def _loader(triple: str) -> tuple[str, bool]:
+    """What decides whether libraries can be loaded: the architecture, and whether it is Linux."""
+    return triple.partition("-")[0], "linux" in triple
+
+
+def _features(triple: str, cpu: str) -> frozenset[str]:
+    package = tvm()
+    call = package.get_global_func
+    arch = triple.partition("-")[0]
+    # LLVM crashes if it is asked about a system that it was not built for.
+    if "-" not in triple or _ARCHITECTURES.get(arch) not in {
+        str(n) for n in call("target.llvm_get_targets")()
+    }:
+        known = ", ".join(_ARCHITECTURES)
+        raise BackendError(
+            f"the system {triple!r} is not known: name it as aarch64-linux-gnu, with one of {known}"
+        )
+    kind = package.target.Target({"kind": "llvm", "mtriple": triple})
+    if cpu not in {str(name) for name in call("target.llvm_get_cpu_archlist")(kind)}:
+        raise BackendError(f"LLVM does not know the processor {cpu!r} (of {triple})")
+    target = package.target.Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu})
+    return frozenset(str(name) for name in call("target.llvm_get_cpu_features")(target))

@@ -1,0 +1,49 @@
+"""Kernels that read or write memory of the caller, which may begin anywhere.
+
+TVM's kernels take tensors to begin at multiples of 64 bytes, and crash where vectors of others are moved. Kernels that
+are marked make no such assumption. Moving vectors of tensors that do begin there costs them nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xrlflow.backends.tvm.toolchain.stack import rewritten
+
+_MARK = "xrlflow.unaligned"
+_ALIGNMENT = "storage_alignment"
+
+
+def marked(function: Any) -> Any:
+    """A primitive function whose tensors may begin at any byte."""
+    return function.with_attr(_MARK, True)
+
+
+def register() -> None:
+    """Add the pass that reads the mark to those that lower kernels, once per process."""
+    import tvm
+    from tvm import tirx
+
+    passes, finalize_host, finalize_device = tirx.get_tir_pipeline("s_tir")
+    lower = tvm.transform.module_pass(_module, opt_level=0, name="AssumeNoAlignment")
+    after = tvm.transform.Sequential([passes, lower])
+    tirx.register_tir_pipeline("s_tir", lambda: (after, finalize_host, finalize_device))
+
+
+def _module(mod: Any, context: Any) -> Any:
+    from tvm import tirx
+
+    for name, function in mod.functions.items():
+        if isinstance(function, tirx.PrimFunc) and _MARK in (function.attrs or {}):
+            mod.update_func(name, function.with_body(rewritten(function.body, _forgetful)))
+    return mod
+
+
+def _forgetful(statement: Any) -> Any:
+    """The statement; if it says how a tensor is aligned, then to 1 byte."""
+    from tvm import tirx
+
+    if isinstance(statement, tirx.AttrStmt) and statement.attr_key == _ALIGNMENT:
+        least = tirx.IntImm("int32", 1)
+        return tirx.AttrStmt(statement.node, _ALIGNMENT, least, statement.body, statement.span)
+    return statement

@@ -1,0 +1,78 @@
+"""What a proof changes in the rule language for a while: a condition is dropped, or what rules read is watched.
+
+Rules and their helpers find `require` by the global name under which they imported it, and read values through
+properties of `Val` and through `Captures`. Both are replaced here, for this process, while a context lasts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+from xrlflow.rewrite import Captures, Refused, Val, require
+from xrlflow.rewrite.rule import Site
+
+# What conditions compare with numbers.
+_READ = ("shape", "rank", "uniform", "ints", "scalar")
+
+
+@contextmanager
+def without(site: Site) -> Iterator[None]:
+    """Drop one `require` while the context lasts. This makes mutants, which a proof must reject.
+
+    Raises LookupError if no module of this file calls `require` by a global name.
+    """
+
+    def require_others(condition: object, reason: str) -> None:
+        frame = sys._getframe(1)
+        here = (frame.f_code.co_filename, frame.f_lineno)
+        if here == site:
+            return
+        try:
+            require(condition, reason)
+        except Refused as refused:
+            refused.site = here
+            raise
+
+    file, line = site
+    places = [(vars(m), name) for m in _modules(file) for name, value in vars(m).items() if value is require]
+    if not places:
+        raise LookupError(f"{file}:{line}: nothing there is called as `require`")
+    for names, name in places:
+        names[name] = require_others
+    try:
+        yield
+    finally:
+        for names, name in places:
+            names[name] = require
+
+
+def _modules(file: str) -> list[ModuleType]:
+    """The modules that were loaded from a file."""
+    return [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == file]
+
+
+@contextmanager
+def watched(show: Callable[[Any], Any]) -> Iterator[None]:
+    """While the context lasts, rules read `show(x)` for each size, constant's number and attribute `x`.
+
+    This is for conditions only, not for targets.
+    """
+    with ExitStack() as stack:
+        for name in _READ:
+            _replace(stack, Val, name, property(_shown(vars(Val)[name].fget, show)))
+        _replace(stack, Captures, "__getattr__", _shown(Captures.__getattr__, show))
+        yield
+
+
+def _shown(read: Callable[..., Any], show: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *given: show(read(*given))
+
+
+def _replace(stack: ExitStack, owner: type, name: str, value: object) -> None:
+    """Set an attribute of a class until the stack is closed."""
+    stack.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)

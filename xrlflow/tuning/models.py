@@ -1,0 +1,292 @@
+"""Tunes the kernels of one model: its graph and that of a search share one budget, and the fastest is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xrlflow.backends import BackendError, RepeatedComparison
+from xrlflow.backends.limits import default_threads
+from xrlflow.backends.onnxruntime import measure
+from xrlflow.backends.tvm import Machine, TvmModel
+from xrlflow.backends.tvm.devices.execution import ExecutionTarget, compare_there, repeated
+from xrlflow.backends.tvm.devices.remote import Remote
+from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Chosen, Timings
+from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.tuning.blocks import Block
+from xrlflow.tuning.layer_times import LayerResult, Seen, block_results, results, together
+from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
+from xrlflow.tuning.layers import Layer
+from xrlflow.tuning.lowering import Lowering
+from xrlflow.tuning.one_shot.predictor import shipped
+from xrlflow.tuning.pool import PoolOptions
+from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
+from xrlflow.tuning.tuners.protocol import Method
+from xrlflow.workers import Place
+
+# Seconds for the comparison of tuned models.
+_COMPARING, _COMPARING_HURRIED = 20.0, 5.0
+
+
+# The models that `tune` compares, in this order.
+_WRITTEN = (
+    "the original graph, untuned",
+    "the original graph with what tuning found",
+    "the rewritten graph with what tuning found",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TunedModel:
+    """A model with tuned kernels: the results of tuning, and the fastest compiled model.
+
+    The candidates are the original graph untuned and tuned, and the graph of the search, tuned. `written`: which of
+    them it is. `layers`: what tuning found for the convolutions of its graph. `compared`: the best tuned one against
+    the untuned one, on a remote device.
+    """
+
+    tuning: TuningResult
+    model: TvmModel
+    path: str
+    written: str
+    onnxruntime_ms: float | None = None
+    untuned_ms: float | None = None
+    tuned_ms: float | None = None
+    rewritten_ms: float | None = None
+    compared: RepeatedComparison | None = None
+    remarks: tuple[str, ...] = ()
+    layers: tuple[LayerResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPlan:
+    """How kernels are tuned: `trials` in all, `batch` at a time for one kernel, within `time_limit` seconds. `place`:
+    of the workers; None: this machine."""
+
+    method: Method
+    trials: int
+    batch: int
+    time_limit: float
+    seed: int
+    place: Place | None = None
+
+    def pool(self, threads: int, remote: Remote | None) -> PoolOptions:
+        """How kernels are built and run."""
+        builders = default_threads() if self.place is None else self.place.cores
+        return PoolOptions(builders, threads, COLD_PRIVATE_CACHES, remote=remote, place=self.place)
+
+
+def tune_model(
+    how: Lowering,
+    original: str | bytes,
+    graphs: Sequence[str],
+    feeds: Mapping[str, Any] | None,
+    plan: TuningPlan,
+    listener: Callable[[Progress], None] | None = None,
+    hurried: bool = False,
+) -> TunedModel:
+    """Tune the layers of one or two ONNX files within one budget, and compile them.
+
+    `graphs`: the original's graph, and that of a search. With `feeds`, the original in ONNX Runtime (not on a
+    remote device), the untuned and the tuned models are compared, in less time if the tuning was interrupted or
+    `hurried`. Without `feeds` the result is the original's graph, tuned.
+
+    Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
+    """
+    how.target.check_runs()
+    predicted = plan.method is Method.ONE_SHOT
+    if predicted:  # what is compared with is not predicted
+        how = replace(how, predictor=None)
+    # First of all, because a graph that cannot be compiled is not worth tuning.
+    untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
+    fused, remarks = _fused(how, graphs)
+    layers: list[tuple[LayerResult, ...]]
+    if predicted:
+        found, layers = TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0), [() for _ in fused]
+        how = replace(how, predictor=shipped())
+        remarks.append(
+            "a predictor chose the kernels of convolutions and products whose times are not stored: none was measured"
+        )
+    else:
+        found, layers = _tuned(how, fused, plan, listener)
+    models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]
+    made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
+    for path, model in made:
+        model.settle(path)
+    if feeds is None:
+        return TunedModel(
+            found, made[1][1], made[1][0], _WRITTEN[1], remarks=tuple(remarks), layers=layers[0]
+        )
+    limit = _COMPARING_HURRIED if hurried or found.interrupted else _COMPARING
+    runtime: float | None = None
+    compared: RepeatedComparison | None = None
+    if how.target.remote is not None:
+        times, best, compared = _fastest_there(how.target, made, feeds, limit)
+    else:
+        runtime, times, best = _fastest_here(how, original, made, feeds, limit)
+    path, model = made[best]
+    untuned_ms, tuned_ms, *rewritten = times
+    return TunedModel(
+        found, model, path, _WRITTEN[best], runtime, untuned_ms, tuned_ms, rewritten[0] if rewritten else None,
+        compared, tuple(remarks), layers[max(0, best - 1)],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fused:
+    """A file as a fused module, with its layers, the algorithms that they have, and blocks of convolutions."""
+
+    path: str
+    module: Any
+    layers: tuple[Layer, ...]
+    chosen: tuple[Chosen, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def choices(self) -> list[tuple[Layer, Chosen]]:
+        """Each layer with the algorithm that it has."""
+        return list(zip(self.layers, self.chosen, strict=True))
+
+
+def _tuned(
+    how: Lowering, graphs: Sequence[_Fused], plan: TuningPlan, listener: Callable[[Progress], None] | None
+) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
+    """Tune the layers and blocks of graphs: the result, and what became of those of each graph."""
+    choices = [choice for graph in graphs for choice in graph.choices]
+    untuned = _Untuned(how.target.machine, choices, how.untuned_times)
+    end, again = time.monotonic() + plan.time_limit, list(graphs)
+    found: TuningResult | None = None
+    with contextlib.ExitStack() as at_end:
+        tasks = LayerTasks(_together(again, ()), how.target.machine, untuned.way, how.predictor)
+        measurer = LayerMeasurer(tasks, plan.pool(how.threads, how.target.remote), at_end)
+        tried: set[str] = set()
+        # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
+        while found is None or (tasks.layers and not found.interrupted):
+            spent = 0 if found is None else sum(task.trials for task in found.tasks)
+            result = tune(
+                tasks.tasks, tasks.maker(plan.method), trials=max(0, plan.trials - spent), batch=plan.batch,
+                time_limit=max(1e-3, end - time.monotonic()), seed=plan.seed, store=how.store, pool=measurer,
+                listener=listener, kernels=tasks,
+            )  # fmt: skip
+            found = result if found is None else found.joined(result)
+            tried.update(layer.key for layer in tasks.layers)
+            again = [_fuse(how, graph.path, how.tuned_algorithms.timings) for graph in graphs]
+            tasks = LayerTasks(_together(again, tried), how.target.machine, untuned.way, how.predictor)
+            measurer.layers = tasks
+    layers = [
+        (
+            *results(graph.choices, tuned.choices, how.layer_times, untuned.of),
+            *block_results(tuned.blocks, how.layer_times),
+        )
+        for graph, tuned in zip(graphs, again)
+    ]
+    return found, layers
+
+
+def _together(graphs: Iterable[_Fused], tried: Collection[str]) -> list[Layer | Block]:
+    """The layers and blocks of graphs, each once, that were not tried before."""
+    graphs = list(graphs)
+    found: list[Layer | Block] = [
+        *together(layer for graph in graphs for layer in graph.layers),
+        *together(block for graph in graphs for block in graph.blocks),
+    ]
+    return [layer for layer in found if layer.key not in tried]
+
+
+class _Untuned:
+    """The ways of layers and blocks in untuned compilations. `choices`: the algorithms of the layers there; those that
+    were part of a block have a plain one. `times`: by which blockings are chosen; None: by estimates."""
+
+    def __init__(
+        self, machine: Machine, choices: Iterable[tuple[Layer, Chosen]], times: Timings | None = None
+    ) -> None:
+        self._machine, self._times = machine, times
+        self._chosen = {layer.key: Algorithm(chosen.algorithm) for layer, chosen in choices}
+
+    def way(self, layer: Any) -> Any:
+        if isinstance(layer, Block):
+            return layer.usual(self._machine)
+        return self.of(layer, self._chosen.get(layer.key, layer.needed(self._machine)[0]))
+
+    def of(self, layer: Layer, algorithm: Algorithm) -> Way:
+        """The way of an algorithm for a layer."""
+        known = None if self._times is None else self._times.of(layer.form, layer.far).get(algorithm)
+        return layer.usual(algorithm, self._machine) if known is None else Way(algorithm, known.plan)
+
+
+def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
+    """Compile files with the results of tuning. If one fails, there is a remark, except for the first."""
+    backend = how.backend()
+    for graph in graphs:
+        try:
+            yield backend.compile(graph, threads=how.threads)
+        except BackendError as error:
+            if graph == graphs[0]:
+                raise
+            remarks.append(_left_out(error))
+
+
+def _fastest_here(
+    how: Lowering,
+    original: str | bytes,
+    made: Sequence[tuple[str, TvmModel]],
+    feeds: Mapping[str, Any],
+    limit: float,
+) -> tuple[float, list[float], int]:
+    """Milliseconds of the original in ONNX Runtime and of the other models on this machine, and which is the fastest (a
+    tuned one, if several are equal)."""
+    measured = measure(
+        [original, *(path for path, _ in made)], dict(feeds), threads=how.threads, time_limit=limit,
+        target_width=0.02, control=False,
+    )  # fmt: skip
+    runtime, *times = (latency.median_ms for latency in measured.latencies)
+    return runtime, times, min(range(len(made)), key=lambda i: (times[i], -i))
+
+
+def _fastest_there(
+    target: ExecutionTarget, made: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
+) -> tuple[list[float], int, RepeatedComparison]:
+    """Milliseconds of all models on the remote device, which is the fastest, and the best tuned one against the untuned
+    one. If there are several tuned ones, another session decides."""
+    there = compare_there(target, made, feeds, limit if len(made) == 2 else 0.5 * limit)
+    times = [latency.median_ms for latency in there.latencies]
+    better = min(range(1, len(made)), key=times.__getitem__)
+    if len(made) > 2:
+        there = compare_there(target, [made[0], made[better]], feeds, limit)
+        times[0], times[better] = (latency.median_ms for latency in there.latencies)
+    return times, better if times[better] <= times[0] else 0, repeated(there)
+
+
+def _fused(how: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str]]:
+    """ONNX files as fused modules, and remarks. Files that cannot be lowered are left out, except the first."""
+    found: list[_Fused] = []
+    remarks: list[str] = []
+    for graph in graphs:
+        try:
+            found.append(_fuse(how, graph, how.untuned_times))
+        except BackendError as error:
+            if not found:
+                raise
+            remarks.append(_left_out(error))
+    return found, remarks
+
+
+def _fuse(how: Lowering, path: str, known: Timings | None = None) -> _Fused:
+    """A file as a fused module, with estimates where there are no times. Raises BackendError if it cannot be
+    lowered."""
+    import onnx
+
+    seen = Seen(known)
+    module = import_model(onnx.load(path), how.shapes or None)
+    module = fuse(module, how.target.machine, algorithms=replace(how.algorithms, timings=seen))
+    return _Fused(path, module, tuple(seen.layers), chosen_in(module), tuple(seen.blocks))
+
+
+def _left_out(error: BackendError) -> str:
+    return f"the rewritten graph is left out: {error}"
