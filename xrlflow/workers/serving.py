@@ -73,7 +73,9 @@ def serve(descriptor: int, folder: str, patience: float) -> None:
         spawn.prepare(connection.recv())
         _work(connection)
     except (EOFError, ConnectionError):
-        if not patience:  # at once: as long as the error is there, so is the hand, and what it has open is not closed
+        if (
+            not patience
+        ):  # at once: as long as the error is there, so is the hand, and what it has open is not closed
             os.killpg(0, signal.SIGKILL)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
