@@ -37,12 +37,14 @@ QUICK = (
     "passes bench two.hlo --searches random --steps 8",
 )
 SLOW = (
-    "optimize bert.onnx -o kernels.onnx --cost roofline --backend hybrid --no-measure --report page.html",
     "optimize bert.onnx -o measured.onnx --cost profiled --backend onnxruntime --time-limit 8",
+    "tune bert.onnx -o tuned.so --trials 4 --batch 2 --time-limit 10 --no-measure",
+)
+SLOWER = (
+    "optimize bert.onnx -o kernels.onnx --cost roofline --backend hybrid --no-measure --report page.html",
     "optimize bert.onnx -o compiled.so --cost roofline --backend tvm --no-measure",
     "optimize-all *.onnx -o all --cost roofline --no-measure --backend onnxruntime",
     "compare bert.onnx --searches greedy,xrlflow --time-limit 4 --cost roofline",
-    "tune bert.onnx -o tuned.so --trials 4 --batch 2 --time-limit 10 --no-measure",
 )
 LEARNING = (
     "train bert.onnx -o agent.safetensors --iterations 1 --steps 8 --workers 1 --log log",
@@ -93,7 +95,15 @@ def test_commands_that_measure_and_compile(folder: Path, command: str) -> None:
     check(folder, command)
 
 
+@pytest.mark.measures
+@pytest.mark.whole
+@pytest.mark.parametrize("command", SLOWER)
+def test_more_commands_that_measure_and_compile(folder: Path, command: str) -> None:
+    check(folder, command)
+
+
 @pytest.mark.learns
+@pytest.mark.whole
 def test_commands_that_learn(folder: Path) -> None:
     for command in LEARNING:
         check(folder, command)
@@ -121,6 +131,6 @@ def test_a_viewer_that_is_asked_and_ended(viewer: subprocess.Popen[str]) -> None
 
 
 def test_every_command_is_among_them() -> None:
-    tried = [c.split() for c in (PREPARING, *QUICK, *SLOW, *LEARNING, "view")]
+    tried = [c.split() for c in (PREPARING, *QUICK, *SLOW, *SLOWER, *LEARNING, "view")]
     assert {words[0] for words in tried} == {*COMMANDS, "passes"}
     assert {words[1] for words in tried if words[0] == "passes"} == {*PASS_COMMANDS}
