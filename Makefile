@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Also where ONNX Runtime is loaded before xrlflow, in benchmarks and tests. See SECURITY.md.
 export ORT_DISABLE_TELEMETRY ?= 1
 
-.PHONY: install demo docs test lint types contracts pytest proofs test-python test-runtimes cross browser postgres bench clean
+.PHONY: install demo docs check test test-all lint types contracts quick pytest proofs test-python test-runtimes cross browser postgres bench clean
 
 install: $(VENV)/.installed
 
@@ -24,10 +24,23 @@ demo: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What reads the sources runs at the same time; tests, some of which measure, run alone.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+# Kinds of tests that take long: pyproject.toml says what each is. One test of most kinds is quick.
+LONG := proof or corpus or process or measures or learns or cluster
+
+# What one runs while one works: nothing in it measures, so that all of it runs at the same time.
+check: install
+	$(MAKE) -j 4 -O lint types contracts quick
+
+# What continuous integration runs. Tests, some of which measure, run alone.
 test: install
 	$(MAKE) -j 3 -O lint types contracts
 	$(MAKE) pytest
+
+# Everything, with what `make test` leaves out (CONTRIBUTING.md says why).
+test-all: install
+	$(MAKE) -j 3 -O lint types contracts
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check .
@@ -40,8 +53,11 @@ contracts: install
 	$(BIN)/lint-imports
 
 # Hundreds of processes start: they compile the sources once, also where the environment says not to keep that.
+quick: install
+	$(PYTEST) -m "not whole and (quick or not ($(LONG)))"
+
 pytest: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not whole"
 
 # Proves all rules again, with the seeds of their certificates and a fresh one, and writes the certificates. A release
 # needs it. `make proofs ARGS=--stale` proves what has changed.
@@ -88,12 +104,12 @@ bench: install
 	$(BIN)/python bench/lowering.py models
 	$(BIN)/python bench/tuning.py --seeds 1 --operators "512x512x512,12 x 128x64,14x14,Softmax"
 
-# What the quick tests run of the package, this process and those that it starts: a summary, and pages in
-# build/coverage/html. `make coverage ARGS=tests/ir` is of some tests.
+# What the tests of `make test` run of the package, in their processes and in those that they start: a summary, and pages
+# in build/coverage/html. `make coverage ARGS=tests/ir` is of some tests.
 .PHONY: coverage
 coverage: install
 	rm -rf build/coverage
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html --cov-report=xml:build/coverage/coverage.xml $(ARGS)
+	$(PYTEST) -m "not whole" --cov --cov-report=term --cov-report=html --cov-report=xml:build/coverage/coverage.xml $(ARGS)
 
 # The core's tests with the newest ONNX Runtime, though pyproject.toml may not allow it yet.
 .PHONY: test-newest
@@ -102,7 +118,7 @@ test-newest:
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check --upgrade onnxruntime
 	.venv-newest/bin/pip show onnxruntime | head -2
-	.venv-newest/bin/python -m pytest -n 2
+	.venv-newest/bin/python -m pytest -n 2 -m "not whole"
 
 # The files of a release, in dist/, from what is committed or not; and checks of them.
 .PHONY: dist

@@ -37,7 +37,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.kernels.ways import LayerForm, Way
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
@@ -74,7 +74,7 @@ def fields_of(layer: Layer) -> Fields | None:
     """The fields of a layer with as many rows as columns; None for others."""
     form, kind = layer.form, min(len(layer.form.steps), len(_STEPS) - 1)
     common = {"far": layer.far, "steps": list(_STEPS)[kind]}
-    if isinstance(form, products.Form):
+    if isinstance(form, products.Product):
         return common | {
             "window": None, "stride": 1, "side": form.rows, "channels": form.terms, "columns": form.columns,
             "groups": "one",
@@ -92,9 +92,9 @@ def layer_of(fields: Fields) -> Layer | None:
     """The layer of fields; None if they do not fit together, or if it is too large."""
     channels, columns, side = fields["channels"], fields["columns"], fields["side"]
     steps = _STEPS[fields["steps"]]
-    form: Form
+    form: LayerForm
     if fields["window"] is None:
-        form = products.Form((1, side, channels), (1, side, columns), steps)
+        form = products.Product((1, side, channels), (1, side, columns), steps)
     else:
         (down, across), stride = fields["window"], fields["stride"]
         groups = {"one": 1, "each": channels}.get(fields["groups"])
@@ -103,7 +103,7 @@ def layer_of(fields: Fields) -> Layer | None:
             return None
         rows = side * stride
         begin = (0, (down - 1) // 2, (across - 1) // 2)
-        form = direct.Form(
+        form = direct.Convolution(
             (1, rows, rows, channels), (1, side, side, columns), (1, down, across), (1, stride, stride),
             (1, 1, 1), begin, groups, steps,
         )  # fmt: skip
@@ -137,19 +137,19 @@ def known_fields(names: Iterable[str], machine: Machine) -> list[Fields]:
     return list({json.dumps(fields): fields for fields in found}.values())
 
 
-def stored(form: Form) -> Row:
+def stored(form: LayerForm) -> Row:
     """A form as JSON."""
-    return {"kind": "product" if isinstance(form, products.Form) else "convolution", **asdict(form)}
+    return {"kind": "product" if isinstance(form, products.Product) else "convolution", **asdict(form)}
 
 
-def form_of(row: Row) -> Form:
+def form_of(row: Row) -> LayerForm:
     given = dict(row)
     steps = tuple(
         Step(step["operator"], tuple(_operand(o) for o in step["operands"])) for step in given.pop("steps")
     )
     kind = given.pop("kind")
     sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return (products.Form if kind == "product" else direct.Form)(**sizes, steps=steps)
+    return (products.Product if kind == "product" else direct.Convolution)(**sizes, steps=steps)
 
 
 def _operand(given: Any) -> float | Extra | Earlier:

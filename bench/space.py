@@ -33,12 +33,13 @@ from models.operators import OPERATORS, operator
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
 from xrlflow.backends.tvm.kernels import products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.kernels.ways import Way
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.blocks import Block, BlockWay
@@ -161,7 +162,7 @@ def explored(one: Case, measurer: LayerMeasurer, seed: int) -> tuple[dict[Any, f
 def kind_of(layer: Layer | Block) -> str:
     if isinstance(layer, Block):
         return "block"
-    return "product" if isinstance(layer.form, products.Form) else "convolution"
+    return "product" if isinstance(layer.form, products.Product) else "convolution"
 
 
 def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:

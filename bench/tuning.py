@@ -54,9 +54,10 @@ from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.statistics import median_interval
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.lowering.lower import fuse
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.cost.machine import cpu_name

@@ -14,6 +14,8 @@ import xrlflow
 from xrlflow.cli.completion import completing, completing_last
 from xrlflow.options import METHODS, PROCESSORS, SYSTEMS, flags, rule_names
 
+pytestmark = pytest.mark.process
+
 ROOT = str(Path(xrlflow.__file__).parents[1])
 SHELLS = ("bash", "zsh", "fish")
 

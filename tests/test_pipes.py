@@ -26,7 +26,7 @@ from tests.rules.harness import model
 from tests.test_cli import clumsy, external, invoke, refused
 from xrlflow.cli import app, pipes
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("reference_machine")]
 
 ROOT = str(Path(xrlflow.__file__).parents[1])
 PLAIN = ("--search", "greedy", "--cost", "roofline", "--no-measure")

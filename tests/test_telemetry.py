@@ -14,6 +14,8 @@ import pytest
 
 from tests.rules.harness import model
 
+pytestmark = pytest.mark.process
+
 TINY = "agraph (float[4] x) => (float[4] y) { a = Neg(x)\n b = Neg(a)\n y = Relu(b) }"
 COLLECTED = ["ORT_DISABLE_TELEMETRY", "RAY_USAGE_STATS_ENABLED"]
 SESSION = """

@@ -12,6 +12,8 @@ import pytest
 
 from bench import bound
 
+pytestmark = pytest.mark.measures
+
 ROW: dict[str, Any] = {
     "network": "bert", "greedy": 1.01, "taso": 1.02, "agent": 1.03, "tree": [1.04, 1.05], "hour": 1.06,
     "states": 1234, "seconds": 60.0, "limit": 60.0, "last gain": 30.0,

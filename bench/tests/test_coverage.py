@@ -15,6 +15,8 @@ from rewrite_rules.slices import MergeConcats, PullUnaryOutOfConcat
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library
 
+pytestmark = pytest.mark.corpus
+
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "coverage.py"
 
 

@@ -14,6 +14,8 @@ from tests.tuning.problems import knobless, matmul
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.tuners.protocol import Measurement
 
+pytestmark = pytest.mark.learns
+
 SMALL = EvolutionaryConfig(population=16, generations=1, warmup=8)
 
 
@@ -33,6 +35,7 @@ def play(tuner: EvolutionaryTuner, batches: Sequence[int]) -> list[Candidate]:
     return found
 
 
+@pytest.mark.whole
 def test_proposals_are_distinct_and_reproducible() -> None:
     batches = (8, 3, 6)
     found = play(EvolutionaryTuner(matmul(), 1, SMALL), batches)
@@ -56,6 +59,7 @@ def test_nothing_is_asked_for_and_nothing_told() -> None:
     assert len(tuner.propose(2)) == 2
 
 
+@pytest.mark.whole
 def test_what_another_has_measured_is_not_proposed() -> None:
     measured = EvolutionaryTuner(matmul(4), 5, SMALL).propose(12)
     tuner = EvolutionaryTuner(matmul(4), 0, SMALL)

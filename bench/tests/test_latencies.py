@@ -16,6 +16,8 @@ from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, SearchNode, greedy
 
+pytestmark = pytest.mark.measures
+
 
 def starts(folder: Path) -> list[SearchNode]:
     machine = Machine.reference()

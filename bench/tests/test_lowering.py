@@ -13,7 +13,10 @@ from bench import lowering
 from models.operators import operator
 from xrlflow.tuning.session import tune
 
+pytestmark = pytest.mark.measures
 
+
+@pytest.mark.whole
 def test_the_bench_checks_networks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +47,7 @@ def test_the_bench_checks_networks(
     assert "networks are not tuned" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("table", ["models", "operators"])
 def test_the_bench_times_all_variants(
     table: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

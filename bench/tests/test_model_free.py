@@ -19,6 +19,8 @@ from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.latency import UNRUNNABLE
 from xrlflow.search import Limits, SearchNode, greedy, replay
 
+pytestmark = pytest.mark.learns
+
 
 def test_graphs_that_were_measured_are_kept_with_their_paths() -> None:
     graph, prices = load(models.small("squeezenet")).graph, Roofline()
@@ -45,6 +47,7 @@ def test_graphs_that_were_measured_are_kept_with_their_paths() -> None:
         assert [base.state, *replay(base.state, node.trace)][-1].fingerprint == fingerprint
 
 
+@pytest.mark.whole
 def test_it_takes_the_place_of_the_search_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     explore, given = attempts.explore, []
 

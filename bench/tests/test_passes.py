@@ -17,6 +17,8 @@ from xrlflow.passes.agent import AgentConfig, random_agent
 from xrlflow.passes.dqn import DQNConfig
 from xrlflow.passes.ppo import TrainConfig
 
+pytestmark = pytest.mark.learns
+
 NAMES = ("gpt2-2-training", "bert-2-training")
 
 
@@ -39,6 +41,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Named:
     return Named()
 
 
+@pytest.mark.whole
 def test_quick_gives_the_figures_of_the_issue(compiler: Named) -> None:
     found = json.loads(json.dumps(passes.quick(compiler, None, NAMES, steps=300, seeds=2)))
     assert found["gpt2_training"] == pytest.approx(1 - 3 / 4)
@@ -49,6 +52,7 @@ def test_quick_gives_the_figures_of_the_issue(compiler: Named) -> None:
     assert found["method"] == "evolution"
 
 
+@pytest.mark.whole
 def test_a_step_that_changes_what_is_computed_counts_for_nothing(compiler: Named) -> None:
     found = passes.quick(Named(wrong=True), None, NAMES, steps=300, seeds=1)
     assert found["all_equal"] is True
@@ -206,6 +210,7 @@ def test_a_table_says_how_many_modules_it_has(compiler: Named) -> None:
     assert "all (2 of 30), calls inlined" in head
 
 
+@pytest.mark.whole
 def test_tables(compiler: Named) -> None:
     rows = passes.searches(compiler, NAMES, ["random", "beam"], 2, 300, passes.Tools(), passes.Kept())
     table = passes.searches_table(rows)

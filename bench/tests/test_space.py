@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from bench import space as bench
 from tests.tuning.measured import MACHINE
@@ -16,6 +17,8 @@ from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Measurement
+
+pytestmark = pytest.mark.measures
 
 LAYER = Layer(FORMS["a product"], False)
 

@@ -20,6 +20,8 @@ from xrlflow.tuning.tuners.chameleon import Agent
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 
+pytestmark = pytest.mark.learns
+
 REFERENCE = bench.REFERENCE
 
 
@@ -219,6 +221,7 @@ def run(seed: int = 0) -> tuple[bench.Block, Measurer]:
     return found, measurer
 
 
+@pytest.mark.whole
 def test_a_block_says_where_the_time_went() -> None:
     found, measurer = run()
     theirs = found.searches[REFERENCE]
@@ -231,6 +234,7 @@ def test_a_block_says_where_the_time_went() -> None:
     assert len(measurer.seen) == 6
 
 
+@pytest.mark.whole
 def test_a_block_compares_what_its_searches_found() -> None:
     found, _ = run()
     beam, theirs = found.searches["beam"], found.searches[REFERENCE]
@@ -249,6 +253,7 @@ def test_a_block_compares_what_its_searches_found() -> None:
     assert faster > 1
 
 
+@pytest.mark.whole
 def test_searches_know_nothing_of_each_other() -> None:
     """Every search measures its own trials: nothing is taken from another's records."""
     _, measurer = run()
@@ -262,6 +267,7 @@ def test_searches_know_nothing_of_each_other() -> None:
 SETTING = {"machine": "here", "trials": 20}
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     file = tmp_path / "new" / "tuning.json"
     tuners = [REFERENCE, "beam"]
@@ -284,6 +290,7 @@ def json_of(block: bench.Block) -> bench.Block:
     return bench.Block.of(json.loads(json.dumps(bench.asdict(block))))
 
 
+@pytest.mark.whole
 def test_a_block_is_kept_once(tmp_path: Path) -> None:
     results = bench.Results(tmp_path / "x.json", SETTING)
     for _ in range(2):
@@ -295,6 +302,7 @@ def test_a_block_is_kept_once(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.whole
 def test_another_setting_is_another_file(tmp_path: Path) -> None:
     results = bench.Results(tmp_path / "x.json", SETTING)
     results.put(run()[0])
@@ -303,6 +311,7 @@ def test_another_setting_is_another_file(tmp_path: Path) -> None:
     assert bench.Results(tmp_path / "x.json", {}, foreign=True).setting == SETTING
 
 
+@pytest.mark.whole
 def test_tables_of_nothing_and_of_a_block(tmp_path: Path) -> None:
     results = bench.Results(None, SETTING)
     assert "0 blocks" in bench.tables(results, [REFERENCE], 0.01)
@@ -312,6 +321,7 @@ def test_tables_of_nothing_and_of_a_block(tmp_path: Path) -> None:
     assert row.startswith(f"| beam | {bench.time_ratio(results.blocks[0], 'beam', 0.01)[0]:.2f} ")  # type: ignore[index]
 
 
+@pytest.mark.whole
 def test_an_agent_learns_on_one_operator_after_the_other(tmp_path: Path) -> None:
     class Numbers(Measurer):
         """For candidates whose keys are no numbers."""

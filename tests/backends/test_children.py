@@ -17,6 +17,8 @@ from xrlflow.backends.children import Child, ChildDied
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.common import deadline
 
+pytestmark = pytest.mark.process
+
 
 def surroundings() -> dict[str, Any]:
     """What a child has."""

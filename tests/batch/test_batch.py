@@ -25,7 +25,7 @@ from xrlflow.report import show
 from xrlflow.storage.exclusive import locked
 from xrlflow.storage.files import UNFINISHED
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("reference_machine")]
 QUICK = [
     "--search",
     "greedy",

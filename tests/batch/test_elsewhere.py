@@ -15,7 +15,7 @@ from tests.batch.conftest import FAST
 from xrlflow.batch import Elsewhere, Job, Row, run
 from xrlflow.workers import InProcess, Processes
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("reference_machine")]
 
 
 class OwnDisk:

@@ -16,6 +16,8 @@ from xrlflow.batch.plan import plan
 from xrlflow.batch.sources import Found
 from xrlflow.options import OptionError, Options
 
+pytestmark = pytest.mark.process
+
 
 def key(path: Path, **options: Any) -> str:
     (job,) = plan([Found(path.name, str(path))], path.parent / "out", Options(**{**FAST, **options}))

@@ -15,11 +15,14 @@ import pytest
 
 import xrlflow
 from tests.batch.conftest import FAST
+from tests.levels import whole
 from xrlflow.batch import Processes
 from xrlflow.options import OptionError
 from xrlflow.storage.exclusive import VARIABLE
 from xrlflow.storage.files import UNFINISHED
 from xrlflow.workers.process import environment
+
+pytestmark = pytest.mark.process
 
 # Rules of a user's own are run in the process of the job: what this one does depends on files beside it.
 RULES = """
@@ -132,7 +135,7 @@ def command(folder: Path, python_handles_interrupts: None) -> Iterator[Command]:
     running.process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", whole([signal.SIGINT, signal.SIGKILL], (signal.SIGKILL,)))
 def test_what_is_ended_goes_on(command: Command, number: int) -> None:
     worker = command.wait_until_it_hangs()
     command.process.send_signal(number)

@@ -29,7 +29,7 @@ from xrlflow.options import Options
 from xrlflow.pipeline import optimize
 from xrlflow.storage.exclusive import LockedError, locked, measuring
 
-pytestmark = pytest.mark.usefixtures("reference_machine")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("reference_machine")]
 
 
 def job_of(path: Path, name: str | None = None, **options: Any) -> Job:

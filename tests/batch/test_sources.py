@@ -12,6 +12,8 @@ import pytest
 from xrlflow.batch.sources import MARK, find_models
 from xrlflow.options import OptionError
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -15,6 +15,8 @@ from xrlflow.cost.machine import Machine, cache_bytes, cpu_name, vector_lanes
 from xrlflow.cost.microbench import Sample
 from xrlflow.ops.work import OpKind
 
+pytestmark = pytest.mark.measures
+
 
 class Measure:
     """Gives the reference figures, one hertz faster at each call."""

@@ -13,6 +13,8 @@ import pytest
 from xrlflow.cost.database import VERSION, Database, Subject
 from xrlflow.cost.microbench import Sample
 
+pytestmark = pytest.mark.measures
+
 SUBJECT = Subject("a cpu", "onnxruntime 1.31.0", 2, "Relu", "", "float[3] -> float[3]")
 SAMPLE = Sample(1e-3, 0.9e-3, 1.2e-3, 17)
 

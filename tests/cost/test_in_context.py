@@ -20,6 +20,8 @@ from xrlflow.ops.subgraph import NotStandalone
 from xrlflow.rewrite import Library, Op, RewriteState, Rule, Val
 from xrlflow.rewrite.state import build_edit
 
+pytestmark = pytest.mark.measures
+
 
 class ReplaceAddBySum(Rule):
     """add(x, y) -> sum(x, y)"""

@@ -22,7 +22,7 @@ from rewrite_rules import LIBRARY
 from tests.cost.graphs import Builder, random_edit, random_graph, t
 from xrlflow.cost import Learned, Machine, Profiled, Roofline, load_network
 from xrlflow.cost.comparisons import Comparisons, ComparisonsError
-from xrlflow.cost.fine_tuning import LEAST, fine_tuned
+from xrlflow.cost.fine_tuning import MIN_COMPARISONS, fine_tuned
 from xrlflow.cost.latency_network import Evaluator, NetworkConfig, NetworkParameters, shapes
 from xrlflow.cost.learned import KIND, save_network
 from xrlflow.cost.neighbourhoods import Neighbourhoods
@@ -31,6 +31,8 @@ from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, SearchResult, greedy, lookahead, random_walk, taso
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.learns
 
 ALL = Library(LIBRARY)
 
@@ -316,7 +318,7 @@ def off(parameters: NetworkParameters, truth: Learned, name: str) -> float:
     return float(np.abs(wrong).mean())
 
 
-@pytest.mark.parametrize(("count", "left"), [(LEAST, 0.9), (24, 0.5)])
+@pytest.mark.parametrize(("count", "left"), [(MIN_COMPARISONS, 0.9), (24, 0.5)])
 def test_a_few_comparisons_of_a_machine_correct_the_network(count: int, left: float) -> None:
     parameters = network(spread=0.2)
     parameters = replace(parameters, arrays={**parameters.arrays, "noise": np.full((3, 2), 2e-3, np.float32)})
@@ -324,7 +326,7 @@ def test_a_few_comparisons_of_a_machine_correct_the_network(count: int, left: fl
     known = [compared(truth, "squeezenet", count, 0)]
     better = fine_tuned(parameters, known)
     assert off(better, truth, "squeezenet") < left * off(parameters, truth, "squeezenet")
-    assert fine_tuned(parameters, [compared(truth, "squeezenet", LEAST - 1, 0)]) is parameters
+    assert fine_tuned(parameters, [compared(truth, "squeezenet", MIN_COMPARISONS - 1, 0)]) is parameters
 
 
 def test_without_time_nothing_is_learned() -> None:

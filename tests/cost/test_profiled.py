@@ -19,6 +19,8 @@ from xrlflow.cost.roofline import Roofline
 from xrlflow.ir import Attr, Attrs, Body, DType, Graph, TensorType, Value, apply_edit
 from xrlflow.ops.subgraph import NotStandalone
 
+pytestmark = pytest.mark.measures
+
 MACHINE = Machine.reference()
 
 
@@ -69,11 +71,11 @@ def test_an_operator_is_measured_once_and_then_read(path: Path, name: str) -> No
     first = profiled(path)
     cost = first.cost(graph)
     assert cost > 0
-    assert (first.tally.measured, first.tally.remembered, first.tally.modelled.total()) == (1, 0, 0)
+    assert (first.counts.measured, first.counts.remembered, first.counts.modelled.total()) == (1, 0, 0)
     assert first.cost(graph) == cost
     second = profiled(path)
     assert second.cost(graph) == cost
-    assert (second.tally.measured, second.tally.remembered) == (0, 1)
+    assert (second.counts.measured, second.counts.remembered) == (0, 1)
 
 
 def test_thread_counts_are_measured_apart(path: Path) -> None:
@@ -86,7 +88,7 @@ def test_thread_counts_are_measured_apart(path: Path) -> None:
         tolerance=math.inf,
     )
     other.cost(graph)
-    assert (other.tally.measured, other.tally.remembered) == (1, 0)
+    assert (other.counts.measured, other.counts.remembered) == (1, 0)
 
 
 def test_constants_that_steer_an_operator_are_passed_and_kept_apart(path: Path) -> None:
@@ -100,10 +102,10 @@ def test_constants_that_steer_an_operator_are_passed_and_kept_apart(path: Path) 
 
     model.cost(reduce(0))
     model.cost(reduce(1))
-    assert (model.tally.measured, model.tally.modelled.total()) == (2, 0)
+    assert (model.counts.measured, model.counts.modelled.total()) == (2, 0)
     again = profiled(path)
     again.cost(reduce(1))
-    assert (again.tally.measured, again.tally.remembered) == (0, 1)
+    assert (again.counts.measured, again.counts.remembered) == (0, 1)
 
 
 def test_a_slice_takes_the_part_it_should(path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_slice_takes_the_part_it_should(path: Path) -> None:
     y = b.node("Slice", [x, b.ints(2), b.ints(7), b.ints(0)], t(5, 6))
     model = profiled(path)
     model.cost(b.graph(y.id))
-    assert model.tally.measured == 1
+    assert model.counts.measured == 1
     wrong = b.node("Slice", [x, b.ints(2), b.ints(7), b.ints(0)], t(9, 6))
     with pytest.raises(NotStandalone, match=r"alone gives \[\(5, 6\)\] and not \[\(9, 6\)\]"):
         time_node(
@@ -128,7 +130,7 @@ def test_views_are_not_measured(path: Path) -> None:
     model = profiled(path)
     graph = one("Reshape", [t(4, 8), t(1, dtype=DType.INT64)], t(32))
     assert model.cost(graph) == MACHINE.overhead
-    assert (model.tally.measured, model.tally.modelled.total()) == (0, 0)
+    assert (model.counts.measured, model.counts.modelled.total()) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -145,26 +147,26 @@ def test_views_are_not_measured(path: Path) -> None:
 def test_what_cannot_be_measured_is_modelled_and_counted(path: Path, graph: Graph, reason: str) -> None:
     model = profiled(path)
     assert model.cost(graph) == Roofline(MACHINE).cost(graph)
-    assert model.tally.measured == 0
-    [(why, times)] = model.tally.modelled.items()
+    assert model.counts.measured == 0
+    [(why, times)] = model.counts.modelled.items()
     assert (reason in why, times) == (True, 1)
-    assert reason in str(model.tally)
+    assert reason in str(model.counts)
 
 
 def test_a_bound_dimension_is_measured(path: Path) -> None:
     model = profiled(path, bindings={"N": 3})
     model.cost(one("Relu", [t("N", 8)], t("N", 8)))
-    assert model.tally.measured == 1
+    assert model.counts.measured == 1
 
 
 def test_when_the_time_is_over_the_rest_is_modelled(path: Path) -> None:
     model = profiled(path, time_budget=0.0)
     assert model.cost(MEASURED["product"]) == Roofline(MACHINE).cost(MEASURED["product"])
-    assert "time for measuring was over" in str(model.tally)
+    assert "time for measuring was over" in str(model.counts)
     profiled(path).cost(MEASURED["product"])
     model = profiled(path, time_budget=0.0)
     model.cost(MEASURED["product"])
-    assert (model.tally.remembered, model.tally.modelled.total()) == (1, 0)
+    assert (model.counts.remembered, model.counts.modelled.total()) == (1, 0)
 
 
 def test_what_was_measured_beside_others_is_repeated_and_not_kept(
@@ -182,12 +184,12 @@ def test_what_was_measured_beside_others_is_repeated_and_not_kept(
     monkeypatch.setattr(model, "_call", 1e-4)
     assert model.cost(MEASURED["mask"]) == pytest.approx(1e-3 - 1e-4 + MACHINE.overhead)
     assert calls == 3
-    assert (model.tally.measured, model.tally.disturbed) == (1, 1)
-    assert "others used the processors" in str(model.tally)
+    assert (model.counts.measured, model.counts.disturbed) == (1, 1)
+    assert "others used the processors" in str(model.counts)
     monkeypatch.undo()
     again = profiled(path)
     again.cost(MEASURED["mask"])
-    assert (again.tally.measured, again.tally.disturbed, again.tally.remembered) == (1, 0, 0)
+    assert (again.counts.measured, again.counts.disturbed, again.counts.remembered) == (1, 0, 0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux counts it")
@@ -222,7 +224,7 @@ def test_a_body_is_the_sum_of_its_nodes(path: Path) -> None:
     model = profiled(path)
     # Either branch may run, and costs something to enter.
     assert model.cost(b.graph(node.id)) == pytest.approx(3 * MACHINE.overhead + 2 * model.cost(inner))
-    assert model.tally.measured == 1
+    assert model.counts.measured == 1
 
 
 def test_the_delta_is_the_difference_of_the_costs(path: Path) -> None:
@@ -255,7 +257,7 @@ def test_a_scalar_exponent_is_passed_as_it_is(path: Path) -> None:
     y, z = b.node("Pow", [x, square], t(4)), b.node("Pow", [x, cube], t(4))
     model = profiled(path)
     model.cost(b.graph(y.id, z.id))
-    assert model.tally.measured == 2
+    assert model.counts.measured == 2
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT, DType.DOUBLE, DType.INT64, DType.INT32])
@@ -269,7 +271,7 @@ def test_divisors_that_are_computed_are_measured(path: Path, dtype: DType, shape
     rest = b.node("Mod", [x, divisor], t(64, dtype=dtype), fmod=1)
     model = profiled(path)
     model.cost(b.graph(y.id, z.id, rest.id))
-    assert (model.tally.measured, model.tally.modelled.total()) == (3, 0)
+    assert (model.counts.measured, model.counts.modelled.total()) == (3, 0)
 
 
 def test_a_depth_that_is_computed_is_measured() -> None:
@@ -289,14 +291,14 @@ def test_what_this_machine_cannot_hold_is_not_measured(shape: tuple[int, ...], t
         time_node(node, [t(*shape)], {}, threads=1)
     model = profiled(path)
     model.cost(b.graph(node.id))
-    assert (model.tally.measured, model.tally.modelled.total()) == (0, 1)
+    assert (model.counts.measured, model.counts.modelled.total()) == (0, 1)
 
 
 def test_what_takes_long_is_not_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.cost.profiled._LONGEST", 0.0)
     model = profiled(path)
     model.cost(one("Relu", [t(8)], t(8)))
-    assert model.tally.modelled == {"Relu that takes long": 1}
+    assert model.counts.modelled == {"Relu that takes long": 1}
 
 
 def test_attributes_that_hold_bodies_are_refused() -> None:

@@ -10,6 +10,7 @@ import random
 
 import numpy as np
 import onnx
+import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,8 @@ from xrlflow.onnxio import load, to_proto
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.verify import verify
 from xrlflow.verify.compare import by_deviation, is_float, judge_exact, judge_floats
+
+pytestmark = pytest.mark.corpus
 
 EXAMPLES = int(os.environ.get("XRLFLOW_EXAMPLES", "0"))
 COST = Roofline()

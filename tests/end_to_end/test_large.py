@@ -16,6 +16,8 @@ from tests.memory import Peak, anonymous
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ModelError
 
+pytestmark = pytest.mark.corpus
+
 WIDTH, LAYERS = 4096, 34
 BYTES = 4 * WIDTH * WIDTH  # of one weight: 67 MB
 

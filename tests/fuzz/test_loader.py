@@ -13,6 +13,8 @@ from tests.fuzz.loader import Loader, Mutator
 from tests.fuzz.models import idioms
 from xrlflow import api, onnxio
 
+pytestmark = pytest.mark.corpus
+
 
 def starts() -> list[bytes]:
     models = [model.SerializeToString() for _, model in loader._others()]

@@ -7,6 +7,8 @@ import pytest
 
 from tests.fuzz.low_precision import KINDS, OPSETS, examined, made
 
+pytestmark = pytest.mark.corpus
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_are_valid_and_depend_on_the_seed_alone(kind: str) -> None:

@@ -23,6 +23,8 @@ from xrlflow.learn.ppo import (
 )
 from xrlflow.learn.segments import SegmentCategorical
 
+pytestmark = pytest.mark.learns
+
 
 class Table(nn.Module):
     """A logit for each action of each observation (an int), and a value. Observation i has i + 2 actions."""

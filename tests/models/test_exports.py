@@ -12,8 +12,11 @@ import models
 import xrlflow
 from models import exports, training
 from models.exports import EXPORTS, HELD_OUT
+from tests.levels import whole
 from xrlflow.onnxio import load
 from xrlflow.verify import Status
+
+pytestmark = pytest.mark.corpus
 
 pytest.importorskip("transformers")
 
@@ -26,7 +29,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
         yield folder
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", whole(EXPORTS, ("convnext", "llama-step", "lstm-acoustic", "segformer")))
 def test_export_runs_and_is_optimised(name: str) -> None:
     ort = pytest.importorskip("onnxruntime")
     model = exports.export(name, small=True)

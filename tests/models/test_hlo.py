@@ -22,6 +22,9 @@ from models.__main__ import main
 from models.hlo import Benchmark, Family, Kind, Variant
 from models.hlo.layers import Source, dropout
 from models.hlo.training import adam_state
+from tests.levels import whole
+
+pytestmark = pytest.mark.process
 
 TRAINING, INFERENCE = Kind.TRAINING, Kind.INFERENCE
 ROOT = Path(__file__).parents[2]
@@ -91,7 +94,7 @@ def test_there_are_thirty_programs_and_ten_are_held_out() -> None:
     assert {each.layers for each in hlo.BENCHMARKS.values()} <= set(range(2, 13))
 
 
-@pytest.mark.parametrize("benchmark", SMALL, ids=named)
+@pytest.mark.parametrize("benchmark", whole(SMALL, SMALL[4:6]), ids=named)
 def test_the_text_computes_what_the_function_does(benchmark: Benchmark) -> None:
     outputs = execute(benchmark.text(), benchmark.inputs(seed=1))
     program = benchmark.program(np.random.default_rng(1))
@@ -103,7 +106,7 @@ def test_the_text_computes_what_the_function_does(benchmark: Benchmark) -> None:
         np.testing.assert_allclose(output, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("benchmark", TRAINED, ids=named)
+@pytest.mark.parametrize("benchmark", whole(TRAINED, TRAINED[3:4]), ids=named)
 def test_training_steps_lower_the_loss(benchmark: Benchmark) -> None:
     program = benchmark.program(np.random.default_rng(0))
     weights, state, _, *batch = program.arguments
@@ -130,6 +133,7 @@ def test_dropout_drops_a_tenth_and_keeps_the_mean() -> None:
     assert dropout(None, ones) is ones
 
 
+@pytest.mark.whole
 def test_decoding_token_by_token_gives_the_logits_of_the_sequence() -> None:
     """The cache of GPT-2 is right: two ways to the same logits."""
     whole = Benchmark(Family.GPT2, 2, INFERENCE, width=32).program(np.random.default_rng(0))
@@ -181,6 +185,7 @@ def test_stablehlo_is_the_same_module() -> None:
     assert converted.to_string(canonical) == lowered.to_string(canonical)
 
 
+@pytest.mark.whole
 def test_text_is_the_same_in_another_process() -> None:
     """Neither hashes of strings nor what was lowered before matter."""
     names = ["unet-5-inference", "lstm-2-training", "gpt2-dropout-2-training"]

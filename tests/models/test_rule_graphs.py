@@ -23,9 +23,12 @@ from xrlflow.prover.sketch import build
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.state import match_all
 
+pytestmark = pytest.mark.corpus
+
 EVERYTHING = Library(LIBRARY, contrib=True, assuming=("finite", "vnni", "approximate"))
 
 
+@pytest.mark.whole
 def test_nearly_every_rule_can_be_drawn() -> None:
     missing = [r.name for r in LIBRARY if all(draw_piece(r, seed) is None for seed in range(2))]
     # Rules on control flow have no left side that could be drawn, and some fit together too seldom.

@@ -32,6 +32,8 @@ from rewrite_rules import LIBRARY
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.search import Limits, SearchNode, greedy, taso
 
+pytestmark = pytest.mark.corpus
+
 CATALOGUE = catalogue()
 # One instance of each family, depth and width.
 SAMPLE = [

@@ -12,6 +12,8 @@ import pytest
 from models import wheels
 from models.wheels import WHEELS, WheelError
 
+pytestmark = pytest.mark.corpus
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -13,6 +13,8 @@ import models
 from models.__main__ import main
 from models.builder import divisible, spread
 
+pytestmark = pytest.mark.corpus
+
 FOLDING = [name for name, model in models.ZOO.items() if "fold_batchnorm" in model.options]
 
 

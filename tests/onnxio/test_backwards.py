@@ -16,6 +16,8 @@ from xrlflow.cost import Roofline
 from xrlflow.ir import Attrs
 from xrlflow.ops.evaluate import evaluate_node
 
+pytestmark = pytest.mark.corpus
+
 LARGEST = (2**31 - 1, 2**63 - 1)
 ENDS = (*LARGEST, 2**31 - 2, 2**31, 2**62, 2**63 - 2, -1, -(2**31), -(2**63))
 

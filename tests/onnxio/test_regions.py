@@ -240,7 +240,7 @@ def test_a_node_that_does_not_fit_is_a_border() -> None:
         "(float[4] x) => (float[4] y) { a = Relu(x) b = Neg(a) c = Erf(b) d = Abs(b) e = Add(c, d) y = Neg(e) }"
     ).graph
     assert [region.nodes for region in cut(graph, refused("Erf"))] == [(0, 1, 3), (4, 5)]
-    assert [region.nodes for region in cut(graph, refused("Erf"), least=3)] == [(0, 1, 3)]
+    assert [region.nodes for region in cut(graph, refused("Erf"), minimum=3)] == [(0, 1, 3)]
     assert [region.nodes for region in cut(graph, refused())] == [(0, 1, 2, 3, 4, 5)]
     assert cut(graph, lambda node: False) == []
 
@@ -281,7 +281,7 @@ def test_models_cut_at_random_compute_the_same_bits(
     random = Random(seed)
     fits = [random.randrange(100) < percent for _ in model.graph.node]
     answers = iter(fits)
-    regions = cut(model.graph, lambda node: next(answers), least=1)
+    regions = cut(model.graph, lambda node: next(answers), minimum=1)
     nodes = [i for region in regions for i in region.nodes]
     assert len(nodes) == len(set(nodes))
     assert all(fits[i] for i in nodes)

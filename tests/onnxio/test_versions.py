@@ -313,10 +313,10 @@ def test_a_resize_that_shrinks_and_enlarges_at_once_is_refused() -> None:
 
 
 @recent
-@pytest.mark.parametrize("op", sorted(versions.SPELT_OUT))
+@pytest.mark.parametrize("op", sorted(versions.DECOMPOSED))
 def test_what_the_runtime_spells_out_at_some_opsets_alone_is_spelt_out(op: str) -> None:
     """ONNX Runtime has no kernel for these element types, and runs them at opset 18 all the same."""
-    for dtype in versions.SPELT_OUT[op]:
+    for dtype in versions.DECOMPOSED[op]:
         names = ["x", "w"] if op == "PRelu" else ["x"]
         graph = helper.make_graph(
             [helper.make_node(op, names, ["y"])],

@@ -16,6 +16,8 @@ from tests.onnxio.support import model
 from xrlflow.onnxio import ModelError, load, protos, to_proto, wire
 from xrlflow.onnxio.tensors import TensorStore
 
+pytestmark = pytest.mark.corpus
+
 make, declare = helper.make_node, helper.make_tensor_value_info
 
 Fields = list[tuple[FieldDescriptor, bytes]]

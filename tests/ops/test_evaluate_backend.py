@@ -18,6 +18,8 @@ from tests.corpus import backend_tests
 from xrlflow.ir import Attr, Attrs, RawAttr
 from xrlflow.ops.evaluate import REALS, SPECS, evaluate_node, promote
 
+pytestmark = pytest.mark.corpus
+
 OPSET = 23
 
 # Operators of opset 23 that have cases and that we leave out, on purpose.

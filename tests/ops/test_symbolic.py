@@ -20,6 +20,8 @@ from xrlflow.onnxio.shapes import is_made_up
 from xrlflow.ops.infer import infer
 from xrlflow.ops.symbolic_values import Known, evaluate_call, of_array, values
 
+pytestmark = pytest.mark.corpus
+
 HEAD = '<ir_version: 8, opset_import: ["" : 18]> '
 SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 13)
 

@@ -20,6 +20,8 @@ from xrlflow.ops.work import (
     work,
 )
 
+pytestmark = pytest.mark.corpus
+
 
 def t(*shape: int | str | None, dtype: DType = DType.FLOAT, const: bool = False) -> TensorType:
     return TensorType(dtype, shape, const)

@@ -25,6 +25,8 @@ from xrlflow.passes.ppo import TrainConfig, state_path, train
 from xrlflow.passes.searches import Budget, Order, greedy, random
 from xrlflow.storage.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.learns
+
 # In each, the way to the best word leads through a longer one.
 WORDS = ("dbbd", "bbaad", "dbbdbbd")
 UNSEEN = "ddbbdbb"
@@ -50,6 +52,7 @@ def left(agent: Agent, words: Sequence[str] = WORDS) -> float:
     return sum(play(agent, Words(), p.module).value for p in problems(words))
 
 
+@pytest.mark.whole
 def test_ppo_crosses_valleys_where_greedy_stays() -> None:
     """Means over seeds, because one run may be lucky."""
     compiler = Words()
@@ -65,17 +68,20 @@ def test_what_was_learned_holds_for_a_word_that_was_not_seen() -> None:
     assert found < greedy(Words(), Words().load(UNSEEN), Budget(400, 10)).value
 
 
+@pytest.mark.whole
 def test_shaping_pays_for_crossing_valleys() -> None:
     """Plain PPO learns that every way begins with a loss."""
     plain = train(Words(), problems(), config(0).plain()).agent
     assert left(plain) > left(trained(0).agent)
 
 
+@pytest.mark.whole
 def test_an_agent_that_sees_the_graph_learns_too() -> None:
     found = [left(trained(seed, Network.GRAPH).agent) for seed in range(2)]
     assert np.mean(found) < 4 + 4 + 7 - 3
 
 
+@pytest.mark.whole
 def test_dqn_learns() -> None:
     options = DQNConfig(steps=1500, begin=100, follow=100, evaluate_every=500, agent=SMALL)
     found = [train_dqn(Words(), problems(), replace(options, seed=seed)) for seed in range(2)]
@@ -186,6 +192,7 @@ class _Stopping:
         pass
 
 
+@pytest.mark.whole
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     options = replace(config(4), iterations=6, evaluate_every=2)
     whole = train(Words(), problems(), options, tmp_path / "whole")

@@ -30,6 +30,8 @@ from xrlflow.passes.environment import (
 from xrlflow.passes.rules import RuleCompiler
 from xrlflow.rewrite import Library
 
+pytestmark = pytest.mark.process
+
 
 class Halving:
     """A compiler of numbers: "halve" halves an even one, "break" adds one, "fail" fails. A number is its operations."""

@@ -16,6 +16,8 @@ from xrlflow.passes.inputs import Draw, Floats, arrays, given, nudged
 from xrlflow.passes.wide import widened
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
+pytestmark = pytest.mark.process
+
 ADD = "add { p = f32[] parameter(0)\n q = f32[] parameter(1)\n ROOT s = f32[] add(p, q) }\n"
 
 

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.levels import whole
 from tests.passes.toy import VALLEY, Words
 from xrlflow.cli import PASS_METRICS, PASS_SEARCHES, app
 from xrlflow.passes import Comparison, CompilerError, Metric, Module, orders
 from xrlflow.passes.agent import AgentConfig, random_agent
 from xrlflow.storage import files
+
+pytestmark = pytest.mark.learns
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def test_list() -> None:
     assert lines[0].startswith("algsimp")
 
 
-@pytest.mark.parametrize("search", ["beam", "mcts", "evolution", "random"])
+@pytest.mark.parametrize("search", whole(["beam", "mcts", "evolution", "random"], ("beam",)))
 def test_optimize_writes_the_best_module(words: Words, file: Path, tmp_path: Path, search: str) -> None:
     output = tmp_path / "out.hlo"
     result = invoke("optimize", file, "-o", output, "--search", search, "--horizon", 8, "--json")
@@ -257,6 +260,7 @@ def test_without_torch_the_error_names_the_extra(
     assert "agents need torch: install them with `pip install 'xrlflow[train]'`" in result.stderr
 
 
+@pytest.mark.whole
 def test_train_then_optimize_with_the_agent(words: Words, file: Path, tmp_path: Path) -> None:
     agent, output = tmp_path / "agent", tmp_path / "out"
     options = ["--iterations", 12, "--steps", 96, "--horizon", 8, "--seed", 1]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.levels import whole
 from tests.passes.toy import VALLEY, Words
 from xrlflow.passes import Applied, Comparison, Metric, Module, run
 from xrlflow.passes.searches import (
@@ -26,6 +27,8 @@ from xrlflow.passes.searches import (
     refined,
     tree,
 )
+
+pytestmark = pytest.mark.learns
 
 Search = Callable[..., Order]
 SEARCHES: dict[str, Search] = {
@@ -68,7 +71,7 @@ def test_equal_seeds_give_equal_orders(name: str) -> None:
     assert orders[0].curve == orders[1].curve
 
 
-@pytest.mark.parametrize("name", ["beam", "tree", "evolve", "random"])
+@pytest.mark.parametrize("name", whole(["beam", "tree", "evolve", "random"], ("beam", "evolve", "random")))
 def test_a_valley_is_crossed_where_greedy_stays(name: str) -> None:
     compiler = Words()
     module = compiler.load(VALLEY)
@@ -162,6 +165,7 @@ def test_other_metrics() -> None:
     assert greedy(Words(), module, Budget(100, 6), metric=Metric.FLOPS).reduction == 0.0
 
 
+@pytest.mark.whole
 def test_a_fixed_sequence_serves_several_modules() -> None:
     compiler = Words()
     modules = [compiler.load(w) for w in ("dbbd", "bb", "aad", "ddbbdd")]

@@ -24,6 +24,8 @@ from xrlflow.passes.pool import Died, Pool
 from xrlflow.passes.worker import Refusal
 from xrlflow.passes.xla import XlaCompiler, XlaOptions
 
+pytestmark = pytest.mark.process
+
 TWO = """HloModule two
 square { p = f32[] parameter(0)
  ROOT m = f32[] multiply(p, p) }

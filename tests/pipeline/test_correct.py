@@ -26,6 +26,8 @@ from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.prepare import Start, opened, start, with_feeds
 from xrlflow.search import Limits, Ratio, SearchNode, greedy
 
+pytestmark = pytest.mark.measures
+
 OPTIONS = Options(
     search="rlflow", cost="learned", backend="onnxruntime", threads=1, time_limit=60.0, train_steps=10
 )
@@ -308,7 +310,7 @@ def test_after_an_interrupt_what_was_measured_is_kept(
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({}, True),
+        pytest.param({}, True, marks=pytest.mark.whole),
         ({"search": "xrlflow"}, True),
         ({"train_steps": 0}, False),
         ({"measure": False}, False),

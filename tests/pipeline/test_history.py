@@ -24,7 +24,7 @@ from xrlflow.pipeline.history import prices_of
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import SearchNode
 
-pytestmark = pytest.mark.usefixtures("brief_comparisons")
+pytestmark = [pytest.mark.measures, pytest.mark.usefixtures("brief_comparisons")]
 
 
 @pytest.fixture

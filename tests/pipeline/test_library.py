@@ -17,6 +17,8 @@ from xrlflow.cost import Roofline
 from xrlflow.options import Options
 from xrlflow.pipeline.library import library_for
 
+pytestmark = pytest.mark.measures
+
 HEAD = """
 from xrlflow.rewrite import Rule
 

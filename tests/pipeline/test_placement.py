@@ -17,16 +17,18 @@ from rewrite_rules.merge import MergeParallelConvs
 from tests.rules.harness import model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, Timed, Times
-from xrlflow.backends.tvm.kernels.ways import Form
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Timed, Times
+from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm
 from xrlflow.backends.tvm.library.operator_times import Operator, operator_times
 from xrlflow.backends.tvm.library.operator_times import Times as Taken
 from xrlflow.backends.tvm.library.operator_times import _compiled as compiled
-from xrlflow.cost import Database, KernelPrices, Placed, Roofline
+from xrlflow.cost import Database, KernelPrices, PlacementCost, Roofline
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import Limits, greedy
+
+pytestmark = pytest.mark.measures
 
 MACHINE = detect(cores=1)
 LESS = {Algorithm.TILES.value: 1.0, Algorithm.F23.value: 2.25, Algorithm.F43.value: 4.0}
@@ -47,10 +49,10 @@ class Fastest:
     def __init__(self, algorithm: Algorithm) -> None:
         self._times = {a: Timed(1.0 if a is algorithm else 2.0) for a in Algorithm}
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         return self._times
 
-    def of_block(self, form: bands.Form, far: bool) -> None:
+    def of_block(self, form: bands.ConvBlock, far: bool) -> None:
         return None
 
 
@@ -113,7 +115,7 @@ def test_a_search_merges_where_channels_fit_a_faster_algorithm(
             return work_of(algorithms, operators, channels_last)
 
         prices = KernelPrices(Roofline(REFERENCE), measure, 1, "", database)
-        placed = Placed(Roofline(REFERENCE), prices, REFERENCE)
+        placed = PlacementCost(Roofline(REFERENCE), prices, REFERENCE)
         prices.learn(graph, time.monotonic() + 100)
         (candidate, *_) = RewriteState.start(graph, library).candidates
         prices.learn(RewriteState.start(graph, library).apply(candidate).graph, time.monotonic() + 100)

@@ -27,6 +27,8 @@ from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
 from xrlflow.search import Selection, TraceStep
 from xrlflow.verify import Reference, Status, Verification
 
+pytestmark = pytest.mark.measures
+
 
 class DropNegations(Rule):
     """neg(neg(x)) -> x."""

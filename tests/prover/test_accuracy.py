@@ -11,6 +11,8 @@ from xrlflow.ir import FLOATS
 from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule, Op, Rule, Val
 
+pytestmark = pytest.mark.proof
+
 
 class DifferenceOfSquares(Rule):
     """(a - b)(a + b) -> a^2 - b^2."""

@@ -20,6 +20,8 @@ from xrlflow.prover.proof import parse
 from xrlflow.prover.thresholds import function_of
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
 
+pytestmark = pytest.mark.proof
+
 EXPLAINED = Path(__file__).parents[1] / "rules" / "survivors.json"
 # Rules of which all mutants are tried, quick ones of several families.
 SAMPLE = ("RemoveZeroAdd", "RemoveNoopSlice", "ReplacePowBySqrt")
@@ -207,6 +209,7 @@ def explained() -> dict[str, str]:
     return {name: why for why, names in json.loads(EXPLAINED.read_text()).items() for name in names}
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes some expressions otherwise")
 def test_explained_survivors_are_mutants_of_the_library() -> None:
     functions = {k: f for r in LIBRARY for k, f in functions_of(r).items()}

@@ -29,6 +29,8 @@ from xrlflow.prover.sketch import Problem, build, sketch_of
 from xrlflow.prover.variations import _CHANGES, neighbours, resize_to
 from xrlflow.rewrite import Op, Rule, Val
 
+pytestmark = pytest.mark.proof
+
 
 class Associate(Rule):
     """(x @ y) * c -> x @ (y * c): the inner dimensions have two names, and are one."""

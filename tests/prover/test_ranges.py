@@ -16,6 +16,8 @@ from xrlflow.prover.mutation_testing import _likeness
 from xrlflow.prover.proof import Proof
 from xrlflow.rewrite import AnyRule, Op, Rule, Val
 
+pytestmark = pytest.mark.proof
+
 
 class _Narrow(Rule):
     """A value of integers goes through a narrower type, `way`."""

@@ -13,6 +13,8 @@ from xrlflow.ir import FLOATS, INTEGERS, DType, Node
 from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule, Captures, Op, Reader, Region, RegionRule, Rule, Val, require
 
+pytestmark = pytest.mark.proof
+
 # Numbers, values
 
 

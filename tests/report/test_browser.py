@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page as Tab
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: `make browser` installs it")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: `make browser` installs it"),
+]
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
     "--disable-background-networking", "--disable-sync",

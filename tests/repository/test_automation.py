@@ -20,6 +20,8 @@ import pytest
 
 from tests.test_cli import clumsy
 
+pytestmark = pytest.mark.process
+
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[2]

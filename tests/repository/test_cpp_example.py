@@ -24,7 +24,10 @@ from xrlflow.backends.tvm import detect
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "cpp"
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ from tests.rules.harness import model
 from xrlflow import api
 from xrlflow.cli import app
 
+pytestmark = pytest.mark.process
+
 PAGES = [ROOT / "README.md", *(page for page in DOCS if page.parent == ROOT / "docs")]
 _PROGRAM = re.compile(r"^(?:\.venv/bin/)?xrlflow (?=[a-z])")
 _CHOSEN = re.compile(r"\b(?!NAME\b)[A-Z]{3,}\b|\b[ABC]\b|\.\.\.")

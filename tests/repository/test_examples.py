@@ -12,6 +12,10 @@ from pathlib import Path
 import onnx
 import pytest
 
+from tests.levels import whole
+
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -53,7 +57,7 @@ def run_alone(name: str, folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("brief_comparisons")
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", whole(SAYS, ("own_rule", "compare_strategies", "run_with_kernels")))
 def test_an_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 import xrlflow
+
+pytestmark = pytest.mark.process
 
 PACKAGE = Path(xrlflow.__file__).parent
 

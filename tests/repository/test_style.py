@@ -116,3 +116,17 @@ def test_tests_import_no_benchmark() -> None:
     """What both need lives in the package or in tests/; tests of benchmarks are in bench/tests."""
     importing = re.compile(r"^\s*(?:from|import) bench\b", re.MULTILINE)
     assert [str(p) for p in sorted((ROOT / "tests").rglob("*.py")) if importing.search(p.read_text())] == []
+
+
+def test_what_make_test_leaves_out_is_listed() -> None:
+    """The table of CONTRIBUTING.md names the files with cases for `make test-all` alone, and no others."""
+    rows = re.findall(
+        r"^\| (tests/\S.*?|bench/tests) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    named = {name.rsplit("/", 1)[-1] for row in rows for name in row.split(", ")} - {"tests"}
+    marked = re.compile(r"pytest\.mark\.whole|from tests\.levels import")
+    assert named == {
+        p.name
+        for p in (ROOT / "tests").rglob("test_*.py")
+        if p != Path(__file__) and marked.search(p.read_text())
+    }

@@ -31,6 +31,8 @@ from xrlflow.rl.parameters import KIND, AgentConfig, EncoderConfig
 from xrlflow.rl.situation import Situation
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 ALL = Library(LIBRARY)

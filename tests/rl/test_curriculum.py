@@ -25,6 +25,8 @@ from xrlflow.rl.parameters import AgentConfig
 from xrlflow.rl.situation import choices
 from xrlflow.rl.train import TrainConfig, train
 
+pytestmark = pytest.mark.learns
+
 
 def zoo(name: str) -> Graph:
     return load(models.small(name)).graph

@@ -26,6 +26,8 @@ from xrlflow.rl.features import Featuriser, Vocabulary
 from xrlflow.rl.situation import Situation, choices
 from xrlflow.search import replay
 
+pytestmark = pytest.mark.learns
+
 ALL = Library(LIBRARY)
 MODEL = Roofline()
 WORDS = Vocabulary.of(ALL)

@@ -41,6 +41,8 @@ from xrlflow.rl.features import (
 )
 from xrlflow.rl.situation import Situation
 
+pytestmark = pytest.mark.learns
+
 ALL = Library(LIBRARY)
 WORDS = Vocabulary.of(ALL)
 SMALL = ("squeezenet", "nasrnn-shared", "bert", "resnext50", "lstm-unrolled")

@@ -10,6 +10,8 @@ from xrlflow.ir import Node, apply_edit, plan_edit
 from xrlflow.onnxio import load
 from xrlflow.rl.latency import UNRUNNABLE, PairedLatency
 
+pytestmark = pytest.mark.learns
+
 
 @pytest.fixture
 def paired() -> PairedLatency:

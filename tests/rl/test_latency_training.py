@@ -18,6 +18,8 @@ from xrlflow.learn.ppo import TrainingError
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rl.latency_training import FitConfig, Judged, calibrate, fit, judge
 
+pytestmark = pytest.mark.learns
+
 ALL = Library(LIBRARY)
 SMALL = FitConfig(NetworkConfig(width=16, radius=2, members=2), epochs=40)
 

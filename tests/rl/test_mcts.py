@@ -25,6 +25,8 @@ from xrlflow.rl.mcts import TreeConfig, _TreeSearch, tree_search
 from xrlflow.rl.strategy import PolicyError
 from xrlflow.search import Limits, SearchNode, SearchResult, greedy, replay, taso
 
+pytestmark = pytest.mark.learns
+
 ALL = Library(LIBRARY)
 
 

@@ -28,6 +28,8 @@ from xrlflow.rl.parameters import AgentConfig, EncoderConfig, Parameters, shapes
 from xrlflow.rl.pretrained import PRETRAINED
 from xrlflow.rl.situation import Situation, choices
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 ALL = Library(LIBRARY)

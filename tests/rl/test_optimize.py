@@ -33,6 +33,8 @@ from xrlflow.search import Limits
 from xrlflow.search.result import SearchNode, SearchResult
 from xrlflow.storage.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.learns
+
 
 def optimize(name: str, **options: Any) -> xrlflow.Result:
     defaults: dict[str, Any] = {
@@ -83,7 +85,7 @@ def test_training_on_the_model_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("search", "trainer"),
     [
-        ("xrlflow", "xrlflow.rl.train.fine_tune"),
+        pytest.param("xrlflow", "xrlflow.rl.train.fine_tune", marks=pytest.mark.whole),
         ("rlflow", "xrlflow.rl.world_model.learning.train_world_model"),
     ],
 )

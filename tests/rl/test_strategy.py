@@ -27,6 +27,8 @@ from xrlflow.rl.situation import Situation
 from xrlflow.rl.strategy import PolicyError, StrategyConfig, agent_search
 from xrlflow.search import Limits, SearchResult, greedy, replay, taso
 
+pytestmark = pytest.mark.learns
+
 ALL = Library(LIBRARY)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from torch_geometric.data import Batch
 
@@ -22,6 +23,8 @@ from xrlflow.rl.situation import Situation
 from xrlflow.rl.strategy import agent_search
 from xrlflow.rl.successors import SuccessorAgent, SuccessorData, SuccessorFeaturiser
 from xrlflow.search import Limits, greedy
+
+pytestmark = pytest.mark.learns
 
 ALL = Library(LIBRARY)
 WORDS = Vocabulary.of(ALL)

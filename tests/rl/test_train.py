@@ -33,6 +33,8 @@ from xrlflow.rl.train import KIND, Files, TrainConfig, Trained, fine_tune, state
 from xrlflow.search import Limits, greedy
 from xrlflow.storage.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 
@@ -76,6 +78,7 @@ def test_crosses_a_valley_where_greedy_stops() -> None:
     assert again.score.gain >= trained.score.gain
 
 
+@pytest.mark.quick
 def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
     one, log = run(iterations=2)
     two, again = run(iterations=2)

@@ -35,6 +35,8 @@ from xrlflow.rl.workers import (
 from xrlflow.workers import InProcess, Processes, ProcessWorker, WorkerError, WorkerLost
 from xrlflow.workers.local import DirectWorker
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 SETUP = Setup(Valleys(), WORDS, CONFIG.agent, CONFIG.env, CONFIG.ppo, environments=3)

@@ -39,6 +39,8 @@ from xrlflow.rl.world_model.learning import Learner, LearningConfig, chunks, tra
 from xrlflow.rl.world_model.planning import PlanConfig, Planner
 from xrlflow.storage.checkpoint import CheckpointError
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 LIBRARY = Library(VALLEYS)
@@ -140,6 +142,7 @@ def test_plays_record_what_the_engine_saved() -> None:
         )
 
 
+@pytest.mark.whole
 def test_it_learns_which_rules_apply_and_what_steps_save() -> None:
     found, featuriser = problems()
     learner = Learner(agent(), SMALL)
@@ -199,6 +202,7 @@ def test_a_dream_calls_no_engine_and_is_the_same_for_the_same_seed(monkeypatch: 
         assert min(rewards) >= 0.0
 
 
+@pytest.mark.whole
 def test_an_agent_that_dreamt_crosses_the_valley() -> None:
     """Each step into the valley is a loss. The engine is asked for 400 steps; the policy learns in dreams."""
     found, featuriser = problems((1,))
@@ -401,6 +405,7 @@ def test_an_encoder_that_stays_as_it_is() -> None:
     assert errors(learner, others, (1,))[0].saving < errors(fresh, others, (1,))[0].saving
 
 
+@pytest.mark.whole
 def test_a_plan_in_latents_crosses_the_valley_that_the_policy_does_not() -> None:
     """The world model has learned the valley; the heads are those of a random agent, which stops at once."""
     found, featuriser = problems((1,))

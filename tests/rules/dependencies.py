@@ -16,7 +16,7 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,8 +45,11 @@ class Module:
     package: bool
     defined: dict[str, list[int]] = field(default_factory=dict)
     imported: dict[str, Symbol] = field(default_factory=dict)
+    _texts: dict[int, str] = field(default_factory=dict)
+    _mentions: dict[int, tuple[Mapping[str, Symbol], Sequence[tuple[str, str]]]] = field(default_factory=dict)
 
     @staticmethod
+    @cache
     def read(name: str, text: str, package: bool) -> Module:
         tree = ast.parse(text)
         found = Module(name, tree.body, package)
@@ -71,6 +74,20 @@ class Module:
                 module = ".".join((*base, *filter(None, [inner.module])))
                 bound.update({alias.asname or alias.name: (module, alias.name) for alias in inner.names})
         return bound
+
+    def mentions(self, at: int) -> tuple[Mapping[str, Symbol], Sequence[tuple[str, str]]]:
+        """What the imports inside a statement bind, and the names that it reads."""
+        if at not in self._mentions:
+            statement = self.statements[at]
+            self._mentions[at] = (self.imports(statement), tuple(dict.fromkeys(_mentioned(statement))))
+        return self._mentions[at]
+
+    def text(self, at: int) -> str:
+        """The code of a statement, without comments and docstrings."""
+        if at not in self._texts:
+            wrapped = ast.parse(ast.unparse(self.statements[at]))
+            self._texts[at] = ast.dump(_WithoutDocstrings().visit(wrapped))
+        return self._texts[at]
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -136,8 +153,6 @@ class Sources:
         self._root = root
         self._changed = texts or {}
         self._modules: dict[str, Module | None] = {}
-        self._texts: dict[Unit, str] = {}
-        self._mentions: dict[Unit, tuple[Mapping[str, Symbol], Sequence[tuple[str, str]]]] = {}
 
     def module(self, name: str) -> Module | None:
         """A module of ours; None for others."""
@@ -155,15 +170,6 @@ class Sources:
         path = self._root.joinpath(*name.split("."))
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
-    def mentions(self, unit: Unit) -> tuple[Mapping[str, Symbol], Sequence[tuple[str, str]]]:
-        """What the imports inside a unit bind, and the names that it reads."""
-        if unit not in self._mentions:
-            module = self.module(unit[0])
-            assert module is not None
-            statement = module.statements[unit[1]]
-            self._mentions[unit] = (module.imports(statement), tuple(dict.fromkeys(_mentioned(statement))))
-        return self._mentions[unit]
-
     def closure(self, symbols: Iterable[Symbol], beside: _Search | None = None) -> frozenset[Unit]:
         """All units that these symbols depend on. `beside`: those of this search aside."""
         search = _Search(self, beside)
@@ -173,12 +179,9 @@ class Sources:
 
     def text(self, unit: Unit) -> str:
         """The code of a unit, without comments and docstrings."""
-        if unit not in self._texts:
-            module = self.module(unit[0])
-            assert module is not None
-            wrapped = ast.parse(ast.unparse(module.statements[unit[1]]))
-            self._texts[unit] = ast.dump(_WithoutDocstrings().visit(wrapped))
-        return self._texts[unit]
+        module = self.module(unit[0])
+        assert module is not None
+        return module.text(unit[1])
 
     def digest(self, units: Iterable[Unit]) -> str:
         lines = sorted(f"{module}: {self.text((module, at))}" for module, at in units)
@@ -287,7 +290,7 @@ class _Search:
             statement = module.statements[at]
             if isinstance(statement, (ast.Import, ast.ImportFrom)) or _for_types(statement):
                 continue
-            inner, mentions = self._sources.mentions((name, at))
+            inner, mentions = module.mentions(at)
             for target, what in inner.values():
                 self.run(target)
                 self.run(f"{target}.{what}")

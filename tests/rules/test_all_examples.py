@@ -12,6 +12,8 @@ from tests.rules.results import known
 from tests.runtime import recent
 from xrlflow.rewrite import AnyRule
 
+pytestmark = pytest.mark.corpus
+
 # Rules that write for TVM what ONNX Runtime need not have.
 _FOR_TVM = frozenset(("expansion",))
 # Their matrices are as large as what is multiplied out can be.

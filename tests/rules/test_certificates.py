@@ -18,6 +18,8 @@ from tests.runtime import recent
 from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule
 
+pytestmark = pytest.mark.proof
+
 
 def rule(name: str) -> AnyRule:
     (found,) = (r for r in LIBRARY if r.name == name)

@@ -15,6 +15,8 @@ from tests.runtime import recent
 from xrlflow.prover import prove
 from xrlflow.rewrite import AnyRule
 
+pytestmark = pytest.mark.proof
+
 ALL = "XRLFLOW_PROVE_ALL"
 """The environment variable with which certificates count for nothing."""
 

@@ -10,6 +10,8 @@ from xrlflow.ir import text
 from xrlflow.prover.proof import library_of
 from xrlflow.rewrite import AnyRule
 
+pytestmark = pytest.mark.proof
+
 RULES = [r for r in LIBRARY if r.examples or r.near_misses]
 
 

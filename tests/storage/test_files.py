@@ -23,6 +23,8 @@ from xrlflow.api import check_writable
 from xrlflow.onnxio import ModelError
 from xrlflow.storage import files
 
+pytestmark = pytest.mark.process
+
 OLD, NEW = b"what was there", b"what is new"
 
 

@@ -34,9 +34,10 @@ from xrlflow.storage.stores import StoreError
 from xrlflow.tuning.store import Record, Setting, Store
 from xrlflow.workers.process import environment
 
-pytestmark = pytest.mark.skipif(
-    postgres.programs() is None, reason="needs PostgreSQL: `make postgres` installs it"
-)
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(postgres.programs() is None, reason="needs PostgreSQL: `make postgres` installs it"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -21,14 +21,16 @@ from xrlflow.backends.beside import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import bands_plan
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, TimedBlock
-from xrlflow.backends.tvm.kernels.bands import Form, Plan, Tile
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms, TimedBlock
+from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock, Tile
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import Way
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.lowering.compiled import compiled
+from xrlflow.backends.tvm.lowering.executable import schedule_all
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.joined import joined
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model, schedule_all
 from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
 from xrlflow.tuning import blocks
 from xrlflow.tuning.blocks import Block, BlockWay
@@ -42,6 +44,8 @@ from xrlflow.tuning.session import Stop, TuningResult
 from xrlflow.tuning.store import Record, Store
 from xrlflow.tuning.tuners.protocol import Measurement
 
+pytestmark = pytest.mark.measures
+
 APART = BlockWay()
 BIAS = Step("relax.add", (Earlier(0), Extra(True)))
 RELU = (BIAS, Step("relax.nn.relu", (Earlier(1),)))
@@ -52,14 +56,14 @@ SILU = (
 )
 RESIDUAL = (BIAS, Step("relax.add", (Extra(False), Earlier(1))))
 FORMS = {
-    "a residual": Form((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, RELU, RELU, RESIDUAL),
-    "strides, odd channels, a batch": Form(
+    "a residual": ConvBlock((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, RELU, RELU, RESIDUAL),
+    "strides, odd channels, a batch": ConvBlock(
         (2, 9, 8, 11), (2, 5, 4, 37), (2, 5, 4, 13), (5, 5), (2, 2), 2, 2, SILU, SILU, ()
     ),
-    "not all rows are read": Form((1, 9, 9, 8), (1, 2, 2, 16), (1, 2, 2, 8), (3, 3), (4, 4), 0, 0, (), (), ()),
-    "expansion alone": Form((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 48), (3, 3), (1, 1), 1, 1, RELU, RELU, None),
-    "projection alone": Form((1, 9, 9, 48), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, None, RELU, RELU),
-    "equal 1x1 convolutions": Form(
+    "not all rows are read": ConvBlock((1, 9, 9, 8), (1, 2, 2, 16), (1, 2, 2, 8), (3, 3), (4, 4), 0, 0, (), (), ()),
+    "expansion alone": ConvBlock((1, 9, 9, 16), (1, 9, 9, 48), (1, 9, 9, 48), (3, 3), (1, 1), 1, 1, RELU, RELU, None),
+    "projection alone": ConvBlock((1, 9, 9, 48), (1, 9, 9, 48), (1, 9, 9, 16), (3, 3), (1, 1), 1, 1, None, RELU, RELU),
+    "equal 1x1 convolutions": ConvBlock(
         (1, 9, 9, 32), (1, 9, 9, 32), (1, 9, 9, 32), (3, 3), (1, 1), 1, 1, RELU, RELU, RELU
     ),
 }  # fmt: skip
@@ -94,6 +98,10 @@ def bands_in(text: str, algorithms: Algorithms) -> int:
     """How many blocks of a model are one kernel."""
     module = fuse(import_model(network(text)), MACHINE, algorithms=algorithms)
     return sum("bands" in variable.name_hint for variable in module.functions)
+
+
+def test_a_store_knows_blocks_of_earlier_versions() -> None:
+    assert Block(FORMS["a residual"], True).key == "block af73935ad39dcfb1e8b60a27"
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -225,7 +233,7 @@ def test_kernels_that_compute_something_else_are_no_choice(
 ) -> None:
     fused = blocks._in_bands
 
-    def wrong(form: Form, how: Plan) -> Any:
+    def wrong(form: ConvBlock, how: BandBlocking) -> Any:
         return fused(replace(form, depthwise=form.depthwise[:1]), how)
 
     monkeypatch.setattr(blocks, "_in_bands", wrong)
@@ -331,7 +339,7 @@ def test_a_block_that_stays_apart_untuned_does_so_unless_bands_are_clearly_faste
     assert found.plan == untuned(known).plan
 
 
-OTHER_PLAN = Plan(Tile(3, 17), Tile(3, 17), 16, 17, 5)
+OTHER_PLAN = BandBlocking(Tile(3, 17), Tile(3, 17), 16, 17, 5)
 
 
 @pytest.mark.parametrize(
@@ -420,10 +428,10 @@ def test_a_compilation_uses_what_was_measured(
 ) -> None:
     tuned_store(store, MODEL, fastest)
     (known,) = blocks_of(MODEL)
-    made: list[Plan] = []
+    made: list[BandBlocking] = []
     kernel = blocks.kernel
 
-    def watched(form: Form, how: Plan) -> Any:
+    def watched(form: ConvBlock, how: BandBlocking) -> Any:
         made.append(how)
         return kernel(form, how)
 
@@ -523,6 +531,7 @@ def test_a_row_has_times_of_one_distance(store: Store) -> None:
     assert (row.heuristic_seconds, row.chosen_seconds, row.plain_seconds) == (0.5e-3, 0.5e-3, 0.7e-3)
 
 
+@pytest.mark.whole
 def test_tune_measures_blocks(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"

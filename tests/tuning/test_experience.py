@@ -19,6 +19,8 @@ from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
+pytestmark = pytest.mark.measures
+
 _KNOBS = slice(8, 10)
 """Where a description has the logarithms of rows and vectors."""
 

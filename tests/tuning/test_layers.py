@@ -16,24 +16,28 @@ import pytest
 
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_winograd import conv
+from tests.levels import whole
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion import tiles
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels import direct, products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms, Choice, Timed, with_times
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Choice, Timed, with_times
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Form, Way, algorithms_of
-from xrlflow.backends.tvm.kernels.winograd import Plan
+from xrlflow.backends.tvm.kernels.ways import KERNELS, Algorithm, LayerForm, Way, algorithms_of
+from xrlflow.backends.tvm.kernels.winograd import WinogradBlocking
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.layer_times import Seen, StoredTimes, results, together
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.pool import Kernel, Pool
 from xrlflow.tuning.store import CONFIRMED, Record, Store
+
+pytestmark = pytest.mark.measures
 
 TILES, DIRECT, F23, F43 = Algorithm.TILES, Algorithm.DIRECT, Algorithm.F23, Algorithm.F43
 ALL = (TILES, DIRECT, F23, F43)
@@ -51,8 +55,8 @@ def of_3x3(
     begin: tuple[int, int],
     steps: tuple[Step, ...] = (),
     groups: int = 1,
-) -> direct.Form:
-    return direct.Form(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, *begin), groups, steps)
+) -> direct.Convolution:
+    return direct.Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, *begin), groups, steps)
 
 
 LAYER = Layer(of_3x3((1, 8, 8, 16), (1, 8, 8, 32), (1, 1), STEPS), far=False)
@@ -73,31 +77,36 @@ def other(layer: Layer, algorithm: Algorithm) -> Way:
 
 
 TWICE = (Step("relax.sigmoid", (Earlier(0),)), Step("relax.multiply", (Earlier(0), Earlier(1))))
-FORMS: dict[str, Form] = {
+FORMS: dict[str, LayerForm] = {
     "steps": LAYER.form,
     "odd sizes, one side padded": of_3x3((2, 7, 9, 19), (2, 8, 7, 23), (2, 0), STEPS[:1]),
     "groups": of_3x3((1, 6, 6, 32), (1, 6, 6, 48), (1, 1), groups=2),
     "a step that reads two": of_3x3((1, 6, 6, 16), (1, 4, 4, 16), (0, 0), TWICE),
-    "pointwise": direct.Form((1, 6, 7, 19), (1, 6, 7, 32), *[(1, 1, 1)] * 3, (0, 0, 0), 1, STEPS),
-    "strided": direct.Form(
+    "pointwise": direct.Convolution((1, 6, 7, 19), (1, 6, 7, 32), *[(1, 1, 1)] * 3, (0, 0, 0), 1, STEPS),
+    "strided": direct.Convolution(
         (1, 9, 9, 16), (1, 5, 5, 32), (1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), 1, STEPS
     ),
-    "tiles that pad": direct.Form(
+    "tiles that pad": direct.Convolution(
         (1, 17, 17, 16), (1, 17, 17, 37), (1, 3, 3), *[(1, 1, 1)] * 2, (0, 1, 1), 1, STEPS
     ),
-    "groups and strides": direct.Form(
+    "groups and strides": direct.Convolution(
         (1, 8, 8, 64), (1, 4, 4, 64), (1, 1, 1), (1, 2, 2), (1, 1, 1), (0, 0, 0), 8, STEPS[:1]
     ),
-    "factors of each channel": direct.Form(
+    "factors of each channel": direct.Convolution(
         (1, 5, 5, 8), (1, 5, 5, 64), *[(1, 1, 1)] * 3, (0, 0, 0), 8, STEPS[:1]
     ),
-    "one dimension": direct.Form((1, 20, 16), (1, 18, 32), (1, 1, 3), *[(1, 1, 1)] * 2, (0, 0, 0), 1),
-    "a product": products.Form((2, 5, 40), (2, 5, 48), STEPS),
-    "a product of a matrix": products.Form((7, 40), (7, 51), STEPS[:1]),
+    "one dimension": direct.Convolution((1, 20, 16), (1, 18, 32), (1, 1, 3), *[(1, 1, 1)] * 2, (0, 0, 0), 1),
+    "a product": products.Product((2, 5, 40), (2, 5, 48), STEPS),
+    "a product of a matrix": products.Product((7, 40), (7, 51), STEPS[:1]),
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+def test_a_store_knows_layers_of_earlier_versions() -> None:
+    assert Layer(FORMS["steps"], False).key == "layer dee02171d85ffa186470c1d0"
+    assert Layer(FORMS["a product"], False).key == "layer 68839784d39d7d14bc0ff963"
+
+
+@pytest.mark.parametrize("name", whole(FORMS, [*FORMS][::3]))
 def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
     layer = Layer(FORMS[name], far=False)
     wanted = layer.expected(MACHINE)
@@ -216,10 +225,10 @@ def test_what_was_measured_once_is_lucky(store: Store) -> None:
 
 
 NOT_CURRENT = {
-    "no plan any more": Way(F43, Plan(rows=3, columns=17, lanes=16, block=3, parts=1)),
+    "no plan any more": Way(F43, WinogradBlocking(rows=3, columns=17, lanes=16, block=3, parts=1)),
     "no plan": Way(F43),
-    "a plan of another kernel": Way(DIRECT, Plan(2, 16, 16, 2, 1)),
-    "an algorithm that cannot compute it": Way(Algorithm.PRODUCT, products.Plan(2, 16, 16, 2, 1)),
+    "a plan of another kernel": Way(DIRECT, WinogradBlocking(2, 16, 16, 2, 1)),
+    "an algorithm that cannot compute it": Way(Algorithm.PRODUCT, products.ProductBlocking(2, 16, 16, 2, 1)),
 }
 
 
@@ -258,7 +267,7 @@ def test_a_layer_without_a_time_of_its_plain_algorithm_is_estimated(store: Store
 
 
 def test_estimates_and_seconds_have_one_unit() -> None:
-    blocking = Plan(4, 64, 16, 8, 1)
+    blocking = WinogradBlocking(4, 64, 16, 8, 1)
     estimates = [[Choice(TILES, n), Choice(F23, n / 2, 1.1), Choice(F43, n / 4, 3.0)] for n in (8.0, 6.0)]
     assert with_times(estimates, [{}, {}]) == estimates
     measured = with_times(estimates, [{TILES: Timed(16.0), F43: Timed(5.0, blocking), F23: None}, {}])
@@ -294,7 +303,7 @@ def test_a_compilation_uses_what_was_measured(fastest: Algorithm, store: Store) 
     algorithms = Algorithms(timings=times(store))
     module = fuse(import_model(model), MACHINE, algorithms=algorithms)
     assert [chosen.algorithm for chosen in chosen_in(module)] == [fastest.value] * 2
-    name = "tiles" if fastest is TILES else GENERATORS[fastest].name
+    name = "tiles" if fastest is TILES else KERNELS[fastest].name
     assert sum(name in each for each in functions(module)) == 2
     given = numbers(model)
     with open_model(model.SerializeToString(), threads=1) as runtime:

@@ -20,17 +20,20 @@ import onnx.parser
 import pytest
 from typer.testing import CliRunner
 
+from tests.levels import whole
 from tests.tuning.measured import MACHINE, QUICK, put
 from xrlflow import api
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
 from xrlflow.backends.results import Comparison
-from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled, schedules
+from xrlflow.backends.tvm import Machine, Tvm, TvmModel, load_compiled
 from xrlflow.backends.tvm.fusion import layers as layers_fusion
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import tile_choices
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
-from xrlflow.backends.tvm.kernels.ways import Way
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
+from xrlflow.backends.tvm.lowering.importer import import_model
+from xrlflow.backends.tvm.schedules.contraction import schedule_contraction
 from xrlflow.cli import app
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, StoredTimes, together
@@ -48,6 +51,8 @@ from xrlflow.tuning.tuners.one_shot import OneShotTuner
 from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 from xrlflow.tuning.tuners.random import RandomTuner
 from xrlflow.tuning.worker import Timing
+
+pytestmark = pytest.mark.measures
 
 
 def network() -> onnx.ModelProto:
@@ -177,8 +182,7 @@ def test_a_tile_that_does_not_fit_is_no_kernel(tasks: LayerTasks, monkeypatch: p
     form = replace(tasks.layers[0].form, out=(16, 48))  # kernels of other tests are remembered
     layer = Layer(form, False)
     untuned, bad = tile_choices(form, MACHINE)[:2]
-    schedule_contraction = schedules._schedule_contraction
-    monkeypatch.setattr("xrlflow.backends.tvm.schedules._schedule_contraction", failing)
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules.dispatch.schedule_contraction", failing)
     space = WaySpace.of(layer, MACHINE)
     assert space.candidate(Way(Algorithm.TILES, bad)) is None
     assert space.candidate(Way(Algorithm.TILES, untuned)) is not None
@@ -254,7 +258,9 @@ def test_a_tuner_learns_how_long_the_untuned_kernels_take(
     assert told == [candidate.key for candidate in proposed]
 
 
-@pytest.mark.parametrize("method", [m for m in Method if m is not Method.ONE_SHOT])
+@pytest.mark.parametrize(
+    "method", whole([m for m in Method if m is not Method.ONE_SHOT], (Method.CHAMELEON,))
+)
 def test_every_method_tunes_a_models_layers(method: Method, tasks: LayerTasks, tmp_path: Path) -> None:
     with Store(tmp_path / "store.sqlite") as store, measuring(tasks) as measurer:
         found = tune(
@@ -321,7 +327,7 @@ def test_kernels_that_cannot_be_scheduled_run_as_they_are(
     def failing(*_: Any) -> Any:
         raise ScheduleError("not this one")
 
-    monkeypatch.setattr("xrlflow.backends.tvm.schedules._prepare", failing)
+    monkeypatch.setattr("xrlflow.backends.tvm.schedules.dispatch.prepare", failing)
     with pytest.warns(UserWarning, match="a kernel was left unscheduled: .*not this one"):
         result = api.tune(file, trials=4, threads=2, store=tmp_path / "store.sqlite", measure=False)
     assert result.verification is not None
@@ -532,7 +538,7 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
     assert shown.endswith(": written (the original graph with what tuning found)")
 
 
-@pytest.mark.parametrize("interrupting", [True, False])
+@pytest.mark.parametrize("interrupting", whole([True, False], (True,)))
 def test_an_interrupt_hurries_what_follows(
     interrupting: bool, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

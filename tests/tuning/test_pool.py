@@ -29,6 +29,8 @@ from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import Build, Built, Failed, Ran, Run, Timing, build, run, steady
 from xrlflow.workers import ProcessWorker
 
+pytestmark = pytest.mark.measures
+
 QUICK = Timing(samples=2, sample_ms=0.5)
 
 

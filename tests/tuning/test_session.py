@@ -25,6 +25,8 @@ from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import Timing
 
+pytestmark = pytest.mark.measures
+
 
 @cache
 def one() -> Task:

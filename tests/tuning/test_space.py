@@ -10,11 +10,12 @@ from itertools import product
 import numpy as np
 import pytest
 
+from tests.levels import whole
 from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.knobs import KnobError
 from xrlflow.tuning.layers import Layer
@@ -22,6 +23,8 @@ from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.space import KNOBS, WaySpace
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
+
+pytestmark = pytest.mark.learns
 
 LAYERS_BY_NAME: dict[str, Layer | Block] = {
     **{name: Layer(FORMS[name], False) for name in ("steps", "pointwise", "strided", "a product", "groups")},
@@ -119,7 +122,9 @@ def test_knobs_are_named() -> None:
     assert {int(level) for level in space_of("pointwise").knobs[0].levels} == algorithms
 
 
-@pytest.mark.parametrize("method", [m for m in SEARCHING if m is not Method.RANDOM])
+@pytest.mark.parametrize(
+    "method", whole([m for m in SEARCHING if m is not Method.RANDOM], (Method.ANNEALING,))
+)
 def test_tuners_find_what_is_fast(method: Method) -> None:
     """Times are the estimates, which the tuner does not see: the best of 64 is better than that of as many random
     ones, on average over five seeds."""

@@ -12,6 +12,8 @@ from tests.tuning.problems import knobless, matmul, module, target
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning.tasks import Task, TaskError, extract_tasks
 
+pytestmark = pytest.mark.measures
+
 
 def twice(op: Any, a: Any, b: Any) -> Any:
     return op.tanh(op.matmul(op.matmul(a, b), b))

@@ -30,6 +30,8 @@ from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import around, marks, on_symbols, thresholds
 from xrlflow.verify.runner import opened
 
+pytestmark = pytest.mark.process
+
 LIBRARY_BY_NAME = {rule.name: rule for rule in LIBRARY}
 
 Pair = tuple[onnx.ModelProto, onnx.ModelProto]

@@ -46,6 +46,8 @@ from xrlflow.tuning.worker import Timing
 from xrlflow.workers import Crew, Kind, WorkerError
 from xrlflow.workers.cluster import Cluster, ClusterError
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).resolve().parents[2]
 NODE = {"num_cpus": 1, "resources": {"latency": 1}, "object_store_memory": 80 << 20}
 
@@ -103,6 +105,7 @@ def actors() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.quick
 def test_orders_are_answered_once_each(cluster: Cluster) -> None:
     assert cluster.cores == 2
     assert cluster.measuring == 2
@@ -121,6 +124,7 @@ def test_orders_are_answered_once_each(cluster: Cluster) -> None:
         list(Crew(cluster, Squarer, 1).work(iter(["die"])))
 
 
+@pytest.mark.whole
 def test_large_arrays_go_once_to_a_node(cluster: Cluster) -> None:
     array = np.ones(1 << 18, np.float32)
     with Crew(cluster, Squarer, 2, kind=Kind.WAIT) as crew:
@@ -137,6 +141,7 @@ def test_a_killed_worker_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
     assert (tmp_path / "died").exists()
 
 
+@pytest.mark.whole
 def test_one_measures_on_a_node(cluster: Cluster) -> None:
     with Crew(cluster, partial(NodeOf, 0.2), 4, "runner", Kind.MEASURE) as crew:
         found = [answer for _, answer in crew.work(iter(range(8)))]
@@ -149,6 +154,7 @@ def test_one_measures_on_a_node(cluster: Cluster) -> None:
         assert all(end <= begin for (_, end), (begin, _) in pairwise(times))
 
 
+@pytest.mark.whole
 def test_a_node_that_leaves(cluster: Cluster, nodes: Nodes, tmp_path: Path) -> None:
     leaving = nodes.add_node(num_cpus=2, object_store_memory=80 << 20)
     nodes.wait_for_nodes()
@@ -183,6 +189,7 @@ class Killing:
     def close(self) -> None: ...
 
 
+@pytest.mark.whole
 def test_training_is_the_same_to_the_bit(cluster: Cluster, tmp_path: Path) -> None:
     """Two workers here, and two on the cluster, both of which are killed: one in front of an iteration, one within."""
     here, there = tmp_path / "here.safetensors", tmp_path / "there.safetensors"
@@ -199,6 +206,7 @@ def test_training_is_the_same_to_the_bit(cluster: Cluster, tmp_path: Path) -> No
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.whole
 def test_proofs_are_the_same(nodes: Nodes, tmp_path: Path) -> None:
     names = ["CancelTransposes", "FoldPadIntoMaxPool"]
     timeless = [{**c.to_json(), "seconds": 0} for c in api.prove_rules(names, jobs=1)]
@@ -209,6 +217,7 @@ def test_proofs_are_the_same(nodes: Nodes, tmp_path: Path) -> None:
     assert (own.name, own.proven) == ("MySum", True)
 
 
+@pytest.mark.whole
 def test_kernels_are_built_and_timed(cluster: Cluster, tmp_path: Path) -> None:
     """On both nodes; a worker that is killed in the middle costs no measurement."""
     task = matmul(64)
@@ -232,6 +241,7 @@ def test_kernels_are_built_and_timed(cluster: Cluster, tmp_path: Path) -> None:
             assert [len(seconds) for seconds in rounds] == [3, 3]
 
 
+@pytest.mark.whole
 def test_a_batch_of_models(nodes: Nodes, tmp_path: Path) -> None:
     """The same files as by one process, and nothing is done again."""
     source = tmp_path / "models"
@@ -291,6 +301,7 @@ with closing(Cluster(sys.argv[1])) as cluster, Crew(cluster, partial(Squarer, No
 """
 
 
+@pytest.mark.whole
 def test_a_head_that_starts_again(ours: None) -> None:
     """The command waits for it, and goes on: each order has one answer."""
     port = free_port()
@@ -326,6 +337,7 @@ def listening(port: int) -> None:
     raise AssertionError("nothing listens")
 
 
+@pytest.mark.whole
 def test_what_is_no_cluster_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with pytest.raises(ClusterError, match=f"no Ray cluster answers at 127.0.0.1:{port}: start its head"):
@@ -343,6 +355,7 @@ def test_what_is_no_cluster_is_said_in_a_line(tmp_path: Path, monkeypatch: pytes
     assert len(result.output.splitlines()) == 1
 
 
+@pytest.mark.whole
 def test_this_machine_alone(ours: None, tmp_path: Path) -> None:
     """In a process of its own, as a command is: Ray gives the cluster a token."""
     said = subprocess.run(
@@ -354,6 +367,7 @@ def test_this_machine_alone(ours: None, tmp_path: Path) -> None:
     assert said.stderr == ""
 
 
+@pytest.mark.whole
 def test_a_node_without_what_is_needed(tmp_path: Path) -> None:
     """Its Python does not find the package, and it takes no times."""
     (tmp_path / "sitecustomize.py").write_text(

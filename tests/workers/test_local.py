@@ -15,6 +15,8 @@ import pytest
 from tests.workers.hands import Dying, Squarer, broken
 from xrlflow.workers import Crew, InProcess, Place, Processes, WorkerError, WorkerLost
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(params=[InProcess, Processes])
 def place(request: pytest.FixtureRequest) -> Place:

@@ -16,8 +16,8 @@ from xrlflow.batch.plan import key_of, versions
 from xrlflow.common.text import printable
 from xrlflow.cost.machine import cpu_name
 from xrlflow.onnxio import ModelError
-from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.content import input_names
+from xrlflow.onnxio.external_data import data_files
 from xrlflow.options import Options
 from xrlflow.pipeline import Result, VerificationFailed, optimize
 from xrlflow.pipeline.errors import CORRECTABLE

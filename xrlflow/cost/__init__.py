@@ -9,8 +9,8 @@ from xrlflow.cost.learned import Learned, load_network
 from xrlflow.cost.machine import Machine
 from xrlflow.cost.measured import Measured
 from xrlflow.cost.model import AdditiveCost, CostModel, NoTimeLeft, Provenance, in_time
-from xrlflow.cost.placed import Placed
-from xrlflow.cost.profiled import Profiled, Tally
+from xrlflow.cost.placement_cost import PlacementCost
+from xrlflow.cost.profiled import PriceCounts, Profiled
 from xrlflow.cost.roofline import Roofline
 
 __all__ = [
@@ -23,11 +23,11 @@ __all__ = [
     "Machine",
     "Measured",
     "NoTimeLeft",
-    "Placed",
+    "PlacementCost",
+    "PriceCounts",
     "Profiled",
     "Provenance",
     "Roofline",
-    "Tally",
     "calibrated",
     "in_time",
     "load_network",

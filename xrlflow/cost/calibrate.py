@@ -1,4 +1,4 @@
-"""The roofline's figures for this machine, measured once with a dozen operators and cached.
+"""Measures the roofline's figures of this machine with a dozen operators, once, and caches them.
 
 Measuring takes about two seconds, or six on a busy machine. The cache file is named after the processor, the version of
 ONNX Runtime and the number of threads.
@@ -31,17 +31,14 @@ _TINY = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One operator to be timed, in float32.
-
-    `inputs` are their shapes; the last `weights` of them are constant.
-    """
+    """One operator to be timed, in float32."""
 
     op: str
-    inputs: tuple[tuple[int, ...], ...]
-    output: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]  # shapes
+    output: tuple[int, ...]  # the shape
     attrs: tuple[tuple[str, Attr], ...] = ()
-    weights: int = 0
-    kernel_only: bool = False
+    weights: int = 0  # the last inputs that are constant
+    kernel_only: bool = False  # time the kernel without the call of the session
 
     @property
     def in_types(self) -> tuple[TensorType, ...]:
@@ -94,18 +91,20 @@ _TRANSPOSE = Probe("Transpose", (_TENSOR,), (_COLUMNS, _ROWS), (("perm", (1, 0))
 
 
 class _Meter:
-    """Times operators. `noisy` counts the figures that were taken on a busy machine."""
+    """Times operators. `noisy` counts the figures that were measured on a busy machine."""
 
     def __init__(self, threads: int, time_limit: float) -> None:
         self._threads, self._time_limit = threads, time_limit
-        self._known: dict[Probe, float] = {}
+        self._seconds: dict[Probe, float] = {}
         self.noisy = 0
         self.call = self.fastest(lambda: call_seconds(threads))
         """Seconds that one call of the runtime takes."""
 
     def fastest(self, once: Callable[[], Sample]) -> float:
-        """Seconds of a sample, repeated until one is taken in quiet or the attempts are used up. After a figure that
-        was not taken in quiet, nothing is kept, and each sample is taken once."""
+        """Seconds of a sample, which is repeated while the machine is busy (see `in_quiet`).
+
+        After one noisy figure the calibration is not stored, so that further samples are not repeated.
+        """
         if self.noisy:
             return once().low
         sample, quiet = in_quiet(once)
@@ -114,10 +113,10 @@ class _Meter:
 
     def alone(self, probe: Probe) -> float:
         """Seconds of the probe's kernel. It is timed once."""
-        if probe not in self._known:
-            taken = self.fastest(lambda: self._timed(probe))
-            self._known[probe] = max(_TINY, taken - (0.0 if probe.kernel_only else self.call))
-        return self._known[probe]
+        if probe not in self._seconds:
+            seconds = self.fastest(lambda: self._timed(probe))
+            self._seconds[probe] = max(_TINY, seconds - (0.0 if probe.kernel_only else self.call))
+        return self._seconds[probe]
 
     def _timed(self, probe: Probe) -> Sample:
         return time_node(
@@ -174,7 +173,7 @@ class _Rates:
 
 
 def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
-    """The figures of this machine with so many threads, and whether they were measured in quiet.
+    """The figures of this machine with this number of threads, and whether they were measured in quiet.
 
     If not, the parts of the peak are those of the reference machine. `time_limit`: seconds for each operator.
     """
@@ -211,11 +210,10 @@ def calibrate(threads: int, time_limit: float = 0.05) -> tuple[Machine, bool]:
 def calibrated(
     threads: int, directory: Path | None = None, measure: Callable[[int], tuple[Machine, bool]] = calibrate
 ) -> Machine:
-    """The figures of this machine with so many threads: from the cache, or measured now and then cached.
+    """The figures of this machine with this number of threads: from the cache, or measured now and then cached.
 
-    `directory`: where to keep them, by default the user's cache directory. A damaged file is replaced with a warning.
-    Figures that were measured on a busy machine are not kept, with a warning. A file that cannot be written is a
-    warning, too.
+    `directory`: of the cache file, by default the user's cache directory. Warns if the file is damaged, and then
+    replaces it; if it cannot be written; and if the figures are not cached because the machine was busy.
     """
     path = (directory or cache_directory()) / machine_file(cpu_name(), runtime(), threads)
     if path.exists():

@@ -41,19 +41,19 @@ def log_scale(number: float, top: float) -> float:
 
 def node_columns(node: Node, in_types: InTypes, bindings: Mapping[str, int], seconds: float) -> NodeColumns:
     """The columns of a node whose price is `seconds`."""
-    done = work(node, in_types, bindings)
-    flops, moved = (0.0, 0.0) if node.const else (float(done.flops), float(done.bytes))
-    gemm = done.gemm
+    node_work = work(node, in_types, bindings)
+    flops, traffic = (0.0, 0.0) if node.const else (float(node_work.flops), float(node_work.bytes))
+    gemm = node_work.gemm
     m, n, k, products = (0, 0, 0, 0) if gemm is None else (gemm.m, gemm.n, gemm.k, gemm.count)
     columns: dict[str, float] = {
         "flops": log_scale(flops, 1e12),
-        "bytes": log_scale(moved, 1e10),
+        "bytes": log_scale(traffic, 1e10),
         "seconds": log_scale(seconds * 1e6, 1e6),
         "m": log_scale(m, 65536),
         "n": log_scale(n, 65536),
         "k": log_scale(k, 65536),
         "products": log_scale(products, 65536),
-        "channels": log_scale(done.channels, 4096),
+        "channels": log_scale(node_work.channels, 4096),
         "groups": log_scale(_number(node, "group", 1), 4096),
         "kernel": log_scale(prod(_numbers(node, "kernel_shape")) - 1, 128),
         "stride": log_scale(max(_numbers(node, "strides"), default=1) - 1, 8),
@@ -64,7 +64,7 @@ def node_columns(node: Node, in_types: InTypes, bindings: Mapping[str, int], sec
         "outputs": log_scale(len(node.outputs), 16),
         **_output_columns(node.types[0], bindings),
     }
-    return NodeColumns(_row(columns, done.kind), flops, moved)
+    return NodeColumns(_row(columns, node_work.kind), flops, traffic)
 
 
 def input_columns(type: TensorType, bindings: Mapping[str, int]) -> NodeColumns:

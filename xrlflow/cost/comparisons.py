@@ -1,4 +1,4 @@
-"""Measured comparisons of whole models as training data: graphs in features, with the log-ratio of their latencies.
+"""Measured comparisons of models as training data: features of graphs, with the log-ratios of their latencies.
 
 A record has no names, weights or inputs of a model: only its operators' kinds, sizes, prices and edges, as the network
 of `xrlflow.cost.latency_network` sees them.
@@ -26,13 +26,13 @@ from xrlflow.storage import files
 
 Array = npt.NDArray[Any]
 
-# What NumPy, zipfile and ast raise about bytes that are no such file, or one with other things in it.
+# What NumPy, zipfile and ast raise for bytes that are no .npz file, or one with other contents.
 _UNREADABLE = (
     OSError, EOFError, ValueError, KeyError, SyntaxError, TypeError, AttributeError, RuntimeError, MemoryError,
     OverflowError, IndexError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
 )  # fmt: skip
 
-# Of what the columns are: data of another version cannot be read.
+# Of the columns' meaning: data of another version cannot be read.
 VERSION = 2
 
 
@@ -42,7 +42,7 @@ class ComparisonsError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparisons:
-    """Graphs of one network, each compared with the first: G graphs, their neighbourhoods, and what was measured.
+    """G graphs of one network, their neighbourhoods, and how much faster each runs than the first.
 
     `ops` [C]: the operators of the nodes; `arrays`:
     - `contents` [C, CONTENT_COLUMNS], `seconds` [C] and `moved` [C]: features, price and bytes of each node alone;
@@ -81,18 +81,19 @@ class Comparisons:
 
     @staticmethod
     def of(
-        known: Neighbourhoods,
+        neighbourhoods: Neighbourhoods,
         counts: Sequence[Mapping[int, int]],
         logs: Sequence[float],
         errors: Sequence[float],
         about: Mapping[str, Any],
     ) -> Comparisons:
-        """Graphs whose nodes `known` has numbered; `counts` are those of the highest level, the first graph first."""
-        table = known.table
+        """Comparisons of graphs that `neighbourhoods` has numbered; `counts` (see `View.counts`): the first graph's
+        first."""
+        table = neighbourhoods.table
         arrays: dict[str, Array] = {
             "contents": np.array(table.contents, np.float32).reshape(-1, CONTENT_COLUMNS),
             "seconds": np.array(table.seconds),
-            "moved": np.array(table.moved),
+            "moved": np.array(table.traffic),
             "edges": np.array(table.edges, np.float32).reshape(-1, EDGE_COLUMNS),
             "graph": np.repeat(np.arange(len(counts)), [len(c) for c in counts]).astype(np.int32),
             "number": np.array([n for c in counts for n in c], np.int32),
@@ -129,9 +130,9 @@ class Comparisons:
         for level in range(self.radius, radius, -1):
             numbers = arrays[f"inner.{level}"][numbers]
         size = len(arrays[f"inner.{radius}"]) if radius else len(self.ops)
-        found: npt.NDArray[np.float64] = np.zeros((self.graphs, size))
-        np.add.at(found, (arrays["graph"], numbers), arrays["count"])
-        return found
+        matrix: npt.NDArray[np.float64] = np.zeros((self.graphs, size))
+        np.add.at(matrix, (arrays["graph"], numbers), arrays["count"])
+        return matrix
 
     def to_bytes(self) -> bytes:
         """The comparisons as an .npz file. Raises ValueError if `about` has more than strings and finite numbers."""
@@ -171,7 +172,7 @@ class Comparisons:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Comparisons:
-        """Raises ComparisonsError if the file holds none."""
+        """Read a file. Raises ComparisonsError if it holds no comparisons."""
         return Comparisons.from_bytes(Path(path).read_bytes(), os.fspath(path))
 
 
@@ -184,7 +185,7 @@ def _opened(data: bytes) -> Any:
 
 
 def _wrong(ops: tuple[Any, ...], arrays: Mapping[str, Array]) -> str:
-    """Why these are no graphs in features with their ratios; empty if they are (see `Comparisons`)."""
+    """What is wrong with the arrays of a file (see `Comparisons`); empty if nothing is."""
     radius = sum(name.startswith("inner.") for name in arrays)
     parts = [f"{part}.{r}" for r in range(1, radius + 1) for part in ("inner", "starts", "sources", "kinds")]
     numbers = ("contents", "seconds", "moved", "edges", "logs", "errors")
@@ -192,9 +193,9 @@ def _wrong(ops: tuple[Any, ...], arrays: Mapping[str, Array]) -> str:
     if odd := sorted({*numbers, *counted} ^ arrays.keys()):
         return f"its arrays are not those of comparisons: {odd[0]}"
     for name in numbers:
-        wanted = {"contents": (CONTENT_COLUMNS,), "edges": (EDGE_COLUMNS,)}.get(name, ())
+        columns = {"contents": (CONTENT_COLUMNS,), "edges": (EDGE_COLUMNS,)}.get(name, ())
         array = arrays[name]
-        if array.ndim != 1 + len(wanted) or array.shape[1:] != wanted:
+        if array.ndim != 1 + len(columns) or array.shape[1:] != columns:
             return f"it has other features: {name}"
         if array.dtype not in (np.float32, np.float64) or not np.isfinite(array).all():
             return f"its {name} are not finite numbers"
@@ -207,12 +208,12 @@ def _wrong(ops: tuple[Any, ...], arrays: Mapping[str, Array]) -> str:
 
 
 def _unconnected(rows: int, radius: int, arrays: Mapping[str, Array]) -> str:
-    """Why numbers in these arrays point to nothing; empty if none does."""
-    seconds, moved, graphs = arrays["seconds"], arrays["moved"], len(arrays["logs"]) + 1
+    """Which numbers in these arrays are out of range; empty if none is."""
+    seconds, traffic, graphs = arrays["seconds"], arrays["moved"], len(arrays["logs"]) + 1
     if not rows or {len(arrays[n]) for n in ("contents", "seconds", "moved")} != {rows}:
         return "its nodes are of several counts"
     if (
-        min(seconds.min(), moved.min(), arrays["errors"].min(initial=0.0)) < 0
+        min(seconds.min(), traffic.min(), arrays["errors"].min(initial=0.0)) < 0
         or len(arrays["errors"]) != graphs - 1
     ):
         return "its figures are negative or missing"
@@ -236,7 +237,7 @@ def _unconnected(rows: int, radius: int, arrays: Mapping[str, Array]) -> str:
         return "its graphs have no counts"
     if not (_within(graph, graphs) and _within(number, len(content))):
         return "its graphs have no nodes"
-    if (np.bincount(graph, (seconds + moved)[content[number]], graphs) <= 0).any():
+    if (np.bincount(graph, (seconds + traffic)[content[number]], graphs) <= 0).any():
         return "a graph takes no time"
     return ""
 

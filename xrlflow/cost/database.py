@@ -35,9 +35,9 @@ _LAYOUT = Layout((_SCHEMA,), VERSION, "measurement", _PUT)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured, and on which machine.
+    """What is measured: an operator on a machine.
 
-    `operands`: types of inputs and outputs, with the values of constants.
+    `operands`: types of inputs and outputs, with digests of constants.
     """
 
     device: str
@@ -65,7 +65,7 @@ class Database:
         self._storage.check()
 
     def get(self, subject: Subject) -> Sample | None:
-        """The measurement of this subject; None if there is none, or if its numbers are none."""
+        """The measurement of this subject; None if there is none, or if it is damaged."""
         rows = self._storage.read(
             "SELECT median, low, high, count FROM measurement WHERE device = ? AND runtime = ? AND threads = ?"
             " AND operator = ? AND attributes = ? AND operands = ?",
@@ -77,7 +77,7 @@ class Database:
         return Sample(median, low, high, int(count))
 
     def put(self, subject: Subject, sample: Sample) -> None:
-        """Keep a measurement; it replaces an older one of the same subject."""
+        """Store a measurement; it replaces an older one of the same subject."""
         self._storage.write(
             f"{_PUT} VALUES ({', '.join('?' * 11)}) {_REPLACE}",
             (*astuple(subject), sample.median, sample.low, sample.high, sample.count, time.time()),

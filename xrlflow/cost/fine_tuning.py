@@ -1,9 +1,9 @@
 """Fits the network of the learned cost model to one machine, from a few comparisons, without torch.
 
-Only the last layer of each member moves, by Bayesian linear regression: the network as it was trained is the prior, and
-the error of each comparison its weight. So few comparisons change little, and none is needed. Errors follow Student's t
-distribution, as in training, so that a comparison that is far off counts little (iteratively reweighted least squares;
-Lange, Little, Taylor 1989).
+Only the last layer of each member changes, by Bayesian linear regression: the trained network is the prior, and a
+comparison weighs the more, the smaller its error. So few comparisons change little. Errors follow Student's t
+distribution, as in training, so that outliers weigh little (iteratively reweighted least squares; Lange, Little, Taylor
+1989).
 """
 
 from __future__ import annotations
@@ -21,82 +21,82 @@ from xrlflow.cost.latency_network import Evaluator, NetworkParameters
 
 Doubles = npt.NDArray[np.float64]
 
-# The standard deviation of the last layer's weights around those that were trained.
+# The prior's standard deviation of the last layer's weights around the trained ones.
 _PRIOR = 0.3
-# Degrees of freedom of the errors, as in training; and how often comparisons are weighed anew.
-_FREEDOM, _ROUNDS = 4.0, 4
+# Degrees of freedom of the errors, as in training; and the rounds of weighting.
+_DEGREES_OF_FREEDOM, _ROUNDS = 4.0, 4
 # Fewer comparisons than this say little about a machine.
-LEAST = 4
+MIN_COMPARISONS = 4
 
 
 def fine_tuned(
     parameters: NetworkParameters, comparisons: Sequence[Comparisons], deadline: float = math.inf
 ) -> NetworkParameters:
-    """The network after it has learned from comparisons of this machine; itself if they are fewer than LEAST.
+    """The network after it has learned from comparisons of this machine; itself if they are fewer than MIN_COMPARISONS.
 
-    Comparisons of smaller neighbourhoods than the network sees are left out, and the last ones if there is no time for
-    them before `deadline` (time.monotonic).
+    Comparisons whose radius is smaller than the network's are left out, and the last ones if there is no time for them
+    before `deadline` (time.monotonic).
     """
     comparisons = [c for c in comparisons if c.radius >= parameters.config.radius]
-    if sum(c.graphs - 1 for c in comparisons) < LEAST:
+    if sum(c.graphs - 1 for c in comparisons) < MIN_COMPARISONS:
         return parameters
     members, width = parameters.config.members, parameters.config.width
     noise = parameters.arrays["noise"].astype(np.float64)
     slopes, residuals, variances = [], [], []
     learned = 0
-    for found in comparisons:
+    for comparison in comparisons:
         if time.monotonic() >= deadline:
             break
-        learned += found.graphs - 1
-        slope, logs, changed = _slopes(parameters, found)
+        learned += comparison.graphs - 1
+        slope, logs, changed = _slopes(parameters, comparison)
         slopes.append(slope)
-        residuals.append(found.arrays["logs"] - logs)
+        residuals.append(comparison.arrays["logs"] - logs)
         variances.append(
-            found.arrays["errors"] ** 2 + noise[:, :1] ** 2 + (noise[:, 1:] * changed) ** 2
+            comparison.arrays["errors"] ** 2 + noise[:, :1] ** 2 + (noise[:, 1:] * changed) ** 2
         )  # [members, G - 1]
-    if learned < LEAST:
+    if learned < MIN_COMPARISONS:
         return parameters
-    moved = _moved(*(np.concatenate(found, 1) for found in (slopes, residuals, variances)))
-    moved = moved.reshape(members, width + 1, 2)
+    shift = _shift(*(np.concatenate(part, 1) for part in (slopes, residuals, variances)))
+    shift = shift.reshape(members, width + 1, 2)
     with np.errstate(over="ignore"):
         head = {
-            "head.weight": (parameters.arrays["head.weight"] + moved[:, :width]).astype(np.float32),
-            "head.bias": (parameters.arrays["head.bias"] + moved[:, width]).astype(np.float32),
+            "head.weight": (parameters.arrays["head.weight"] + shift[:, :width]).astype(np.float32),
+            "head.bias": (parameters.arrays["head.bias"] + shift[:, width]).astype(np.float32),
         }
-    if not all(np.isfinite(array).all() for array in head.values()):  # figures that are beyond all measure
+    if not all(np.isfinite(array).all() for array in head.values()):  # the comparisons were absurd
         return parameters
     return replace(parameters, arrays={**parameters.arrays, **head})
 
 
-def _moved(slopes: Doubles, residuals: Doubles, variances: Doubles) -> Doubles:
-    """By how much each member's last layer moves [members, D].
+def _shift(slopes: Doubles, residuals: Doubles, variances: Doubles) -> Doubles:
+    """The change of each member's last layer [members, D].
 
-    `slopes`: the derivatives of the predictions [members, N, D]; `residuals`: what they lack; `variances`: of the
-    comparisons [members, N]. How far off a comparison is, is first judged by the prior, then by what was learned.
+    `slopes`: the derivatives of the predictions [members, N, D]; `residuals`: measured minus predicted [members, N];
+    `variances`: of the comparisons [members, N]. The first weights follow from the prior, later ones from the fit.
     """
     prior = np.eye(slopes.shape[2]) / _PRIOR**2
-    moved = np.zeros((len(slopes), slopes.shape[2]))
-    spread = variances + _PRIOR**2 * (slopes**2).sum(2)
+    shift = np.zeros((len(slopes), slopes.shape[2]))
+    scale = variances + _PRIOR**2 * (slopes**2).sum(2)
     for _ in range(_ROUNDS):
-        left = residuals - np.einsum("mnd,md->mn", slopes, moved)
-        with np.errstate(over="ignore"):  # beyond all measure: no weight
-            weights = (_FREEDOM + 1) / (_FREEDOM + left**2 / spread)
+        errors = residuals - np.einsum("mnd,md->mn", slopes, shift)
+        with np.errstate(over="ignore"):  # an infinite error gives the weight 0
+            weights = (_DEGREES_OF_FREEDOM + 1) / (_DEGREES_OF_FREEDOM + errors**2 / scale)
         weighted = slopes * (weights / variances)[..., None]
         precision = prior + np.swapaxes(weighted, 1, 2) @ slopes
         pull = np.einsum("mnd,mn->md", weighted, residuals)
-        moved = np.linalg.solve(precision, pull[..., None])[..., 0]
-        spread = variances
-    return moved
+        shift = np.linalg.solve(precision, pull[..., None])[..., 0]
+        scale = variances
+    return shift
 
 
-def _slopes(parameters: NetworkParameters, found: Comparisons) -> tuple[Doubles, Doubles, Doubles]:
-    """For each member and comparison: the derivative of the predicted log-ratio by the last layer [members, G - 1, D],
-    the prediction, and the part of the seconds that changed [members, G - 1]."""
-    evaluator = Evaluator(parameters, found.table())
-    counts = found.counts(parameters.config.radius)
-    used = np.flatnonzero(counts.any(0))
-    counts = counts[:, used]
-    vectors, parts = evaluator.parts(used.tolist())
+def _slopes(parameters: NetworkParameters, comparisons: Comparisons) -> tuple[Doubles, Doubles, Doubles]:
+    """For each member and comparison: the derivative of the predicted log-ratio with respect to the last layer
+    [members, G - 1, D], the prediction, and the part of the seconds that changed [members, G - 1]."""
+    evaluator = Evaluator(parameters, comparisons.table())
+    counts = comparisons.counts(parameters.config.radius)
+    columns = np.flatnonzero(counts.any(0))
+    counts = counts[:, columns]
+    vectors, parts = evaluator.parts(columns.tolist())
     ones = np.ones((*vectors.shape[:2], 1))
     inputs = np.concatenate((vectors, ones), 2)  # [members, K, width + 1]
     seconds = parts.sum(2)

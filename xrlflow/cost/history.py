@@ -1,6 +1,6 @@
-"""Comparisons of whole models that this machine has made, kept to fit the learned cost model to it.
+"""Stores comparisons of models that this machine has measured, to fit the learned cost model to the machine.
 
-A comparison is kept as `Comparisons` describes: without names, weights or inputs of the model.
+A comparison has no names, weights or inputs of the model (see `Comparisons`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 VERSION = 1
 RADIUS = 3
-"""Of the neighbourhoods that are kept: networks see at most so far."""
+"""Of the neighbourhoods that are stored: networks have at most this radius."""
 MOST = 2000
-"""Older comparisons of a machine are dropped."""
+"""Comparisons that are stored of one machine: the latest."""
 _PATIENCE = 1.0  # seconds that a writer waits for another process
 
 _PUT = "INSERT INTO comparison"
@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS comparison (
     device TEXT NOT NULL, runtime TEXT NOT NULL, threads INTEGER NOT NULL, taken REAL NOT NULL, graphs BLOB NOT NULL
 )
 """
-_OURS = "device = ? AND runtime = ? AND threads = ?"
+_SAME_KEY = "device = ? AND runtime = ? AND threads = ?"
 _LAYOUT = Layout((_SCHEMA,), VERSION, "comparison", _PUT)
 
 
@@ -47,23 +47,25 @@ class History:
         self.path = self._storage.path
 
     def keep(self, prices: AdditiveCost, before: Graph, after: Graph, log: float, error: float) -> bool:
-        """Keep that `after` is exp(`log`) times as fast as `before`; `error` is the standard deviation of `log`. False:
-        it says nothing about any node, and is not kept."""
-        known = Neighbourhoods(prices, RADIUS)
-        counts = [known.view(graph).counts() for graph in (before, after)]
+        """Store that `after` is exp(`log`) times as fast as `before`; `error` is the standard deviation of `log`.
+
+        Returns False, and stores nothing, if the graphs have the same nodes or one of them has none.
+        """
+        neighbourhoods = Neighbourhoods(prices, RADIUS)
+        counts = [neighbourhoods.view(graph).counts() for graph in (before, after)]
         if counts[0] == counts[1] or not all(counts):
             return False
-        found = Comparisons.of(known, counts, [log], [error], {"name": ""})
+        comparison = Comparisons.of(neighbourhoods, counts, [log], [error], {"name": ""})
         now = time.time()
-        # Written twice, where a server has gone before it answered, it is there once.
+        # A write may be repeated, if a server is lost before it answers: the row is inserted once.
         self._storage.write(
             f"{_PUT} (device, runtime, threads, taken, graphs) SELECT ?, ?, ?, ?, ? WHERE NOT EXISTS"
-            f" (SELECT 1 FROM comparison WHERE {_OURS} AND taken = ?)",
-            (*self._key, now, found.to_bytes(), *self._key, now),
+            f" (SELECT 1 FROM comparison WHERE {_SAME_KEY} AND taken = ?)",
+            (*self._key, now, comparison.to_bytes(), *self._key, now),
         )
         self._storage.write(
-            f"DELETE FROM comparison WHERE {_OURS} AND taken < (SELECT min(taken) FROM"
-            f" (SELECT taken FROM comparison WHERE {_OURS} ORDER BY taken DESC LIMIT ?) AS latest)",
+            f"DELETE FROM comparison WHERE {_SAME_KEY} AND taken < (SELECT min(taken) FROM"
+            f" (SELECT taken FROM comparison WHERE {_SAME_KEY} ORDER BY taken DESC LIMIT ?) AS latest)",
             (*self._key, *self._key, MOST),
         )
         return True
@@ -72,18 +74,18 @@ class History:
         """The latest comparisons of this device, runtime and threads. Those of another version, and damaged ones, are
         left out."""
         rows = self._storage.read(
-            f"SELECT graphs FROM comparison WHERE {_OURS} ORDER BY taken DESC LIMIT ?",
+            f"SELECT graphs FROM comparison WHERE {_SAME_KEY} ORDER BY taken DESC LIMIT ?",
             (*self._key, count),
         )
-        found = []
+        comparisons = []
         for (graphs,) in rows:
             if not isinstance(graphs, bytes):
                 continue
             try:
-                found.append(Comparisons.from_bytes(graphs, os.fspath(self.path)))
-            except ComparisonsError:  # written by another version: it cannot be learned from
+                comparisons.append(Comparisons.from_bytes(graphs, os.fspath(self.path)))
+            except ComparisonsError:  # written by another version
                 continue
-        return found
+        return comparisons
 
     def close(self) -> None:
         """Write what is not yet written, if that is possible now, and warn about what is lost."""

@@ -1,7 +1,7 @@
 """The gain of a substitution in context: the changed nodes and their neighbours, before and after, as two small models.
 
-A runtime fuses an operator with its neighbours, so measuring it alone is misleading. In the whole of a slow model the
-effect of one substitution drowns in noise. A few nodes around the substitution avoid both problems.
+A runtime fuses an operator with its neighbours, so measuring it alone is misleading. In a large model the effect of one
+substitution is smaller than the noise. A few nodes around the substitution avoid both problems.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _Kind: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Seconds that a substitution saves in context (negative: costs). `sure`: its interval lies on one side of 0."""
+    """What a substitution saves in context."""
 
-    seconds: float
-    sure: bool
+    seconds: float  # negative: it costs time
+    sure: bool  # the confidence interval does not contain 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
-    """Substitutions of one rule that change the same operators on the same types: one of them, and their number."""
+class _EqualEdits:
+    """Substitutions of one rule that change the same operators on the same types."""
 
     kind: _Kind
-    graph: Graph
-    edit: Edit
+    graph: Graph  # of the first of them
+    edit: Edit  # the first of them
     count: int
 
     def total(self, gains: Mapping[_Kind, Gain | None]) -> float:
@@ -67,11 +67,11 @@ class _Alike:
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Some nodes of a graph, producers first, and those of their values that other nodes read."""
+    """Some nodes of a graph."""
 
     graph: Graph
-    nodes: tuple[Node, ...]
-    outputs: tuple[Value, ...]
+    nodes: tuple[Node, ...]  # producers first
+    outputs: tuple[Value, ...]  # values that other nodes read
 
 
 class InContextBenchmark:
@@ -86,12 +86,12 @@ class InContextBenchmark:
         session_options: Options | None = None,
         opset: int = OPSET,
     ) -> None:
-        """`bindings`: a number for each symbolic dimension. `seconds`: time to measure each pair of models. `opset`: of
-        these models, unless they need a newer one."""
+        """`bindings`: a number for each symbolic dimension. `seconds`: time to measure each pair of models. `opset`:
+        that of these models, unless they need a newer one."""
         self._threads, self._bindings = threads, dict(bindings or {})
         self._seconds, self._options = seconds, session_options
         self._opset = opset
-        self._known: dict[_Kind, Gain | None] = {}
+        self._gains: dict[_Kind, Gain | None] = {}
         self.refused: list[str] = []
 
     def survey(
@@ -107,54 +107,54 @@ class InContextBenchmark:
         for match in sorted(state.candidates, key=lambda m: m.key):
             if match.rule.name in matches and match.delta <= at_most:
                 matches[match.rule.name].append(match)
-        alike: list[_Alike] = []
-        for found in matches.values():
-            places: dict[frozenset[Value], Edit] = {}
-            for match in found[:_MOST_MATCHES]:
+        groups: list[_EqualEdits] = []
+        for candidates in matches.values():
+            edits: dict[frozenset[Value], Edit] = {}
+            for match in candidates[:_MOST_MATCHES]:
                 edit = build_edit(state.graph, match)
                 # A commutative operator matches both ways round.
-                places.setdefault(frozenset(n.id for n in edit.removed), edit)
-            alike += _alike([(state.graph, edit) for edit in places.values()])
-        return self._weigh(alike, until)
+                edits.setdefault(frozenset(n.id for n in edit.removed), edit)
+            groups += _grouped([(state.graph, edit) for edit in edits.values()])
+        return self._weigh(groups, until)
 
     def retrace(self, steps: Iterable[tuple[RewriteState, Match]], until: float) -> dict[str, float]:
-        """The same for substitutions that were made one after the other, each with the state before it."""
-        made: dict[str, list[tuple[Graph, Edit]]] = {}
+        """`survey` for substitutions that were applied one after the other, each with the state before it."""
+        by_rule: dict[str, list[tuple[Graph, Edit]]] = {}
         for state, match in steps:
-            made.setdefault(match.rule.name, []).append((state.graph, build_edit(state.graph, match)))
+            by_rule.setdefault(match.rule.name, []).append((state.graph, build_edit(state.graph, match)))
             if time.monotonic() >= until:
                 break
-        return self._weigh([each for edits in made.values() for each in _alike(edits)], until)
+        return self._weigh([each for edits in by_rule.values() for each in _grouped(edits)], until)
 
-    def _weigh(self, alike: Sequence[_Alike], until: float) -> dict[str, float]:
-        reached: list[_Alike] = []
-        for each in alike:
+    def _weigh(self, groups: Sequence[_EqualEdits], until: float) -> dict[str, float]:
+        reached: list[_EqualEdits] = []
+        for each in groups:
             if time.monotonic() >= until:
                 break
             self.gain(each.graph, each.edit)
             reached.append(each)
         # The rest of the time is for unsure measurements, those with the largest effect first.
-        for each in sorted(reached, key=lambda each: -abs(each.total(self._known))):
-            gain = self._known[each.kind]
+        for each in sorted(reached, key=lambda each: -abs(each.total(self._gains))):
+            gain = self._gains[each.kind]
             if gain is None or gain.sure:
                 continue
             if time.monotonic() + _LONGER * self._seconds >= until:
                 break
-            self._known[each.kind] = self._try(each.graph, each.edit, _LONGER * self._seconds)
-        found: dict[str, float] = {}
+            self._gains[each.kind] = self._try(each.graph, each.edit, _LONGER * self._seconds)
+        savings: dict[str, float] = {}
         for each in reached:
-            gain = self._known[each.kind]
+            gain = self._gains[each.kind]
             if gain is not None:
                 rule = each.edit.rule
-                found[rule] = found.get(rule, 0.0) + (each.count * gain.seconds if gain.sure else 0.0)
-        return found
+                savings[rule] = savings.get(rule, 0.0) + (each.count * gain.seconds if gain.sure else 0.0)
+        return savings
 
     def gain(self, graph: Graph, edit: Edit) -> Gain | None:
-        """What the edit saves. None if its excerpt cannot be a model of its own, or if the runtime refuses it."""
+        """The gain of an edit. None if its excerpt cannot be a model of its own, or if the runtime refuses it."""
         kind = _kind(edit)
-        if kind not in self._known:
-            self._known[kind] = self._try(graph, edit, self._seconds)
-        return self._known[kind]
+        if kind not in self._gains:
+            self._gains[kind] = self._try(graph, edit, self._seconds)
+        return self._gains[kind]
 
     def _try(self, graph: Graph, edit: Edit, seconds: float) -> Gain | None:
         try:
@@ -170,12 +170,12 @@ class InContextBenchmark:
         feeds: dict[Value, npt.NDArray[Any]] = {}
         consts: dict[Value, npt.NDArray[Any]] = {}
         models = [self._model(excerpt, feeds, consts) for excerpt in (before, after)]
-        compared = measure(
+        comparison = measure(
             models, {input_name(v): a for v, a in feeds.items()}, threads=self._threads,
             time_limit=limit + _LOADING, target_width=0.02, control=False, session_options=self._options,
         )  # fmt: skip
-        ratio = compared.speedup
-        seconds = compared.latencies[0].seconds * (1.0 - 1.0 / ratio.median)
+        ratio = comparison.speedup
+        seconds = comparison.latencies[0].seconds * (1.0 - 1.0 / ratio.median)
         return Gain(seconds, ratio.low > 1.0 or ratio.high < 1.0)
 
     def _model(
@@ -183,48 +183,53 @@ class InContextBenchmark:
     ) -> bytes:
         """A model of the excerpt. The values that it reads are added to `feeds` (inputs) and `consts` (constants)."""
         graph = excerpt.graph
-        made = {v for node in excerpt.nodes for v in node.outputs}
+        computed = {v for node in excerpt.nodes for v in node.outputs}
         reads: dict[Value, None] = {}
         for node in excerpt.nodes:
             in_types = tuple(graph.type(v) if v != ABSENT else None for v in node.inputs)
             if not is_bound((*in_types, *node.types), self._bindings):
                 raise NotStandalone(f"{node.op} has a dimension that has no number")
-            wanted = [v for v in node.inputs if v != ABSENT and v not in made]
-            reads.update(dict.fromkeys(wanted))
-            new = {v for v in wanted if v not in feeds and v not in consts}
+            needed = [v for v in node.inputs if v != ABSENT and v not in computed]
+            reads.update(dict.fromkeys(needed))
+            new = {v for v in needed if v not in feeds and v not in consts}
             if not new:
                 continue
             size = sum(8 * math.prod(dimensions(graph.type(v), self._bindings)) for v in new)
             if size > _MOST_BYTES:
                 raise NotStandalone(f"{node.op} reads {size >> 20} MB")
-            known = {v: c.array for v in new if (c := graph.const(v)) is not None and c.array is not None}
-            given, built = sample_inputs(node, in_types, known, self._bindings)
-            feeds.update((v, a) for v, a in given.items() if v in new)
-            consts.update((v, a) for v, a in built.items() if v in new)
+            constants = {v: c.array for v in new if (c := graph.const(v)) is not None and c.array is not None}
+            inputs, weights = sample_inputs(node, in_types, constants, self._bindings)
+            feeds.update((v, a) for v, a in inputs.items() if v in new)
+            consts.update((v, a) for v, a in weights.items() if v in new)
         types = {v: TensorType(graph.type(v).dtype, feeds[v].shape) for v in reads if v in feeds}
         model = model_of(excerpt.nodes, types, {v: consts[v] for v in reads if v in consts}, excerpt.outputs)
-        named = {input_name(v): graph.type(v) for v in (*reads, *made)}
-        return at_least(model, named, self._opset)
+        types_by_name = {input_name(v): graph.type(v) for v in (*reads, *computed)}
+        return at_least(model, types_by_name, self._opset)
 
 
-def _alike(edits: Sequence[tuple[Graph, Edit]]) -> list[_Alike]:
-    """Equal edits of one rule, counted, the most frequent first."""
+def _grouped(edits: Sequence[tuple[Graph, Edit]]) -> list[_EqualEdits]:
+    """Edits of one rule, grouped and counted, the most frequent group first."""
     first: dict[_Kind, tuple[Graph, Edit]] = {}
     times: Counter[_Kind] = Counter()
     for graph, edit in edits:
         kind = _kind(edit)
         first.setdefault(kind, (graph, edit))
         times[kind] += 1
-    return [_Alike(kind, *first[kind], count) for kind, count in times.most_common(_MOST_KINDS)]
+    return [_EqualEdits(kind, *first[kind], count) for kind, count in times.most_common(_MOST_KINDS)]
 
 
 def _kind(edit: Edit) -> _Kind:
-    """What equal substitutions share: the rule, and the nodes that it removes, adds and rewires."""
+    """A key that equal edits share: the rule, and the operators that it removes, adds and rewires."""
 
-    def shown(nodes: Iterable[Node]) -> tuple[str, ...]:
+    def signatures(nodes: Iterable[Node]) -> tuple[str, ...]:
         return tuple(sorted(repr((n.op, n.attrs.digest, n.types)) for n in nodes))
 
-    return edit.rule, shown(edit.removed), shown(edit.added), shown(new for _, new in edit.rewired)
+    return (
+        edit.rule,
+        signatures(edit.removed),
+        signatures(edit.added),
+        signatures(new for _, new in edit.rewired),
+    )
 
 
 def excerpts(graph: Graph, edit: Edit, bindings: Mapping[str, int]) -> tuple[Excerpt, Excerpt]:
@@ -235,14 +240,14 @@ def excerpts(graph: Graph, edit: Edit, bindings: Mapping[str, int]) -> tuple[Exc
     successor, _ = apply_edit(graph, edit)
     old = {n.id for n in (*edit.removed, *(was for was, _ in edit.rewired)) if not n.types[0].const}
     new = {n.id for n in (*edit.added, *(now for _, now in edit.rewired)) if not n.types[0].const}
-    near = _around(graph, old, bindings) | _around(successor, new, bindings)
-    kept = {i for i in near if i in graph.producers and graph.producers[i] is successor.producers.get(i)}
-    return _excerpt(graph, old | kept), _excerpt(successor, new | kept)
+    context = _around(graph, old, bindings) | _around(successor, new, bindings)
+    shared = {i for i in context if i in graph.producers and graph.producers[i] is successor.producers.get(i)}
+    return _excerpt(graph, old | shared), _excerpt(successor, new | shared)
 
 
 def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set[Value]:
     """Ids of the neighbours within `_HOPS` steps of these nodes, towards the inputs and towards the outputs."""
-    found: set[Value] = set()
+    ids: set[Value] = set()
     for upwards in (True, False):
         front = set(start)
         for _ in range(_HOPS):
@@ -255,27 +260,27 @@ def _around(graph: Graph, start: set[Value], bindings: Mapping[str, int]) -> set
                     step.update(graph.producers[v].id for v in node.inputs if v in graph.producers)
                 else:
                     step.update(user.id for v in node.outputs for user in graph.users(v))
-            front = {i for i in step if not graph.producers[i].types[0].const} - found
-            found |= front
-    return found
+            front = {i for i in step if not graph.producers[i].types[0].const} - ids
+            ids |= front
+    return ids
 
 
 def _excerpt(graph: Graph, ids: set[Value]) -> Excerpt:
     if len(ids) > _MOST_NODES:
         raise NotStandalone(f"{len(ids)} nodes are too many")
     order: list[Node] = []
-    done: set[Value] = set()
+    visited: set[Value] = set()
 
     def visit(node: Node) -> None:
-        done.add(node.id)
+        visited.add(node.id)
         for value in node.inputs:
             producer = graph.producers.get(value)
-            if producer is not None and producer.id in ids and producer.id not in done:
+            if producer is not None and producer.id in ids and producer.id not in visited:
                 visit(producer)
         order.append(node)
 
     for i in sorted(ids):
-        if i not in done:
+        if i not in visited:
             visit(graph.producers[i])
     outputs = tuple(
         v

@@ -1,4 +1,4 @@
-"""Prices of kernels of our own: operators that were compiled and measured one by one, many at a time."""
+"""Prices of generated kernels: operators that are compiled together and measured one by one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from xrlflow.backends.tvm.library.operator_times import Operator, Times
 
 TimeOperators: TypeAlias = "Callable[[Sequence[Operator], bool], Sequence[Times | None]]"
-"""Times of kernels of operators; None where there can be no kernel.
+"""Measures the generated kernels of operators; None for an operator without one.
 
-The truth value: whether images have channels last."""
+The second argument: whether images have channels last."""
 
 _NEVER = Sample(float("inf"), float("inf"), float("inf"), 0)
-"""In the database: there can be no kernel."""
+"""In the database: the operator has no generated kernel."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """An operator whose price is not known yet."""
+class _Request:
+    """An operator that has to be measured."""
 
     key: tuple[object, ...]
     subject: Subject
@@ -42,103 +42,102 @@ class _Asked:
 
 @dataclass(slots=True)
 class KernelPrices:
-    """Seconds of kernels of single operators.
+    """Seconds of generated kernels of single operators.
 
-    `learn` measures the operators of a graph. Until then the price of an operator is that in the runtime, times what
-    kernels of operators of its kind cost there in the middle. `code` names the code generator in the database: what it
-    makes changes with it.
+    `learn` measures the operators of a graph. An operator that was not measured costs what the runtime takes for it,
+    times the median ratio of kernels to the runtime for operators of its kind.
     """
 
     runtime: AdditiveCost
     measure: TimeOperators
     threads: int
-    code: str
+    code: str  # the version of the code generator, a key of the database
     database: Database
-    seconds_each: float = 0.15
-    measured: int = 0
-    remembered: int = 0
-    spent: float = 0.0
-    _known: dict[tuple[object, ...], float | None] = field(default_factory=dict)
+    seconds_each: float = 0.15  # to compile and measure one operator
+    measured: int = 0  # operators, by this object
+    remembered: int = 0  # operators, from the database
+    spent: float = 0.0  # seconds of compiling and measuring
+    _prices: dict[tuple[object, ...], float | None] = field(default_factory=dict)
     _ratios: dict[OpKind, list[float]] = field(default_factory=dict)
-    _middle: dict[OpKind, float] = field(default_factory=dict)
+    _medians: dict[OpKind, float] = field(default_factory=dict)
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float | None:
-        """The price of one call of a node's kernels; None if there can be none."""
+        """The price of one call of a node's kernel; None if it has none."""
         kind = work(node, in_types, self.runtime.bindings).kind
         key = price_key(graph, node, in_types)
-        if key in self._known:
-            price = self._known[key]
+        if key in self._prices:
+            price = self._prices[key]
             return 0.0 if kind is OpKind.VIEW and price is not None else price
-        return self._middle.get(kind, 1.0) * self.runtime.seconds(graph, node, in_types)
+        return self._medians.get(kind, 1.0) * self.runtime.seconds(graph, node, in_types)
 
     def learn(self, graph: Graph, until: float) -> int:
-        """Look up or measure the operators of a graph, as many as there is time for until then (time.monotonic).
+        """Look up or measure the operators of a graph, as many as there is time for before `until` (time.monotonic).
 
         Returns how many were new. Raises BackendError if a kernel that was compiled does not run.
         """
         channels_last = _has_convolution(graph)
-        asked, found = self._unknown(graph, "channels last" if channels_last else "")
+        requests, remembered = self._unknown(graph, "channels last" if channels_last else "")
         room = max(0, int((until - time.monotonic()) / self.seconds_each))
-        asked = asked[:room]
+        requests = requests[:room]
         begin = time.perf_counter()
-        times = self.measure([each.operator for each in asked], channels_last) if asked else []
+        times = self.measure([request.operator for request in requests], channels_last) if requests else []
         elapsed = time.perf_counter() - begin
-        for each, taken in zip(asked, times):
-            if taken is None:
-                self.database.put(each.subject, _NEVER)
-                self._known[each.key] = None
+        for request, timing in zip(requests, times):
+            if timing is None:
+                self.database.put(request.subject, _NEVER)
+                self._prices[request.key] = None
                 continue
-            low, median, high = np.percentile(taken.seconds, [10, 50, 90])
-            sample = Sample(float(median), float(low), float(high), len(taken.seconds), taken.waiting)
-            quiet = taken.waiting <= QUIET
+            low, median, high = np.percentile(timing.seconds, [10, 50, 90])
+            sample = Sample(float(median), float(low), float(high), len(timing.seconds), timing.waiting)
+            quiet = timing.waiting <= QUIET
             if quiet:
-                self.database.put(each.subject, sample)
+                self.database.put(request.subject, sample)
             # Under load the fastest runs are closer to the truth.
-            self._known[each.key] = sample.median if quiet else sample.low
-        if asked:
-            self.seconds_each = elapsed / len(asked)
-        self.measured += len(asked)
-        self.remembered += found
+            self._prices[request.key] = sample.median if quiet else sample.low
+        if requests:
+            self.seconds_each = elapsed / len(requests)
+        self.measured += len(requests)
+        self.remembered += remembered
         self.spent += elapsed
         self._compare(graph)
-        return len(asked) + found
+        return len(requests) + remembered
 
     def __str__(self) -> str:
-        none = sum(price is None for price in self._known.values())
+        none = sum(price is None for price in self._prices.values())
         text = (
             f"{self.measured} operators measured in {self.spent:.1f} s, {self.remembered} from the database"
         )
         return text + (f"; {none} can be no kernel" if none else "")
 
-    def _unknown(self, graph: Graph, layout: str) -> tuple[list[_Asked], int]:
-        """The operators of a graph that have to be measured, the frequent first, and the number found on disk."""
+    def _unknown(self, graph: Graph, layout: str) -> tuple[list[_Request], int]:
+        """The operators of a graph that have to be measured, the frequent first, and the number in the database."""
         count: Counter[tuple[object, ...]] = Counter()
-        asked: dict[tuple[object, ...], _Asked] = {}
-        found = 0
+        requests: dict[tuple[object, ...], _Request] = {}
+        remembered = 0
         for node, in_types in _operators(graph):
             key = price_key(graph, node, in_types)
             count[key] += 1
-            if key in self._known or key in asked:
+            if key in self._prices or key in requests:
                 continue
-            one = self._asked(graph, node, in_types, layout)
-            if one is None:
-                self._known[key] = None
+            request = self._request(graph, node, in_types, layout)
+            if request is None:
+                self._prices[key] = None
                 continue
-            sample = self.database.get(one.subject)
+            sample = self.database.get(request.subject)
             if sample is None:
-                asked[key] = one
+                requests[key] = request
                 continue
-            found += 1
-            self._known[key] = sample.median if sample.count else None
-        return sorted(asked.values(), key=lambda each: -count[each.key]), found
+            remembered += 1
+            self._prices[key] = sample.median if sample.count else None
+        return sorted(requests.values(), key=lambda each: -count[each.key]), remembered
 
-    def _asked(self, graph: Graph, node: Node, in_types: InTypes, layout: str) -> _Asked | None:
+    def _request(self, graph: Graph, node: Node, in_types: InTypes, layout: str) -> _Request | None:
         bindings = self.runtime.bindings
         if not is_bound((*in_types, *node.types), bindings):
             return None
-        known = small_constants(graph, node)
+        constants = small_constants(graph, node)
         try:
-            inputs, consts = sample_inputs(node, in_types, known, bindings)
+            inputs, consts = sample_inputs(node, in_types, constants, bindings)
             dtypes = dict(zip(node.inputs, in_types))
             types = {
                 v: TensorType(t.dtype, a.shape) for v, a in inputs.items() if (t := dtypes[v]) is not None
@@ -146,21 +145,21 @@ class KernelPrices:
             model = model_of([node], types, consts, node.outputs)
         except NotStandalone:
             return None
-        shown = f"{operands(node, in_types, known, bindings)} {layout}".rstrip()
-        subject = Subject(cpu_name(), self.code, self.threads, node.op, repr(node.attrs), shown)
-        return _Asked(
+        signature = f"{operands(node, in_types, constants, bindings)} {layout}".rstrip()
+        subject = Subject(cpu_name(), self.code, self.threads, node.op, repr(node.attrs), signature)
+        return _Request(
             price_key(graph, node, in_types), subject, (model, {input_name(v): a for v, a in inputs.items()})
         )
 
     def _compare(self, graph: Graph) -> None:
         """Learn by kind of operator how kernels compare with the runtime."""
         for node, in_types in _operators(graph):
-            own = self._known.get(price_key(graph, node, in_types))
-            other = self.runtime.seconds(graph, node, in_types)
-            if own is not None and other > 0:
+            own = self._prices.get(price_key(graph, node, in_types))
+            runtime = self.runtime.seconds(graph, node, in_types)
+            if own is not None and runtime > 0:
                 kind = work(node, in_types, self.runtime.bindings).kind
-                self._ratios.setdefault(kind, []).append(own / other)
-        self._middle = {kind: float(np.median(ratios)) for kind, ratios in self._ratios.items()}
+                self._ratios.setdefault(kind, []).append(own / runtime)
+        self._medians = {kind: float(np.median(ratios)) for kind, ratios in self._ratios.items()}
 
 
 def _operators(graph: Graph) -> list[tuple[Node, InTypes]]:
@@ -173,7 +172,7 @@ def _operators(graph: Graph) -> list[tuple[Node, InTypes]]:
 
 
 def _has_convolution(graph: Graph) -> bool:
-    """Whether there is a convolution of images that sums over channels: kernels keep images with channels last then."""
+    """Whether there is a convolution that sums over channels: then kernels store images with channels last."""
     return any(
         node.op == "Conv" and work(node, in_types, {}).kind in (OpKind.CONV, OpKind.GROUPED_CONV)
         for node, in_types in _operators(graph)

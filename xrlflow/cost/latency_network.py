@@ -1,9 +1,9 @@
 """A graph network that predicts how long a model runs, as a sum over its nodes, each in its neighbourhood.
 
-A runtime fuses operators, keeps tensors in layouts of its own and in caches, so what a node costs depends on the nodes
-around it. The network corrects each node's price by what it sees: seconds = price * exp(a) + moving * exp(b), where
-`moving` is what reading and writing its tensors takes, and a and b are the network's outputs. Both are near the prices
-before training. The seconds of a graph are the sum over its nodes, so an edit changes a few terms.
+A runtime fuses operators, keeps tensors in layouts of its own and in caches, so a node's cost depends on the nodes
+around it. The network corrects each node's price: seconds = price * exp(a) + moving * exp(b), where `moving` is the
+time to read and write its tensors, and a and b are the network's outputs. Before training, the seconds are about the
+prices. The seconds of a graph are the sum over its nodes, so an edit changes a few terms.
 
 The layers are those of the agent's encoder (`xrlflow.rl.encoder`) as far as they are local: messages along edges,
 summed in logarithms, and residual. An ensemble (Lakshminarayanan et al., 2017) gives the uncertainty. This module needs
@@ -25,13 +25,13 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Number = TypeVar("Number", bound=np.floating[Any])
 
-# Bytes per second that stand for moving a tensor. Training scales it.
+# Bytes per second of reading and writing tensors, before training scales it.
 BYTES_PER_SECOND = 50e9
-# The network's first outputs: prices as they are, and almost no moving.
+# The network's outputs before training: unchanged prices, and almost no time for moving.
 FIRST = (0.0, -4.0)
 _MOST_SIZE = 4096
 # Corrections stay within these factors (logarithms).
-LEAST, MOST = -6.0, 3.0
+MIN_LOG, MAX_LOG = -6.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,21 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         sizes = ((self.width, 1), (self.radius, 0), (self.members, 1))
-        if not all(type(size) is int and least <= size <= _MOST_SIZE for size, least in sizes):
+        if not all(type(size) is int and minimum <= size <= _MOST_SIZE for size, minimum in sizes):
             raise ValueError(f"a network of width {self.width}, radius {self.radius}, {self.members} members")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkParameters:
-    """A network's operators (numbered from 1; 0 is unknown), and its arrays. Arrays begin with the ensemble's members.
+    """A network's size, operators and arrays.
 
-    `noise` [2]: the variance of a log-ratio that the network cannot explain is noise[0]^2 + (noise[1] * changed)^2,
-    where `changed` is the part of the seconds that changed; `scale`: what 90% intervals were widened by to hold 90%.
+    The first axis of each array is the ensemble's members. `noise` [members, 2]: the variance of a log-ratio that the
+    network cannot explain is noise[0]^2 + (noise[1] * changed)^2, where `changed` is the part of the seconds that
+    changed. `scale` [members]: the factor by which 90% intervals were widened to hold 90%.
     """
 
     config: NetworkConfig
-    operators: tuple[str, ...]
+    operators: tuple[str, ...]  # numbered from 1; 0 is an unknown operator
     arrays: Mapping[str, Floats]
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -84,7 +85,7 @@ def shapes(config: NetworkConfig, operators: int) -> dict[str, tuple[int, ...]]:
     return out
 
 
-class _Grown(Generic[Number]):
+class _GrowingArray(Generic[Number]):
     """An array that grows along its second axis."""
 
     def __init__(self, first: int, width: int, dtype: type[Number]) -> None:
@@ -117,11 +118,13 @@ class Evaluator:
         self.table = table
         members, width = parameters.config.members, parameters.config.width
         self._numbers = {name: number for number, name in enumerate(parameters.operators, 1)}
-        self._vectors = [_Grown(members, width, np.float32) for _ in range(parameters.config.radius + 1)]
-        self._parts = _Grown(members, 2, np.float64)
-        # Of the table: rows of edges, and what computing and moving take of each node alone.
-        self._edges = _Grown(1, EDGE_COLUMNS, np.float32)
-        self._alone = _Grown(1, 2, np.float64)
+        self._vectors = [
+            _GrowingArray(members, width, np.float32) for _ in range(parameters.config.radius + 1)
+        ]
+        self._parts = _GrowingArray(members, 2, np.float64)
+        # Of the table: rows of edges, and the seconds of computing and of moving of each node alone.
+        self._edges = _GrowingArray(1, EDGE_COLUMNS, np.float32)
+        self._alone = _GrowingArray(1, 2, np.float64)
 
     def seconds(self, numbers: Sequence[int]) -> Doubles:
         """Seconds of nodes by each member of the ensemble [members, len(numbers)]."""
@@ -137,39 +140,39 @@ class Evaluator:
     def _extend(self) -> None:
         """Compute what is not yet computed, level by level."""
         arrays, table = self.parameters.arrays, self.table
-        done = self._vectors[0].size
-        ops = [self._numbers.get(op, 0) for op in table.ops[done:]]
-        content = np.array(table.contents[done:], np.float32).reshape(-1, CONTENT_COLUMNS)
+        start = self._vectors[0].size
+        ops = [self._numbers.get(op, 0) for op in table.ops[start:]]
+        content = np.array(table.contents[start:], np.float32).reshape(-1, CONTENT_COLUMNS)
         first = content @ arrays["content.weight"] + arrays["content.bias"][:, None]
         self._vectors[0].append(np.maximum(first + arrays["operator"][:, ops], 0.0))
-        moving = np.array(table.moved[done:]) / BYTES_PER_SECOND
-        self._alone.append(np.stack((np.array(table.seconds[done:]), moving), 1)[None])
+        moving = np.array(table.traffic[start:]) / BYTES_PER_SECOND
+        self._alone.append(np.stack((np.array(table.seconds[start:]), moving), 1)[None])
         if len(table.edges) > self._edges.size:
             self._edges.append(np.array(table.edges[self._edges.size :], np.float32)[None])
         for radius in range(1, len(self._vectors)):
             self._vectors[radius].append(self._level(radius))
-        done = self._parts.size
-        top = self._vectors[-1].rows[:, done:]
+        start = self._parts.size
+        top = self._vectors[-1].rows[:, start:]
         outputs = (top @ arrays["head.weight"] + arrays["head.bias"][:, None]).astype(np.float64)
-        factors = np.exp(np.clip(outputs + FIRST, LEAST, MOST))
-        self._parts.append(factors * self._alone.rows[:, self._rows(done)])
+        factors = np.exp(np.clip(outputs + FIRST, MIN_LOG, MAX_LOG))
+        self._parts.append(factors * self._alone.rows[:, self._rows(start)])
 
     def _level(self, radius: int) -> Floats:
         """The vectors of the new numbers of a level."""
         arrays, level = self.parameters.arrays, self.table.levels[radius]
-        done, name = self._vectors[radius].size, f"level.{radius}"
+        start, name = self._vectors[radius].size, f"level.{radius}"
         below = self._vectors[radius - 1].rows
-        begin = level.starts[done]
+        begin = level.starts[start]
         of_edge = self._edges.rows[0, level.edges[begin:]] @ arrays[f"{name}.edge"]
         of_source = below[:, level.sources[begin:]] @ arrays[f"{name}.source"]
         messages = np.maximum(of_edge + of_source + arrays[f"{name}.message"][:, None], 0.0)
         total = np.cumsum(np.pad(messages, ((0, 0), (1, 0), (0, 0))), axis=1, dtype=np.float64)
-        starts = np.array(level.starts[done:]) - begin
+        starts = np.array(level.starts[start:]) - begin
         heard = np.log1p(total[:, starts[1:]] - total[:, starts[:-1]]).astype(np.float32)
-        own = below[:, level.inner[done:]]
+        own = below[:, level.inner[start:]]
         change = own @ arrays[f"{name}.own"] + heard @ arrays[f"{name}.heard"]
-        found: Floats = own + np.maximum(change + arrays[f"{name}.bias"][:, None], 0.0)
-        return found
+        vectors: Floats = own + np.maximum(change + arrays[f"{name}.bias"][:, None], 0.0)
+        return vectors
 
     def _rows(self, first: int) -> list[int]:
         """The nodes alone of the highest level's numbers from `first` on."""

@@ -1,6 +1,6 @@
-"""The learned cost model: operators' prices, corrected by a network for where each operator stands.
+"""The learned cost model: operators' prices, corrected by a network for the nodes around each operator.
 
-It predicts the latency of a graph relative to the graph where the search begins, with an uncertainty. See
+It predicts how many times faster a graph runs than the graph where the search begins, with an uncertainty. See
 `xrlflow.cost.latency_network`.
 """
 
@@ -25,18 +25,18 @@ from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpo
 KIND = "latency network"
 # Half of a 90% interval of a normal distribution, in standard deviations.
 HALF_OF_90 = 1.645
-# Views of graphs that are kept: those of a search's latest states.
-_KEPT = 64
+# Views of graphs that are cached: those of a search's latest states.
+_MAX_VIEWS = 64
 # Seconds of a graph where nothing runs, so that ratios are finite.
 _INSTANT = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How many times faster a graph is than another, as predicted: the median, and a 90% interval."""
+    """A prediction of how many times faster one graph runs than another."""
 
     median: float
-    low: float
+    low: float  # of the 90% interval
     high: float
 
     @property
@@ -46,11 +46,11 @@ class Prediction:
 
 
 class Learned(AdditiveCost):
-    """A graph costs the sum of its nodes' seconds, each as the network sees it where it stands.
+    """The sum of the nodes' seconds, each predicted by the network from the node's neighbourhood.
 
-    `prices` gives operators their seconds when they run alone; a node that the network knows nothing about costs that.
-    The seconds are the means of an ensemble, so they add up, and an edit changes those of the nodes around it. The
-    price of an edit takes about a millisecond. After the moment `until` (time.monotonic), `delta` raises NoTimeLeft.
+    `prices`: the seconds of operators that run alone, which the network corrects. The prediction is the mean of an
+    ensemble. An edit changes the seconds of nodes around it; its price takes about a millisecond. After the moment
+    `until` (time.monotonic), `delta` raises NoTimeLeft.
     """
 
     def __init__(self, prices: AdditiveCost, parameters: NetworkParameters) -> None:
@@ -75,12 +75,12 @@ class Learned(AdditiveCost):
         return self.prices.seconds(graph, node, in_types)
 
     def breakdown(self, graph: Graph) -> dict[Value, float]:
-        """Seconds of each node where it stands, by its id."""
+        """Seconds of each node in its neighbourhood, by its id."""
         view, top = self._view(graph), self.parameters.config.radius
         nodes = [n for n in graph.nodes() if not n.const]
         seconds = self._evaluator.seconds([view.number(n, top) for n in nodes]).mean(0)
-        found = {n.id: 0.0 for n in graph.nodes()}
-        return found | dict(zip((n.id for n in nodes), seconds.tolist()))
+        costs = {n.id: 0.0 for n in graph.nodes()}
+        return costs | dict(zip((n.id for n in nodes), seconds.tolist()))
 
     def delta(self, graph: Graph, edit: Edit) -> float:
         if time.monotonic() > self.until:
@@ -99,9 +99,9 @@ class Learned(AdditiveCost):
             totals.append(np.maximum(total, _INSTANT))
         logs = np.log(totals[0] / totals[1])
         numbers = list((counts[0] - counts[1]) + (counts[1] - counts[0]))
-        often = np.array([abs(counts[0][n] - counts[1][n]) for n in numbers])
+        weights = np.array([abs(counts[0][n] - counts[1][n]) for n in numbers])
         changed = (
-            float((self._evaluator.seconds(numbers).mean(0) @ often) / totals[0].mean()) if numbers else 0.0
+            float((self._evaluator.seconds(numbers).mean(0) @ weights) / totals[0].mean()) if numbers else 0.0
         )
         noise = self.parameters.arrays["noise"].mean(0)
         spread = math.sqrt(float(logs.var()) + float(noise[0]) ** 2 + (float(noise[1]) * changed) ** 2)
@@ -110,14 +110,14 @@ class Learned(AdditiveCost):
         return Prediction(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
     def _view(self, graph: Graph) -> View:
-        """The view of a graph, from memory if it was one of the last."""
-        found = self._views.pop(id(graph), None)
-        if found is None or found.graph is not graph:
-            found = self._neighbourhoods.view(graph)
-        self._views[id(graph)] = found
-        if len(self._views) > _KEPT:
+        """The view of a graph, from the cache if it was used lately."""
+        view = self._views.pop(id(graph), None)
+        if view is None or view.graph is not graph:
+            view = self._neighbourhoods.view(graph)
+        self._views[id(graph)] = view
+        if len(self._views) > _MAX_VIEWS:
             self._views.popitem(last=False)
-        return found
+        return view
 
 
 def save_network(parameters: NetworkParameters, path: str | os.PathLike[str]) -> None:
@@ -139,23 +139,25 @@ def load_network(path: str | os.PathLike[str]) -> NetworkParameters:
     if config.get("columns") != _columns():
         raise CheckpointError(f"{where}: the network was made for other features: train it again")
     try:
-        form = NetworkConfig(**config["network"])
+        network = NetworkConfig(**config["network"])
         operators = tuple(map(str, config["operators"]))
-        wanted = {n: (form.members, *s) for n, s in shapes(form, len(operators)).items()}
+        expected = {n: (network.members, *s) for n, s in shapes(network, len(operators)).items()}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: its configuration is damaged: {error!r}") from error
-    wanted |= {"noise": (form.members, 2), "scale": (form.members,)}
-    _check(where, checkpoint, wanted)
-    return NetworkParameters(form, operators, checkpoint.tensors, config.get("about", {}))
+    expected |= {"noise": (network.members, 2), "scale": (network.members,)}
+    _check(where, checkpoint, expected)
+    return NetworkParameters(network, operators, checkpoint.tensors, config.get("about", {}))
 
 
-def _check(where: str, checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError unless the arrays have these names and shapes and are finite."""
-    if odd := sorted(wanted.keys() ^ checkpoint.tensors.keys()):
+def _check(where: str, checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the arrays have these names and shapes and are finite."""
+    if odd := sorted(expected.keys() ^ checkpoint.tensors.keys()):
         raise CheckpointError(f"{where}: its arrays are not those of its configuration: {odd[0]}")
     for name, array in checkpoint.tensors.items():
-        if array.shape != wanted[name] or array.dtype != np.float32 or not np.isfinite(array).all():
-            raise CheckpointError(f"{where}: its array {name} is not finite float32 of shape {wanted[name]}")
+        if array.shape != expected[name] or array.dtype != np.float32 or not np.isfinite(array).all():
+            raise CheckpointError(
+                f"{where}: its array {name} is not finite float32 of shape {expected[name]}"
+            )
     if (checkpoint.tensors["scale"] <= 0).any():
         raise CheckpointError(f"{where}: its array scale would turn intervals round")
 

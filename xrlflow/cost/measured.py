@@ -16,7 +16,7 @@ from xrlflow.ir import Edit, Graph, apply_edit
 class Measured:
     """The median latency of the exported graph in ONNX Runtime. Each graph is measured once.
 
-    Differences below the noise of a measurement (about 2%) mean nothing. For decisions, compare the two models in turns
+    Differences below the noise of a measurement (about 2%) mean nothing. For decisions, measure both models interleaved
     (`xrlflow.backends`).
     """
 
@@ -48,14 +48,14 @@ class Measured:
 
     def cost(self, graph: Graph) -> float:
         """Seconds of one run. Raises BackendError if ONNX Runtime refuses the model."""
-        found = self._seconds.get(graph.fingerprint)
-        if found is None:
+        seconds = self._seconds.get(graph.fingerprint)
+        if seconds is None:
             model = self.export(graph)
             with open_model(model, threads=self.threads, session_options=self.session_options) as opened:
                 latency = time_alone(opened.caller(self.feeds), time_limit=self.time_limit)
-            found = self._seconds[graph.fingerprint] = latency.seconds
-        return found
+            seconds = self._seconds[graph.fingerprint] = latency.seconds
+        return seconds
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor minus those of the graph. Measures those that were not measured yet."""
+        """Seconds of the successor minus those of the graph. Measures either if it was not measured yet."""
         return self.cost(apply_edit(graph, edit)[0]) - self.cost(graph)

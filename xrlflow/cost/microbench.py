@@ -38,7 +38,7 @@ _INDEXED = frozenset(
 )
 # Operators that fail where an integer of this input is 0.
 _POSITIVE = {"Div": 1, "Mod": 1, "OneHot": 1, "Range": 2}
-# The most that NumPy's arrays have, and bytes that are there in any case.
+# The most dimensions of NumPy's arrays, and bytes of memory that every machine has.
 _MOST_DIMENSIONS, _LARGE = 64, 1 << 30
 # Only one session runs here, so its threads may spin between runs, as they do within a model.
 _SPIN = {"session.force_spinning_stop": "0"}
@@ -70,14 +70,14 @@ def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) ->
 def sample_inputs(
     node: Node,
     in_types: Sequence[TensorType | None],
-    known: Mapping[Value, Array],
+    constants: Mapping[Value, Array],
     bindings: Mapping[str, int],
 ) -> tuple[dict[Value, Array], dict[Value, Array]]:
     """The arrays that a node reads, by value: (inputs to feed, constants to build into the model).
 
-    `known` has the constants whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
+    `constants`: those whose values matter (shapes, axes, scalars). All other arrays are random: floats around 0,
     integers that are valid indices, and no divisor, depth or step that is 0. Raises NotStandalone for element types
-    that NumPy lacks, and for what does not fit into half of the free memory.
+    that NumPy lacks, and for arrays that do not fit into half of the free memory.
     """
     draw = np.random.default_rng(0)
     shapes = [() if t is None else dimensions(t, bindings) for t in in_types]
@@ -88,16 +88,16 @@ def sample_inputs(
     for slot, (value, type, shape) in enumerate(zip(node.inputs, in_types, shapes)):
         if type is None or value == ABSENT:
             continue
-        array = known.get(value) if type.const else None
+        array = constants.get(value) if type.const else None
         if array is None:
-            least = 1 if _POSITIVE.get(node.op) == slot else 0
-            array = _random(draw, type.dtype, shape, least, least + bound)
+            minimum = 1 if _POSITIVE.get(node.op) == slot else 0
+            array = _random(draw, type.dtype, shape, minimum, minimum + bound)
         (consts if type.const else inputs)[value] = array
     return inputs, consts
 
 
 def _check_size(node: Node, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise NotStandalone for tensors that cannot be made here. `shapes`: of all that a node reads and makes."""
+    """Raise NotStandalone for tensors that cannot be allocated here. `shapes`: of a node's inputs and outputs."""
     size = 8 * sum(map(math.prod, shapes))
     if max(map(len, shapes), default=0) > _MOST_DIMENSIONS:
         raise NotStandalone(f"{node.op} has a tensor of more than {_MOST_DIMENSIONS} dimensions")
@@ -105,27 +105,29 @@ def _check_size(node: Node, shapes: Sequence[tuple[int, ...]]) -> None:
         raise NotStandalone(f"{node.op} needs {size >> 30} GB")
 
 
-def _random(draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], least: int, bound: int) -> Array:
+def _random(
+    draw: np.random.Generator, dtype: DType, shape: tuple[int, ...], minimum: int, bound: int
+) -> Array:
     # NumPy draws no array of rank 0 but a number, which ONNX Runtime does not take.
-    return np.asarray(_drawn(draw, numpy_type(dtype), shape, least, bound))
+    return np.asarray(_sample_array(draw, numpy_type(dtype), shape, minimum, bound))
 
 
-def _drawn(
-    draw: np.random.Generator, numpy: np.dtype[Any], shape: tuple[int, ...], least: int, bound: int
+def _sample_array(
+    draw: np.random.Generator, numpy: np.dtype[Any], shape: tuple[int, ...], minimum: int, bound: int
 ) -> Array:
     if numpy.kind == "f":
         return (draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)).astype(numpy)
     if numpy.kind == "b":
         return draw.integers(0, 2, shape).astype(numpy)
     if numpy.itemsize == 1:  # quantised values
-        return draw.integers(least, 128, shape).astype(numpy)
-    return draw.integers(least, bound, shape).astype(numpy)
+        return draw.integers(minimum, 128, shape).astype(numpy)
+    return draw.integers(minimum, bound, shape).astype(numpy)
 
 
 def time_node(
     node: Node,
     in_types: Sequence[TensorType | None],
-    known: Mapping[Value, Array],
+    constants: Mapping[Value, Array],
     *,
     threads: int,
     time_limit: float = 0.03,
@@ -138,17 +140,17 @@ def time_node(
     BackendError if the runtime refuses it.
     """
     bindings = bindings or {}
-    inputs, consts = sample_inputs(node, in_types, known, bindings)
+    inputs, consts = sample_inputs(node, in_types, constants, bindings)
     types = {v: TensorType(_dtype(node, in_types, v), a.shape) for v, a in inputs.items()}
-    used = [v for v, t in zip(node.outputs, node.types) if t.dtype != DType.UNDEFINED]
-    model = model_of([node], types, consts, used)
+    outputs = [v for v, t in zip(node.outputs, node.types) if t.dtype != DType.UNDEFINED]
+    model = model_of([node], types, consts, outputs)
     feeds = {input_name(v): a for v, a in inputs.items()}
     expected = [dimensions(t, bindings) for t in node.types if t.dtype != DType.UNDEFINED]
     exact = is_bound(node.types, bindings)
     if kernel_only:
         with _profiling(model, threads) as (opened, events):
             _check(opened, feeds, expected if exact else None, node)
-            with _waiting() as share:
+            with _waiting_share() as share:
                 _run_for(opened, feeds, time_limit)
         return _kernel_sample(events, node, share[0])
     with open_model(model, threads=threads, session_options=_SPIN) as opened:
@@ -167,7 +169,7 @@ def time_nodes(
 
 
 def _time(run: Callable[[], object], time_limit: float) -> Sample:
-    with _waiting() as share:
+    with _waiting_share() as share:
         latency = time_alone(run, time_limit=time_limit)
     return Sample(
         latency.median_ms / 1e3, latency.p10_ms / 1e3, latency.p90_ms / 1e3, latency.samples, share[0]
@@ -175,7 +177,7 @@ def _time(run: Callable[[], object], time_limit: float) -> Sample:
 
 
 @contextlib.contextmanager
-def _waiting() -> Iterator[list[float]]:
+def _waiting_share() -> Iterator[list[float]]:
     """A list with one number, set when the block ends: the share of time that our threads waited for a processor."""
     share = [0.0]
     before, start = waited(), time.perf_counter()
@@ -188,7 +190,7 @@ _ATTEMPTS = 3
 
 
 def in_quiet(once: Callable[[], Sample], tolerance: float = QUIET) -> tuple[Sample, bool]:
-    """A sample, and whether it was taken in quiet: the first quiet one, or else the best of three.
+    """A sample, and whether it was measured in quiet: the first quiet one, or else the best of three.
 
     If none was quiet, the median is replaced by the 10th percentile: under load the fastest calls are closer to the
     truth.

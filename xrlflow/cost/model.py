@@ -34,7 +34,7 @@ class CostModel(Protocol):
 
 
 class NoTimeLeft(Exception):
-    """A cost model was asked for a price after the moment until which it was to give any."""
+    """A cost model was asked for a price after its deadline."""
 
 
 def in_time(delta: Callable[[Graph, Edit], float], until: float) -> Callable[[Graph, Edit], float]:
@@ -80,10 +80,10 @@ class AdditiveCost(ABC):
         key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, types)
         if node.op in ("If", "Loop"):
             key = (*key, node.inputs[0])  # the condition or trip count may be constant
-        found = self._prices.get(key)
-        if found is None:
-            found = self._prices[key] = self.price(graph, node, in_types)
-        return found
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = self.price(graph, node, in_types)
+        return price
 
     def cost(self, graph: Graph) -> float:
         """Seconds of one run of the graph: the sum over its nodes."""
@@ -118,15 +118,15 @@ class AdditiveCost(ABC):
         old: dict[Value, TensorType | None] = {ABSENT: None}
 
         def before(value: Value) -> TensorType | None:
-            found = old.get(value)
-            if found is None and value:
+            type = old.get(value)
+            if type is None and value:
                 node = producers.get(value)
-                found = old[value] = (
+                type = old[value] = (
                     leaves[value]
                     if node is None
                     else node.types[0 if node.outputs[0] == value else node.outputs.index(value)]
                 )
-            return found
+            return type
 
         def after(value: Value) -> TensorType | None:
             return new[value] if value in new else before(value)

@@ -1,4 +1,4 @@
-"""The neighbourhoods of nodes, numbered: what a graph network of a few layers sees of each node.
+"""Numbered neighbourhoods of nodes: all that a graph network of a few layers sees of each node.
 
 A graph network computes a node's vector from its neighbourhood alone. Its layers cannot tell two nodes apart that have
 the same neighbourhood (Weisfeiler and Leman, 1968; Xu et al., How Powerful are Graph Neural Networks?, 2019). So each
@@ -20,38 +20,37 @@ from xrlflow.cost.columns import NODE_COLUMNS, TYPE_COLUMNS, node_columns, type_
 from xrlflow.cost.model import AdditiveCost, InTypes
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
 
-# The numbers of what is no operator, on every level.
+# The numbers of inputs and constants, on every level.
 INPUT, CONSTANT = 0, 1
 _NAMES = ("(input)", "(constant)")
 _SLOTS = 8  # further slots count as this one
 # Columns of an edge: its tensor; its slots at both ends; whether the reading slot is 0 or 1; direction.
 EDGE_COLUMNS = TYPE_COLUMNS + 6
-# Columns of a node alone: those of its content, whether it gives an output of the graph, and the machine's lanes.
+# Columns of a node alone: those of its content, whether it computes an output of the graph, and the machine's lanes.
 CONTENT_COLUMNS = NODE_COLUMNS + 2
-_LANES = 16  # the most
+_LANES = 16  # of the widest vectors
 
 _Key = tuple[object, ...]
 
 
 @dataclass(slots=True)
 class Level:
-    """The neighbourhoods of one radius, in the order of their numbers.
+    """The neighbourhoods of one radius, in the order of their numbers."""
 
-    `inner`: the number of the same node on the level below (on level 0 its row of contents). The edges of number i are
-    `starts[i]` to `starts[i + 1]`: `sources` are numbers on the level below, `edges` rows of edges.
-    """
-
-    known: dict[_Key, int] = field(default_factory=dict)
+    numbers: dict[_Key, int] = field(default_factory=dict)
+    # The number of the same node on the level below (on level 0 its row of contents).
     inner: list[int] = field(default_factory=lambda: [INPUT, CONSTANT])
-    starts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    sources: list[int] = field(default_factory=list)
-    edges: list[int] = field(default_factory=list)
+    starts: list[int] = field(
+        default_factory=lambda: [0, 0, 0]
+    )  # the edges of number i: starts[i] to starts[i + 1]
+    sources: list[int] = field(default_factory=list)  # of each edge: a number on the level below
+    edges: list[int] = field(default_factory=list)  # of each edge: a row of `Table.edges`
 
     def __len__(self) -> int:
         return len(self.inner)
 
 
-# Edges: the node at the other end (for what is read also INPUT or CONSTANT), and the row of each.
+# Edges: the node at the other end (or INPUT or CONSTANT, if it is read), and the row of `Table.edges`.
 _Reads = list[tuple[Node | int, int]]
 _Readers = list[tuple[Node, int]]
 
@@ -63,16 +62,17 @@ _NOTHING = (0.0,) * CONTENT_COLUMNS
 class Table:
     """Numbered neighbourhoods as a network reads them. It only grows.
 
-    `levels`: by radius. `ops`, `seconds`, `moved`, `contents`: operator, price, bytes read and written, and row of
-    CONTENT_COLUMNS of each node alone. `edges`: rows of EDGE_COLUMNS.
+    `ops`, `contents`, `seconds` and `traffic` are of the nodes alone, by their numbers on level 0.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[Level, ...]  # by radius
     ops: list[str] = field(default_factory=lambda: list(_NAMES))
-    contents: list[tuple[float, ...]] = field(default_factory=lambda: [_NOTHING, _NOTHING])
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    moved: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    edges: list[tuple[float, ...]] = field(default_factory=list)
+    contents: list[tuple[float, ...]] = field(
+        default_factory=lambda: [_NOTHING, _NOTHING]
+    )  # CONTENT_COLUMNS each
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])  # prices
+    traffic: list[float] = field(default_factory=lambda: [0.0, 0.0])  # bytes read and written
+    edges: list[tuple[float, ...]] = field(default_factory=list)  # EDGE_COLUMNS each
 
 
 class Neighbourhoods:
@@ -85,59 +85,64 @@ class Neighbourhoods:
         self._edges: dict[tuple[bool, int, int, TensorType], int] = {}
 
     def view(self, graph: Graph) -> View:
-        """The numbers of a graph's nodes, found when they are asked for."""
+        """The numbers of a graph's nodes, computed on demand."""
         return View(self, graph)
 
-    def edge(self, forward: bool, given: int, read: int, type: TensorType) -> int:
-        """The row of an edge from output slot `given` to input slot `read`."""
-        key = (forward, min(given, _SLOTS), min(read, _SLOTS), type)
-        found = self._edges.get(key)
-        if found is None:
-            found = self._edges[key] = len(self.table.edges)
-            _, given, read, _ = key
-            slots = (given / _SLOTS, read / _SLOTS, float(read == 0), float(read == 1))
+    def edge(self, forward: bool, output_slot: int, input_slot: int, type: TensorType) -> int:
+        """The row of an edge between these slots; `forward`: from the output to the input."""
+        key = (forward, min(output_slot, _SLOTS), min(input_slot, _SLOTS), type)
+        row = self._edges.get(key)
+        if row is None:
+            row = self._edges[key] = len(self.table.edges)
+            _, output_slot, input_slot, _ = key
+            slots = (
+                output_slot / _SLOTS,
+                input_slot / _SLOTS,
+                float(input_slot == 0),
+                float(input_slot == 1),
+            )
             columns = type_columns(type, self.prices.bindings)
             self.table.edges.append((*columns, *slots, float(forward), float(not forward)))
-        return found
+        return row
 
-    def content(self, graph: Graph, node: Node, in_types: InTypes, given: bool) -> int:
-        """The number of a node alone. `given`: it gives an output of the graph."""
+    def content(self, graph: Graph, node: Node, in_types: InTypes, is_output: bool) -> int:
+        """The number of a node alone. `is_output`: it computes an output of the graph."""
         seconds = self.prices.seconds(graph, node, in_types)
-        key = (node.op, node.attrs.digest, in_types, node.types, seconds, given)
+        key = (node.op, node.attrs.digest, in_types, node.types, seconds, is_output)
         table = self.table
         level = table.levels[0]
-        found = level.known.get(key)
-        if found is None:
-            found = level.known[key] = len(level.inner)
+        number = level.numbers.get(key)
+        if number is None:
+            number = level.numbers[key] = len(level.inner)
             columns = node_columns(node, in_types, self.prices.bindings, seconds)
-            level.inner.append(found)
+            level.inner.append(number)
             level.starts.append(0)
             table.ops.append(node.op)
             # ONNX Runtime's layouts depend on the machine, and so does what an edit is worth.
-            table.contents.append((*columns.row, float(given), self.prices.lanes / _LANES))
+            table.contents.append((*columns.row, float(is_output), self.prices.lanes / _LANES))
             table.seconds.append(seconds)
-            table.moved.append(columns.bytes)
-        return found
+            table.traffic.append(columns.bytes)
+        return number
 
     def number(self, radius: int, inner: int, ends: tuple[tuple[int, int], ...]) -> int:
         """The number of a neighbourhood on a level: its node on the level below, and its edges (source, row)."""
         level = self.table.levels[radius]
         key = (inner, *ends)
-        found = level.known.get(key)
-        if found is None:
-            found = level.known[key] = len(level.inner)
+        number = level.numbers.get(key)
+        if number is None:
+            number = level.numbers[key] = len(level.inner)
             level.inner.append(inner)
             for source, edge in ends:
                 level.sources.append(source)
                 level.edges.append(edge)
             level.starts.append(len(level.sources))
-        return found
+        return number
 
 
 class View:
-    """The numbers of one graph's nodes. They are found on demand and remembered.
+    """The numbers of one graph's nodes, computed on demand and cached.
 
-    A successor's view has the view of its parent as `base`, and asks it about nodes whose numbers it was not told.
+    A successor's view has the view of its parent as `base`, and takes from it the numbers of unchanged nodes.
     `touched`: the nodes whose edges may differ from those in the base.
     """
 
@@ -147,7 +152,7 @@ class View:
         self.owner, self.graph = owner, graph
         self._base, self._touched = base, touched
         self._outputs = frozenset(graph.outputs)
-        self._known: tuple[dict[Value, int], ...] = tuple({} for _ in range(owner.radius + 1))
+        self._cache: tuple[dict[Value, int], ...] = tuple({} for _ in range(owner.radius + 1))
         self._ends: dict[Value, tuple[_Reads, _Readers]] = {}
 
     def counts(self) -> Counter[int]:
@@ -157,18 +162,18 @@ class View:
 
     def number(self, node: Node, radius: int) -> int:
         """The number of a node, which is no constant, on a level."""
-        known = self._known[radius]
-        found = known.get(node.id)
-        if found is None:
+        cache = self._cache[radius]
+        number = cache.get(node.id)
+        if number is None:
             if self._base is not None:
                 return self._base.number(node, radius)
-            found = known[node.id] = self._find(node, radius)
-        return found
+            number = cache[node.id] = self._find(node, radius)
+        return number
 
     def _find(self, node: Node, radius: int) -> int:
         if radius == 0:
-            given = not self._outputs.isdisjoint(node.outputs)
-            return self.owner.content(self.graph, node, in_types(self.graph, node), given)
+            is_output = not self._outputs.isdisjoint(node.outputs)
+            return self.owner.content(self.graph, node, in_types(self.graph, node), is_output)
         below = radius - 1
         inner = self.number(node, below)
         reads, readers = self._ends_of(node)
@@ -179,9 +184,9 @@ class View:
 
     def _ends_of(self, node: Node) -> tuple[_Reads, _Readers]:
         """The forward edges of a node, in the order of its inputs, and its backward edges."""
-        found = self._ends.get(node.id)
-        if found is not None:
-            return found
+        ends = self._ends.get(node.id)
+        if ends is not None:
+            return ends
         if self._base is not None and node.id not in self._touched:
             return self._base._ends_of(node)
         graph, edge = self.graph, self.owner.edge
@@ -195,26 +200,26 @@ class View:
                 type = graph.leaves.types[value]
                 reads.append((CONSTANT if type.const else INPUT, edge(True, 0, slot, type)))
                 continue
-            place = source.outputs.index(value)
-            row = edge(True, place, slot, source.types[place])
+            port = source.outputs.index(value)
+            row = edge(True, port, slot, source.types[port])
             reads.append((CONSTANT if source.const else source, row))
         readers: _Readers = []
-        for place, (value, type) in enumerate(zip(node.outputs, node.types)):
+        for port, (value, type) in enumerate(zip(node.outputs, node.types)):
             for reader in graph.users(value):
                 if not reader.const:
                     readers += [
-                        (reader, edge(False, place, slot, type))
-                        for slot, read in enumerate(reader.inputs)
-                        if read == value
+                        (reader, edge(False, port, slot, type))
+                        for slot, operand in enumerate(reader.inputs)
+                        if operand == value
                     ]
-        found = self._ends[node.id] = (reads, readers)
-        return found
+        ends = self._ends[node.id] = (reads, readers)
+        return ends
 
     def successor(self, edit: Edit) -> tuple[View, list[int], list[int]]:
-        """The view after an edit, and the numbers of the highest level that it takes away and brings.
+        """The view after an edit, and the numbers of the highest level that the edit removes and adds.
 
-        Level by level, only those nodes are numbered again whose edges may have changed, and neighbours of nodes whose
-        numbers did.
+        Level by level, only those nodes are numbered again whose edges may have changed, and the neighbours of nodes
+        whose numbers have changed.
         """
         after, _ = apply_edit(self.graph, edit)
         leaving = [*edit.removed, *(old for old, _ in edit.rewired)]
@@ -226,31 +231,31 @@ class View:
         changed = view._renumbered(self._unlike(after, coming, outputs), 0)
         for radius in range(1, self.owner.radius + 1):
             changed = view._renumbered(touched.union(changed, *map(view._around, changed)), radius)
-        gone = [node.id for node in leaving if view._running(node.id) is None]
-        return view, self._numbers({*gone, *changed}), view._numbers(changed)
+        removed = [node.id for node in leaving if view._running(node.id) is None]
+        return view, self._numbers({*removed, *changed}), view._numbers(changed)
 
     def _unlike(self, after: Graph, coming: Iterable[Node], outputs: Iterable[Value]) -> set[Value]:
-        """The ids of nodes that alone may differ from those of this graph: what is new, what reads a value that has
-        another type now, and what gives values that only one of the graphs gives."""
+        """The ids of nodes whose level 0 may differ from this graph's: new nodes, readers of values with another type,
+        and producers of values that are outputs of one of the graphs only."""
         before, producers = self.graph.producers, after.producers
-        found = {producers[v].id for v in outputs if v in producers}
+        ids = {producers[v].id for v in outputs if v in producers}
         for node in coming:
-            found.add(node.id)
+            ids.add(node.id)
             for value, type in zip(node.outputs, node.types):
                 if value in before and self.graph.type(value) != type:
-                    found.update(after.uses.get(value, ()))
-        return found
+                    ids.update(after.uses.get(value, ()))
+        return ids
 
     def _renumbered(self, ids: Iterable[Value], radius: int) -> set[Value]:
-        """Number these nodes on a level, as far as they run; the ids of those whose number is not that of the base."""
+        """Number these nodes on a level, without constant ones; the ids of nodes whose number differs from the base."""
         base = self._base
         assert base is not None
-        known, changed = self._known[radius], set()
+        cache, changed = self._cache[radius], set()
         for id in ids:
             node = self._running(id)
             if node is None:
                 continue
-            number = known[id] = self._find(node, radius)
+            number = cache[id] = self._find(node, radius)
             earlier = base._running(id)
             if earlier is None or base.number(earlier, radius) != number:
                 changed.add(id)
@@ -267,7 +272,7 @@ class View:
         return [e.id for e, _ in (*reads, *readers) if not isinstance(e, int)]
 
     def _numbers(self, ids: Iterable[Value]) -> list[int]:
-        """The numbers of the highest level of those of these nodes that the graph has and that run."""
+        """The numbers of the highest level of these nodes, as far as the graph has them and they are not constant."""
         top = self.owner.radius
         return [self.number(node, top) for id in ids if (node := self._running(id)) is not None]
 
@@ -277,11 +282,11 @@ def in_types(graph: Graph, node: Node) -> InTypes:
 
 
 def _touched(graph: Graph, nodes: Iterable[Node], values: Iterable[Value]) -> set[Value]:
-    """The ids of nodes, and of those that give or read `values`: their edges may have changed."""
-    found = {node.id for node in nodes}
+    """The ids of `nodes`, and of the producers and readers of `values`: their edges may have changed."""
+    ids = {node.id for node in nodes}
     producers, uses = graph.producers, graph.uses
     for value in values:
         if value in producers:
-            found.add(producers[value].id)
-        found.update(uses.get(value, ()))
-    return found
+            ids.add(producers[value].id)
+        ids.update(uses.get(value, ()))
+    return ids

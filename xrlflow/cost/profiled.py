@@ -1,4 +1,4 @@
-"""The profiled cost model: the sum of operators that were measured one by one, as in TASO (section 5)."""
+"""The profiled cost model: the sum of the times of single operators, as in TASO (section 5)."""
 
 from __future__ import annotations
 
@@ -34,19 +34,14 @@ _BY_VALUE = frozenset({"Pow"})
 
 
 @dataclass(slots=True)
-class Tally:
-    """Where prices came from.
+class PriceCounts:
+    """How many prices came from where."""
 
-    `measured`: in this process; `disturbed`: those of them that were measured on a busy machine and not kept on disk;
-    `remembered`: read from the database; `modelled`: by reason, operators that could not be measured; `seconds`: time
-    spent measuring.
-    """
-
-    measured: int = 0
-    disturbed: int = 0
-    remembered: int = 0
-    seconds: float = 0.0
-    modelled: Counter[str] = field(default_factory=Counter)
+    measured: int = 0  # by this process
+    disturbed: int = 0  # those of them that were measured on a busy machine, and not stored
+    remembered: int = 0  # read from the database
+    seconds: float = 0.0  # spent measuring
+    modelled: Counter[str] = field(default_factory=Counter)  # not measured, by reason
 
     @property
     def complete(self) -> bool:
@@ -66,10 +61,10 @@ class Tally:
 
 
 class Profiled(AdditiveCost):
-    """Prices that were measured operator by operator and kept in a database; the roofline prices the rest.
+    """Prices that are measured operator by operator and stored in a database; the roofline prices other operators.
 
     Views are not measured: alone they copy, in a network they do not. Control flow costs the sum of its bodies.
-    `tally` counts how many prices were measured, remembered and modelled.
+    `counts`: how many prices were measured, remembered and modelled.
     """
 
     def __init__(
@@ -85,8 +80,8 @@ class Profiled(AdditiveCost):
         """`machine` gives the number of threads, and the prices of what cannot be measured.
 
         `time_budget`: seconds for all measurements, after which new operators are modelled (None: no limit).
-        `per_operator`: seconds of timing for each, without making its session. `tolerance`: the part of that time that
-        our threads may wait for a processor; above it the measurement is repeated, up to twice.
+        `per_operator`: seconds of timing for each, without creating its session. `tolerance`: the part of that time in
+        which our threads may wait for a processor; above it the measurement is repeated, up to twice.
         """
         super().__init__(bindings)
         self.machine = machine
@@ -94,7 +89,7 @@ class Profiled(AdditiveCost):
         self.database = database if database is not None else Database()
         self.time_budget = time_budget
         self.per_operator = per_operator
-        self.tally = Tally()
+        self.counts = PriceCounts()
         self._fallback = Roofline(machine, bindings)
         self._device, self._runtime = cpu_name(), runtime()
         self.tolerance = tolerance
@@ -109,10 +104,10 @@ class Profiled(AdditiveCost):
         if node.types[0].const:
             return 0.0
         key = price_key(graph, node, in_types)
-        found = self._prices.get(key)
-        if found is None:
-            found = self._prices[key] = self.price(graph, node, in_types)
-        return found
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = self.price(graph, node, in_types)
+        return price
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
         inside = list(bodies(node, in_types, self.bindings, graph.leaves.consts))
@@ -129,28 +124,28 @@ class Profiled(AdditiveCost):
         return max(0.0, sample.median - self._call_seconds()) + self.machine.overhead
 
     def _sample(self, graph: Graph, node: Node, in_types: InTypes, kind: OpKind) -> Sample | None:
-        """The node's sample, from the database or measured now. None if it cannot be measured: the tally says why."""
+        """The node's sample, from the database or measured now. None if it cannot be measured; `counts` says why."""
         if not is_bound((*in_types, *node.types), self.bindings):
-            self.tally.modelled["with a dimension that has no number"] += 1
+            self.counts.modelled["with a dimension that has no number"] += 1
             return None
-        known = small_constants(graph, node)
-        subject = self._subject(node, in_types, known)
-        found = self.database.get(subject)
-        if found is not None:
-            self.tally.remembered += 1
-            return found
-        if self.time_budget is not None and self.tally.seconds >= self.time_budget:
-            self.tally.modelled[_LATE] += 1
+        constants = small_constants(graph, node)
+        subject = self._subject(node, in_types, constants)
+        stored = self.database.get(subject)
+        if stored is not None:
+            self.counts.remembered += 1
+            return stored
+        if self.time_budget is not None and self.counts.seconds >= self.time_budget:
+            self.counts.modelled[_LATE] += 1
             return None
-        if self._fallback.price(graph, node, in_types) > _LONGEST:  # nothing ends a run of the runtime
-            self.tally.modelled[f"{node.op} that takes long"] += 1
+        if self._fallback.price(graph, node, in_types) > _LONGEST:  # a run cannot be interrupted
+            self.counts.modelled[f"{node.op} that takes long"] += 1
             return None
 
         def once() -> Sample:
             return time_node(
                 node,
                 in_types,
-                known,
+                constants,
                 threads=self.machine.threads,
                 time_limit=self.per_operator,
                 bindings=self.bindings,
@@ -161,15 +156,15 @@ class Profiled(AdditiveCost):
         try:
             sample, quiet = in_quiet(once, self.tolerance)
         except (NotStandalone, BackendError):
-            self.tally.modelled[f"{node.op} that does not run alone"] += 1
+            self.counts.modelled[f"{node.op} that does not run alone"] += 1
             return None
         finally:
-            self.tally.seconds += time.perf_counter() - started
-        self.tally.measured += 1
+            self.counts.seconds += time.perf_counter() - started
+        self.counts.measured += 1
         if quiet:
             self.database.put(subject, sample)
         else:
-            self.tally.disturbed += 1
+            self.counts.disturbed += 1
         return sample
 
     def _call_seconds(self) -> float:
@@ -183,13 +178,15 @@ class Profiled(AdditiveCost):
             self._call = sample.median
         return self._call
 
-    def _subject(self, node: Node, in_types: InTypes, known: Mapping[Value, npt.NDArray[Any]]) -> Subject:
-        shown = operands(node, in_types, known, self.bindings)
-        return Subject(self._device, self._runtime, self.machine.threads, node.op, repr(node.attrs), shown)
+    def _subject(self, node: Node, in_types: InTypes, constants: Mapping[Value, npt.NDArray[Any]]) -> Subject:
+        signature = operands(node, in_types, constants, self.bindings)
+        return Subject(
+            self._device, self._runtime, self.machine.threads, node.op, repr(node.attrs), signature
+        )
 
 
 def price_key(graph: Graph, node: Node, in_types: InTypes) -> tuple[object, ...]:
-    """What nodes of one price share: operator, attributes, types, and the constants whose values matter."""
+    """A key that nodes of equal price share: operator, attributes, types, and the constants whose values matter."""
     key: tuple[object, ...] = (node.op, node.attrs.digest, in_types, node.types)
     consts = graph.leaves.consts
     for value, type in zip(node.inputs, in_types):
@@ -201,26 +198,26 @@ def price_key(graph: Graph, node: Node, in_types: InTypes) -> tuple[object, ...]
 def operands(
     node: Node,
     in_types: InTypes,
-    known: Mapping[Value, npt.NDArray[Any]],
+    constants: Mapping[Value, npt.NDArray[Any]],
     bindings: Mapping[str, int],
 ) -> str:
     """The types of a node's inputs and outputs as text, with digests of the constants whose values matter."""
 
-    def shown(value: Value, type: TensorType | None) -> str:
+    def describe(value: Value, type: TensorType | None) -> str:
         if type is None or value == ABSENT:
             return "_"
         dims = ",".join(map(str, dimensions(type, bindings)))
-        array = known.get(value) if type.const and _by_value(node, type) else None
-        held = "" if array is None else f"={blake2b(array.tobytes(), digest_size=8).hexdigest()}"
-        return f"{type.dtype.name.lower()}[{dims}]{':const' if type.const else ''}{held}"
+        array = constants.get(value) if type.const and _by_value(node, type) else None
+        contents = "" if array is None else f"={blake2b(array.tobytes(), digest_size=8).hexdigest()}"
+        return f"{type.dtype.name.lower()}[{dims}]{':const' if type.const else ''}{contents}"
 
     # A value that is read twice is in the cache once.
-    places = {v: i for i, v in reversed(list(enumerate(node.inputs)))}
+    positions = {v: i for i, v in reversed(list(enumerate(node.inputs)))}
     ins = ", ".join(
-        shown(v, t) if places[v] == i else f"${places[v]}"
+        describe(v, t) if positions[v] == i else f"${positions[v]}"
         for i, (v, t) in enumerate(zip(node.inputs, in_types))
     )
-    outs = ", ".join(shown(v, t) for v, t in zip(node.outputs, node.types))
+    outs = ", ".join(describe(v, t) for v, t in zip(node.outputs, node.types))
     return f"{ins} -> {outs}"
 
 

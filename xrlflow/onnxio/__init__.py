@@ -1,6 +1,5 @@
 """Reads ONNX files into graphs and writes graphs as ONNX files, weights left where they are until they are needed."""
 
-from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.exporter import (
     check,
@@ -12,6 +11,7 @@ from xrlflow.onnxio.exporter import (
     to_proto,
     written_opset,
 )
+from xrlflow.onnxio.external_data import data_files
 from xrlflow.onnxio.importer import Source, load, name_of
 from xrlflow.onnxio.model import ImportedModel, NodeLabel
 from xrlflow.onnxio.original import save_original

@@ -1,8 +1,8 @@
 """Slices with a negative step whose end is one of the largest integers.
 
 ONNX Runtime takes the largest int32 and int64 as "up to the last element" in either direction. ONNX says so only for
-positive steps; for negative ones its inference finds nothing left. Models were made with what ONNX Runtime computes, so
-such an end is replaced with one that means the same to both.
+positive steps; with negative ones its inference gives an empty result. Models were made for what ONNX Runtime computes,
+so such an end is replaced with one that means the same to both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xrlflow.ops.eval_shape import ends_of_slice
 
 _Constants = Mapping[str, onnx.TensorProto]
 # No tensor has more dimensions, so longer lists are not ends of a slice.
-_MOST = 64
+_MAX_LENGTH = 64
 
 
 def write_ends(graph: onnx.GraphProto) -> None:
@@ -49,10 +49,10 @@ def _array(tensor: onnx.TensorProto | None) -> npt.NDArray[np.integer] | None:
     kinds = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
     if tensor is None or tensor.data_type not in kinds or tensor.data_location == onnx.TensorProto.EXTERNAL:
         return None
-    return onnx.numpy_helper.to_array(tensor) if list(tensor.dims) and tensor.dims[0] <= _MOST else None
+    return onnx.numpy_helper.to_array(tensor) if list(tensor.dims) and tensor.dims[0] <= _MAX_LENGTH else None
 
 
 def _free_names(graph: onnx.GraphProto) -> Iterator[str]:
     """Names that are not used in the graph."""
-    taken = all_names(graph)
-    return (name for k in count() if (name := f"ends_{k}") not in taken)
+    used_names = all_names(graph)
+    return (name for k in count() if (name := f"ends_{k}") not in used_names)

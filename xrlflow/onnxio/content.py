@@ -8,8 +8,8 @@ import os
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from xrlflow.onnxio.beside import data_files
 from xrlflow.onnxio.errors import ModelError
+from xrlflow.onnxio.external_data import data_files
 from xrlflow.onnxio.tensors import TensorStore, map_file
 from xrlflow.onnxio.wire import WireError, strip_model
 

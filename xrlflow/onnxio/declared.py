@@ -26,25 +26,25 @@ _LOOPS = ("Loop", "Scan")
 class Contradiction(Exception):
     """A declaration is wrong. The message names the value and both types."""
 
-    def __init__(self, name: str, declared: TensorType, found: TensorType) -> None:
-        super().__init__(f"{name!r} is declared {declared.brief} and is {found.brief}")
+    def __init__(self, name: str, declared: TensorType, inferred: TensorType) -> None:
+        super().__init__(f"{name!r} is declared {declared.brief} and is {inferred.brief}")
 
 
-def check(name: str, declared: TensorType, found: TensorType, proven: bool = False) -> TensorType:
+def check(name: str, declared: TensorType, inferred: TensorType, proven: bool = False) -> TensorType:
     """The type that both types allow. Raises Contradiction if they cannot both be true.
 
-    `proven`: also raise it if a declared size does not follow.
+    `proven`: also raise it if a declared size cannot be inferred.
     """
     try:
-        both = merge_types(found, declared)
+        both = merge_types(inferred, declared)
     except TypeConflict as error:
-        raise Contradiction(name, declared, found) from error
-    if proven and found.shape is None and both.shape == ():
-        raise Contradiction(name, declared, found)
-    known = (None,) * len(both.shape or ()) if found.shape is None else found.shape
-    open_ = [a for a, b in zip(known, both.shape or ()) if isinstance(b, int) and a != b]
+        raise Contradiction(name, declared, inferred) from error
+    if proven and inferred.shape is None and both.shape == ():
+        raise Contradiction(name, declared, inferred)
+    sizes = (None,) * len(both.shape or ()) if inferred.shape is None else inferred.shape
+    open_ = [a for a, b in zip(sizes, both.shape or ()) if isinstance(b, int) and a != b]
     if open_ if proven else any(map(_is_open, open_)):
-        raise Contradiction(name, declared, found)
+        raise Contradiction(name, declared, inferred)
     return both
 
 
@@ -76,17 +76,17 @@ def in_loops(model: onnx.ModelProto) -> set[str]:
 def forget(model: onnx.ModelProto, loops: bool = False) -> onnx.ModelProto:
     """The model without the shapes that it declares for computed values; in loops only if asked.
 
-    Element types stay, because a runtime checks them when it loads the model. It does not check shapes. What is
-    declared of initialisers goes: beside a type without a shape, ONNX's inference ignores the axes of a Slice.
+    Element types stay, because a runtime checks them when it loads the model. It does not check shapes. Declarations of
+    initialisers are removed: if one has no shape, ONNX's inference ignores the axes of a Slice.
     """
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     for graph in _graphs(bare.graph):
-        known = {name for node in graph.node if not is_defined(node) for name in node.output}
+        opaque = {name for node in graph.node if not is_defined(node) for name in node.output}
         constants = {tensor.name for tensor in graph.initializer}
         for at in reversed([i for i, v in enumerate(graph.value_info) if v.name in constants]):
             del graph.value_info[at]
-        _clear(v for v in (*graph.value_info, *graph.output) if v.name not in known)
+        _clear(v for v in (*graph.value_info, *graph.output) if v.name not in opaque)
     for op, body in _loops(bare.graph) if loops else ():
         scalars = 2 if op == "Loop" else 0  # the iteration number and the condition are scalars
         _clear([*body.value_info, *body.output, *body.input[scalars:]])

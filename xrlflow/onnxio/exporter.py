@@ -28,8 +28,8 @@ from xrlflow.ir import (
     dims,
 )
 from xrlflow.onnxio import declared, protos, versions
-from xrlflow.onnxio.beside import replacing_model
 from xrlflow.onnxio.errors import GrowthError, ModelError
+from xrlflow.onnxio.external_data import replacing_model
 from xrlflow.onnxio.inference import REFUSED, infer_shapes
 from xrlflow.onnxio.model import LEFT, ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
@@ -59,7 +59,7 @@ _PAGED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _ModelParts:
     """A model without its large weights, and those weights by the names of their initialisers."""
 
     proto: onnx.ModelProto
@@ -71,11 +71,11 @@ def to_proto(model: ImportedModel, graph: Graph, *, opset: int | None = None) ->
 
     Raises ModelError if it exceeds 2 GB or cannot be written for `opset`.
     """
-    written = _write(model, graph, opset)
-    if sum(c.type.nbytes or 0 for c in written.large.values()) > EXTERNAL_ABOVE:
+    parts = _write(model, graph, opset)
+    if sum(c.type.nbytes or 0 for c in parts.large.values()) > EXTERNAL_ABOVE:
         raise ModelError(f"{model.name}: over 2 GB, which one ModelProto cannot hold: save it to a file")
-    written.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in written.large.items())
-    return written.proto
+    parts.proto.graph.initializer.extend(tensor_proto(n, c) for n, c in parts.large.items())
+    return parts.proto
 
 
 def preferring(model: ImportedModel, opset: int) -> ImportedModel:
@@ -98,25 +98,25 @@ def size_of(model: ImportedModel, graph: Graph) -> int:
     return frame + _size(model, graph, set())
 
 
-def _size(model: ImportedModel, graph: Graph, seen: set[Value]) -> int:
-    """`seen`: the large constants that were already counted. Bodies share them."""
-    found = weights.plan(graph)
+def _size(model: ImportedModel, graph: Graph, counted: set[Value]) -> int:
+    """`counted`: the large constants that were already counted. Bodies share them."""
+    plan = weights.plan(graph)
     names = graph.leaves.names
     total = 0
-    for value in found.constants:
+    for value in plan.constants:
         recipe = model.recipes.get(value) if value not in graph.producers else None
         type = graph.type(value)
         if recipe is not None:
             total += recipe.nbytes + _BYTES_PER_NODE
-        elif value not in seen:
+        elif value not in counted:
             total += (type.nbytes or 0) + _BYTES_PER_NODE
         if (type.size or 0) > SMALL:
-            seen.add(value)
-    for node in found.nodes:
+            counted.add(value)
+    for node in plan.nodes:
         total += _BYTES_PER_NODE + sum(len(names.get(v, "")) for v in (*node.inputs, *node.outputs))
         for attr in node.attrs.values():
             if isinstance(attr, Body):
-                total += _size(model, attr.graph, seen)
+                total += _size(model, attr.graph, counted)
             elif isinstance(attr, RawAttr):
                 total += len(attr.proto)
     return total
@@ -135,36 +135,36 @@ def save(
 
     `opset` asks for this opset; by default it is the model's (`ImportedModel.opset`), or the lowest after it that has
     all operators. Models that had external data, or exceed 1.5 GB, get a data
-    file in the same folder (`NAME.DIGEST.data`, see `beside`). With `durable`, the files have reached the disk
+    file in the same folder (`NAME.DIGEST.data`, see `external_data`). With `durable`, the files have reached the disk
     afterwards. Raises GrowthError if the result exceeds `max_growth` times the bytes of the input, and ModelError if it
     cannot be written.
     """
-    written = _write(model, graph, opset)
+    parts = _write(model, graph, opset)
     target = os.fspath(path)
-    total = written.proto.ByteSize() + sum(c.type.nbytes or 0 for c in written.large.values())
+    total = parts.proto.ByteSize() + sum(c.type.nbytes or 0 for c in parts.large.values())
     # Small models may grow by the size of names and attributes.
     if total > max(max_growth * model.size, model.size + (1 << 16)):
         raise GrowthError(
             f"{target}: the result would have {total:,} bytes, over {max_growth:g} times the "
             f"{model.size:,} of {model.name}: allow more with --max-growth"
         )
-    external = bool(written.large) and (model.external or total > EXTERNAL_ABOVE)
-    places = _places(written)
+    external = bool(parts.large) and (model.external or total > EXTERNAL_ABOVE)
+    offsets = _offsets(parts)
 
     def write_data(file: BinaryIO) -> None:
         at = 0
-        for place, const in zip(places, written.large.values()):
-            file.write(bytes(place - at))
+        for offset, const in zip(offsets, parts.large.values()):
+            file.write(bytes(offset - at))
             data = raw_data(const)
             file.write(data)
-            at = place + data.nbytes
+            at = offset + data.nbytes
 
     try:
         check_not_data_of(model, target)
         with replacing_model(target, [write_data] if external else [], durable=durable) as (file, names):
             if external:
-                _refer(written, names[0], places)
-            _write_file(file, written, external)
+                _refer(parts, names[0], offsets)
+            _write_file(file, parts, external)
     except OSError as error:
         raise ModelError(f"{target}: cannot be written ({error.strerror}): choose another output") from error
 
@@ -178,21 +178,21 @@ def check_not_data_of(model: ImportedModel, target: str) -> None:
                 raise ModelError(f"{target}: holds the weights of {model.name}: choose another output")
 
 
-def _places(written: _Written) -> list[int]:
+def _offsets(parts: _ModelParts) -> list[int]:
     """The offset of each large weight in the data file."""
-    found, at = [], 0
-    for const in written.large.values():
+    offsets, at = [], 0
+    for const in parts.large.values():
         size = const.type.nbytes or 0
         at += -at % (4096 if size >= _PAGED else 64)
-        found.append(at)
+        offsets.append(at)
         at += size
-    return found
+    return offsets
 
 
-def _refer(written: _Written, location: str, places: list[int]) -> None:
+def _refer(parts: _ModelParts, location: str, offsets: list[int]) -> None:
     """Set the location of the large weights in the proto."""
-    for (name, const), at in zip(written.large.items(), places):
-        proto = written.proto.graph.initializer.add(
+    for (name, const), at in zip(parts.large.items(), offsets):
+        proto = parts.proto.graph.initializer.add(
             name=name, data_type=int(const.type.dtype), dims=_dims(const)
         )
         proto.data_location = onnx.TensorProto.EXTERNAL
@@ -201,14 +201,14 @@ def _refer(written: _Written, location: str, places: list[int]) -> None:
             proto.external_data.add(key=key, value=text)
 
 
-def _write_file(file: BinaryIO, written: _Written, external: bool) -> None:
-    graph = written.proto.graph.SerializeToString()
+def _write_file(file: BinaryIO, parts: _ModelParts, external: bool) -> None:
+    graph = parts.proto.graph.SerializeToString()
     frame = onnx.ModelProto()
-    frame.CopyFrom(written.proto)
+    frame.CopyFrom(parts.proto)
     frame.ClearField("graph")
     streamed = [
         StreamedTensor(tensor_proto(name, const, data=False).SerializeToString(), raw_data(const))
-        for name, const in ({} if external else written.large).items()
+        for name, const in ({} if external else parts.large).items()
     ]
     write_model(file, frame.SerializeToString(), graph, streamed)
 
@@ -254,11 +254,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _typed_copy(written: _Written) -> onnx.ModelProto:
+def _typed_copy(parts: _ModelParts) -> onnx.ModelProto:
     """The model with its large weights as inputs: all types are there, without the data."""
     copy = onnx.ModelProto()
-    copy.CopyFrom(written.proto)
-    for name, const in written.large.items():
+    copy.CopyFrom(parts.proto)
+    for name, const in parts.large.items():
         copy.graph.input.append(onnx.ValueInfoProto(name=name, type=type_proto(const.type)))
     return copy
 
@@ -266,16 +266,16 @@ def _typed_copy(written: _Written) -> onnx.ModelProto:
 def check_input(model: ImportedModel) -> str | None:
     """The error of ONNX's checker for the model as it was read, or None."""
     proto = onnx.ModelProto.FromString(model.stripped)
-    kept = []
+    remaining = []
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             if tensor.name not in {v.name for v in proto.graph.input}:
                 kind = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
                 proto.graph.input.append(onnx.ValueInfoProto(name=tensor.name, type=kind))
         else:
-            kept.append(tensor)
+            remaining.append(tensor)
     del proto.graph.initializer[:]
-    proto.graph.initializer.extend(kept)
+    proto.graph.initializer.extend(remaining)
     model.store.fill(protos.all_tensors(proto))
     return check(proto)
 
@@ -284,7 +284,7 @@ def _dims(const: Const) -> list[int]:
     return [d for d in const.type.shape or () if isinstance(d, int)]
 
 
-def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Written:
+def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _ModelParts:
     proto = onnx.ModelProto()
     proto.CopyFrom(model.frame)
     writer = _Writer(model, proto)
@@ -296,19 +296,19 @@ def _write(model: ImportedModel, graph: Graph, opset: int | None = None) -> _Wri
         versions.convert_at_least(proto, writer.types, versions.runnable(proto, model.opset))
     del proto.graph.quantization_annotation[:]
     proto.graph.quantization_annotation.extend(
-        a for a in model.frame.graph.quantization_annotation if a.tensor_name in writer.taken
+        a for a in model.frame.graph.quantization_annotation if a.tensor_name in writer.used_names
     )
     imported = {o.domain for o in proto.opset_import}
     for domain in sorted(writer.domains - imported - {""}):
         proto.opset_import.add(domain=domain, version=1)
     proto.ir_version = min(max(proto.ir_version, _least_ir_version(proto)), _MAX_IR_VERSION)
-    return _Written(proto, writer.large)
+    return _ModelParts(proto, writer.large)
 
 
 def _least_ir_version(proto: onnx.ModelProto) -> int:
     """The IR version in which a model's opset came."""
-    known = versions.opset_of(proto)
-    opset = onnx.helper.make_opsetid("", OPSET if known is None else known)
+    version = versions.opset_of(proto)
+    opset = onnx.helper.make_opsetid("", OPSET if version is None else version)
     return max(_SEPARATE_WEIGHTS, onnx.helper.find_min_ir_version_for([opset]))
 
 
@@ -318,7 +318,7 @@ class _Writer:
     def __init__(self, model: ImportedModel, proto: onnx.ModelProto) -> None:
         self.model = model
         self.proto = proto
-        self.taken: set[str] = set()
+        self.used_names: set[str] = set()
         self.domains: set[str] = set()
         self.large: dict[str, Const] = {}
         self.symbols: dict[str, str] = {}  # symbols of the inputs -> their names in the file
@@ -333,30 +333,30 @@ class _Writer:
     def main(self, graph: Graph) -> None:
         out = self.proto.graph
         declared = [v.name for v in out.output]
-        self.taken.update(v.name for v in out.input)
-        self.taken.update(declared)
+        self.used_names.update(v.name for v in out.input)
+        self.used_names.update(declared)
         names = {value: info.name for value, info in zip(graph.inputs, out.input)}
         for value, info in zip(graph.inputs, out.input):
-            for dim, written in zip(graph.type(value).shape or (), info.type.tensor_type.shape.dim):
+            for dim, dim_proto in zip(graph.type(value).shape or (), info.type.tensor_type.shape.dim):
                 if isinstance(dim, str) and not dims.is_computed(dim):
-                    self.symbols.setdefault(dim, written.dim_param or dim)
+                    self.symbols.setdefault(dim, dim_proto.dim_param or dim)
         for name, const in self.model.overridable.items():
             out.initializer.append(tensor_proto(name, const))
         self._graph(graph, out, names, declared, self._claims(graph))
 
     def _claims(self, graph: Graph) -> set[str]:
-        """Outputs with a declared type that does not follow, and with more readers than in the original.
+        """Names of outputs that declare sizes which cannot be inferred, and have more readers than in the original.
 
-        A runtime believes the declared types of what it reads.
+        A runtime believes the declared types of values that it reads.
         """
-        found = set()
+        names = set()
         for info, value, old in zip(self.proto.graph.output, graph.outputs, self.model.graph.outputs):
             sizes = type_of_proto(info.type).shape or ()
-            known = graph.type(value).shape or (None,) * len(sizes)
-            claimed = any(isinstance(a, int) and a != b for a, b in zip(sizes, known))
+            inferred = graph.type(value).shape or (None,) * len(sizes)
+            claimed = any(isinstance(a, int) and a != b for a, b in zip(sizes, inferred))
             if claimed and len(graph.users(value)) > len(self.model.graph.users(old)):
-                found.add(info.name)
-        return found
+                names.add(info.name)
+        return names
 
     def _graph(
         self,
@@ -370,13 +370,13 @@ class _Writer:
 
         Nodes read outputs in `claims` under another name, which has no declared type.
         """
-        found, computed = weights.materialise(graph)
-        made = {v for node in found.nodes for v in node.outputs}
-        read = {v for node in found.nodes for v in node.inputs} | set(graph.outputs)
-        live = made | read
+        plan, computed = weights.materialise(graph)
+        produced = {v for node in plan.nodes for v in node.outputs}
+        consumed = {v for node in plan.nodes for v in node.inputs} | set(graph.outputs)
+        live = produced | consumed
         # ONNX Runtime returns a sparse constant as such, or fails, unless a node makes a dense tensor of it.
-        sparse = {v for node in found.nodes if node.op == "Constant" for v in node.outputs}
-        dense = made - (sparse - set(self.model.graph.outputs))
+        sparse = {v for node in plan.nodes if node.op == "Constant" for v in node.outputs}
+        dense = produced - (sparse - set(self.model.graph.outputs))
         aliases: list[tuple[str, Value]] = []
         for name, value in zip(declared, graph.outputs):
             if value in dense and value not in names and name not in claims:
@@ -384,22 +384,22 @@ class _Writer:
             elif names.get(value) != name:  # an input that is also an output
                 aliases.append((name, value))
         # Names of this graph come before those of its bodies, so that a clash changes the inner name.
-        for node in found.nodes:
+        for node in plan.nodes:
             for index, value in enumerate(node.outputs):
                 if value in names:
                     continue
-                if value not in read and output_is_optional(node.op, index):
+                if value not in consumed and output_is_optional(node.op, index):
                     names[value] = ""
                 else:
                     stem = split_op(node.op)[1].lower()
                     names[value] = self._fresh(graph.leaves.names.get(value) or f"{stem}_{len(names)}")
-        for value in found.constants:
+        for value in plan.constants:
             const = computed.get(value) or graph.leaves.consts[value]
             wish = graph.leaves.names.get(value) or f"const_{len(names)}"
             recipe = self.model.recipes.get(value) if value not in computed else None
             if recipe is not None:
                 names[value] = self._fresh(wish)
-                out.node.append(self._made(recipe, names[value], out))
+                out.node.append(self._recipe_node(recipe, names[value], out))
             elif const.type.dtype == DType.STRING or (const.type.size or 0) <= SMALL:
                 names[value] = self._fresh(wish)
                 out.initializer.append(tensor_proto(names[value], const))
@@ -408,7 +408,7 @@ class _Writer:
         self.types.update(
             (name, graph.type(value)) for value, name in names.items() if value in live and name
         )
-        for node in found.nodes:
+        for node in plan.nodes:
             out.node.append(self._node(node, names))
             if sizes_from_data(node.op):
                 out.value_info.extend(v for v in self._sizes(graph, node, names) if v.name not in declared)
@@ -430,17 +430,17 @@ class _Writer:
         types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
         data = [graph.const(v) for v in node.inputs]
         try:
-            seen = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
+            inferred = infer_as_onnx(node.op, node.attrs, types, data, len(node.outputs))
         except InferenceError:  # the model fails here in every run
             return
-        for value, type, shape, found in zip(node.outputs, node.types, shapes, seen):
-            lost = found.shape is None or any(
-                isinstance(s, str) and d != o for d, s, o in zip(type.shape or (), shape, found.shape)
+        for value, type, shape, own in zip(node.outputs, node.types, shapes, inferred):
+            incomplete = own.shape is None or any(
+                isinstance(s, str) and d != o for d, s, o in zip(type.shape or (), shape, own.shape)
             )
-            if lost and any(isinstance(d, str) for d in shape) and names[value]:
+            if incomplete and any(isinstance(d, str) for d in shape) and names[value]:
                 yield onnx.helper.make_tensor_value_info(names[value], int(type.dtype), shape)
 
-    def _made(self, recipe: Recipe, name: str, out: onnx.GraphProto) -> onnx.NodeProto:
+    def _recipe_node(self, recipe: Recipe, name: str, out: onnx.GraphProto) -> onnx.NodeProto:
         inputs = []
         for const in recipe.inputs:
             inputs.append("" if const is None else self._fresh(f"{name}_of"))
@@ -466,9 +466,9 @@ class _Writer:
 
     def _fresh(self, wish: str) -> str:
         name, number = wish, 1
-        while name in self.taken:
+        while name in self.used_names:
             name, number = f"{wish}_{number}", number + 1
-        self.taken.add(name)
+        self.used_names.add(name)
         return name
 
     def _node(self, node: Node, names: Mapping[Value, str]) -> onnx.NodeProto:

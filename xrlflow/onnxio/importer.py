@@ -96,7 +96,7 @@ def _loaded(
         notes = check_types(store.name, proto)
     except ModelError:
         for tensor in protos.tensors(proto.graph):
-            store.const(tensor)  # a tensor that is damaged itself is told of first
+            store.const(tensor)  # a damaged tensor is the better explanation
         raise
     frame = _frame(proto)
     dimensions.name_dimensions(proto)
@@ -227,16 +227,16 @@ def _inlined(store: TensorStore, proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _write_defaults(proto: onnx.ModelProto) -> None:
-    """Give calls of functions the attributes that they leave to the function's defaults, in place.
+    """Add the functions' default attributes to calls that lack them, in place.
 
-    ONNX's inliner knows no defaults: nodes inside would get those of their own operators.
+    ONNX's inliner ignores them: nodes inside would get the defaults of their own operators.
     """
     defaults = {(f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions}
     for owner in (proto.graph, *proto.functions):
         for node in protos.all_nodes(owner):
-            given = {a.name for a in node.attribute}
-            known = defaults.get((node.domain, node.op_type, node.overload), ())
-            node.attribute.extend(a for a in known if a.name not in given)
+            present = {a.name for a in node.attribute}
+            attributes = defaults.get((node.domain, node.op_type, node.overload), ())
+            node.attribute.extend(a for a in attributes if a.name not in present)
 
 
 def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
@@ -244,9 +244,9 @@ def _drop_weights_from_inputs(proto: onnx.ModelProto) -> None:
     if proto.ir_version >= 4:
         return
     weights_ = {t.name for t in proto.graph.initializer}
-    kept = [v for v in proto.graph.input if v.name not in weights_]
+    remaining = [v for v in proto.graph.input if v.name not in weights_]
     del proto.graph.input[:]
-    proto.graph.input.extend(kept)
+    proto.graph.input.extend(remaining)
 
 
 def _frame(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -272,9 +272,9 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
     bare.graph.value_info.extend(v for v in proto.graph.value_info if v.name in unknown)
     dimensions.without_claims(bare.graph)
     inputs = {v.name for v in proto.graph.input}  # inference would use their defaults
-    kept = [t for t in proto.graph.initializer if t.name not in inputs]
+    remaining = [t for t in proto.graph.initializer if t.name not in inputs]
     del bare.graph.initializer[:]
-    bare.graph.initializer.extend(kept)
+    bare.graph.initializer.extend(remaining)
     try:
         typed = infer_shapes(bare)
     except (onnx.shape_inference.InferenceError, RuntimeError):
@@ -284,10 +284,10 @@ def _typed(proto: onnx.ModelProto) -> tuple[onnx.GraphProto, dict[str, TensorTyp
     believed: dict[str, TensorType] = {}
     inferred = {v.name: v.type for v in typed.graph.value_info}
     for name, type in infos.items():
-        known = dimensions.without_symbols(type_of_proto(type))
+        claim = dimensions.without_symbols(type_of_proto(type))
         if name in inferred:
-            declared.check(name, known, type_of_proto(inferred[name]))
-        believed[name] = known
+            declared.check(name, claim, type_of_proto(inferred[name]))
+        believed[name] = claim
     return typed.graph, believed
 
 
@@ -305,8 +305,8 @@ class _Scope:
         self.elements: dict[Value, Known] = {}  # of values computed from dimensions
 
     def type(self, value: Value) -> TensorType:
-        found = self.of_node.get(value)
-        return found if found is not None else self.leaves.types[value]
+        computed = self.of_node.get(value)
+        return computed if computed is not None else self.leaves.types[value]
 
     def const(self, value: Value) -> Const | None:
         return self.leaves.consts.get(value)
@@ -337,20 +337,16 @@ class _Scope:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Read:
-    """A node of the file in canonical form.
-
-    `inputs` with their `types` (None: left out) and `elements` (for those computed from dimensions, as far as known);
-    `captured`: values of this graph that its bodies read; `outputs`: names, empty if nobody reads them.
-    """
+class _NodeSpec:
+    """A node of the file in canonical form."""
 
     op: str
     attrs: Attrs
     inputs: Sequence[Value]
-    captured: Sequence[Value]
-    types: Sequence[TensorType | None]
-    elements: Sequence[Known | None]
-    outputs: Sequence[str]
+    captured: Sequence[Value]  # values of this graph that the node's bodies read
+    types: Sequence[TensorType | None]  # of the inputs; None: the input is absent
+    elements: Sequence[Known | None]  # of inputs that are computed from dimensions, as far as known
+    outputs: Sequence[str]  # names; empty if nobody reads the output
 
     @property
     def of_dimensions(self) -> bool:
@@ -430,8 +426,8 @@ class _Importer:
         outputs = []
         for info in proto.output:
             outputs.append(self._find(scope, info.name, f"output {info.name!r}"))
-        nodes, read = _needed(scope.nodes, outputs)  # after folding, some nodes have no reader
-        scope.captured = {outer: inner for outer, inner in scope.captured.items() if inner in read}
+        nodes, used = _needed(scope.nodes, outputs)  # after folding, some nodes have no reader
+        scope.captured = {outer: inner for outer, inner in scope.captured.items() if inner in used}
         return Graph.make(nodes, (*inputs, *scope.captured.values()), tuple(outputs), scope.leaves)
 
     def _find(self, scope: _Scope, name: str, reader: str) -> Value:
@@ -453,40 +449,40 @@ class _Importer:
         if op == "Constant" and (const := self._constant(proto)) is not None:
             self._name_const(scope, proto.output[0], const)
             return
-        read = self._read(op, proto, scope)
+        spec = self._spec(op, proto, scope)
         try:
-            found = self._output_types(read, scope)
-        except InferenceError:  # it fails when it runs, if it does (in a branch): no rule may see it
-            op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # none knows those of other domains
-            read = replace(read, op=op)
-            found = [scope.types.get(name, UNKNOWN) for name in read.outputs]
-        for name, type in zip(read.outputs, found):
+            types = self._output_types(spec, scope)
+        except InferenceError:  # it would fail if it ran (it may be in a branch): no rule may match it
+            op = op if domain else f"{versions.QUALIFIED}{OPSET}::{op}"  # no rule has other domains
+            spec = replace(spec, op=op)
+            types = [scope.types.get(name, UNKNOWN) for name in spec.outputs]
+        for name, type in zip(spec.outputs, types):
             if name in self.claims:
                 self._compare(name, type.as_const(False))
         is_const = (
-            bool(read.inputs)
+            bool(spec.inputs)
             and is_foldable(op)
-            and not read.captured
-            and all(t is None or (t.const and t.dtype != DType.UNDEFINED) for t in read.types)
-            and all(t.dtype != DType.UNDEFINED for t in found)
+            and not spec.captured
+            and all(t is None or (t.const and t.dtype != DType.UNDEFINED) for t in spec.types)
+            and all(t.dtype != DType.UNDEFINED for t in types)
         )
-        if self._folded(read, found, is_const, scope):
+        if self._folded(spec, types, is_const, scope):
             return
-        node = self._add(read, [t.as_const(is_const) for t in found], scope)
+        node = self._add(spec, [t.as_const(is_const) for t in types], scope)
         if not is_const:
-            self._compute_elements(read, node, found[0], scope)
+            self._compute_elements(spec, node, types[0], scope)
         if any(p.key == LEFT for p in proto.metadata_props):
             scope.nodes[-1] = node.placed(True)
         if proto.name or proto.doc_string or proto.metadata_props:
             metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props if p.key != LEFT)
             self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
 
-    def _read(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _Read:
+    def _spec(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _NodeSpec:
         """A node in canonical form. Raises ModelError if it reads a value that nothing computes."""
         reader = f"node {proto.name!r} ({op})" if proto.name else f"the {op} that makes {proto.output[0]!r}"
         inputs = [self._find(scope, name, reader) if name else ABSENT for name in proto.input]
-        least = 2 if op == "Loop" else 0  # the trip count and the condition are always listed
-        while len(inputs) > least and inputs[-1] == ABSENT:
+        minimum = 2 if op == "Loop" else 0  # the trip count and the condition are always listed
+        while len(inputs) > minimum and inputs[-1] == ABSENT:
             inputs.pop()
         if op == "Range":
             inputs = [_scalar(scope, v) for v in inputs]
@@ -500,7 +496,7 @@ class _Importer:
         while len(outputs) > 1 and not outputs[-1]:
             outputs.pop()
         elements = [scope.elements.get(v) for v in inputs]
-        return _Read(op, canonical_attrs(op, raw, types), inputs, captured, types, elements, outputs)
+        return _NodeSpec(op, canonical_attrs(op, raw, types), inputs, captured, types, elements, outputs)
 
     def _attributes(
         self, proto: onnx.NodeProto, inputs: Sequence[Value], scope: _Scope
@@ -523,34 +519,34 @@ class _Importer:
                 captured.extend(outer)
         return raw, captured
 
-    def _folded(self, read: _Read, found: Sequence[TensorType], is_const: bool, scope: _Scope) -> bool:
-        """Make the outputs of a node constants, if possible. Returns whether it was."""
-        folded = self._fold(read, found, scope) if is_const else None
-        if folded is None and read.op in ("Shape", "Size"):
-            folded = _fold_shape(read.op, read.attrs, read.types[0])
-        if folded is None:
+    def _folded(self, spec: _NodeSpec, types: Sequence[TensorType], is_const: bool, scope: _Scope) -> bool:
+        """Make the outputs of a node constants, if possible. Returns whether they are."""
+        arrays = self._fold(spec, types, scope) if is_const else None
+        if arrays is None and spec.op in ("Shape", "Size"):
+            arrays = _fold_shape(spec.op, spec.attrs, spec.types[0])
+        if arrays is None:
             return False
-        for name, array, type in zip(read.outputs, folded, found):
+        for name, array, type in zip(spec.outputs, arrays, types):
             if name:
                 self._name_const(scope, name, array_const(array, type.dtype))
-        if is_const and len(read.outputs) == 1:
-            consts = tuple(None if v == ABSENT else scope.const(v) for v in read.inputs)
-            recipe = Recipe(read.op, read.attrs, consts)
-            if folded[0].nbytes > max(_COMPACT, 4 * recipe.nbytes):
-                self.recipes.setdefault(scope.values[read.outputs[0]], recipe)
+        if is_const and len(spec.outputs) == 1:
+            consts = tuple(None if v == ABSENT else scope.const(v) for v in spec.inputs)
+            recipe = Recipe(spec.op, spec.attrs, consts)
+            if arrays[0].nbytes > max(_COMPACT, 4 * recipe.nbytes):
+                self.recipes.setdefault(scope.values[spec.outputs[0]], recipe)
         return True
 
-    def _add(self, read: _Read, types: Sequence[TensorType], scope: _Scope) -> Node:
+    def _add(self, spec: _NodeSpec, types: Sequence[TensorType], scope: _Scope) -> Node:
         """Add a node to the graph, and name its outputs."""
-        inputs = (*read.inputs, *read.captured)
-        key, salt = mix(digest(read.op), read.attrs.digest, *inputs), 0
+        inputs = (*spec.inputs, *spec.captured)
+        key, salt = mix(digest(spec.op), spec.attrs.digest, *inputs), 0
         while output_key(key, 0, salt) in scope.of_node:
             salt += 1
-        values = tuple(output_key(key, i, salt) for i in range(len(read.outputs)))
-        node = Node(read.op, inputs, values, tuple(types), read.attrs, len(read.captured))
+        values = tuple(output_key(key, i, salt) for i in range(len(spec.outputs)))
+        node = Node(spec.op, inputs, values, tuple(types), spec.attrs, len(spec.captured))
         scope.nodes.append(node)
         scope.of_node.update(zip(values, node.types))
-        for name, value in zip(read.outputs, values):
+        for name, value in zip(spec.outputs, values):
             if name:
                 scope.values[name] = value
                 scope.leaves.names[value] = name
@@ -560,11 +556,11 @@ class _Importer:
                     self.declared[value] = numbers
         return node
 
-    def _compute_elements(self, read: _Read, node: Node, type: TensorType, scope: _Scope) -> None:
+    def _compute_elements(self, spec: _NodeSpec, node: Node, type: TensorType, scope: _Scope) -> None:
         """Note the elements of a node's first output, if it computes them from dimensions. `type` is its type."""
-        if read.op in ("Shape", "Size") or read.of_dimensions:
-            known = self._with_consts(read, scope)
-            computed = symbolic_values.values(read.op, read.attrs, read.types, known, type)
+        if spec.op in ("Shape", "Size") or spec.of_dimensions:
+            elements = self._with_consts(spec, scope)
+            computed = symbolic_values.values(spec.op, spec.attrs, spec.types, elements, type)
             if computed is not None:
                 scope.elements[node.outputs[0]] = computed
 
@@ -575,16 +571,16 @@ class _Importer:
 
         Raises Contradiction if an initial state has another type than the body declares.
         """
-        given: list[TensorType] = []
+        actual: list[TensorType] = []
         states = 0
         if node.op_type == "Loop":
             scalars = (TensorType(DType.INT64, None), TensorType(DType.BOOL, None))
-            given = [*scalars, *(scope.type(v) if v != ABSENT else UNKNOWN for v in inputs[2:])]
-            states = len(given)
+            actual = [*scalars, *(scope.type(v) if v != ABSENT else UNKNOWN for v in inputs[2:])]
+            states = len(actual)
         elif node.op_type == "Scan":
-            given = [scope.type(v) if v != ABSENT else UNKNOWN for v in inputs]
-            states = len(given) - sum(a.i for a in node.attribute if a.name == "num_scan_inputs")
-        for at, (info, type) in enumerate(zip(body.input, given)):
+            actual = [scope.type(v) if v != ABSENT else UNKNOWN for v in inputs]
+            states = len(actual) - sum(a.i for a in node.attribute if a.name == "num_scan_inputs")
+        for at, (info, type) in enumerate(zip(body.input, actual)):
             if not info.type.WhichOneof("value") and type.dtype != DType.UNDEFINED:
                 info.type.tensor_type.elem_type = int(type.dtype)
             elif at < states:
@@ -634,32 +630,32 @@ class _Importer:
             return array_const(np.array(strings, object), DType.STRING)
         return None
 
-    def _output_types(self, read: _Read, scope: _Scope) -> list[TensorType]:
-        """The types of a node's outputs. Raises InferenceError if what is known of its inputs does not fit it."""
-        op, attrs, types, outputs = read.op, read.attrs, read.types, read.outputs
-        found = [scope.types.get(name, UNKNOWN) for name in outputs]
+    def _output_types(self, spec: _NodeSpec, scope: _Scope) -> list[TensorType]:
+        """The types of a node's outputs. Raises InferenceError if its inputs' types or values do not fit it."""
+        op, attrs, types, outputs = spec.op, spec.attrs, spec.types, spec.outputs
+        believed = [scope.types.get(name, UNKNOWN) for name in outputs]
         doubtful = not self.doubtful.isdisjoint(outputs)
         if any(isinstance(a, Body) for a in attrs.values()):
             if self.doubtful:
-                declared.check_bodies(op, attrs, outputs, found)
-            return found
-        sure = not doubtful and all(t.other is not None for t in found)
+                declared.check_bodies(op, attrs, outputs, believed)
+            return believed
+        sure = not doubtful and all(t.other is not None for t in believed)
         if sure or schema(op) is None:
-            return found
-        data = [None if v == ABSENT else scope.const(v) for v in read.inputs]
+            return believed
+        data = [None if v == ABSENT else scope.const(v) for v in spec.inputs]
         own = infer(op, attrs, types, data, len(outputs))
-        if read.of_dimensions:
-            own = refine(op, attrs, types, self._with_consts(read, scope), own)
+        if spec.of_dimensions:
+            own = refine(op, attrs, types, self._with_consts(spec, scope), own)
         both = [
             declared.check(name, b, a, proven=True) if name in self.doubtful else _merged(a, b)
-            for name, a, b in zip(outputs, own, found)
+            for name, a, b in zip(outputs, own, believed)
         ]
         return [self.dimensions(t) for t in both]
 
-    def _compare(self, name: str, found: TensorType) -> None:
+    def _compare(self, name: str, inferred: TensorType) -> None:
         """Add a note if the declared type of a value is wrong."""
         try:
-            declared.check(name, self.claims[name], found)
+            declared.check(name, self.claims[name], inferred)
         except Contradiction as error:
             self.note(error)
 
@@ -667,33 +663,35 @@ class _Importer:
         """Add a note on a wrong declaration. Only the first is kept, because one error often causes others."""
         self.notes = self.notes or (f"what the model declares of its values is not believed: {error}",)
 
-    def _with_consts(self, read: _Read, scope: _Scope) -> list[Known | None]:
+    def _with_consts(self, spec: _NodeSpec, scope: _Scope) -> list[Known | None]:
         """The elements of a node's inputs, including those of small constants."""
         consts = [
             None if v == ABSENT or e is not None else scope.const(v)
-            for v, e in zip(read.inputs, read.elements)
+            for v, e in zip(spec.inputs, spec.elements)
         ]
         return [
             e if c is None or c.array is None else symbolic_values.of_array(c.array)
-            for e, c in zip(read.elements, consts)
+            for e, c in zip(spec.elements, consts)
         ]
 
-    def _fold(self, read: _Read, types: Sequence[TensorType], scope: _Scope) -> tuple[np.ndarray, ...] | None:
+    def _fold(
+        self, spec: _NodeSpec, types: Sequence[TensorType], scope: _Scope
+    ) -> tuple[np.ndarray, ...] | None:
         """The outputs of a node with small inputs and outputs, which have these types; None if it cannot be folded."""
         if any(t.size is None or t.size > SMALL for t in types):
             return None
-        consts = [None if v == ABSENT else scope.const(v) for v in read.inputs]
+        consts = [None if v == ABSENT else scope.const(v) for v in spec.inputs]
         arrays = [None if c is None else c.array for c in consts]
-        if any(v != ABSENT and a is None for v, a in zip(read.inputs, arrays)):
+        if any(v != ABSENT and a is None for v, a in zip(spec.inputs, arrays)):
             return None
         try:
-            return weights.evaluate(read.op, read.attrs, arrays, types)
+            return weights.evaluate(spec.op, spec.attrs, arrays, types)
         except weights.NotEvaluable:
             return None
 
 
 def _text(field: str | bytes) -> str:
-    """A text on which nothing depends. protobuf gives bytes if it is not UTF-8."""
+    """A text for readers only, with replacements for bytes that are not UTF-8 (protobuf gives bytes then)."""
     return field if isinstance(field, str) else field.decode(errors="replace")
 
 
@@ -712,9 +710,9 @@ def _scalar(scope: _Scope, value: Value) -> Value:
     key = mix(digest("Reshape"), Attrs().digest, value, shape)
     out = output_key(key, 0)
     if out not in scope.of_node:
-        made = TensorType(type.dtype, (), type.const)
-        scope.nodes.append(Node("Reshape", (value, shape), (out,), (made,)))
-        scope.of_node[out] = made
+        scalar_type = TensorType(type.dtype, (), type.const)
+        scope.nodes.append(Node("Reshape", (value, shape), (out,), (scalar_type,)))
+        scope.of_node[out] = scalar_type
     return out
 
 
@@ -730,13 +728,13 @@ def _merged(first: TensorType, second: TensorType | None) -> TensorType:
 
 def _needed(nodes: Sequence[Node], outputs: Sequence[Value]) -> tuple[list[Node], set[Value]]:
     """The nodes that the outputs depend on, and all values that are read. `nodes` has producers first."""
-    read = set(outputs)
-    kept = []
+    used = set(outputs)
+    needed = []
     for node in reversed(nodes):
-        if not read.isdisjoint(node.outputs):
-            read.update(node.inputs)
-            kept.append(node)
-    return kept[::-1], read
+        if not used.isdisjoint(node.outputs):
+            used.update(node.inputs)
+            needed.append(node)
+    return needed[::-1], used
 
 
 def _fold_shape(op: str, attrs: Attrs, type: TensorType | None) -> tuple[np.ndarray, ...] | None:

@@ -20,10 +20,10 @@ _ASSUMING = frozenset(
 
 
 def infer_shapes(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
-    """What `onnx.shape_inference.infer_shapes` gives, and raises.
+    """The same as `onnx.shape_inference.infer_shapes`, with the same errors, for models that crash it.
 
-    That ends the process if one of some operators reads a value of unknown type: of an operator that ONNX does not
-    define, or that is made later, since files need not be sorted. Here such values have a tensor type without elements.
+    Some operators (`_ASSUMING`) crash it if they read a value of unknown type: the output of an operator that ONNX does
+    not define, or of a later node, since files need not be sorted. Here such values get a tensor type without elements.
     """
     if not any(True for _ in _assumed(model.graph)):
         return onnx.shape_inference.infer_shapes(model, **options)
@@ -52,9 +52,9 @@ def _forget_unknown(graph: onnx.GraphProto) -> None:
     for value in (*graph.input, *graph.output, *graph.value_info):
         if value.type.HasField("tensor_type") and not value.type.tensor_type.elem_type:
             value.ClearField("type")
-    kept = [v for v in graph.value_info if v.HasField("type")]
+    remaining = [v for v in graph.value_info if v.HasField("type")]
     del graph.value_info[:]
-    graph.value_info.extend(kept)
+    graph.value_info.extend(remaining)
     for node in graph.node:
         for body in subgraphs(node):
             _forget_unknown(body)

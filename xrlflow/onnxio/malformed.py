@@ -58,9 +58,9 @@ def reading(name: str, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except _MALFORMED as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(
-            f"{name}: {what} is not as ONNX has it ({told[:200]}): the file is damaged, export it again"
+            f"{name}: {what} is not as ONNX has it ({reason[:200]}): the file is damaged, export it again"
         ) from error
 
 
@@ -88,7 +88,7 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
             raise ModelError(
                 f"{name}: {sparse.values.name!r} has the dimensions {list(sparse.dims)}: {damaged}"
             )
-    known = outside.union(
+    defined = outside.union(
         (v.name for v in graph.input),
         (t.name for t in graph.initializer),
         (t.values.name for t in graph.sparse_initializer),
@@ -96,9 +96,9 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
     )
     for node in graph.node:
         title = f"node {node.name!r} ({node.op_type})"
-        for read in node.input:
-            if read and read not in known:
-                raise ModelError(f"{name}: {title} reads {read!r}, which nothing makes: {damaged}")
+        for operand in node.input:
+            if operand and operand not in defined:
+                raise ModelError(f"{name}: {title} reads {operand!r}, which nothing makes: {damaged}")
         _check_equation(name, node)
         for attribute in node.attribute:
             if (
@@ -110,14 +110,14 @@ def check_structure(name: str, graph: onnx.GraphProto, outside: frozenset[str] =
                     f"{name}: {title} has {len(node.output)} outputs and says {attribute.i}: {damaged}"
                 )
         for body in subgraphs(node):
-            check_structure(name, body, known)
+            check_structure(name, body, defined)
 
 
 def _check_equation(name: str, node: onnx.NodeProto) -> None:
     """Refuse an Einsum with whose equation ONNX's inference might not end."""
     for attribute in node.attribute:
-        wanted = node.op_type == "Einsum" and attribute.name == "equation"
-        if wanted and not _EQUATION.fullmatch(attribute.s.replace(b" ", b"")):
+        is_equation = node.op_type == "Einsum" and attribute.name == "equation"
+        if is_equation and not _EQUATION.fullmatch(attribute.s.replace(b" ", b"")):
             raise ModelError(
                 f"{name}: node {node.name!r} (Einsum) has the equation {attribute.s!r}: export the model again"
             )
@@ -183,12 +183,12 @@ def check_functions(name: str, model: onnx.ModelProto) -> None:
         if key not in sizes:
             sizes[key] = None
             sizes[key] = count(bodies[key].node)
-        found = sizes[key]
-        if found is None:
+        nodes = sizes[key]
+        if nodes is None:
             raise ModelError(
                 f"{name}: function {key[0]}::{key[1]} calls itself: the file is damaged, export it again"
             )
-        return found
+        return nodes
 
     if (total := count(model.graph.node)) > _MOST_NODES:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What is kept of a file besides its computation."""
+"""An imported model: its graph, and what its file says besides the computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xrlflow.ir import Attrs, Const, Graph, Value
 from xrlflow.onnxio.tensors import TensorStore
 
 LEFT = "xrlflow.left"
-"""Metadata of a node that ONNX Runtime runs even where kernels of our own run others (`Node.left`)."""
+"""The metadata key of nodes that ONNX Runtime runs even in a model with generated kernels (`Node.left`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +41,25 @@ class Recipe:
 class ImportedModel:
     """A model as read from a file.
 
-    - `graph` has operators of opset 23, and those that only a later opset defines (they have names like
-      "ai.onnx@24::Swish"). `opset` is the one to write where the result needs no newer one: that of the file, unless
-      somebody chose another.
-    - `frame` is the ModelProto without nodes, initialisers and value infos: declared inputs and outputs, IR version,
-      opset imports, producer, metadata, doc strings, and functions that could not be inlined.
-    - `bindings`: sizes for symbols, from the shapes that the caller gave.
-    - `nodes_before`: the number of operators in the file, with functions inlined, and with bodies.
-    - `recipes`: constants that take less room in the file as the node that makes them.
-    - `overridable`: initialisers that are also graph inputs. `size`: bytes, including external data.
-    - `declared`: the shapes, in numbers, that the file declares for computed values; `notes`: which of them are wrong.
+    `frame` has the declared inputs and outputs, IR version, opset imports, producer, metadata, doc strings, and
+    functions that could not be inlined.
     """
 
     name: str
-    graph: Graph
-    opset: int
-    frame: onnx.ModelProto
-    bindings: Mapping[str, int]
-    fixed: bool
-    nodes_before: int
-    overridable: Mapping[str, Const]
+    graph: Graph  # operators of opset 23; operators of later opsets have names like "ai.onnx@24::Swish"
+    opset: int  # to be written if the result needs no newer one: the file's, unless the user chose another
+    frame: onnx.ModelProto  # the file's ModelProto without nodes, initialisers and value infos
+    bindings: Mapping[str, int]  # sizes of symbols, from the shapes that the caller gave
+    fixed: bool  # the bindings have replaced the symbols
+    nodes_before: int  # the number of operators in the file, with functions inlined, and with bodies
+    overridable: Mapping[str, Const]  # initialisers that are also graph inputs
     labels: Mapping[Value, NodeLabel]
-    recipes: Mapping[Value, Recipe]
+    recipes: Mapping[Value, Recipe]  # of constants that need fewer bytes in the file as a node
     store: TensorStore
     stripped: bytes  # the file without large tensors: see wire.strip_model
-    size: int
-    external: bool
-    declared: Mapping[Value, tuple[int, ...]]
-    notes: tuple[str, ...] = ()
+    size: int  # bytes, including external data
+    external: bool  # the file has external data
+    declared: Mapping[
+        Value, tuple[int, ...]
+    ]  # shapes, in numbers, that the file declares for computed values
+    notes: tuple[str, ...] = ()  # which of these shapes are wrong

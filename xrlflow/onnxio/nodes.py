@@ -83,7 +83,7 @@ _YES: Mapping[str, Callable[[int], bool]] = {
 }
 # ONNX's inference takes the lower 32 bits of a number.
 _LARGEST_AXIS = 1 << 12
-# ONNX Runtime looks at less of these than ONNX does.
+# ONNX Runtime checks less of these operators than ONNX does.
 _LENIENT = frozenset(["NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"])
 _NOT_VALUES = frozenset(["name", "type", "doc_string", "ref_attr_name"])
 _STRING, _INT = onnx.AttributeProto.STRING, onnx.AttributeProto.INT
@@ -104,9 +104,9 @@ def check_nodes(name: str, model: onnx.ModelProto) -> None:
     """Refuse nodes that no runtime accepts. Raises ModelError, which names the node or value.
 
     These are nodes without an operand, attribute or body that their operator needs, with an attribute that is of the
-    wrong type or that the operator does not have, with text that is not UTF-8, or with an output that something else
-    makes too. But for the text, ONNX Runtime checks the same when it loads a model. Operators that ONNX does not define
-    are not looked at.
+    wrong type or that the operator does not have, with text that is not UTF-8, or with an output that another node
+    computes too. But for the text, ONNX Runtime checks the same when it loads a model. Operators that ONNX does not
+    define are not checked.
     """
     _check_nodes(name, model.graph, _opsets(model))
 
@@ -119,7 +119,7 @@ def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -
     for value in (*graph.input, *graph.output):
         if not isinstance(value.name, str):
             raise ModelError(f"{name}: a value's name, {value.name!r}, is not UTF-8: {_DAMAGED}")
-    # Nothing can read these: who does has a name that is no text.
+    # A node that reads a value with such a name is refused below, so no node reads these.
     _drop(graph.value_info, [not isinstance(v.name, str) for v in graph.value_info])
     _drop(graph.initializer, [not isinstance(t.name, str) for t in graph.initializer])
     _drop(graph.sparse_initializer, [not isinstance(t.values.name, str) for t in graph.sparse_initializer])
@@ -149,40 +149,39 @@ def _check_nodes(name: str, graph: onnx.GraphProto, opsets: Mapping[str, int]) -
 
 
 def _title(node: onnx.NodeProto) -> str:
-    named = f"node {node.name!r}" if node.name else f"the node that makes {next(iter(node.output), '')!r}"
-    return f"{named} ({node.op_type})"
+    subject = f"node {node.name!r}" if node.name else f"the node that makes {next(iter(node.output), '')!r}"
+    return f"{subject} ({node.op_type})"
 
 
-def _drop(fields: Any, wanted: Sequence[bool]) -> None:
+def _drop(fields: Any, unwanted: Sequence[bool]) -> None:
     """Delete entries of a repeated field, in place."""
-    for at in reversed([i for i, drop in enumerate(wanted) if drop]):
+    for at in reversed([i for i, drop in enumerate(unwanted) if drop]):
         del fields[at]
 
 
 @dataclass(frozen=True, slots=True)
 class _Definition:
-    """An operator's definition, in Python: each look into ONNX's own takes long.
+    """An operator's definition as Python objects, because reading ONNX's own takes long.
 
-    `operands` and `results`: their names, and whether one may be left out. The last stands for all that follow.
-    `attributes`: the numbers of their types.
+    The last entry of `operands` and of `results` holds for all further ones, too.
     """
 
     schema: onnx.defs.OpSchema
     domain: str
-    since: int
-    inputs: tuple[int, int]
+    since: int  # the opset of this definition
+    inputs: tuple[int, int]  # fewest and most
     outputs: tuple[int, int]
-    operands: tuple[tuple[str, bool], ...]
+    operands: tuple[tuple[str, bool], ...]  # names, and whether each is optional
     results: tuple[tuple[str, bool], ...]
-    attributes: Mapping[str, int]
-    required: tuple[str, ...]
+    attributes: Mapping[str, int]  # the numbers of their types
+    required: tuple[str, ...]  # attributes
 
 
 @lru_cache(maxsize=4096)
 def _defined(op: str, domain: str, opset: int) -> _Definition | None:
-    """The definition of an operator; None if ONNX does not define it, or at an opset that is refused elsewhere.
+    """The definition of an operator; None if ONNX does not define it, or not at this opset.
 
-    An operator that is newer than the model is read as the canonical opset has it.
+    An operator that is newer than the model's opset gets the definition of the canonical opset.
     """
     for version in (opset, 0 if domain else OPSET):
         try:
@@ -197,8 +196,8 @@ def _defined(op: str, domain: str, opset: int) -> _Definition | None:
             tuple((formal.name, formal.option != _SINGLE) for formal in schema.outputs),
             _FORMER[op]
             if op in _FORMER and schema.since_version > opset
-            else {key: _KINDS[known.type] for key, known in attributes.items()},
-            tuple(key for key, known in attributes.items() if known.required),
+            else {key: _KINDS[attribute.type] for key, attribute in attributes.items()},
+            tuple(key for key, attribute in attributes.items() if attribute.required),
         )  # fmt: skip
     return None
 
@@ -210,32 +209,32 @@ def _definition(node: onnx.NodeProto, opsets: Mapping[str, int]) -> _Definition 
 
 def _fault(node: onnx.NodeProto, opsets: Mapping[str, int]) -> str | None:
     """What is wrong with a node of an operator that ONNX defines, or None."""
-    found = _definition(node, opsets)
-    if found is None:
+    definition = _definition(node, opsets)
+    if definition is None:
         return None
-    if node.op_type == "Constant" and not found.domain and not _one_value(node):
+    if node.op_type == "Constant" and not definition.domain and not _one_value(node):
         return "has no value"
     if node.op_type not in _FORMER and (
-        found.since > opsets.get(found.domain, 0) or node.op_type == "LayerNormalization"
+        definition.since > opsets.get(definition.domain, 0) or node.op_type == "LayerNormalization"
     ):
         # ONNX Runtime has a definition of its own, which takes any attribute.
-        _drop(node.attribute, [a.name not in found.attributes for a in node.attribute])
+        _drop(node.attribute, [a.name not in definition.attributes for a in node.attribute])
     _drop_unset(node)
-    for what, count, (least, most) in (
-        ("inputs", len(node.input), found.inputs), ("outputs", len(node.output), found.outputs),
+    for what, count, (minimum, maximum) in (
+        ("inputs", len(node.input), definition.inputs), ("outputs", len(node.output), definition.outputs),
     ):  # fmt: skip
-        if not least <= count <= most:
-            return f"has {count} {what} and needs {_range(least, most)}"
+        if not minimum <= count <= maximum:
+            return f"has {count} {what} and needs {_range(minimum, maximum)}"
     for at, value in enumerate(node.input):
         if not value:
-            name, optional = found.operands[min(at, len(found.operands) - 1)]
+            name, optional = definition.operands[min(at, len(definition.operands) - 1)]
             if not optional:
                 return f"lacks its operand {name!r}"
-    for value, (name, optional) in zip(node.output, found.results):
+    for value, (name, optional) in zip(node.output, definition.results):
         if not value and not optional:
             return f"lacks a name for its output {name!r}"
-    return _fault_of_attributes(node, found) or (
-        None if found.domain else _fault_of_values(node, opsets.get("", 0))
+    return _fault_of_attributes(node, definition) or (
+        None if definition.domain else _fault_of_values(node, opsets.get("", 0))
     )
 
 
@@ -254,7 +253,7 @@ def _one_value(node: onnx.NodeProto) -> bool:
 
 
 def _drop_unset(node: onnx.NodeProto) -> None:
-    """Numbers of heads that are not positive count as not given; ONNX's inference divides by them. In place."""
+    """Remove numbers of heads that are not positive, in place: they mean the default, and inference divides by them."""
     _drop(node.attribute, [a.name in _HEADS and a.type == _INT and a.i < 1 for a in node.attribute])
 
 
@@ -265,81 +264,85 @@ def _fault_of_attributes(node: onnx.NodeProto, definition: _Definition) -> str |
             node.attribute, [a.name == "auto_pad" and a.type == _STRING and not a.s for a in node.attribute]
         )
     kinds = onnx.AttributeProto.AttributeType
-    seen: set[str] = set()
+    names: set[str] = set()
     for attribute in node.attribute:
         if attribute.name in _YES and attribute.HasField("i"):
             attribute.i = int(_YES[attribute.name](attribute.i))
-        key, wanted = attribute.name, definition.attributes.get(attribute.name)
-        if key in seen:
+        key, expected = attribute.name, definition.attributes.get(attribute.name)
+        if key in names:
             return f"has the attribute {key!r} twice"
-        seen.add(key)
-        if wanted is None:
+        names.add(key)
+        if expected is None:
             if key.startswith("__"):  # notes of runtimes to themselves, which need not have a type
                 continue
             return f"has the attribute {key!r}, which {node.op_type} does not have"
-        if attribute.type != wanted:
-            return f"has the attribute {key!r} of type {kinds.Name(attribute.type)}, not {kinds.Name(wanted)}"
-        if any(f.name not in _NOT_VALUES and f.name != _FIELDS[wanted] for f, _ in attribute.ListFields()):
-            return f"has the attribute {key!r} with a value that is not of type {kinds.Name(wanted)}"
-        numbers = [attribute.i] if wanted == _INT else attribute.ints
+        if attribute.type != expected:
+            return (
+                f"has the attribute {key!r} of type {kinds.Name(attribute.type)}, not {kinds.Name(expected)}"
+            )
+        if any(f.name not in _NOT_VALUES and f.name != _FIELDS[expected] for f, _ in attribute.ListFields()):
+            return f"has the attribute {key!r} with a value that is not of type {kinds.Name(expected)}"
+        numbers = [attribute.i] if expected == _INT else attribute.ints
         if key in _COUNTS and min(numbers, default=1) < 1:
             return f"has the attribute {key!r} below 1"
         if key in ("axis", "axes") and max(map(abs, numbers), default=0) > _LARGEST_AXIS:
             return f"has the attribute {key!r} of {attribute.i or list(attribute.ints)}, and no tensor has so many axes"
         if key == "auto_pad" and attribute.s not in _AUTO_PADS:
             return f"has the attribute 'auto_pad' of {attribute.s!r}"
-    return next((f"lacks {key!r}" for key in definition.required if key not in seen), None)
+    return next((f"lacks {key!r}" for key in definition.required if key not in names), None)
 
 
 def _fault_of_values(node: onnx.NodeProto, opset: int) -> str | None:
     """What is wrong with the attributes' values."""
     if node.op_type not in ("Transpose", "If", "Loop", "Scan"):
         return None
-    given = {a.name: a for a in node.attribute}
-    if node.op_type == "Transpose" and "perm" in given:
-        perm = list(given["perm"].ints)
+    attributes = {a.name: a for a in node.attribute}
+    if node.op_type == "Transpose" and "perm" in attributes:
+        perm = list(attributes["perm"].ints)
         if sorted(perm) != list(range(len(perm))):
             return f"has {perm} for a permutation"
-    return _fault_of_body(node, given, opset)
+    return _fault_of_body(node, attributes, opset)
 
 
-def _fault_of_body(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto], opset: int) -> str | None:
+def _fault_of_body(
+    node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto], opset: int
+) -> str | None:
     """What is wrong with the bodies of an If, Loop or Scan: the number of their inputs or outputs."""
-    made = len(node.output)
+    outputs = len(node.output)
     if node.op_type == "If":
         for key in ("then_branch", "else_branch"):
-            if len(given[key].g.output) < made or given[key].g.input:
-                return f"has {made} outputs, {len(given[key].g.output)} in {key!r}, and inputs there none"
+            if len(attributes[key].g.output) < outputs or attributes[key].g.input:
+                return f"has {outputs} outputs, {len(attributes[key].g.output)} in {key!r}, and inputs there none"
         return None
     if node.op_type not in ("Loop", "Scan"):
         return None
-    body = given["body"].g
-    read = len(node.input)
+    body = attributes["body"].g
+    inputs = len(node.input)
     if node.op_type == "Loop":
-        states, more = read - 2, 1  # the body also computes the condition
+        states, more = inputs - 2, 1  # the body also computes the condition
     else:
-        read -= opset < 9  # the first input had the lengths of a batch's sequences
-        states, more = read - given["num_scan_inputs"].i, 0
+        inputs -= opset < 9  # the first input had the lengths of a batch's sequences
+        states, more = inputs - attributes["num_scan_inputs"].i, 0
     if states < 0:
-        return f"has {read} inputs, too few for what it scans"
-    if len(body.input) != read:
-        return f"has {read} inputs, and its body {len(body.input)}"
-    if len(body.output) < more + max(states, made):
-        return f"has {made} outputs, and its body {len(body.output)}"
+        return f"has {inputs} inputs, too few for what it scans"
+    if len(body.input) != inputs:
+        return f"has {inputs} inputs, and its body {len(body.input)}"
+    if len(body.output) < more + max(states, outputs):
+        return f"has {outputs} outputs, and its body {len(body.output)}"
     return None
 
 
-def _range(least: int, most: int) -> str:
-    return str(least) if least == most else f"at least {least}" if most > 1 << 20 else f"{least} to {most}"
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"at least {low}" if high > 1 << 20 else f"{low} to {high}"
 
 
 def check_types(name: str, model: onnx.ModelProto) -> tuple[str, ...]:
     """Refuse nodes whose operands do not fit their operator: element types, ranks, axes, sizes. Returns notes.
 
-    What ONNX's inference refuses, ONNX Runtime refuses when it loads the model. Only inputs, constants and what follows
-    from them are believed. Shapes that the file declares for outputs of operators that ONNX does not define are
-    believed unless they contradict the rest; then they are removed, in place, and there is a note. Raises ModelError,
-    which names the node.
+    What ONNX's inference refuses, ONNX Runtime refuses when it loads the model. Only the types of inputs and constants
+    are believed, and those that are inferred from them. Shapes that the file declares for outputs of operators that
+    ONNX does not define are believed unless they contradict these; then they are removed, in place, with a note. Raises
+    ModelError, which names the node.
     """
     bare = _bare(model)
     wrong = _contradiction(bare)
@@ -357,7 +360,7 @@ def check_types(name: str, model: onnx.ModelProto) -> tuple[str, ...]:
 
 
 def _bare(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without what it declares and may not be believed."""
+    """A copy of the model without declarations that may be wrong."""
     bare = declared.forget(model, loops=True)
     without_claims(bare.graph)
     inputs = {v.name for v in bare.graph.input}  # inference would use their defaults
@@ -373,7 +376,7 @@ def _contradiction(bare: onnx.ModelProto) -> str | None:
         typed = _leniently_typed(bare)
     else:
         if all(map(declared.is_defined, all_nodes(bare.graph))):
-            return None  # otherwise errors are not told
+            return None  # with undefined operators, inference does not report all errors
     return _first_refused(typed, typed.graph, {}, {})
 
 
@@ -387,7 +390,7 @@ def _leniently_typed(bare: onnx.ModelProto) -> onnx.ModelProto:
 def _first_refused(
     model: onnx.ModelProto, graph: onnx.GraphProto, types: _Types, consts: _Consts
 ) -> str | None:
-    """The same for a graph with types. `types` and `consts` are those of the graphs around it."""
+    """`_contradiction` for a graph with inferred types. `types` and `consts` are those of the graphs around it."""
     formals = {v.name for v in graph.input}
     types = {**types, **{v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}}
     types.update((t.name, onnx.helper.make_tensor_type_proto(t.data_type, t.dims)) for t in graph.initializer)
@@ -403,17 +406,17 @@ def _first_refused(
                 return wrong
             for output, value in zip(node.output, body.output[node.op_type == "Loop" :]):
                 if _differ(value.type, types.get(output)):
-                    return f"{output!r} is declared {_shown(types[output])} and is {_shown(value.type)}"
-        found = _definition(node, opsets)
+                    return f"{output!r} is declared {_describe(types[output])} and is {_describe(value.type)}"
+        definition = _definition(node, opsets)
         reads = [n for n in node.input if n]
-        known = all(n in types and types[n].WhichOneof("value") for n in reads)
-        if found is None or not known or node.op_type in _LENIENT or any(True for _ in subgraphs(node)):
+        typed = all(n in types and types[n].WhichOneof("value") for n in reads)
+        if definition is None or not typed or node.op_type in _LENIENT or any(True for _ in subgraphs(node)):
             continue
-        if node.op_type in _FORMER and found.since > opsets.get(found.domain, 0):
+        if node.op_type in _FORMER and definition.since > opsets.get(definition.domain, 0):
             continue
         try:
-            made = onnx.shape_inference.infer_node_outputs(
-                found.schema,
+            inferred = onnx.shape_inference.infer_node_outputs(
+                definition.schema,
                 node,
                 {n: types[n] for n in reads},
                 {n: consts[n] for n in reads if n in consts},
@@ -421,12 +424,12 @@ def _first_refused(
                 ir_version=model.ir_version,
             )
         except _REFUSED as error:
-            shown = ", ".join(_shown(types[n]) if n else "nothing" for n in node.input)
-            told = str(error).removeprefix("[ShapeInferenceError] ").removeprefix("[TypeInferenceError] ")
-            return f"{_title(node)} does not fit its operands ({shown}): {told.rstrip('.')}"
-        for output, type in made.items():
+            operands = ", ".join(_describe(types[n]) if n else "nothing" for n in node.input)
+            reason = str(error).removeprefix("[ShapeInferenceError] ").removeprefix("[TypeInferenceError] ")
+            return f"{_title(node)} does not fit its operands ({operands}): {reason.rstrip('.')}"
+        for output, type in inferred.items():
             if _differ(type, types.get(output)):
-                return f"{output!r} is declared {_shown(types[output])} and is {_shown(type)}"
+                return f"{output!r} is declared {_describe(types[output])} and is {_describe(type)}"
     return None
 
 
@@ -438,7 +441,7 @@ def _differ(a: onnx.TypeProto, b: onnx.TypeProto | None) -> bool:
     return bool(first and second and first != second)
 
 
-def _shown(type: onnx.TypeProto) -> str:
+def _describe(type: onnx.TypeProto) -> str:
     try:
         return str(type_of_proto(type))
     except ValueError:

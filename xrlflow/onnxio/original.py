@@ -1,4 +1,4 @@
-"""Writes the original, if nothing better was found."""
+"""Writes the original model, as the result of a search without a gain."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import BinaryIO
 import onnx
 
 from xrlflow.onnxio import shapes
-from xrlflow.onnxio.beside import relocate, replacing_model
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.exporter import check_not_data_of
+from xrlflow.onnxio.external_data import relocate, replacing_model
 from xrlflow.onnxio.model import ImportedModel
 
 
 def save_original(model: ImportedModel, path: str | os.PathLike[str]) -> None:
     """Write the model as it was read, byte for byte.
 
-    External data is copied to the result's own files (see `beside`), so only their names differ. If the model is
+    External data is copied to the result's own files (see `external_data`), so only their names differ. If the model is
     written to where it was read from, nothing changes. If it was read with `fix_shapes`, the dimensions differ. Raises
     ModelError if a file cannot be written.
     """

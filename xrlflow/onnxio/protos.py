@@ -74,13 +74,13 @@ def tensors_of_attribute(attribute: onnx.AttributeProto) -> Iterator[onnx.Tensor
 
 def free_names(graph: onnx.GraphProto) -> set[str]:
     """Names that a body reads from the graphs around it."""
-    made = {v.name for v in graph.input} | {t.name for t in graph.initializer}
-    made.update(t.values.name for t in graph.sparse_initializer)
-    made.update(name for node in graph.node for name in node.output)
-    read = {v.name for v in graph.output}
+    own = {v.name for v in graph.input} | {t.name for t in graph.initializer}
+    own.update(t.values.name for t in graph.sparse_initializer)
+    own.update(name for node in graph.node for name in node.output)
+    names = {v.name for v in graph.output}
     for node in graph.node:
-        read.update(reads(node))
-    return read - made - {""}
+        names.update(reads(node))
+    return names - own - {""}
 
 
 def reads(node: onnx.NodeProto) -> set[str]:

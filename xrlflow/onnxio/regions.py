@@ -27,8 +27,8 @@ from onnx import (
     helper,
 )
 
-from xrlflow.onnxio.beside import replacing_model
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
+from xrlflow.onnxio.external_data import replacing_model
 from xrlflow.onnxio.wire import LARGE
 
 _IR_VERSION = 8
@@ -41,14 +41,12 @@ _OVERRIDABLE = 4
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes of a graph, by position, in order. `inputs` and `outputs`: the values that cross its border. `weights`: the
-    initializers that it reads.
-    """
+    """A part of a graph."""
 
-    nodes: tuple[int, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    weights: tuple[str, ...]
+    nodes: tuple[int, ...]  # positions in the graph, ascending
+    inputs: tuple[str, ...]  # values from outside that the nodes read
+    outputs: tuple[str, ...]  # values that are read outside
+    weights: tuple[str, ...]  # initializers that the nodes read
 
 
 def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
@@ -56,29 +54,29 @@ def region_of(graph: GraphProto, nodes: Iterable[int]) -> Region:
 
     An initializer that is also an input of the graph is an input of the region: a caller may give another value.
     """
-    chosen = sorted(nodes)
-    inside = {name for i in chosen for name in graph.node[i].output if name}
+    positions = sorted(nodes)
+    inside = {name for i in positions for name in graph.node[i].output if name}
     weights = {tensor.name for tensor in graph.initializer} - {value.name for value in graph.input}
-    read = [name for name in dict.fromkeys(_reads(graph.node[i] for i in chosen)) if name not in inside]
-    wanted = {value.name for value in graph.output}
-    picked = set(chosen)
+    reads = [name for name in dict.fromkeys(_reads(graph.node[i] for i in positions)) if name not in inside]
+    used = {value.name for value in graph.output}
+    members = set(positions)
     for i, node in enumerate(graph.node):
-        if i not in picked:
-            wanted.update(names_read(node))
-    outputs = [name for i in chosen for name in graph.node[i].output if name in wanted]
+        if i not in members:
+            used.update(names_read(node))
+    outputs = [name for i in positions for name in graph.node[i].output if name in used]
     return Region(
-        tuple(chosen),
-        tuple(name for name in read if name not in weights),
+        tuple(positions),
+        tuple(name for name in reads if name not in weights),
         tuple(outputs),
-        tuple(name for name in read if name in weights),
+        tuple(name for name in reads if name in weights),
     )
 
 
 def whole_region(graph: GraphProto, outputs: Sequence[str] | None = None) -> Region:
     """The region of all nodes: with all inputs of the graph, in its order, whether they are read or not.
 
-    `outputs`: by default those outputs of the graph that a node computes, in the graph's order. What is computed is the
-    same for a graph and for the same graph with its constants folded, so their regions have the same ports.
+    `outputs`: by default those outputs of the graph that a node computes, in the graph's order. A graph and the same
+    graph with its constants folded compute the same outputs, so their regions have the same ports.
     """
     computed = {name for node in graph.node for name in node.output}
     weights = [tensor.name for tensor in graph.initializer]
@@ -108,8 +106,8 @@ def _reads(nodes: Iterable[NodeProto]) -> Iterator[str]:
                 yield from (value.name for value in graph.output if value.name not in own)
 
 
-def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, least: int = 2) -> list[Region]:
-    """The nodes that fit, in convex regions of at least `least` nodes, as large as possible.
+def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 2) -> list[Region]:
+    """The nodes that fit, in convex regions of at least `minimum` nodes, as large as possible.
 
     A node that does not fit is a border. The regions are levels: a node's level is the largest number of borders on a
     path to it, and a path that leaves a level comes to a higher one. Parts of a level that are not connected are
@@ -124,8 +122,10 @@ def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, least: int = 2)
             levels.setdefault(deepest, []).append(i)
         for name in node.output:
             level[name] = deepest + (not inside)
-    found = [region_of(graph, part) for nodes in levels.values() for part in _connected(graph, nodes)]
-    return sorted((r for r in found if len(r.nodes) >= least and r.outputs), key=lambda region: region.nodes)
+    regions = [region_of(graph, part) for nodes in levels.values() for part in _connected(graph, nodes)]
+    return sorted(
+        (r for r in regions if len(r.nodes) >= minimum and r.outputs), key=lambda region: region.nodes
+    )
 
 
 def _connected(graph: GraphProto, nodes: Sequence[int]) -> list[list[int]]:
@@ -154,16 +154,16 @@ def extracted(model: ModelProto, region: Region, types: Mapping[str, TypeProto])
     """The region as a model, with inputs and outputs in the region's order. `types`: of the values that cross its
     border."""
     graph = model.graph
-    made = ModelProto(ir_version=model.ir_version)
-    made.opset_import.extend(model.opset_import)
-    made.functions.extend(model.functions)
-    made.graph.name = graph.name or "region"
-    made.graph.node.extend(graph.node[i] for i in region.nodes)
+    result = ModelProto(ir_version=model.ir_version)
+    result.opset_import.extend(model.opset_import)
+    result.functions.extend(model.functions)
+    result.graph.name = graph.name or "region"
+    result.graph.node.extend(graph.node[i] for i in region.nodes)
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    made.graph.initializer.extend(tensors[name] for name in region.weights)
-    for names, values in ((region.inputs, made.graph.input), (region.outputs, made.graph.output)):
+    result.graph.initializer.extend(tensors[name] for name in region.weights)
+    for names, values in ((region.inputs, result.graph.input), (region.outputs, result.graph.output)):
         values.extend(ValueInfoProto(name=name, type=types[name]) for name in names)
-    return made
+    return result
 
 
 def with_functions(
@@ -175,89 +175,89 @@ def with_functions(
     node after the region's own.
     """
     graph = model.graph
-    made = ModelProto()
-    made.CopyFrom(_without_graph(model))
-    made.ir_version = max(model.ir_version, _IR_VERSION)
-    made.opset_import.add(domain=domain, version=1)
+    result = ModelProto()
+    result.CopyFrom(_without_graph(model))
+    result.ir_version = max(model.ir_version, _IR_VERSION)
+    result.opset_import.add(domain=domain, version=1)
     for field in ("name", "doc_string"):
-        setattr(made.graph, field, getattr(graph, field))
+        setattr(result.graph, field, getattr(graph, field))
     for repeated in ("output", "sparse_initializer", "metadata_props", "quantization_annotation"):
-        getattr(made.graph, repeated).extend(getattr(graph, repeated))
+        getattr(result.graph, repeated).extend(getattr(graph, repeated))
     fixed = {tensor.name for tensor in graph.initializer} if model.ir_version < _OVERRIDABLE else set()
-    made.graph.input.extend(value for value in graph.input if value.name not in fixed)
+    result.graph.input.extend(value for value in graph.input if value.name not in fixed)
     ends = {max(region.nodes): (name, region) for name, region in regions.items()}
     inside = {i for region in regions.values() for i in region.nodes}
     for i, node in enumerate(graph.node):
         if i not in inside:
-            made.graph.node.append(node)
+            result.graph.node.append(node)
         elif i in ends:
             name, region = ends[i]
             inputs = [*region.inputs, *(region.weights if weights_as_inputs else ())]
-            made.graph.node.append(
+            result.graph.node.append(
                 helper.make_node(name, inputs, list(region.outputs), name=name, domain=domain)
             )
-    made.functions.extend(
+    result.functions.extend(
         _function(model, region, name, domain, weights_as_inputs) for name, region in regions.items()
     )
     used = {value.name for value in graph.output} | {value.name for value in graph.input}
-    for node in made.graph.node:
+    for node in result.graph.node:
         used |= names_read(node)
-    made.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in used)
+    result.graph.initializer.extend(tensor for tensor in graph.initializer if tensor.name in used)
     hidden = {name for i in inside for name in graph.node[i].output} - used
-    made.graph.value_info.extend(value for value in graph.value_info if value.name not in hidden)
-    _sort(made.graph)
-    return made
+    result.graph.value_info.extend(value for value in graph.value_info if value.name not in hidden)
+    _sort(result.graph)
+    return result
 
 
 def _without_graph(model: ModelProto) -> ModelProto:
-    kept = ModelProto()
+    frame = ModelProto()
     for field, value in model.ListFields():
         if field.name in ("graph", "functions"):
             continue
         if field.is_repeated:
-            getattr(kept, field.name).extend(value)
+            getattr(frame, field.name).extend(value)
         else:
-            setattr(kept, field.name, value)
-    kept.functions.extend(model.functions)
-    return kept
+            setattr(frame, field.name, value)
+    frame.functions.extend(model.functions)
+    return frame
 
 
 def _function(
     model: ModelProto, region: Region, name: str, domain: str, weights_as_inputs: bool
 ) -> FunctionProto:
-    made = FunctionProto(name=name, domain=domain)
-    made.input.extend(region.inputs)
-    made.output.extend(region.outputs)
-    made.opset_import.extend(model.opset_import)
+    function = FunctionProto(name=name, domain=domain)
+    function.input.extend(region.inputs)
+    function.output.extend(region.outputs)
+    function.opset_import.extend(model.opset_import)
     weights = set(region.weights)
     if weights_as_inputs:
-        made.input.extend(region.weights)
+        function.input.extend(region.weights)
     else:
         for tensor in model.graph.initializer:
             if tensor.name in weights:
-                node = made.node.add(op_type="Constant", output=[tensor.name])
+                node = function.node.add(op_type="Constant", output=[tensor.name])
                 value = node.attribute.add(name="value", type=AttributeProto.TENSOR)
                 value.t.CopyFrom(tensor)
                 value.t.ClearField("name")
-    made.node.extend(model.graph.node[i] for i in region.nodes)
-    return made
+    function.node.extend(model.graph.node[i] for i in region.nodes)
+    return function
 
 
 def _sort(graph: GraphProto) -> None:
-    """Put nodes after what they read: a region stands where its last node stood, which may be too late."""
+    """Put nodes behind the nodes that they read. A region is put where its last node was, which may be too late."""
     computed = {name for node in graph.node for name in node.output if name}
-    waiting, done = list(graph.node), set[str]()
+    pending, available = list(graph.node), set[str]()
     ordered: list[NodeProto] = []
-    while waiting:
-        left = []
-        for node in waiting:
-            if (names_read(node) & computed) - done:
-                left.append(node)
+    while pending:
+        postponed = []
+        for node in pending:
+            if (names_read(node) & computed) - available:
+                postponed.append(node)
                 continue
             ordered.append(node)
-            done.update(node.output)
-        assert len(left) < len(waiting), "a region is not convex"
-        waiting = left
+            available.update(node.output)
+        assert len(postponed) < len(pending), "a region is not convex"
+        pending = postponed
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
     del graph.node[:]
     graph.node.extend(copies)
@@ -270,42 +270,42 @@ def with_guard(
     domain: str,
     inner: ModelProto | None = None,
 ) -> ModelProto:
-    """A model of open dimensions whose whole graph is the region `name`, for inputs of these `sizes` only.
+    """A model with open dimensions that runs its whole graph as the region `name` if its inputs have these `sizes`.
 
-    An If compares the inputs' shapes with them. For others it takes a second function, which no library implements and
-    which the region's own body calls. A guarded model can be guarded again, for further sizes. Weights are constants of
-    that function: of outer initializers, ONNX Runtime would not optimise what reads them inside an If. With `inner`, a
-    model for these sizes that has regions in the domain, its graph takes the place of the one region.
+    An If compares the inputs' shapes with `sizes`. For other shapes it calls a second function with the same nodes,
+    which no library implements. Weights are constants of that function, because ONNX Runtime does not optimise nodes
+    inside an If that read outer initializers. A guarded model can be guarded again, for further sizes. `inner`: a model
+    for these sizes with regions in `domain`, whose graph runs instead of the one region.
     """
     graph = model.graph
     prefix = f"{domain}.{name}"  # of names that the model does not have
     region = whole_region(graph)
-    whole = with_functions(model, {name: region}, domain)
-    (call,) = whole.graph.node
+    guarded = with_functions(model, {name: region}, domain)
+    (call,) = guarded.graph.node
     types = {value.name: value for value in graph.output}
     computed = [types[name] for name in region.outputs]
-    body = whole.functions[-1]
+    body = guarded.functions[-1]
     body.name = _BODY.format(name)
     if inner is None:
-        outer = whole.functions.add(name=name, domain=domain, input=body.input, output=body.output)
+        outer = guarded.functions.add(name=name, domain=domain, input=body.input, output=body.output)
         outer.node.append(helper.make_node(body.name, list(body.input), list(body.output), domain=domain))
-        outer.opset_import.extend(whole.opset_import)
+        outer.opset_import.extend(guarded.opset_import)
         then = _call(computed, call, f"{prefix}.then", name)
     else:
-        whole.functions.extend(function for function in inner.functions if function.domain == domain)
+        guarded.functions.extend(function for function in inner.functions if function.domain == domain)
         then = _branch(computed, inner.graph, f"{prefix}.then")
-    del whole.graph.node[:]
-    del whole.graph.value_info[:]
-    whole.graph.initializer.append(
+    del guarded.graph.node[:]
+    del guarded.graph.value_info[:]
+    guarded.graph.initializer.append(
         onnx.numpy_helper.from_array(
             np.array([n for shape in sizes.values() for n in shape], np.int64), f"{prefix}.sizes"
         )
     )
     node = helper.make_node
     shapes = [f"{prefix}.shape_{i}" for i in range(len(sizes))]
-    whole.graph.node.extend(node("Shape", [x], [shape]) for x, shape in zip(sizes, shapes))
+    guarded.graph.node.extend(node("Shape", [x], [shape]) for x, shape in zip(sizes, shapes))
     branches = {"then_branch": then, "else_branch": _call(computed, call, f"{prefix}.else", body.name)}
-    whole.graph.node.extend(
+    guarded.graph.node.extend(
         [
             node("Concat", shapes, [f"{prefix}.shape"], axis=0),
             node("Equal", [f"{prefix}.shape", f"{prefix}.sizes"], [f"{prefix}.same"]),
@@ -321,38 +321,38 @@ def with_guard(
             ),
         ]
     )
-    return whole
+    return guarded
 
 
 def _call(outputs: Sequence[ValueInfoProto], call: NodeProto, prefix: str, function: str) -> GraphProto:
-    """A branch that calls a function with what the surrounding graph has."""
-    made = GraphProto()
-    inner = made.node.add()
+    """A branch that calls a function with values of the surrounding graph."""
+    graph = GraphProto()
+    inner = graph.node.add()
     inner.CopyFrom(call)
     inner.op_type, inner.name = function, prefix
-    return _branch(outputs, made, prefix)
+    return _branch(outputs, graph, prefix)
 
 
 def _branch(outputs: Sequence[ValueInfoProto], inner: GraphProto, prefix: str) -> GraphProto:
     """A branch that computes `outputs` by the nodes and weights of `inner`, under names of its own."""
-    made = GraphProto(name=prefix)
-    made.node.extend(inner.node)
-    made.initializer.extend(inner.initializer)
+    graph = GraphProto(name=prefix)
+    graph.node.extend(inner.node)
+    graph.initializer.extend(inner.initializer)
     own = [name for node in inner.node for name in node.output if name]
     own += [tensor.name for tensor in inner.initializer]
     names = {name: f"{prefix}.{name}" for name in own}
-    for node in made.node:
+    for node in graph.node:
         _rename(node, names)
-    for tensor in made.initializer:
+    for tensor in graph.initializer:
         tensor.name = names[tensor.name]
     for output in outputs:
         if output.name not in names:  # an input, as it is
             names[output.name] = f"{prefix}.{output.name}"
-            made.node.append(helper.make_node("Identity", [output.name], [names[output.name]]))
-        value = made.output.add(name=names[output.name], type=output.type)
+            graph.node.append(helper.make_node("Identity", [output.name], [names[output.name]]))
+        value = graph.output.add(name=names[output.name], type=output.type)
         for dim in value.type.tensor_type.shape.dim:
             dim.Clear()
-    return made
+    return graph
 
 
 def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
@@ -377,14 +377,14 @@ def weight_bytes(graph: GraphProto) -> int:
 
 
 def save_regions(model: ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model, completely or not at all. Weights of more than 1.5 GB go to a data file (see `beside`).
+    """Write a model, completely or not at all. Weights of more than 1.5 GB go to a data file (see `external_data`).
 
     Raises OSError.
     """
     large = [t for t in model.graph.initializer if len(t.raw_data) >= LARGE]
     if weight_bytes(model.graph) <= EXTERNAL_ABOVE:
         large = []
-    places = list(accumulate((-(-len(t.raw_data) // _PAGE) * _PAGE for t in large), initial=0))
+    offsets = list(accumulate((-(-len(t.raw_data) // _PAGE) * _PAGE for t in large), initial=0))
 
     def write_data(file: BinaryIO) -> None:
         for tensor in large:
@@ -392,26 +392,28 @@ def save_regions(model: ModelProto, path: str | os.PathLike[str]) -> None:
             file.write(bytes(-len(tensor.raw_data) % _PAGE))
 
     with replacing_model(os.fspath(path), [write_data] if large else []) as (file, names):
-        file.write((_referring(model, large, places, names[0]) if large else model).SerializeToString())
+        file.write((_referring(model, large, offsets, names[0]) if large else model).SerializeToString())
 
 
 def _referring(
-    model: ModelProto, large: Sequence[TensorProto], places: Sequence[int], location: str
+    model: ModelProto, large: Sequence[TensorProto], offsets: Sequence[int], location: str
 ) -> ModelProto:
     """The model with the data of large initializers in another file."""
-    made = _without_graph(model)
+    result = _without_graph(model)
     names = {tensor.name for tensor in large}
     for field, value in model.graph.ListFields():
         if field.name == "initializer":
-            made.graph.initializer.extend(tensor for tensor in value if tensor.name not in names)
+            result.graph.initializer.extend(tensor for tensor in value if tensor.name not in names)
         elif field.is_repeated:
-            getattr(made.graph, field.name).extend(value)
+            getattr(result.graph, field.name).extend(value)
         else:
-            setattr(made.graph, field.name, value)
-    for tensor, place in zip(large, places):
-        added = made.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        added.data_location = TensorProto.EXTERNAL
-        entries = {"location": location, "offset": str(place), "length": str(len(tensor.raw_data))}
+            setattr(result.graph, field.name, value)
+    for tensor, offset in zip(large, offsets):
+        reference = result.graph.initializer.add(
+            name=tensor.name, data_type=tensor.data_type, dims=tensor.dims
+        )
+        reference.data_location = TensorProto.EXTERNAL
+        entries = {"location": location, "offset": str(offset), "length": str(len(tensor.raw_data))}
         for key, text in entries.items():
-            added.external_data.add(key=key, value=text)
-    return made
+            reference.external_data.add(key=key, value=text)
+    return result

@@ -46,22 +46,22 @@ def name_dimensions(proto: onnx.ModelProto) -> None:
     checks them, and elements may differ in size.
     """
     shapes = [(v, v.type.tensor_type.shape) for v in proto.graph.input if v.type.HasField("tensor_type")]
-    taken = {dim.dim_param for _, shape in shapes for dim in shape.dim}
+    used_names = {dim.dim_param for _, shape in shapes for dim in shape.dim}
 
     def free(name: str) -> str:
-        while name in taken or dims.is_computed(name) or is_made_up(name):
+        while name in used_names or dims.is_computed(name) or is_made_up(name):
             name = f"_{name}"
-        taken.add(name)
+        used_names.add(name)
         return name
 
-    others: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for value, shape in shapes:
         for axis, dim in enumerate(shape.dim):
             own = dim.dim_param
             if not dim.HasField("dim_value") and not own:
                 dim.dim_param = free(f"{value.name}.{axis}")
             elif dims.is_computed(own) or is_made_up(own):  # such a name has another meaning here
-                dim.dim_param = others[own] if own in others else others.setdefault(own, free(own))
+                dim.dim_param = renamed[own] if own in renamed else renamed.setdefault(own, free(own))
     for value in proto.graph.input:
         for kind in tensors(value.type) if not value.type.HasField("tensor_type") else ():
             kind.ClearField("shape")
@@ -75,33 +75,33 @@ def bind(name: str, proto: onnx.ModelProto, shapes: Mapping[str, Sequence[int]])
     """
     inputs = {v.name: v for v in proto.graph.input}
     bindings: dict[str, int] = {}
-    for key, given in shapes.items():
+    for key, shape in shapes.items():
         if key not in inputs:
             raise ModelError(
                 f"{name}: there is no input {key!r} to give a shape to: the inputs are {', '.join(inputs)}"
             )
-        if any(d < 1 for d in given):
+        if any(d < 1 for d in shape):
             raise ModelError(
-                f"{name}: the shape {_show(given)} of input {key!r} must hold positive numbers only"
+                f"{name}: the shape {_show(shape)} of input {key!r} must hold positive numbers only"
             )
         kind = inputs[key].type
         if not kind.HasField("tensor_type"):
             raise ModelError(f"{name}: input {key!r} is not a tensor and takes no shape")
         if not kind.tensor_type.HasField("shape"):
-            named = [_Shape.Dimension(dim_param=f"{key}.{axis}") for axis in range(len(given))]
+            named = [_Shape.Dimension(dim_param=f"{key}.{axis}") for axis in range(len(shape))]
             kind.tensor_type.shape.CopyFrom(_Shape(dim=named))
         dims = kind.tensor_type.shape.dim
-        if len(dims) != len(given):
+        if len(dims) != len(shape):
             raise ModelError(
                 f"{name}: input {key!r} has {len(dims)} dimensions ({_describe(dims)}), "
-                f"the shape {_show(given)} has {len(given)}"
+                f"the shape {_show(shape)} has {len(shape)}"
             )
-        for axis, (dim, number) in enumerate(zip(dims, given)):
+        for axis, (dim, number) in enumerate(zip(dims, shape)):
             if dim.HasField("dim_value"):
                 if dim.dim_value != number:
                     raise ModelError(
                         f"{name}: dimension {axis} of input {key!r} is {dim.dim_value} in the model, "
-                        f"the shape {_show(given)} says {number}"
+                        f"the shape {_show(shape)} says {number}"
                     )
                 continue
             if bindings.setdefault(dim.dim_param, number) != number:
@@ -139,12 +139,12 @@ def as_declared(
     frame: onnx.ModelProto, named: onnx.ModelProto, bindings: Mapping[str, int]
 ) -> dict[str, int]:
     """Sizes by the symbols that the file has for its inputs, from sizes by those of `name_dimensions`."""
-    found = dict(bindings)
+    sizes = dict(bindings)
     for old, new in zip(frame.graph.input, named.graph.input):
         for a, b in zip(old.type.tensor_type.shape.dim, new.type.tensor_type.shape.dim):
             if a.dim_param and a.dim_param != b.dim_param and b.dim_param in bindings:
-                found[a.dim_param] = bindings[b.dim_param]
-    return found
+                sizes[a.dim_param] = bindings[b.dim_param]
+    return sizes
 
 
 def solve(graph: Graph, bindings: Mapping[str, int]) -> dict[str, int]:
@@ -188,15 +188,15 @@ class DimensionNames:
         return TensorType(type.dtype, shape, type.const, type.other)
 
     def _name(self, dim: str) -> Dim:
-        found = self._names.get(dim)
-        if found is None:
+        name = self._names.get(dim)
+        if name is None:
             alike = self._alike.setdefault(dims.fingerprint(dims.formula(dim)), [])
-            found = next((other for other in alike if dims.equal(dim, other)), None)
-            if found is None:
-                found = dim
+            name = next((candidate for candidate in alike if dims.equal(dim, candidate)), None)
+            if name is None:
+                name = dim
                 alike.append(dim)
-            self._names[dim] = found
-        return found
+            self._names[dim] = name
+        return name
 
 
 def without_claims(graph: onnx.GraphProto) -> None:
@@ -301,9 +301,9 @@ def _solve(
     graph: Graph,
     numbers: dict[str, int],
     types: dict[Value, TensorType],
-    known: dict[Value, npt.NDArray[Any]],
+    evaluated: dict[Value, npt.NDArray[Any]],
 ) -> None:
-    """Adds to `numbers`. `types` and `known` hold what is known of the inputs."""
+    """Add sizes to `numbers`. `types` and `evaluated`: types and small values of the graph's captured inputs."""
 
     def type_of(value: Value) -> TensorType:
         if value not in types:
@@ -312,7 +312,7 @@ def _solve(
 
     def array_of(value: Value) -> npt.NDArray[Any] | None:
         const = graph.const(value)
-        return const.array if const is not None else known.get(value)
+        return const.array if const is not None else evaluated.get(value)
 
     for node in graph.topological():
         ins = [None if v == ABSENT else type_of(v) for v in node.inputs]
@@ -329,11 +329,11 @@ def _solve(
                     numbers.setdefault(dim, number)
             with contextlib.suppress(TypeConflict):
                 types[value] = merge_types(type_of(value), type)
-        known.update(_evaluated(node, [type_of(v) for v in node.outputs], ins, arrays))
+        evaluated.update(_evaluated(node, [type_of(v) for v in node.outputs], ins, arrays))
 
 
 def _inferred(node: Node, types: Sequence[TensorType | None], arrays: _Arrays) -> Sequence[TensorType]:
-    """What the types and small values of the inputs say of the outputs; as declared if nothing."""
+    """The outputs' types, inferred from the inputs' types and small values; as declared if that fails."""
     if schema(node.op) is None or any(isinstance(a, Body) for a in node.attrs.values()):
         return node.types
     data = [None if a is None or t is None else Const(t, ArrayHandle(a), a) for a, t in zip(arrays, types)]
@@ -344,30 +344,34 @@ def _inferred(node: Node, types: Sequence[TensorType | None], arrays: _Arrays) -
 
 
 def _evaluated(
-    node: Node, made: Sequence[TensorType], types: Sequence[TensorType | None], arrays: _Arrays
+    node: Node, out_types: Sequence[TensorType], types: Sequence[TensorType | None], arrays: _Arrays
 ) -> dict[Value, npt.NDArray[Any]]:
-    """The outputs of a node that computes something small from what is known."""
+    """The outputs of a node, if they are small and all inputs are evaluated; otherwise nothing."""
     if not is_foldable(node.op) or any(
-        t.dtype is DType.UNDEFINED or t.size is None or t.size > SMALL for t in made
+        t.dtype is DType.UNDEFINED or t.size is None or t.size > SMALL for t in out_types
     ):
         return {}
     if node.op == "Shape":
         dims = types[0].shape if types[0] is not None else None
         start, end = node.attrs.get("start", 0), node.attrs.get("end")
-        kept = (
+        selected = (
             dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
             if dims
             else ()
         )
-        numbers = [d for d in kept if isinstance(d, int)]
-        return {node.outputs[0]: np.array(numbers, np.int64)} if dims and len(numbers) == len(kept) else {}
+        numbers = [d for d in selected if isinstance(d, int)]
+        return (
+            {node.outputs[0]: np.array(numbers, np.int64)} if dims and len(numbers) == len(selected) else {}
+        )
     if any(a is None and v != ABSENT for a, v in zip(arrays, node.inputs)):
         return {}
     try:
-        found = evaluate_node(node.op, node.attrs, arrays, len(made))
+        results = evaluate_node(node.op, node.attrs, arrays, len(out_types))
     except (NotEvaluable, *MISFIT):  # the latter: the shapes do not fit the model, as a run will say
         return {}
-    return {v: np.asarray(a).astype(numpy_dtype(t.dtype)) for v, a, t in zip(node.outputs, found, made)}
+    return {
+        v: np.asarray(a).astype(numpy_dtype(t.dtype)) for v, a, t in zip(node.outputs, results, out_types)
+    }
 
 
 def _with_numbers(type: TensorType, numbers: Mapping[str, int]) -> TensorType:

@@ -107,19 +107,19 @@ def same_content(a: Const, b: Const) -> bool:
 class ConstPool:
     """Gives equal large constants one value. Samples are compared first, everything only if they are equal."""
 
-    _known: dict[int, list[Const]] = field(default_factory=dict)
+    _buckets: dict[int, list[Const]] = field(default_factory=dict)
 
     def add(self, const: Const, leaves: Leaves) -> Value:
         """Add the constant to the leaves and return its value."""
         if const.array is not None:
             return leaves.intern(const.array, const.type.dtype)
         head = mix(digest(repr(const.type)), digest(_samples(const).hex()))
-        known = self._known.setdefault(head, [])
-        for at, other in enumerate(known):
-            if other is const or same_content(other, const):
-                return leaves.add_const(mix(head, at), other)
-        known.append(const)
-        return leaves.add_const(mix(head, len(known) - 1), const)
+        bucket = self._buckets.setdefault(head, [])
+        for at, pooled in enumerate(bucket):
+            if pooled is const or same_content(pooled, const):
+                return leaves.add_const(mix(head, at), pooled)
+        bucket.append(const)
+        return leaves.add_const(mix(head, len(bucket) - 1), const)
 
 
 def _is_within(path: str, folder: str) -> bool:
@@ -134,12 +134,12 @@ def map_file(path: str) -> memoryview:
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
-        if found.st_size == 0:
+        if status.st_size == 0:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
@@ -166,16 +166,16 @@ class TensorStore:
         if proto.data_location != onnx.TensorProto.EXTERNAL:
             if not proto.HasField("raw_data") or dtype.bits < 8 or dtype == DType.STRING:
                 return array_const(onnx.numpy_helper.to_array(proto), dtype)
-            found = memoryview(proto.raw_data)
+            data = memoryview(proto.raw_data)
         else:
-            found = self._external(proto)
+            data = self._external(proto)
         expected = (prod(shape) * dtype.bits + 7) // 8
-        if found.nbytes != expected:
+        if data.nbytes != expected:
             raise ModelError(
-                f"{self.name}: tensor {proto.name!r} has {found.nbytes} bytes of data and needs {expected}: "
+                f"{self.name}: tensor {proto.name!r} has {data.nbytes} bytes of data and needs {expected}: "
                 "the file is damaged, export or download it again"
             )
-        handle = MappedTensor(found, dtype, shape)
+        handle = MappedTensor(data, dtype, shape)
         small = handle.numpy() if prod(shape) <= SMALL else None
         return Const(TensorType(dtype, shape, True), handle, small)
 
@@ -224,24 +224,24 @@ class TensorStore:
             )
         folder = os.path.dirname(os.path.abspath(self.path))
         path = os.path.join(folder, location)
-        allowed = (os.path.realpath(folder), os.path.dirname(os.path.realpath(self.path)))
+        roots = (os.path.realpath(folder), os.path.dirname(os.path.realpath(self.path)))
         if (
             not location
             or "\0" in location
             or os.path.isabs(location)
             or not _is_within(path, folder)
-            or not any(_is_within(os.path.realpath(path), place) for place in allowed)
+            or not any(_is_within(os.path.realpath(path), root) for root in roots)
         ):
             raise ModelError(
                 f"{self.name}: tensor {tensor!r} points to {location!r}, outside the model's folder, which is "
                 "refused: put the data file beside the model and write its bare name into it"
             )
         try:
-            found = map_file(path)
+            data = map_file(path)
         except OSError as error:
             raise ModelError(
                 f"{self.name}: the external data file {location!r} cannot be read ({error.strerror}): "
                 "put it beside the model"
             ) from error
-        self.files[location] = found
-        return found
+        self.files[location] = data
+        return data

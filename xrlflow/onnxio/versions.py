@@ -44,7 +44,7 @@ class _NotConvertible(Exception):
 
 
 class _Context:
-    """The surroundings of a node that is rewritten: its graph, and the nodes that are added before it."""
+    """What an adapter knows of a node's graph, and the nodes that it adds `before` and `after` the node."""
 
     def __init__(
         self, names: set[str], types: dict[str, onnx.TypeProto], consts: dict[str, onnx.TensorProto]
@@ -80,15 +80,15 @@ class _Context:
         return self.const(value, onnx.helper.tensor_dtype_to_np_dtype(dtype))
 
     def dtype(self, name: str) -> int | None:
-        found = self.types.get(name)
-        elem: int = found.tensor_type.elem_type if found is not None else 0
+        type = self.types.get(name)
+        elem: int = type.tensor_type.elem_type if type is not None else 0
         return elem or None
 
     def rank(self, name: str) -> int | None:
-        found = self.types.get(name)
-        if found is None or not found.tensor_type.HasField("shape"):
+        type = self.types.get(name)
+        if type is None or not type.tensor_type.HasField("shape"):
             return None
-        return len(found.tensor_type.shape.dim)
+        return len(type.tensor_type.shape.dim)
 
     def array(self, name: str) -> npt.NDArray[np.generic] | None:
         """The elements of a small constant, or None."""
@@ -105,10 +105,10 @@ def _pop(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
     """Remove an attribute from a node, and return it."""
     for at, attribute in enumerate(node.attribute):
         if attribute.name == name:
-            found = onnx.AttributeProto()
-            found.CopyFrom(attribute)
+            copy = onnx.AttributeProto()
+            copy.CopyFrom(attribute)
             del node.attribute[at]
-            return found
+            return copy
     return None
 
 
@@ -128,17 +128,17 @@ def _ints_to_input(attribute: str, index: int) -> _Adapter:
     """Turn an attribute, a list of integers, into an input. An empty list meant the same as none."""
 
     def adapt(cx: _Context, node: onnx.NodeProto) -> None:
-        found = _pop(node, attribute)
-        if found is not None and found.ints:
-            _input(node, index, cx.const(list(found.ints)))
+        values = _pop(node, attribute)
+        if values is not None and values.ints:
+            _input(node, index, cx.const(list(values.ints)))
 
     return adapt
 
 
 def _coerced(cx: _Context, node: onnx.NodeProto) -> None:
     """Softmax and similar operators normalised over all axes from `axis` on; now only over `axis`."""
-    found = _pop(node, "axis")
-    axis = found.i if found is not None else 1
+    attribute = _pop(node, "axis")
+    axis = attribute.i if attribute is not None else 1
     rank = cx.rank(node.input[0])
     if axis == -1 or (rank is not None and axis % rank == rank - 1):
         return
@@ -150,9 +150,9 @@ def _coerced(cx: _Context, node: onnx.NodeProto) -> None:
 
 def _clip(cx: _Context, node: onnx.NodeProto) -> None:
     for index, name in ((1, "min"), (2, "max")):
-        found = _pop(node, name)
-        if found is not None:
-            _input(node, index, cx.scalar(found.f, node.input[0]))
+        attribute = _pop(node, name)
+        if attribute is not None:
+            _input(node, index, cx.scalar(attribute.f, node.input[0]))
 
 
 def _dropout_mask(cx: _Context, node: onnx.NodeProto) -> None:
@@ -176,9 +176,9 @@ def _pad(cx: _Context, node: onnx.NodeProto) -> None:
 
 def _slice(cx: _Context, node: onnx.NodeProto) -> None:
     for index, name in enumerate(("starts", "ends", "axes"), 1):
-        found = _pop(node, name)
-        if found is not None:
-            _input(node, index, cx.const(list(found.ints)))
+        attribute = _pop(node, name)
+        if attribute is not None:
+            _input(node, index, cx.const(list(attribute.ints)))
 
 
 def _split_outputs(cx: _Context, node: onnx.NodeProto) -> None:
@@ -187,13 +187,13 @@ def _split_outputs(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _topk(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "k")
-    _input(node, 1, cx.const([0 if found is None else found.i]))
+    attribute = _pop(node, "k")
+    _input(node, 1, cx.const([0 if attribute is None else attribute.i]))
 
 
 def _upsample_scales(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "scales")
-    _input(node, 1, cx.const([] if found is None else list(found.floats), np.float32))
+    attribute = _pop(node, "scales")
+    _input(node, 1, cx.const([] if attribute is None else list(attribute.floats), np.float32))
 
 
 def _upsample_to_resize(cx: _Context, node: onnx.NodeProto) -> None:
@@ -232,8 +232,8 @@ def _resize(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _batchnorm_spatial(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "spatial")
-    if found is None or found.i != 0:
+    attribute = _pop(node, "spatial")
+    if attribute is None or attribute.i != 0:
         return
     # One mean per element is no BatchNormalization any more: write plain arithmetic, which broadcasts over N.
     epsilon = _pop(node, "epsilon")
@@ -252,8 +252,8 @@ def _batchnorm_outputs(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _grid_sample(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "mode")
-    mode = "bilinear" if found is None else found.s.decode()
+    attribute = _pop(node, "mode")
+    mode = "bilinear" if attribute is None else attribute.s.decode()
     _set(node, "mode", {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode))
 
 
@@ -262,8 +262,8 @@ def _roi_align(cx: _Context, node: onnx.NodeProto) -> None:
 
 
 def _dft(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "axis")
-    _input(node, 2, cx.const(1 if found is None else found.i))
+    attribute = _pop(node, "axis")
+    _input(node, 2, cx.const(1 if attribute is None else attribute.i))
 
 
 def _group_norm(cx: _Context, node: onnx.NodeProto) -> None:
@@ -383,14 +383,14 @@ _ADAPTED: dict[str, tuple[int, ...]] = {
 _DOUBLES = frozenset({onnx.TensorProto.DOUBLE})
 # ONNX Runtime has no kernel for these element types. At some opsets it computes ONNX's definition of the operator by
 # others; at later ones it refuses the operator. Models of the former opsets get the definition on import.
-SPELT_OUT: dict[str, frozenset[int]] = {
+DECOMPOSED: dict[str, frozenset[int]] = {
     **dict.fromkeys(("Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "Selu", "Softplus"), _DOUBLES),
     **dict.fromkeys(("Softsign", "ThresholdedRelu"), _DOUBLES),
     "PRelu": _DOUBLES | {onnx.TensorProto.INT32, onnx.TensorProto.INT64, onnx.TensorProto.UINT32},
     "Relu": frozenset({onnx.TensorProto.INT64}),
 }
-_SPELT_OUT_AT = range(16, 19)
-_SPELLINGS = "xrlflow.spelling"
+_DECOMPOSED_AT = range(16, 19)
+_DEFINITIONS = "xrlflow.spelling"
 
 # Operators that changed after the canonical opset, not only in the types they allow.
 _FLOATS = frozenset(map(int, FLOATS))
@@ -405,20 +405,22 @@ def _old_runtime() -> bool:
 
 
 def runnable(proto: onnx.ModelProto, opset: int) -> int:
-    """The opset for which the ONNX Runtime at hand has kernels for all of a model's operators; else the one given."""
+    """`opset`, or the lower one for which an old ONNX Runtime has kernels for all of the model's operators."""
     if not any(n.op_type in _LATE_KERNELS for n in all_nodes(proto.graph)) or not _old_runtime():
         return opset
     return min(opset, _BEFORE_LATE)
 
 
 def merge_imports(proto: onnx.ModelProto) -> None:
-    """Leave one opset a domain, as ONNX Runtime does: of several the last, in a function that of the model."""
+    """Leave one import of each domain, as ONNX Runtime does: the last one. Functions get the model's imports."""
     own = _last_imports(proto)
     for owner in (proto, *proto.functions):
-        found = {**_last_imports(owner), **own}
-        if len(found) < len(owner.opset_import) or owner is not proto:
+        imports = {**_last_imports(owner), **own}
+        if len(imports) < len(owner.opset_import) or owner is not proto:
             del owner.opset_import[:]
-            owner.opset_import.extend(onnx.OperatorSetIdProto(domain=d, version=v) for d, v in found.items())
+            owner.opset_import.extend(
+                onnx.OperatorSetIdProto(domain=d, version=v) for d, v in imports.items()
+            )
 
 
 def _last_imports(owner: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
@@ -433,10 +435,10 @@ def opset_of(proto: onnx.ModelProto) -> int | None:
 
 def set_opset(proto: onnx.ModelProto, opset: int) -> None:
     """Set the model's opset of ONNX's own operators, in place."""
-    others = [o for o in proto.opset_import if o.domain not in ("", "ai.onnx")]
-    kept = [onnx.helper.make_opsetid(o.domain, o.version) for o in others]
+    foreign = [o for o in proto.opset_import if o.domain not in ("", "ai.onnx")]
+    copies = [onnx.helper.make_opsetid(o.domain, o.version) for o in foreign]
     del proto.opset_import[:]
-    proto.opset_import.extend([onnx.helper.make_opsetid("", opset), *kept])
+    proto.opset_import.extend([onnx.helper.make_opsetid("", opset), *copies])
 
 
 def to_canonical(name: str, proto: onnx.ModelProto) -> int:
@@ -458,8 +460,8 @@ def to_canonical(name: str, proto: onnx.ModelProto) -> int:
             f"export the model with opset {OPSET}{newer}"
         )
     if opset < OPSET:
-        if opset in _SPELT_OUT_AT:
-            _spell_out(proto, opset)
+        if opset in _DECOMPOSED_AT:
+            _decompose(proto, opset)
         _raise(name, proto, opset)
     elif opset > OPSET:
         types = dict(_typed_names(_inferred(proto).graph))
@@ -487,10 +489,10 @@ def raised(model: onnx.ModelProto) -> onnx.ModelProto:
     light = onnx.ModelProto()
     light.CopyFrom(model)
     large = [t for t in light.graph.initializer if prod(t.dims) > SMALL]
-    kept = [t for t in light.graph.initializer if prod(t.dims) <= SMALL]
+    small = [t for t in light.graph.initializer if prod(t.dims) <= SMALL]
     inputs = [onnx.ValueInfoProto.FromString(v.SerializeToString()) for v in light.graph.input]
     del light.graph.initializer[:]
-    light.graph.initializer.extend(kept)
+    light.graph.initializer.extend(small)
     light.graph.input.extend(
         onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims)
         for t in large
@@ -517,39 +519,39 @@ def _changes(op: str, opset: int) -> bool:
     return any(version > opset for version in _ADAPTED.get(op, ()))
 
 
-def _spell_out(proto: onnx.ModelProto, opset: int) -> None:
-    """Replace operators on element types without a kernel by ONNX's definition of them, in place."""
+def _decompose(proto: onnx.ModelProto, opset: int) -> None:
+    """Replace operators on element types without a kernel by their definitions in ONNX, in place."""
     import onnx.inliner
 
-    if not any(n.op_type in SPELT_OUT and not n.domain for n in all_nodes(proto.graph)):
+    if not any(n.op_type in DECOMPOSED and not n.domain for n in all_nodes(proto.graph)):
         return
     for _ in range(3):  # a definition may use another such operator
         types = dict(_typed_names(_inferred(proto).graph))
-        wanted: set[str] = set()
+        replaced: set[str] = set()
         for node in all_nodes(proto.graph):
-            if node.op_type not in SPELT_OUT or node.domain or not node.input or node.input[0] not in types:
+            if node.op_type not in DECOMPOSED or node.domain or not node.input or node.input[0] not in types:
                 continue
-            if types[node.input[0]].tensor_type.elem_type in SPELT_OUT[node.op_type]:
+            if types[node.input[0]].tensor_type.elem_type in DECOMPOSED[node.op_type]:
                 _write_defaults(node, opset)
-                node.domain = _SPELLINGS
-                wanted.add(node.op_type)
-        if not wanted:
+                node.domain = _DEFINITIONS
+                replaced.add(node.op_type)
+        if not replaced:
             return
-        proto.opset_import.add(domain=_SPELLINGS, version=1)
-        proto.functions.extend(_spelling(op, opset) for op in sorted(wanted))
-        names = [(_SPELLINGS, op) for op in sorted(wanted)]
+        proto.opset_import.add(domain=_DEFINITIONS, version=1)
+        proto.functions.extend(_definition(op, opset) for op in sorted(replaced))
+        names = [(_DEFINITIONS, op) for op in sorted(replaced)]
         proto.CopyFrom(onnx.inliner.inline_selected_functions(proto, names))
-        kept = [o for o in proto.opset_import if o.domain != _SPELLINGS]
+        remaining = [o for o in proto.opset_import if o.domain != _DEFINITIONS]
         del proto.opset_import[:]
-        proto.opset_import.extend(kept)
+        proto.opset_import.extend(remaining)
 
 
-def _spelling(op: str, opset: int) -> onnx.FunctionProto:
-    """The definition of an operator by others, as a function for a model of this opset."""
+def _definition(op: str, opset: int) -> onnx.FunctionProto:
+    """ONNX's definition of an operator by other operators, as a function for a model of this opset."""
     schema = onnx.defs.get_schema(op, opset, "")
     function = onnx.FunctionProto()
     function.CopyFrom(schema.function_body)
-    function.name, function.domain = op, _SPELLINGS
+    function.name, function.domain = op, _DEFINITIONS
     del function.opset_import[:]
     function.opset_import.add(domain="", version=opset)
     del function.attribute[:]
@@ -559,9 +561,9 @@ def _spelling(op: str, opset: int) -> onnx.FunctionProto:
 
 def _write_defaults(node: onnx.NodeProto, opset: int) -> None:
     """Write the default attributes of a node into it."""
-    given = {a.name for a in node.attribute}
+    present = {a.name for a in node.attribute}
     for name, attribute in onnx.defs.get_schema(node.op_type, opset, "").attributes.items():
-        if name not in given:
+        if name not in present:
             node.attribute.add().CopyFrom(attribute.default_value)
 
 
@@ -656,35 +658,35 @@ class _Raiser:
             return [node]
         at = self.opset
         cx = _Context(self.names, types, consts)
-        shown = f"node {node.name or node.output[0]!r} ({node.op_type} of opset {self.opset})"
+        subject = f"node {node.name or node.output[0]!r} ({node.op_type} of opset {self.opset})"
         while True:
             version = next((v for v in _ADAPTED.get(node.op_type, ()) if at < v <= OPSET), None)
             if at < OLDEST and (version is None or version > OLDEST):
-                self._require_same(node, at, shown)
+                self._require_same(node, at, subject)
             if version is None:
                 return [*cx.before, node, *cx.after]
             try:
                 ADAPTERS[node.op_type, version](cx, node)
             except _NotConvertible as error:
                 raise ModelError(
-                    f"{self.model}: {shown} {error}, which opset {OPSET} cannot say: "
+                    f"{self.model}: {subject} {error}, which opset {OPSET} cannot say: "
                     "export the model with a newer opset"
                 ) from error
             at = version
 
-    def _require_same(self, node: onnx.NodeProto, opset: int, shown: str) -> None:
+    def _require_same(self, node: onnx.NodeProto, opset: int, subject: str) -> None:
         """Raise ModelError if the operator changed between an opset before OLDEST and OLDEST."""
         if onnx.defs.has(node.op_type, opset, "") and onnx.defs.has(node.op_type, OLDEST, ""):
             then, now = (onnx.defs.get_schema(node.op_type, v, "").since_version for v in (opset, OLDEST))
             if then == now:
                 return
         raise ModelError(
-            f"{self.model}: {shown} is too old, opset {OLDEST} is the first that is read whole: "
+            f"{self.model}: {subject} is too old, opset {OLDEST} is the first that is read whole: "
             "export the model again, or convert it with onnx.version_converter"
         )
 
 
-class _Stands(Exception):
+class _NotExpressible(Exception):
     """A node that an older opset cannot express."""
 
 
@@ -697,14 +699,14 @@ def _const_input(cx: _Context, node: onnx.NodeProto, index: int) -> list[Any] | 
         return None
     array = cx.array(node.input[index])
     if array is None:
-        raise _Stands
+        raise _NotExpressible
     node.input[index] = ""
     return list(array.ravel().tolist())
 
 
-def _inputs_to_attributes(**places: int) -> _Lowerer:
+def _inputs_to_attributes(**positions: int) -> _Lowerer:
     def lower(cx: _Context, node: onnx.NodeProto) -> None:
-        for name, index in places.items():
+        for name, index in positions.items():
             values = _const_input(cx, node, index)
             if values is not None:
                 node.attribute.append(onnx.helper.make_attribute(name, values))
@@ -712,9 +714,9 @@ def _inputs_to_attributes(**places: int) -> _Lowerer:
     return lower
 
 
-def _scalars_to_attributes(**places: int) -> _Lowerer:
+def _scalars_to_attributes(**positions: int) -> _Lowerer:
     def lower(cx: _Context, node: onnx.NodeProto) -> None:
-        for name, index in places.items():
+        for name, index in positions.items():
             values = _const_input(cx, node, index)
             if values is not None:
                 node.attribute.append(onnx.helper.make_attribute(name, values[0]))
@@ -728,14 +730,14 @@ def _axes_to_attribute(cx: _Context, node: onnx.NodeProto) -> None:
     if axes:
         node.attribute.append(onnx.helper.make_attribute("axes", axes))
     elif noop is not None and noop.i:
-        raise _Stands
+        raise _NotExpressible
 
 
 def _lower_softmax(cx: _Context, node: onnx.NodeProto) -> None:
-    found, rank = _pop(node, "axis"), cx.rank(node.input[0])
-    axis = -1 if found is None else found.i
+    attribute, rank = _pop(node, "axis"), cx.rank(node.input[0])
+    axis = -1 if attribute is None else attribute.i
     if rank is None or axis % rank != rank - 1:
-        raise _Stands
+        raise _NotExpressible
     _set(node, "axis", rank - 1)
 
 
@@ -746,45 +748,45 @@ def _lower_split(cx: _Context, node: onnx.NodeProto) -> None:
     axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
     rank = cx.rank(node.input[0])
     if rank is None:
-        raise _Stands
+        raise _NotExpressible
     size = cx.types[node.input[0]].tensor_type.shape.dim[axis % rank].dim_value
     if not size or size % count.i:
-        raise _Stands
+        raise _NotExpressible
 
 
 def _lower_slice(cx: _Context, node: onnx.NodeProto) -> None:
     steps = _const_input(cx, node, 4)
     if steps is not None and any(step != 1 for step in steps):
-        raise _Stands
+        raise _NotExpressible
     _inputs_to_attributes(starts=1, ends=2, axes=3)(cx, node)
 
 
 def _lower_dropout(cx: _Context, node: onnx.NodeProto) -> None:
     if any(_const_input(cx, node, 2) or ()):
-        raise _Stands
+        raise _NotExpressible
     _pop(node, "seed")
     _scalars_to_attributes(ratio=1)(cx, node)
 
 
 def _lower_mask(cx: _Context, node: onnx.NodeProto) -> None:
     if len(node.output) > 1:
-        raise _Stands
+        raise _NotExpressible
 
 
 def _lower_grid_sample(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "mode")
-    mode = "linear" if found is None else found.s.decode()
+    attribute = _pop(node, "mode")
+    mode = "linear" if attribute is None else attribute.s.decode()
     _set(node, "mode", {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode))
 
 
 def _lower_roi_align(cx: _Context, node: onnx.NodeProto) -> None:
-    found = _pop(node, "coordinate_transformation_mode")
-    if found is None or found.s != b"output_half_pixel":
-        raise _Stands
+    attribute = _pop(node, "coordinate_transformation_mode")
+    if attribute is None or attribute.s != b"output_half_pixel":
+        raise _NotExpressible
 
 
 def _unchanged(cx: _Context, node: onnx.NodeProto) -> None:
-    """For adapters that leave no trace in the node: it stays as it is."""
+    """The node stays as it is: its adapter had nothing to change."""
 
 
 # Back to older opsets, where possible: (operator, version in which it changed).
@@ -843,11 +845,11 @@ def convert(
     """
     check_writable(name, opset)
     lowered = _Lowered(proto.graph, types, opset, later)
-    standing = [*(later if opset < (opset_of(proto) or OPSET) else ()), *map(title, lowered.standing)]
-    if standing:
-        more = f" and {len(standing) - 5} more" if len(standing) > 5 else ""
+    unwritable = [*(later if opset < (opset_of(proto) or OPSET) else ()), *map(title, lowered.inexpressible)]
+    if unwritable:
+        more = f" and {len(unwritable) - 5} more" if len(unwritable) > 5 else ""
         raise ModelError(
-            f"{name}: cannot be written with opset {opset}: in the way are {', '.join(standing[:5])}{more}; "
+            f"{name}: cannot be written with opset {opset}: in the way are {', '.join(unwritable[:5])}{more}; "
             "choose a newer opset"
         )
     _replace(proto, lowered, opset)
@@ -858,12 +860,12 @@ def convert_at_least(proto: onnx.ModelProto, types: Mapping[str, TensorType], op
     that can; from a newer opset down to the canonical one. In place."""
     while opset != OPSET:
         lowered = _Lowered(proto.graph, types, opset)
-        if not lowered.standing:
+        if not lowered.inexpressible:
             _replace(proto, lowered, opset)
             return
         if opset > OPSET:
             return
-        opset = max(_next_change(node.op_type, opset) for node in lowered.standing)
+        opset = max(_next_change(node.op_type, opset) for node in lowered.inexpressible)
 
 
 def at_least(model: bytes, types: Mapping[str, TensorType], opset: int) -> bytes:
@@ -872,23 +874,23 @@ def at_least(model: bytes, types: Mapping[str, TensorType], opset: int) -> bytes
         return model
     proto = onnx.ModelProto.FromString(model)
     convert_at_least(proto, types, opset)
-    found: bytes = proto.SerializeToString()
-    return found
+    converted: bytes = proto.SerializeToString()
+    return converted
 
 
 def title(node: onnx.NodeProto) -> str:
-    """How a message calls a node that stands in the way."""
+    """A node's name in a message about what an opset cannot express."""
     return f"{node.op_type} ({node.name or next(iter(node.output), '')!r})"
 
 
 @cache
 def _history() -> Mapping[str, tuple[int, ...]]:
     """For each operator, the versions in which it changed."""
-    found: dict[str, set[int]] = {}
+    versions: dict[str, set[int]] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if not schema.domain:
-            found.setdefault(schema.name, set()).add(schema.since_version)
-    return {op: tuple(sorted(known)) for op, known in found.items()}
+            versions.setdefault(schema.name, set()).add(schema.since_version)
+    return {op: tuple(sorted(since)) for op, since in versions.items()}
 
 
 def _next_change(op: str, opset: int) -> int:
@@ -898,7 +900,7 @@ def _next_change(op: str, opset: int) -> int:
 
 
 def _values_since(op: str) -> Iterator[int]:
-    """The opsets in which what an operator's attributes may be changed."""
+    """The opsets in which an operator's attributes got new values."""
     yield _NEGATIVE_AXES
     for (of, _), values in _LATER_VALUES.items():
         if of == op:
@@ -906,9 +908,11 @@ def _values_since(op: str) -> Iterator[int]:
 
 
 class _Lowered:
-    """What the nodes of a graph of the canonical opset are in another: `changed` pairs of a node and what takes its
-    place, and the nodes that cannot be expressed there (`standing`). The graph is left as it is, and so are nodes with
-    titles in `later`."""
+    """The nodes of a graph of the canonical opset, converted to another opset.
+
+    `changed`: pairs of a node and the node that replaces it; `inexpressible`: nodes that the other opset cannot
+    express. The graph itself stays as it is. Nodes with titles in `later` are not converted.
+    """
 
     def __init__(
         self,
@@ -919,9 +923,9 @@ class _Lowered:
     ) -> None:
         self.opset = opset
         self.later = later
-        self.known = types
+        self.types = types
         self.changed: list[tuple[onnx.NodeProto, onnx.NodeProto]] = []
-        self.standing: list[onnx.NodeProto] = []
+        self.inexpressible: list[onnx.NodeProto] = []
         self.same: dict[str, bool] = {}
         self._graph(graph, {}, {})
 
@@ -938,60 +942,60 @@ class _Lowered:
             for body in bodies:
                 self._graph(body, types, consts)
             if node.domain in ("", "ai.onnx") and not self._is_same(node):
-                self._node(node, types, consts, whole=not bodies)
+                self._node(node, types, consts, without_bodies=not bodies)
 
     def _node(
         self,
         node: onnx.NodeProto,
         types: dict[str, onnx.TypeProto],
         consts: dict[str, onnx.TensorProto],
-        whole: bool,
+        without_bodies: bool,
     ) -> None:
-        """`whole`: the node has no bodies, whose nodes are replaced on their own."""
+        """`without_bodies`: the node has none. The nodes of bodies are replaced one by one."""
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         own: dict[str, onnx.TypeProto] = {}
         for name in filter(None, (*node.input, *node.output)):
             if name in types:
                 own[name] = types[name]
-            elif name in self.known and self.known[name].dtype != DType.UNDEFINED:
-                own[name] = type_proto(self.known[name])
+            elif name in self.types and self.types[name].dtype != DType.UNDEFINED:
+                own[name] = type_proto(self.types[name])
         try:
             _lower_node(_Context(set(), own, consts), copy, self.opset)
-        except _Stands:
-            self.standing.append(node)
+        except _NotExpressible:
+            self.inexpressible.append(node)
             return
-        if whole and copy != node:
+        if without_bodies and copy != node:
             self.changed.append((node, copy))
 
     def _is_same(self, node: onnx.NodeProto) -> bool:
         """Whether nothing needs to be done for a node: its operator is the same in both opsets."""
-        op, least, most = node.op_type, min(self.opset, OPSET), max(self.opset, OPSET)
+        op, lower, upper = node.op_type, min(self.opset, OPSET), max(self.opset, OPSET)
         if op not in self.same:
-            changes = any(least < version <= most for version in _history().get(op, ()))
+            changes = any(lower < version <= upper for version in _history().get(op, ()))
             self.same[op] = self.opset >= _NEGATIVE_AXES and onnx.defs.has(op, OPSET, "") and not changes
         return self.same[op] or (bool(self.later) and title(node) in self.later)
 
 
 def _replace(proto: onnx.ModelProto, lowered: _Lowered, opset: int) -> None:
-    """Put the nodes of another opset in their places, and drop initialisers that nothing reads any more."""
+    """Replace the nodes by those of another opset, and remove initialisers that nothing reads any more."""
     dropped: set[str] = set()
     for node, copy in lowered.changed:
         dropped |= set(node.input) - set(copy.input)
         node.CopyFrom(copy)
     if dropped:
-        _drop_unread(proto.graph, dropped - _read(proto.graph))
+        _drop_unread(proto.graph, dropped - _names_read(proto.graph))
     set_opset(proto, opset)
 
 
-def _read(graph: onnx.GraphProto) -> set[str]:
+def _names_read(graph: onnx.GraphProto) -> set[str]:
     """All names that are read in a graph and its bodies, as outputs or by nodes, and those of its inputs."""
-    found = {v.name for v in (*graph.input, *graph.output)}
+    names = {v.name for v in (*graph.input, *graph.output)}
     for node in graph.node:
-        found.update(node.input)
+        names.update(node.input)
         for body in subgraphs(node):
-            found |= _read(body)
-    return found
+            names |= _names_read(body)
+    return names
 
 
 def _drop_unread(graph: onnx.GraphProto, unread: Collection[str]) -> None:
@@ -1005,41 +1009,41 @@ def _drop_unread(graph: onnx.GraphProto, unread: Collection[str]) -> None:
 def _lower_node(cx: _Context, node: onnx.NodeProto, opset: int) -> None:
     op = node.op_type
     if not onnx.defs.has(op, opset, "") or (opset > OPSET and op in CHANGED_LATER):
-        raise _Stands
-    for changed in sorted((v for v in _ADAPTED.get(op, ()) if v > opset), reverse=True):
-        if (op, changed) not in LOWERERS:
-            raise _Stands
-        LOWERERS[op, changed](cx, node)
+        raise _NotExpressible
+    for version in sorted((v for v in _ADAPTED.get(op, ()) if v > opset), reverse=True):
+        if (op, version) not in LOWERERS:
+            raise _NotExpressible
+        LOWERERS[op, version](cx, node)
     then = onnx.defs.get_schema(op, opset, "")
     now = onnx.defs.get_schema(op, OPSET, "")
     for attribute in list(node.attribute):
         if attribute.s and _LATER_VALUES.get((op, attribute.name), {}).get(attribute.s, 0) > opset:
-            raise _Stands
+            raise _NotExpressible
         if attribute.name not in then.attributes:
-            known = now.attributes.get(attribute.name)
+            definition = now.attributes.get(attribute.name)
             value = onnx.helper.get_attribute_value(attribute)
-            if known is None or not known.default_value.name:
-                raise _Stands
-            if value != onnx.helper.get_attribute_value(known.default_value):
-                raise _Stands
+            if definition is None or not definition.default_value.name:
+                raise _NotExpressible
+            if value != onnx.helper.get_attribute_value(definition.default_value):
+                raise _NotExpressible
             _pop(node, attribute.name)
     while node.input and not node.input[-1]:
         del node.input[-1]
     if opset < _NEGATIVE_AXES:
         _count_from_the_front(cx, node)
     if not _fits(then, node) or not _admits(then, node, cx.types):
-        raise _Stands
+        raise _NotExpressible
 
 
 def _fits(schema: onnx.defs.OpSchema, node: onnx.NodeProto) -> bool:
     """Whether a node has the inputs, outputs and attributes that an operator's definition wants."""
-    given = {a.name for a in node.attribute}
+    present = {a.name for a in node.attribute}
     single = onnx.defs.OpSchema.FormalParameterOption.Single
     return (
         schema.min_input <= len(node.input) <= schema.max_input
         and schema.min_output <= len(node.output) <= schema.max_output
         and all(name or p.option != single for name, p in zip(node.input, schema.inputs))
-        and all(a.name in given for a in schema.attributes.values() if a.required)
+        and all(a.name in present for a in schema.attributes.values() if a.required)
     )
 
 
@@ -1050,7 +1054,7 @@ def _count_from_the_front(cx: _Context, node: onnx.NodeProto) -> None:
             continue
         rank = cx.rank(node.output[0] if node.op_type == "Unsqueeze" else node.input[0])
         if rank is None:
-            raise _Stands
+            raise _NotExpressible
         if attribute.ints:
             attribute.ints[:] = [axis % rank for axis in attribute.ints]
         else:

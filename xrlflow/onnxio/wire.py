@@ -148,10 +148,10 @@ def _payload(data: memoryview, fields: Sequence[_Field]) -> _Field | None:
     location = dtype = _DEFAULT
     for field in fields:
         if field.number == _DATA_TYPE:
-            found = _number(data, field)
-            dtype = dtype if found is None else found
-        elif field.number == _DATA_LOCATION and (found := _number(data, field)) in (_DEFAULT, _EXTERNAL):
-            location = found
+            value = _number(data, field)
+            dtype = dtype if value is None else value
+        elif field.number == _DATA_LOCATION and (value := _number(data, field)) in (_DEFAULT, _EXTERNAL):
+            location = value
     if location == _EXTERNAL or dtype == _STRING:
         return None
     raw = [field for field in fields if field.number == _RAW_DATA and field.payload >= 0]
@@ -166,16 +166,16 @@ def _payload(data: memoryview, fields: Sequence[_Field]) -> _Field | None:
 
 def _strip_tensor(data: memoryview, at: int, end: int, parts: list[bytes]) -> None:
     fields = list(_fields(data, at, end))
-    found = _payload(data, fields)
-    if found is None or found.end - found.payload < LARGE:
+    payload = _payload(data, fields)
+    if payload is None or payload.end - payload.payload < LARGE:
         parts.append(bytes(data[at:end]))
         return
-    replaced = (found.number, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION)
+    replaced = (payload.number, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION)
     parts.extend(bytes(data[field.start : field.end]) for field in fields if field.number not in replaced)
     for key, value in (
         ("location", EMBEDDED),
-        ("offset", str(found.payload)),
-        ("length", str(found.end - found.payload)),
+        ("offset", str(payload.payload)),
+        ("length", str(payload.end - payload.payload)),
     ):
         parts.append(_entry(key, value))
     parts.append(varint(_DATA_LOCATION << 3) + varint(_EXTERNAL))
@@ -192,20 +192,20 @@ def _strip(data: memoryview, at: int, end: int, kind: _Message, parts: list[byte
         tensors = [f for f in _fields(data, at, end) if f.number == _TENSOR_OF_ATTRIBUTE]
         if len(tensors) > 1:  # together they are one tensor
             del children[_TENSOR_OF_ATTRIBUTE]
-    kept = at  # the start of what has not been copied yet
+    pending = at  # the start of what has not been copied yet
     for field in _fields(data, at, end):
         child = children.get(field.number)
         if child is None or field.payload < 0 or field.end - field.payload < LARGE:
             continue
-        if field.start > kept:
-            parts.append(bytes(data[kept : field.start]))
-        kept = field.end
+        if field.start > pending:
+            parts.append(bytes(data[pending : field.start]))
+        pending = field.end
         inner: list[bytes] = []
         _strip(data, field.payload, field.end, child, inner, depth + 1)
         parts.append(header(field.number, sum(map(len, inner))))
         parts.extend(inner)
-    if end > kept:
-        parts.append(bytes(data[kept:end]))
+    if end > pending:
+        parts.append(bytes(data[pending:end]))
 
 
 def strip_model(data: memoryview) -> bytes:

@@ -117,7 +117,7 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
         explored = ordered(context, begin, explored)
     prices = model.prices if isinstance(model, Learned) else model
     if isinstance(prices, Profiled) and not later:
-        context.notes.append(f"operators: {prices.tally}")
+        context.notes.append(f"operators: {prices.counts}")
     finish = confirm.finish if later else FINISHERS[context.options.backend]
     return _finished(Attempt(context, begin, explored, Finished(None, "")), finish)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 
 from xrlflow.cost import Learned
-from xrlflow.cost.fine_tuning import LEAST
+from xrlflow.cost.fine_tuning import MIN_COMPARISONS
 from xrlflow.pipeline import history
 from xrlflow.pipeline.choose import Trials
 from xrlflow.pipeline.context import Context
@@ -62,7 +62,7 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
                         measured.append((ratio, node))
                 if trials.kept == before:
                     break
-                if trials.kept >= LEAST:
+                if trials.kept >= MIN_COMPARISONS:
                     start = _with_costs(start, fitted(model.prices, known, also=trials.kept))
                     fits = trials.kept
             context.notes.extend(_refused(trials.refused))

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from xrlflow.cost import AdditiveCost, CostModel, Placed, Roofline, in_time
+from xrlflow.cost import AdditiveCost, CostModel, PlacementCost, Roofline, in_time
 from xrlflow.options import LOOKAHEAD, RLFLOW, TREE, WITH_AGENT, OptionError
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start
@@ -126,7 +126,7 @@ def _with_agent(
     loading = _TORCH_LOADING if options.search == RLFLOW or options.train_steps else _AGENT_LOADING
     late = time.monotonic() + loading > context.clock.budget.select_until
     if options.agent is None and train_until is None and late:
-        where = " in the search by the prices of kernels" if isinstance(model, Placed) else ""
+        where = " in the search by the prices of kernels" if isinstance(model, PlacementCost) else ""
         context.notes.append(f"there was no time for the agent{where} (--time-limit): {_LOST}")
         return greedy(base.state, base.cost, limits)
     # By costs that are slow, greedy search would take all the time. The agent begins with it, too.

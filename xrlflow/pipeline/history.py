@@ -47,4 +47,4 @@ def error_of(ratio: Ratio) -> float:
 def prices_of(model: CostModel) -> AdditiveCost | None:
     """The measured prices of operators that a cost model has; None if it has others, or had no time for some."""
     prices = model.prices if isinstance(model, Learned) else model
-    return prices if isinstance(prices, Profiled) and prices.tally.complete else None
+    return prices if isinstance(prices, Profiled) and prices.counts.complete else None

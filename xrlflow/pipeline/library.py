@@ -17,7 +17,7 @@ from rewrite_rules.placement import PLACEMENT, Loses, placement_rules
 from xrlflow.backends import BackendError
 from xrlflow.backends.protocol import USE_ONNXRUNTIME
 from xrlflow.backends.tvm import Tvm
-from xrlflow.backends.tvm.lowering.lower import check_sizes
+from xrlflow.backends.tvm.lowering.importer import check_sizes
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ImportedModel, Source, load
 from xrlflow.options import NONEMPTY, OptionError, Options, check_seed

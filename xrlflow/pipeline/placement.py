@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from xrlflow.backends.tvm.library.operator_times import code_version
 from xrlflow.common import deadline
-from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline, calibrated
+from xrlflow.cost import AdditiveCost, Database, KernelPrices, PlacementCost, Roofline, calibrated
 from xrlflow.ir import Graph
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import search
@@ -42,7 +42,7 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
     with Database(context.options.server) as database:
         version = f"{code_version()} {how.kernels_version}"
         prices = KernelPrices(runtime, how.operator_times, context.threads, version, database)
-        model = Placed(runtime, prices, machine)
+        model = PlacementCost(runtime, prices, machine)
         with deadline.within(until):
             result = _search(context, start, model, until)
     context.notes.append(f"kernels of our own: {prices}")
@@ -50,7 +50,7 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
     return Found(tuple(proposals), model.cost)
 
 
-def _search(context: Context, start: Start, model: Placed, until: float) -> tuple[SearchNode, ...]:
+def _search(context: Context, start: Start, model: PlacementCost, until: float) -> tuple[SearchNode, ...]:
     """The best and the shortlist of the last of several searches."""
     clock, graph = context.clock, start.base.state.graph
     clock.reserved = clock.budget.compile_until - until

@@ -21,8 +21,8 @@ from xrlflow.cost.comparisons import Comparisons
 from xrlflow.cost.latency_network import (
     BYTES_PER_SECOND,
     FIRST,
-    LEAST,
-    MOST,
+    MAX_LOG,
+    MIN_LOG,
     NetworkConfig,
     NetworkParameters,
     shapes,
@@ -120,7 +120,7 @@ class Member(nn.Module):
             change = own @ weight(f"{name}.own") + torch.log1p(total) @ weight(f"{name}.heard")
             vectors = own + torch.relu(change + weight(f"{name}.bias"))
         outputs = (vectors @ weight("head.weight") + weight("head.bias")).double()
-        factors = (outputs + torch.tensor(FIRST, dtype=torch.float64)).clamp(LEAST, MOST).exp()
+        factors = (outputs + torch.tensor(FIRST, dtype=torch.float64)).clamp(MIN_LOG, MAX_LOG).exp()
         return factors[:, 0] * data.prices + factors[:, 1] * data.moving
 
     def forward(self, data: _Data) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.ways import Floats
 from xrlflow.backends.tvm.lowering.compiled import Interface, TvmModel, Value
-from xrlflow.backends.tvm.lowering.lower import compile_module
+from xrlflow.backends.tvm.lowering.executable import compile_module
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 

@@ -6,7 +6,6 @@ A block is known by its form. Its weights and images are drawn, since times do n
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,12 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import BackendError
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import with_steps
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.bands import (
-    Form,
-    Plan,
+    BandBlocking,
+    ConvBlock,
     Tile,
     by_channel,
     kernel,
@@ -34,13 +34,13 @@ from xrlflow.backends.tvm.kernels.bands_plan import cost, plan, plans, usual
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of_bands, weights_of_bands
 from xrlflow.backends.tvm.kernels.steps import Step, extras_of
-from xrlflow.backends.tvm.kernels.ways import Floats, is_typed
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Floats, is_typed
+from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.joined import joined
-from xrlflow.backends.tvm.lowering.lower import fuse, schedule_all
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
-from xrlflow.tuning.measurable import key_of
+from xrlflow.tuning.measurable import form_key, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -57,7 +57,7 @@ class Kernels(Enum):
 class BlockWay:
     """The blocking of a block's kernel in bands; None: one kernel for each convolution."""
 
-    plan: Plan | None = None
+    plan: BandBlocking | None = None
 
     @property
     def group(self) -> Kernels:
@@ -76,7 +76,7 @@ class BlockWay:
             how = None
             if blocking is not None:
                 expand, project = (Tile(**blocking.pop(part)) for part in ("expand", "project"))
-                how = Plan(expand, project, **blocking)
+                how = BandBlocking(expand, project, **blocking)
             way = BlockWay(how)
             return way if way.group is Kernels(name) and (how is None or is_typed(how)) else None
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -95,7 +95,7 @@ class BlockWay:
 class Block:
     """A depthwise convolution with its neighbours (see `Measurable`). `weight`: how often the model calls it."""
 
-    form: Form
+    form: ConvBlock
     far: bool
     weight: int = 1
 
@@ -114,8 +114,7 @@ class Block:
 
     @property
     def key(self) -> str:
-        text = json.dumps([repr(self.form), self.far])
-        return "block " + hashlib.sha256(text.encode()).hexdigest()[:24]
+        return form_key("block", self.form, self.far)
 
     @property
     def work(self) -> int:
@@ -233,7 +232,7 @@ class _Drawn:
     large: dict[int, Floats]
 
 
-def _drawn(form: Form) -> _Drawn:
+def _drawn(form: ConvBlock) -> _Drawn:
     rng = np.random.default_rng(0)
 
     def draw(shape: tuple[int, ...], steps: tuple[Step, ...]) -> _Convolution:
@@ -253,13 +252,13 @@ def _drawn(form: Form) -> _Drawn:
 
 
 @cache
-def _in_bands(form: Form, how: Plan) -> IRModule:
+def _in_bands(form: ConvBlock, how: BandBlocking) -> IRModule:
     with heeding_interrupts():
         return alone(kernel(form, how))
 
 
 @cache
-def _apart(form: Form, machine: Machine) -> tuple[IRModule, tuple[Floats, ...]]:
+def _apart(form: ConvBlock, machine: Machine) -> tuple[IRModule, tuple[Floats, ...]]:
     """All kernels of a block one after the other, and the constants that they read.
 
     They are one function, since between them nothing replaces what the caches hold.
@@ -268,13 +267,13 @@ def _apart(form: Form, machine: Machine) -> tuple[IRModule, tuple[Floats, ...]]:
     return alone(function), tuple(constants)
 
 
-def _scheduled(form: Form, machine: Machine) -> IRModule:
+def _scheduled(form: ConvBlock, machine: Machine) -> IRModule:
     """The scheduled module of a block with one kernel for each convolution."""
     module = fuse(_module(form), machine, channels_last=False, algorithms=Algorithms(blocks=False))
     return schedule_all(module, machine)
 
 
-def _module(form: Form) -> IRModule:
+def _module(form: ConvBlock) -> IRModule:
     """A Relax module of the block: "main" takes the image and the extras that are as large as the result."""
     tvm()
     from tvm import relax
@@ -316,7 +315,7 @@ def _convolved(
     )  # fmt: skip
 
 
-def _padding(form: Form) -> list[int]:
+def _padding(form: ConvBlock) -> list[int]:
     """Top, left, bottom and right: as much as the last window reaches beyond the image."""
     ends = [
         max(0, (out - 1) * stride + window - size - before)

@@ -18,8 +18,8 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Chosen, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.kernels.ways import Floats, Form, Way
+from xrlflow.backends.tvm.kernels.algorithms import Chosen, Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Floats, LayerForm, Way
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.blocks import Block, BlockWay, Kernels
 from xrlflow.tuning.layers import Layer
@@ -50,11 +50,11 @@ class Seen:
         """In the order of the model."""
         self.blocks: list[Block] = []
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         self.layers.append(Layer(form, far))
         return {} if self._known is None else self._known.of(form, far)
 
-    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
         self.blocks.append(Block(form, far))
         return None if self._known is None else self._known.of_block(form, far)
 
@@ -84,7 +84,7 @@ class StoredTimes:
         """The times of a device (None: this machine)."""
         return StoredTimes(store, machine, Setting.on(device, machine.target(), threads, flushed=True))
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         found = self._used(Layer(form, far))[1]
         return {
             algorithm: None if best is None else Timed(best.seconds, best.way.plan)
@@ -93,7 +93,7 @@ class StoredTimes:
             for best in [found[algorithm]]
         }
 
-    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
         """What an untuned compilation chooses is kept, too, unless another way is faster by a margin."""
         block = Block(form, far)
         found = self._used(block)[1]

@@ -5,8 +5,6 @@ A layer is known by its form. Its weights and images are drawn, since times do n
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,15 +15,23 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.fusion.layers import estimates, plain
 from xrlflow.backends.tvm.kernels import direct
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, weights_of
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Floats, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.kernels.ways import (
+    KERNELS,
+    Algorithm,
+    Floats,
+    LayerForm,
+    Way,
+    algorithms_of,
+    tiles_cost,
+    title,
+)
+from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.joined import joined
-from xrlflow.backends.tvm.lowering.lower import schedule_all
-from xrlflow.backends.tvm.schedules import Choice
+from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
-from xrlflow.tuning.measurable import key_of
+from xrlflow.tuning.measurable import form_key, key_of
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -38,7 +44,7 @@ _PLACES = {algorithm: place for place, algorithm in enumerate(Algorithm)}
 class Layer:
     """A convolution or product, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
 
-    form: Form
+    form: LayerForm
     far: bool
     weight: int = 1
 
@@ -48,8 +54,7 @@ class Layer:
 
     @property
     def key(self) -> str:
-        text = json.dumps([repr(self.form), self.far])
-        return "layer " + hashlib.sha256(text.encode()).hexdigest()[:24]
+        return form_key("layer", self.form, self.far)
 
     @property
     def work(self) -> int:
@@ -64,7 +69,7 @@ class Layer:
     def usual(self, algorithm: Algorithm, machine: Machine) -> Way:
         """The kernel of an algorithm in an untuned compilation."""
         if algorithm is not Algorithm.TILES:
-            return Way(algorithm, GENERATORS[algorithm].usual(self.form, machine))
+            return Way(algorithm, KERNELS[algorithm].usual(self.form, machine))
         return Way(algorithm, next(iter(tiles.tile_choices(self.form, machine)), None))
 
     def estimated(self, machine: Machine) -> Way:
@@ -81,19 +86,19 @@ class Layer:
         found = [Way(Algorithm.TILES, how) for how in tiles.tile_choices(self.form, machine) or (None,)]
         for algorithm in algorithms_of(self.form):
             if algorithm is not Algorithm.TILES:
-                plans = dict.fromkeys(GENERATORS[algorithm].plans(self.form, machine))
+                plans = dict.fromkeys(KERNELS[algorithm].plans(self.form, machine))
                 found += [Way(algorithm, how) for how in plans]
         return found
 
     def numbers(self, way: Way) -> dict[str, int]:
         algorithm = {"algorithm": _PLACES[way.algorithm]}
-        if isinstance(way.plan, Choice):
+        if isinstance(way.plan, TileBlocking):
             tile = way.plan.tile
             blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
             return algorithm | blocked | {"order": int(way.plan.columns_first)}
         if way.algorithm is Algorithm.TILES:
             return algorithm
-        return algorithm | GENERATORS[way.algorithm].numbers(self.form, way.plan)
+        return algorithm | KERNELS[way.algorithm].numbers(self.form, way.plan)
 
     def loops(self, way: Way) -> list[Loop]:
         return loops_of(self.form, way)
@@ -104,7 +109,7 @@ class Layer:
     def estimate(self, way: Way, machine: Machine) -> float:
         if way.algorithm is Algorithm.TILES:
             return tiles_cost(self.form, machine)
-        return GENERATORS[way.algorithm].cost(self.form, way.plan, machine)
+        return KERNELS[way.algorithm].cost(self.form, way.plan, machine)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -113,7 +118,7 @@ class Layer:
         form = self.form
         read, written = math.prod(form.image[:-1]), math.prod(form.out[:-1])
         window, groups, stride = 1, 1, 1
-        if isinstance(form, direct.Form):
+        if isinstance(form, direct.Convolution):
             window, groups, stride = math.prod(form.window), form.groups, max(form.strides)
         width = form.out[-2] if len(form.out) > 1 else 1
         large = sum(not extra.by_channel for extra in form.extras)
@@ -152,7 +157,7 @@ class Layer:
             only = tiles.only_kernel(tiles.fused(form, machine))
             return None if only is None else tiles.arguments(only, _tiled(form, way, machine), form)
         large = tiles.large_of(form)
-        packed = GENERATORS[way.algorithm].packed(given.weights, form, way.plan)
+        packed = KERNELS[way.algorithm].packed(given.weights, form, way.plan)
         extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
         return [large["image"], packed, *extras]
 
@@ -162,20 +167,20 @@ class Layer:
 
 
 @cache
-def _plans(form: Form, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
-    return frozenset(GENERATORS[algorithm].plans(form, machine))
+def _plans(form: LayerForm, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
+    return frozenset(KERNELS[algorithm].plans(form, machine))
 
 
 @cache
-def _written(form: Form, way: Way) -> IRModule:
+def _written(form: LayerForm, way: Way) -> IRModule:
     with heeding_interrupts():
-        return alone(GENERATORS[way.algorithm].kernel(form, way.plan))
+        return alone(KERNELS[way.algorithm].code(form, way.plan))
 
 
 @cache
-def _tiled(form: Form, way: Way, machine: Machine) -> IRModule:
+def _tiled(form: LayerForm, way: Way, machine: Machine) -> IRModule:
     if way.plan is not None:
-        assert isinstance(way.plan, Choice)
+        assert isinstance(way.plan, TileBlocking)
         only = tiles.only_kernel(tiles.fused(form, machine))
         scheduled = None if only is None else tiles.tiled(only, way.plan, machine)
         if scheduled is None:
@@ -184,6 +189,6 @@ def _tiled(form: Form, way: Way, machine: Machine) -> IRModule:
     return alone(joined(_scheduled(form, machine))[0])
 
 
-def _scheduled(form: Form, machine: Machine) -> Any:
+def _scheduled(form: LayerForm, machine: Machine) -> Any:
     """The scheduled module of a layer with untuned tiles."""
     return schedule_all(tiles.fuse_alone(form, tiles.drawn(form), machine), machine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -27,6 +29,12 @@ class Way(Hashable, Protocol):
 
 
 W = TypeVar("W", bound=Way)
+
+
+def form_key(kind: str, form: object, far: bool) -> str:
+    """A `Measurable.key`. It does not depend on the name of the form's class: in keys of stores they are all `Form`."""
+    text = json.dumps([f"Form({repr(form).partition('(')[2]}", far])
+    return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 class Measurable(Protocol[W]):

@@ -15,10 +15,11 @@ from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.tvm import Machine, TvmModel
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget, compare_there, repeated
 from xrlflow.backends.tvm.devices.remote import Remote
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Chosen, Timings
-from xrlflow.backends.tvm.kernels.ways import Way
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.kernels.algorithms import Chosen, Timings
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.layer_times import LayerResult, Seen, block_results, results, together
 from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks

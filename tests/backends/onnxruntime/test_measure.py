@@ -24,6 +24,8 @@ from xrlflow.backends.pairs import Turn
 from xrlflow.backends.results import Load, SpeedUp, Verdict
 from xrlflow.workers import Forks
 
+pytestmark = pytest.mark.measures
+
 
 def test_measuring_three_models() -> None:
     found = measure([matmuls(1), matmuls(2), matmuls(1)], feeds(), threads=1, time_limit=1.0)

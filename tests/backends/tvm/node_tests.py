@@ -23,7 +23,7 @@ from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import unsupported
+from xrlflow.backends.tvm.lowering.importer import unsupported
 
 _ROUNDING = 1e-5
 

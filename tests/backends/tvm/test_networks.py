@@ -9,9 +9,12 @@ import pytest
 import models
 import xrlflow
 from models import ZOO
+from tests.levels import whole
+
+pytestmark = pytest.mark.measures
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", whole(ZOO, ("bert", "mobilenetv2", "nasrnn", "squeezenet")))
 def test_networks_compute_what_onnx_runtime_does(name: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="a kernel was left unscheduled")

@@ -14,7 +14,8 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Algorithms
+from xrlflow.backends.tvm.kernels.algorithms import Algorithms
+from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape
@@ -23,6 +24,8 @@ from xrlflow.tuning.one_shot.tokens import Tokens, tokens_of
 from xrlflow.tuning.one_shot.training import Measured, Network, TrainingConfig, train
 from xrlflow.tuning.space import WaySpace
 from xrlflow.tuning.tuners.one_shot import OneShotTuner
+
+pytestmark = pytest.mark.learns
 
 SMALL = Shape(width=16, hidden=32, layers=2, heads=2)
 
@@ -69,10 +72,10 @@ def test_numpy_computes_what_torch_does(name: str) -> None:
 
 def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
     space, form = space_of("steps"), FORMS["steps"]
-    assert isinstance(form, direct.Form)
+    assert isinstance(form, direct.Convolution)
     kernel = tokens_of(space).kernel
     for way, row in zip(space.ways, kernel.tolist()):
-        if not isinstance(way.plan, direct.Plan):
+        if not isinstance(way.plan, direct.DirectBlocking):
             continue
         sums, weights, registers, balance, computed, _, _, size, turns, uses = row
         wide = way.plan.vectors * way.plan.lanes / MACHINE.lanes
@@ -87,7 +90,7 @@ def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
         assert 2**uses >= 0.999 * math.prod(form.out) * form.terms / read, (
             "each weight is used for each pixel"
         )
-    assert any(isinstance(way.plan, direct.Plan) for way in space.ways)
+    assert any(isinstance(way.plan, direct.DirectBlocking) for way in space.ways)
 
 
 def test_transformed_weights_are_more() -> None:
@@ -181,12 +184,12 @@ def test_the_tuner_proposes_each_kernel_once_in_its_order(predictor: Predictor) 
 
 
 def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
+    from xrlflow.backends.tvm.fusion.fuse import fuse
     from xrlflow.backends.tvm.fusion.layers import chosen_in
     from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
-    from xrlflow.backends.tvm.lowering.lower import fuse
 
     times = PredictedTimes(predictor, MACHINE)
-    forms = (FORMS["steps"], FORMS["strided"], products.Form((1, 40, 64), (1, 40, 96)))
+    forms = (FORMS["steps"], FORMS["strided"], products.Product((1, 40, 64), (1, 40, 96)))
     for form in forms:
         known = times.of(form, False)
         assert {way.algorithm for way in Layer(form, False).untuned(MACHINE)} == set(known)
@@ -213,4 +216,4 @@ def test_wrong_options_are_refused() -> None:
         Shape(width=10, heads=4)
     with pytest.raises(ValueError, match="no measurements"):
         train([])
-    assert isinstance(FORMS["strided"], direct.Form)
+    assert isinstance(FORMS["strided"], direct.Convolution)

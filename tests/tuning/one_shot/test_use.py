@@ -18,8 +18,8 @@ from xrlflow import api
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.kernels import products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Timed, Times
-from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.kernels.algorithms import Timed, Times
+from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape, Standard, for_compiling, shipped
@@ -42,10 +42,10 @@ def arbitrary(seed: int = 0) -> Predictor:
 class Known:
     """Measured times of one layer."""
 
-    def __init__(self, form: Form, times: Times) -> None:
+    def __init__(self, form: LayerForm, times: Times) -> None:
         self._form, self._times = form, times
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         return self._times if form == self._form else {}
 
     def of_block(self, form: Any, far: bool) -> None:
@@ -122,8 +122,8 @@ def test_untuned_compilations_have_the_predicted_kernels(tmp_path: Path) -> None
 
 def test_layers_that_are_larger_than_any_that_it_learned_from_are_not_predicted() -> None:
     times = PredictedTimes(arbitrary(), MACHINE)
-    assert times.of(products.Form((8, 768), (8, 50257)), False) == {}
-    assert times.of(products.Form((8, 76), (8, 502)), False)
+    assert times.of(products.Product((8, 768), (8, 50257)), False) == {}
+    assert times.of(products.Product((8, 76), (8, 502)), False)
 
 
 def test_estimates_order_the_kernels_of_larger_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_predicting_keeps_the_weights_of_few_layers() -> None:
     tiles.fused.cache_clear()
     times = PredictedTimes(arbitrary(), MACHINE)
     for rows in range(2, 6):
-        times.of(products.Form((rows, 64), (rows, 64)), False)
+        times.of(products.Product((rows, 64), (rows, 64)), False)
     assert tiles.fused.cache_info().currsize <= 2
 
 
@@ -157,10 +157,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Form] = []
+    asked: list[LayerForm] = []
 
     class Listening(PredictedTimes):
-        def of(self, form: Form, far: bool) -> Times:
+        def of(self, form: LayerForm, far: bool) -> Times:
             asked.append(form)
             return PredictedTimes.of(self, form, far)
 

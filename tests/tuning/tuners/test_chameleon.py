@@ -30,6 +30,8 @@ from xrlflow.tuning.tuners.chameleon import (
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.tuners.random import RandomTuner
 
+pytestmark = pytest.mark.learns
+
 torch.set_num_threads(1)
 
 LAYERS = [PRODUCT, CONVOLUTION, FOUR, ONE]

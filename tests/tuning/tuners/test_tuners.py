@@ -21,6 +21,8 @@ from xrlflow.tuning.tuners.genetic import GeneticConfig, GeneticTuner
 from xrlflow.tuning.tuners.protocol import Measurement, Method, Tuner
 from xrlflow.tuning.tuners.random import RandomTuner
 
+pytestmark = pytest.mark.learns
+
 # Small ones, for tests take seconds.
 ANNEALING = AnnealingConfig(chains=32, steps=60)
 BEAM = BeamConfig(beam=8, completions=4, passes=2)

@@ -46,13 +46,13 @@ class Tvm:
 
     def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
         """Whether `op` can be lowered. Complex numbers, strings and sequences cannot be."""
-        from xrlflow.backends.tvm.lowering.lower import unsupported
+        from xrlflow.backends.tvm.lowering.importer import unsupported
 
         foreign = any(dtype.startswith(("complex", "string", "seq", "optional")) for dtype in dtypes)
         return not foreign and not unsupported([(domain, op)])
 
     def compile(self, model: ModelSource, *, threads: int | None = None) -> TvmModel:
-        """Lower, schedule and compile a model. Raises BackendError (see `lower.import_model`)."""
+        """Lower, schedule and compile a model. Raises BackendError (see `importer.import_model`)."""
         import onnx
 
         if isinstance(model, bytes):

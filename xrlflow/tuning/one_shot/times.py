@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.kernels.ways import Form
+from xrlflow.backends.tvm.kernels.algorithms import Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable
@@ -44,13 +44,13 @@ class PredictedTimes:
     machine: Machine
     measured: Timings | None = None
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         found = {} if self.measured is None else self.measured.of(form, far)
         if found or not predictable(Layer(form, far)):
             return found
         return _times(self.predictor, self.machine, form, far)
 
-    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
         return None if self.measured is None else self.measured.of_block(form, far)
 
 
@@ -59,7 +59,7 @@ def predictable(layer: Measurable[Any]) -> TypeGuard[Layer]:
     return isinstance(layer, Layer) and largest(layer.form) <= LARGEST
 
 
-def largest(form: Form) -> int:
+def largest(form: LayerForm) -> int:
     """How many numbers the image, the weights or the result of a layer has, whichever has the most."""
     return max(math.prod(form.image), math.prod(form.out), form.terms * form.out[-1])
 
@@ -77,7 +77,7 @@ def version_of(predictor: Predictor) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _times(predictor: Predictor, machine: Machine, form: Form, far: bool) -> Times:
+def _times(predictor: Predictor, machine: Machine, form: LayerForm, far: bool) -> Times:
     """The predicted times of a layer. They are kept, since a search compiles many graphs with the same layers."""
     layer = Layer(form, far)
     space = WaySpace.of(layer, machine)

@@ -43,7 +43,7 @@ from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.worker import Timing
 
-pytestmark = pytest.mark.usefixtures("brief_comparisons")
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("brief_comparisons")]
 
 QUICK = Timing(samples=2, sample_ms=0.2)
 
@@ -156,6 +156,7 @@ def test_devices_are_named_by_tracker_and_key() -> None:
             Remote.parse(text)
 
 
+@pytest.mark.quick
 def test_models_compute_there_what_onnxruntime_does_here(board: Board, file: Path, tmp_path: Path) -> None:
     compiled = Tvm().compile(str(file))
     path = tmp_path / "fast.so"
@@ -201,6 +202,7 @@ def test_more_threads_than_the_server_has_are_refused(board: Board) -> None:
         Device(board.remote, 64)
 
 
+@pytest.mark.whole
 def test_optimised_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
     output = tmp_path / "fast.so"
     result = CliRunner().invoke(
@@ -221,6 +223,7 @@ def test_optimised_on_the_device(board: Board, file: Path, tmp_path: Path) -> No
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_tuned_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
     place, output = tmp_path / "store.sqlite", tmp_path / "fast.so"
     options = {"method": "random", "trials": 4, "batch": 2, "threads": 1, "store": place}
@@ -324,6 +327,7 @@ def test_a_crash_is_the_kernels_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         own.close()
 
 
+@pytest.mark.whole
 def test_devices_of_one_key_take_times_together(tmp_path: Path) -> None:
     """A kernel that crashes takes its device with it; the others are measured on the one that is left."""
     own = Board(tmp_path)
@@ -342,6 +346,7 @@ def test_devices_of_one_key_take_times_together(tmp_path: Path) -> None:
         own.close()
 
 
+@pytest.mark.whole
 def test_a_device_that_is_gone_or_silent(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Board(tmp_path)
     compiled = Tvm().compile(str(file))
@@ -367,6 +372,7 @@ def test_a_device_that_is_gone_or_silent(file: Path, tmp_path: Path, monkeypatch
         own.close()
 
 
+@pytest.mark.whole
 def test_a_server_killed_while_tuning(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.tuning.pool.PATIENCE", 2.0)
     board = Board(tmp_path)

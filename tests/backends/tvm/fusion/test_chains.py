@@ -11,8 +11,11 @@ from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_pooling import compare
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion import chains
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+
+pytestmark = pytest.mark.measures
 
 LINKS = {
     "exp": " {y}_ = Neg({x})\n {y} = Exp({y}_)",

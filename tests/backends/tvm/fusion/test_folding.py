@@ -11,8 +11,10 @@ from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_pooling import compare
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.folding import fold_moves
-from xrlflow.backends.tvm.lowering.lower import import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+
+pytestmark = pytest.mark.measures
 
 MOVES = {
     "transposed": "c = Transpose<perm=[2,0,1]>(w)",
@@ -58,7 +60,7 @@ def test_what_is_no_constant_stays() -> None:
 
 def test_tvm_compiles_no_kernel_for_weights_in_another_order() -> None:
     """Its folding would compile one for each shape, which took a third of the time to compile a network."""
-    from xrlflow.backends.tvm.lowering import lower
+    from xrlflow.backends.tvm.fusion.fuse import fuse
 
     proto = network(
         "(float[1,8,9,9] x, float[16,8,3,3] w, float[8,16,1,1] v, float[16] b) => (float[1,8,7,7] y)"
@@ -67,7 +69,7 @@ def test_tvm_compiles_no_kernel_for_weights_in_another_order() -> None:
     tvm()
     module = import_model(proto)
     with mock.patch("tvm.tirx.build", side_effect=AssertionError("a kernel was compiled")):
-        fused = lower.fuse(module, detect())
+        fused = fuse(module, detect())
     assert "main" in {variable.name_hint for variable in fused.functions}
 
 

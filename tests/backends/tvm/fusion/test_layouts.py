@@ -7,7 +7,10 @@ import pytest
 from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_pooling import compare
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 MIDDLES = {
     "a border, pooled": "p = Pad(a, sides, zero)\n c = AveragePool<kernel_shape=[3,3]>(p)",

@@ -9,6 +9,8 @@ from tests.backends.tvm.kernels.test_pooling import compare
 from tests.backends.tvm.library.carried import carried
 from xrlflow.backends.tvm import detect
 
+pytestmark = pytest.mark.measures
+
 GRAPHS = {
     "branches": (
         "(float[1,8,12,10] x, float[32,8,1,1] w, float[48,8,3,3] v) => (float[1,80,12,10] y) {"

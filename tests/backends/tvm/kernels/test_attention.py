@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from tests.backends.tvm.kernels.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.attention import Array, Form, kernel, plan
+from xrlflow.backends.tvm.kernels.attention import Array, Attention, kernel, plan
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model, schedule_all
+from xrlflow.backends.tvm.lowering.executable import schedule_all
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.layer_times import Seen
+
+pytestmark = pytest.mark.measures
 
 TRANSPOSED = """ a = Transpose<perm=[0,2,1,3]>(q)
  b = Transpose<perm=[0,2,3,1]>(k)
@@ -273,7 +277,7 @@ def test_tiles_fit_the_registers_and_cover_the_rows(
     def array(*shape: int) -> Array:
         return Array(shape, tuple(range(len(shape))))
 
-    form = Form(
+    form = Attention(
         array(number, rows, depth), array(number, depth, keys), array(number, keys, width),
         array(number, rows, width), (),
     )  # fmt: skip
@@ -296,10 +300,10 @@ def test_tiles_fit_the_registers_and_cover_the_rows(
 def test_rows_a_page_apart_do_not_push_each_other_out() -> None:
     """32 heads of 32 are 4 KB: more than 8 rows of q would share a set of the first-level cache."""
 
-    def form(number: int) -> Form:
+    def form(number: int) -> Attention:
         rows, keys = (1, 64, number, 32), (1, 32, number, 32)
         q, k, v = Array(rows, (0, 2, 1, 3)), Array(keys, (0, 2, 3, 1)), Array(keys, (0, 2, 1, 3))
-        return Form(q, k, v, q, ())
+        return Attention(q, k, v, q, ())
 
     machine = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
     assert form(32).q.row_stride == 4096
@@ -311,7 +315,9 @@ def test_few_heads_are_divided_among_threads() -> None:
     keys = Array((1, 64, 512), (0, 1, 2))
 
     def parts(cores: int) -> int:
-        return plan(Form(array, keys, array, array, ()), Machine("x86_64", "znver4", cores, 16, 32)).parts
+        return plan(
+            Attention(array, keys, array, array, ()), Machine("x86_64", "znver4", cores, 16, 32)
+        ).parts
 
     assert [parts(1), parts(2), parts(4)] == [1, 2, 4]
 
@@ -320,7 +326,7 @@ def test_packing_keys_again_is_weighed_against_idle_threads() -> None:
     def parts(number: int, rows: int, cores: int) -> int:
         array, keys = Array((number, rows, 64), (0, 1, 2)), Array((number, 64, 128), (0, 1, 2))
         values = Array((number, 128, 64), (0, 1, 2))
-        how = plan(Form(array, keys, values, array, ()), Machine("x86_64", "znver4", cores, 16, 32))
+        how = plan(Attention(array, keys, values, array, ()), Machine("x86_64", "znver4", cores, 16, 32))
         assert 3 * how.rows < rows <= 4 * how.rows or rows > 100
         return how.parts
 
@@ -335,7 +341,7 @@ def test_rows_behind_the_last_are_not_stored() -> None:
 
     def guarded_if_needed(rows: int) -> bool:
         array, keys = Array((2, rows, 64), (0, 1, 2)), Array((2, 64, 32), (0, 1, 2))
-        form = Form(array, keys, Array((2, 32, 64), (0, 1, 2)), array, ())
+        form = Attention(array, keys, Array((2, 32, 64), (0, 1, 2)), array, ())
         tile = plan(form, detect()).rows
         return (rows % tile == 0) == (f"< {rows}" not in kernel(form, detect()).script())
 

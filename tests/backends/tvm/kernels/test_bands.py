@@ -12,9 +12,11 @@ from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, results
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion import bands as bands_fusion
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
-from xrlflow.backends.tvm.kernels.bands import Form, Plan
+from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock
 from xrlflow.backends.tvm.kernels.bands_plan import cost, plan, plans
+from xrlflow.backends.tvm.kernels.ways import Algorithm
+
+pytestmark = pytest.mark.measures
 
 
 def block(
@@ -113,9 +115,9 @@ def test_other_machines(name: str, machine: Machine) -> None:
     "name", ["a residual", "strides", "expansion alone", "channels that no vector divides"]
 )
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[Plan] = []
+    chosen: list[BandBlocking] = []
 
-    def drawn(form: Form, machine: Machine) -> Plan:
+    def drawn(form: ConvBlock, machine: Machine) -> BandBlocking:
         options = sorted(plans(form, machine), key=repr)
         chosen.append(random.Random(f"{name}{seed}").choice(options))
         return chosen[-1]
@@ -168,7 +170,7 @@ def test_what_is_read_elsewhere_is_not_swallowed() -> None:
 
 
 def test_the_plan_costs_least() -> None:
-    form = Form((1, 28, 28, 32), (1, 28, 28, 192), (1, 28, 28, 32), (3, 3), (1, 1), 1, 1, (), (), ())
+    form = ConvBlock((1, 28, 28, 32), (1, 28, 28, 192), (1, 28, 28, 32), (3, 3), (1, 1), 1, 1, (), (), ())
     machine = replace(detect(cores=2), second_level=512 << 10)
     best = plan(form, machine)
     assert cost(form, best, machine) == min(cost(form, how, machine) for how in plans(form, machine))

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
-from xrlflow.backends.tvm.kernels.batches import Form, cost, plan, plans
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.kernels.batches import BatchedProduct, cost, plan, plans
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 Array = npt.NDArray[Any]
 
@@ -113,7 +116,7 @@ def test_tiles_fit_registers_and_cover_the_columns(
 ) -> None:
     lanes, registers = (8, 16) if narrow else (16, 32)
     machine = Machine("x86_64", "znver4", 2, lanes, registers, in_halves=in_halves)
-    form = Form((8,), rows, 10, columns)
+    form = BatchedProduct((8,), rows, 10, columns)
     how = plan(form, machine)
     groups = how.groups(form)
     assert all(machine.keeps(how.rows, len(group)) for group in groups)

@@ -12,8 +12,10 @@ from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, results
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels import direct
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
-from xrlflow.backends.tvm.kernels.direct import Form, Plan, cost, plan, plans
+from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, cost, plan, plans
+from xrlflow.backends.tvm.kernels.ways import Algorithm
+
+pytestmark = pytest.mark.measures
 
 
 def conv(image: str, weights: str, out: str, attributes: str, end: str = "y = Identity(a)") -> str:
@@ -96,9 +98,9 @@ def test_other_machines(name: str, machine: Machine) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [*ELSEWHERE, "one dimension, many channels"])
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[Plan] = []
+    chosen: list[DirectBlocking] = []
 
-    def drawn(form: Form, machine: Machine) -> Plan:
+    def drawn(form: Convolution, machine: Machine) -> DirectBlocking:
         chosen.append(random.Random(f"{name}{seed}").choice(sorted(plans(form, machine), key=repr)))
         return chosen[-1]
 
@@ -171,7 +173,7 @@ def test_left_alone(name: str) -> None:
 
 
 def test_the_plan_costs_least() -> None:
-    form = Form((1, 28, 28, 128), (1, 28, 28, 128), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 32)
+    form = Convolution((1, 28, 28, 128), (1, 28, 28, 128), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 32)
     machine = detect(cores=2)
     best = plan(form, machine)
     assert cost(form, best, machine) == min(cost(form, how, machine) for how in plans(form, machine))
@@ -194,7 +196,7 @@ def test_vectors_are_narrower_where_there_are_no_more_of_them(
     groups: int, channels: int, columns: int, lanes: set[int]
 ) -> None:
     image, out = (1, 8, 8, groups * channels), (1, 8, 8, groups * columns)
-    form = Form(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
+    form = Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
     machine = replace(detect(cores=1), lanes=16, registers=32, in_halves=False)
     assert {how.lanes for how in plans(form, machine)} == lanes
     assert {how.lanes for how in plans(form, replace(machine, in_halves=True))} == lanes | {8}
@@ -204,7 +206,7 @@ def test_vectors_are_narrower_where_there_are_no_more_of_them(
 def test_code_does_not_grow_with_channels(groups: int) -> None:
     def written(channels: int) -> int:
         image, out = (1, 8, 8, groups * channels), (1, 8, 8, groups * 64)
-        form = Form(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
+        form = Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
         best = plan(form, detect(cores=1))
         return len(direct.kernel(form, replace(best, band=2)).script().splitlines())
 

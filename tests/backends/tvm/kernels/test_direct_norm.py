@@ -15,11 +15,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.backends.tvm.kernels.test_winograd import assert_close, results
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import direct_norm
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
-from xrlflow.backends.tvm.kernels.direct import Form, Plan, plans
+from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, plans
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.lowering import lower
+from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 ONE, TWO, EIGHT = detect(cores=1), detect(cores=2), detect(cores=8)
 
@@ -54,7 +57,7 @@ MACHINES = {
 
 
 def fused(text: str, machine: Machine) -> bool:
-    module = lower.fuse(lower.import_model(network(text)), machine)
+    module = fuse(import_model(network(text)), machine)
     return any("direct_norm" in variable.name_hint for variable in module.functions)
 
 
@@ -76,9 +79,9 @@ def test_other_machines(name: str, machine: Machine) -> None:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[Plan] = []
+    chosen: list[DirectBlocking] = []
 
-    def drawn(form: Form, machine: Machine) -> Plan:
+    def drawn(form: Convolution, machine: Machine) -> DirectBlocking:
         whole = [how for how in plans(form, machine) if how.together == how.lanes == machine.lanes]
         chosen.append(random.Random(f"{name}{seed}").choice(sorted(whole, key=repr)))
         return chosen[-1]
@@ -110,10 +113,12 @@ def test_left_alone(name: str) -> None:
     assert_close(*results(network(LEFT[name]), Algorithm.F23, ONE))
 
 
-def form(channels: int, size: int, window: int = 7) -> Form:
+def form(channels: int, size: int, window: int = 7) -> Convolution:
     image, border = (1, size, size, channels), window // 2
     steps = (Step("relax.add", (Earlier(0), Extra(True))),)
-    return Form(image, image, (1, window, window), (1, 1, 1), (1, 1, 1), (0, border, border), channels, steps)
+    return Convolution(
+        image, image, (1, window, window), (1, 1, 1), (1, 1, 1), (0, border, border), channels, steps
+    )
 
 
 @pytest.mark.parametrize(("channels", "size"), [(96, 56), (192, 28), (384, 14), (768, 7)])
@@ -139,7 +144,7 @@ def test_sums_are_as_exact_as_those_of_two_kernels(mean: float, monkeypatch: pyt
     (bias,) = (tensor for tensor in model.graph.initializer if tensor.name == "b")
     bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + np.float32(mean), "b"))
     _, one = results(model, Algorithm.F23, ONE)
-    monkeypatch.setattr(lower, "use_direct_norm", lambda module, machine: module)
+    monkeypatch.setattr("xrlflow.backends.tvm.fusion.fuse.use_direct_norm", lambda module, machine: module)
     _, two = results(model, Algorithm.F23, ONE)
     exact = _in_doubles(model)
     errors = [float(np.sqrt(np.mean((found - exact) ** 2))) for found in (one, two)]

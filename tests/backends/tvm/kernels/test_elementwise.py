@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.backends.tvm.kernels.test_kernels import network
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.lowering.compiled import compiled
+
+pytestmark = pytest.mark.measures
 
 CALLS = (
     "Celu(x)",

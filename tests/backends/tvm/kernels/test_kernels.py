@@ -16,67 +16,19 @@ from hypothesis import strategies as st
 
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, Tvm, TvmModel, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.padding import Rows, padded_columns, padded_width
-from xrlflow.backends.tvm.lowering import lower
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
-from xrlflow.backends.tvm.schedules import (
-    Choice,
-    Grid,
-    apply,
-    choices,
-    chunk,
-    heuristic,
-    partial_lanes,
-    schedule,
-    tile_of,
-)
+from xrlflow.backends.tvm.lowering.importer import import_model
+from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic, schedule
+from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import evaluate_graph
 
+pytestmark = pytest.mark.measures
+
 MACHINE = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
-
-
-@given(
-    rows=st.integers(1, 400),
-    columns=st.integers(1, 400),
-    stride=st.sampled_from([64, 3072, 4096, 12288]),
-    reduction=st.sampled_from([1, 64, 3072, 100_000]),
-    padding=st.booleans(),
-)
-def test_tiles_fit_registers_and_output(
-    rows: int, columns: int, stride: int, reduction: int, padding: bool
-) -> None:
-    tile = tile_of(Grid(rows, columns, stride, reduction, padding, padding), MACHINE)
-    vectors = tile.columns // tile.lanes
-    assert tile.columns == vectors * tile.lanes
-    assert tile.rows * vectors + vectors + 1 <= MACHINE.registers
-    if not padding:
-        assert rows % tile.rows == 0
-        assert columns % tile.columns == 0
-
-
-def test_tiles_of_products_that_networks_have() -> None:
-    """They use at least 8 accumulators of whole vectors: fewer wait for their own results."""
-    for rows, columns in ((128, 768), (512, 512), (3136, 64), (56, 64), (14, 256), (7, 512)):
-        tile = tile_of(Grid(rows, columns, 1024, 576), MACHINE)
-        assert tile.lanes == 16
-        assert tile.rows * tile.columns >= 8 * 16
-
-
-def test_channelwise_tiles_leave_registers_for_the_weights() -> None:
-    """One vector of channels: its 9 or 25 weights stay in registers beside the accumulators."""
-    for rows, columns, taps in ((56, 144, 9), (28, 240, 25), (112, 32, 9)):
-        tile = tile_of(Grid(rows, columns, 12, taps, channelwise=True), MACHINE)
-        assert (tile.rows, tile.columns, tile.lanes) == (2, 16, 16)
-    # A prime number of rows: two vectors of channels instead of two rows.
-    assert tile_of(Grid(7, 960, 12, 9, channelwise=True), MACHINE).columns == 32
-
-
-def test_padding_saves_a_prime_number_of_rows() -> None:
-    assert tile_of(Grid(197, 768, 3072, 768), MACHINE).rows == 1
-    assert tile_of(Grid(197, 768, 3072, 768, pad_rows=True), MACHINE).rows > 4
 
 
 GRAPHS = {
@@ -348,45 +300,6 @@ def test_long_sums_are_as_exact_as_those_of_onnx_runtime(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extents", "expected"),
-    [
-        ([192], None),
-        ([193], None),  # a prime number
-        ([194], (0, 97)),
-        ([1, 1, 480], (2, 120)),
-        ([3, 3, 64], (0, 1)),
-        ([3, 3, 512], (2, 128)),
-        ([2, 97], (0, 1)),
-        ([1, 1, 384], (2, 96)),  # not three loops in succession
-        ([291], (0, 97)),
-        ([257], None),
-        ([382], (0, 191)),
-        ([11, 11, 3], None),
-        ([3072], (0, 128)),
-    ],
-)
-def test_long_sums_are_made_of_chunks(extents: list[int], expected: tuple[int, int] | None) -> None:
-    assert chunk(extents) == expected
-
-
-@pytest.mark.parametrize(
-    ("along", "lanes", "expected"),
-    [
-        (48, 16, 16),
-        (120, 16, 8),
-        (16, 16, 8),
-        (15, 16, 0),
-        (101, 16, 0),
-        (32, 1, 0),
-        (6632, 16, 0),
-        (768, 16, 16),
-    ],
-)
-def test_lanes_of_partial_results(along: int, lanes: int, expected: int) -> None:
-    assert partial_lanes(along, lanes) == expected
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "epilogue",
@@ -451,11 +364,11 @@ def test_odd_columns_are_computed_in_whole_vectors(
     few = choices(found, detect())[:: max(1, len(choices(found, detect())) // 6)]
     for choice in few:
 
-        def chosen(mod: Any, machine: Machine, choice: Choice = choice) -> Any:
+        def chosen(mod: Any, machine: Machine, choice: TileBlocking = choice) -> Any:
             fits = choice in choices(mod, machine)
             return apply(mod, machine, choice if fits else None)
 
-        monkeypatch.setattr(lower, "schedule", chosen)
+        monkeypatch.setattr("xrlflow.backends.tvm.lowering.executable.schedule", chosen)
         with compiled(model, detect()) as lowered:
             np.testing.assert_allclose(lowered.run(feeds)[0], expected, rtol=2e-5, atol=2e-6)
 
@@ -589,82 +502,6 @@ def test_activations_keep_what_is_not_a_number(name: str) -> None:
 
 def test_type() -> None:
     assert isinstance(Tvm().compile(network(GRAPHS["product"]).SerializeToString()), TvmModel)
-
-
-@pytest.mark.parametrize(
-    ("channels", "expected"),
-    [
-        (32, [("parallel", 2), ("serial", 60), ("serial", 60), ("unrolled", 1), ("vectorized", 16)]),
-        (64, [("parallel", 2), ("serial", 60), ("serial", 60), ("unrolled", 2), ("vectorized", 16)]),
-        (1024, [("parallel", 16), ("serial", 60), ("serial", 60), ("unrolled", 4), ("vectorized", 16)]),
-        (1000, [("parallel", 125), ("serial", 60), ("serial", 60), ("unrolled", 1), ("vectorized", 8)]),
-    ],
-)
-def test_sums_across_memory_are_vectors_abreast_for_each_core(
-    channels: int, expected: list[tuple[str, int]]
-) -> None:
-    te = tvm().te
-    x = te.placeholder((1, 60, 60, channels), name="x")
-    row, column = te.reduce_axis((0, 60)), te.reduce_axis((0, 60))
-    y = te.compute((1, channels), lambda n, c: te.sum(x[n, row, column, c], axis=[row, column]), name="y")
-    done = schedule(tvm().IRModule({"main": te.create_prim_func([x, y])}), MACHINE)
-    assert loops(done, "y_update") == expected
-
-
-def loops(sch: Any, block: str) -> list[tuple[str, int]]:
-    """The loops around a block, outside in: what each does, and how often."""
-    kinds = ("serial", "parallel", "vectorized", "unrolled")
-    found = [sch.get(loop) for loop in sch.get_loops(sch.get_sblock(block))]
-    return [(kinds[int(loop.kind)], int(loop.extent)) for loop in found]
-
-
-def scheduled(graph: str, name: str) -> Any:
-    """The one kernel whose name has `name` in it, scheduled."""
-    module = fuse(import_model(network(graph)), MACHINE)
-    (kernel,) = (f for v, f in module.functions.items() if name in v.name_hint)
-    return schedule(tvm().IRModule({"main": kernel.with_attr("global_symbol", "main")}), MACHINE)
-
-
-def test_chunks_of_long_sums_are_tiles_in_vectors() -> None:
-    """35 pixels in 5 tiles of 7, four chunks of 120 terms each; of these every step is unrolled, in whole vectors."""
-    graph = "(float[1,480,7,5] x, float[48,480,1,1] w) => (float[1,48,7,5] y) { y = Conv(x, w) }"
-    found = scheduled(graph, "conv")
-    (sums,) = (
-        b for b in found.get_child_blocks(found.get_sblock("root")) if "rf_update" in found.get(b).name_hint
-    )
-    around = loops(found, found.get(sums).name_hint)
-    assert [n for kind, n in around if kind != "unrolled" and n > 1] == [5, 4, 120, 16]
-    assert around[-1] == ("vectorized", 16)
-    assert math.prod(n for kind, n in around if kind == "unrolled") == 21
-
-
-def test_few_rows_are_shared_by_all_threads() -> None:
-    """One mean, but what reads it has 6,144 elements in 384 vectors."""
-    graph = "(float[1,256,256] x) => (float[1,256,256] y) { m = ReduceMean(x)\n y = Sub(x, m) }"
-    found = scheduled(graph, "mean")
-    (last,) = found.get_output_blocks(found.get_sblock("root"))
-    assert loops(found, found.get(last).name_hint) == [("parallel", 256 * 16), ("vectorized", 16)]
-
-
-def test_sums_that_others_read_along_columns_are_made_once() -> None:
-    """As many columns as rows: each row of the result reads all sums."""
-    graph = GRAPHS["sums of rows beside columns"]
-    found = scheduled(graph, "sum")
-    names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
-    assert len(names) > 3
-    assert all(math.prod(n for _, n in loops(found, name)) <= 48 * 101 for name in names)
-
-
-def test_scalars_do_not_keep_long_sums_whole() -> None:
-    found = scheduled(GRAPHS["product, long, a scalar beside"], "matmul")
-    names = [found.get(b).name_hint for b in found.get_child_blocks(found.get_sblock("root"))]
-    assert any("rf_update" in name for name in names)
-
-
-def test_means_of_rows_are_made_by_all_threads() -> None:
-    """Few results, but of many elements each."""
-    graph = "(float[40,6625] x) => (float[40,1] y) <int64[1] a = {1}> { y = ReduceMean(x, a) }"
-    assert loops(scheduled(graph, "mean"), "kept")[0] == ("parallel", 40)
 
 
 def test_constants_are_packed_once_when_the_model_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

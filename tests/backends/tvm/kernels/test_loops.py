@@ -13,10 +13,11 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, winograd
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, loops_of_bands, totals
-from xrlflow.backends.tvm.kernels.ways import Form, Way
+from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way
 from xrlflow.tuning.layers import Layer
+
+pytestmark = pytest.mark.measures
 
 
 def consistent(loops: Sequence[Loop]) -> None:
@@ -28,11 +29,11 @@ def consistent(loops: Sequence[Loop]) -> None:
         assert outer.weights >= inner.weights
 
 
-def multiplications(form: Form, way: Way) -> float:
+def multiplications(form: LayerForm, way: Way) -> float:
     """Of vectors, if nothing is padded."""
     lanes = way.plan.tile.lanes if hasattr(way.plan, "tile") else way.plan.lanes  # type: ignore[union-attr]
     all_of_them = math.prod(form.out) * form.terms / lanes
-    if isinstance(way.plan, winograd.Plan):
+    if isinstance(way.plan, winograd.WinogradBlocking):
         m = way.algorithm.m or 0
         return all_of_them * (m + 2) ** 2 / (9 * m * m)
     return all_of_them
@@ -64,7 +65,7 @@ def test_what_fits_exactly_is_not_padded(name: str) -> None:
 
 
 def test_groups_that_share_a_vector_have_loops() -> None:
-    form = direct.Form((1, 9, 9, 16), (1, 9, 9, 16), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 4)
+    form = direct.Convolution((1, 9, 9, 16), (1, 9, 9, 16), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 4)
     how = next(how for how in direct.plans(form, MACHINE) if how.together > 1)
     consistent(loops_of(form, Way(Algorithm.DIRECT, how)))
 

@@ -12,8 +12,11 @@ from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 POOLS = (
     "MaxPool<kernel_shape=[3,3], strides=[2,2]>",

@@ -12,6 +12,8 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.lowering.compiled import compiled
 
+pytestmark = pytest.mark.measures
+
 MORE = (
     "MaxPool<kernel_shape=[2,11], strides=[1,5], pads=[0,4,1,8]>",
     "MaxPool<kernel_shape=[1,2], strides=[1,4]>",

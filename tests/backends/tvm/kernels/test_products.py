@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
-from xrlflow.backends.tvm.kernels.products import Form, chunk_of, cost, packed, plan, plans
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.kernels.products import Product, chunk_of, cost, packed, plan, plans
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 Array = npt.NDArray[Any]
 
@@ -136,9 +139,9 @@ def test_long_sums_are_exact() -> None:
 
 
 def test_panels_of_weights() -> None:
-    form, weights = Form((5, 3), (5, 21)), np.arange(63, dtype=np.float32).reshape(3, 21)
+    form, weights = Product((5, 3), (5, 21)), np.arange(63, dtype=np.float32).reshape(3, 21)
     how = next(h for h in plans(form, Machine("x86_64", "haswell", 1, 8, 16)) if h.columns == 16)
-    panels = packed(weights, how)
+    panels = packed(weights, form, how)
     assert panels.shape == (2, 3, 16)
     np.testing.assert_array_equal(panels[0], weights[:, :16])
     np.testing.assert_array_equal(panels[1, :, :5], weights[:, 16:])
@@ -154,7 +157,7 @@ def test_plans_fit_registers_and_cover_the_result(
     rows: int, depth: int, columns: int, cores: int, narrow: bool
 ) -> None:
     machine = Machine("x86_64", "znver4", cores, *((8, 16) if narrow else (16, 32)))
-    form = Form((rows, depth), (rows, columns))
+    form = Product((rows, depth), (rows, columns))
     how = plan(form, machine)
     vectors = how.columns // how.lanes
     assert machine.keeps(how.rows, vectors)

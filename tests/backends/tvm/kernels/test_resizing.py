@@ -14,6 +14,8 @@ from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels.resizing import linear, nearest
 from xrlflow.backends.tvm.lowering.compiled import compiled
 
+pytestmark = pytest.mark.measures
+
 PLACES = ("half_pixel", "asymmetric", "pytorch_half_pixel", "align_corners")
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 LINEAR = [f'mode="linear", coordinate_transformation_mode="{place}"' for place in PLACES]

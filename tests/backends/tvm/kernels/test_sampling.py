@@ -11,7 +11,9 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 MODES = [
     f'mode="{mode}", padding_mode="{padding}", align_corners={corners}'

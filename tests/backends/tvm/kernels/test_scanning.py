@@ -14,7 +14,9 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.library.hybrid import hybrid
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 KINDS = {"float": np.float32, "double": np.float64, "int32": np.int32, "int64": np.int64}
 # Rows alone, rows of images, and neighbours: fewer and more than vectors, with a rest.

@@ -13,14 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.tvm.kernels.test_kernels import network, numbers
+from tests.levels import whole
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.kernels.algorithms import WORST_CHANNEL, Algorithm, Algorithms, Choice, shared_out
-from xrlflow.backends.tvm.kernels.winograd import Form, cost, plan, plans, transforms
+from xrlflow.backends.tvm.kernels.algorithms import WORST_CHANNEL, Algorithms, Choice, shared_out
+from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.winograd import WinogradConvolution, cost, plan, plans, transforms
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.lowering.compiled import compiled
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 FAST = (Algorithm.F23, Algorithm.F43)
 Array = npt.NDArray[Any]
@@ -156,7 +161,7 @@ def test_what_is_read_elsewhere_is_no_step() -> None:
 
 @pytest.mark.parametrize("algorithm", FAST, ids=lambda a: a.name)
 @pytest.mark.parametrize("name", ["odd sizes and a batch", "groups", *STEPPED])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e37])
+@pytest.mark.parametrize("value", whole([np.nan, np.inf, -np.inf, 1e37], (np.nan, 1e37)))
 def test_what_is_not_finite_spreads_as_in_plain_sums(name: str, algorithm: Algorithm, value: float) -> None:
     """In the corners of tiles, at the border of the image, and where transforms overflow."""
     model = network(GRAPHS[name])
@@ -378,7 +383,7 @@ def test_the_choice_is_noted() -> None:
 @pytest.mark.parametrize("cpu", [None, "haswell"])
 def test_a_plan_fits_registers(cpu: str | None) -> None:
     machine = detect(cpu=cpu, cores=2)
-    form = Form((1, 14, 14, 100), (1, 14, 14, 70), 1, 1, 4)
+    form = WinogradConvolution((1, 14, 14, 100), (1, 14, 14, 70), 1, 1, 4)
     for how in plans(form, machine):
         vectors = how.columns // how.lanes
         assert how.rows * vectors + vectors + 1 <= machine.registers

@@ -37,6 +37,8 @@ from xrlflow.backends.tvm.library.hybrid import hybrid
 from xrlflow.backends.tvm.library.kernel_library import KernelLibrary, kernel_library
 from xrlflow.onnxio.regions import region_of, with_functions
 
+pytestmark = pytest.mark.measures
+
 NAME = "it's \"quoted\" \\back\\ %s %n ??/ ??' é 漢字 \x07\x1b"
 """A name that C, `printf` and a terminal would read otherwise."""
 

@@ -25,6 +25,8 @@ from xrlflow.backends.tvm.library.kernel_library import NATIVE, KernelLibrary
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import instructions, lacking
 
+pytestmark = pytest.mark.measures
+
 HOST = Path(__file__).with_name("host.c")
 ARM = "aarch64-linux-gnu"
 X86 = platform.machine() == "x86_64"

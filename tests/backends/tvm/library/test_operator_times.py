@@ -17,6 +17,8 @@ pytest.importorskip("tvm")
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.library.operator_times import Operator, code_version, operator_times
 
+pytestmark = pytest.mark.measures
+
 
 def operator(text: str, feeds: Mapping[str, tuple[int, ...]], **weights: Array) -> Operator:
     rng = np.random.default_rng(0)

@@ -22,11 +22,14 @@ from tests.corpus import backend_tests
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Tvm, detect
+from xrlflow.backends.tvm.fusion.checks import Check
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.open_sizes import sized
 from xrlflow.backends.tvm.kernels.legalize import legalizations
-from xrlflow.backends.tvm.lowering.bounds import Check
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model, unsupported
+from xrlflow.backends.tvm.lowering.importer import import_model, unsupported
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+
+pytestmark = pytest.mark.measures
 
 MIN64, MIN32 = np.iinfo(np.int64).min, np.iinfo(np.int32).min
 

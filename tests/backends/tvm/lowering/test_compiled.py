@@ -27,6 +27,7 @@ import pytest
 from typer.testing import CliRunner
 
 import xrlflow
+from tests.levels import whole
 from xrlflow.api import OptionError, VerificationFailed
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure, open_model
@@ -39,6 +40,8 @@ from xrlflow.cli import app
 from xrlflow.pipeline import compiled as finishing
 from xrlflow.prover.code import forget
 from xrlflow.verify import Status, Verification
+
+pytestmark = pytest.mark.measures
 
 WEIGHTS = ", ".join(str(round(math.sin(i), 3)) for i in range(128))
 TEXT = (
@@ -257,7 +260,7 @@ def recurrent(op: str, *, lengths: bool = False, steps: int | str = 3) -> onnx.M
 
 
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
-@pytest.mark.parametrize("search", ["greedy", "random"])
+@pytest.mark.parametrize("search", whole(["greedy", "random"], ("greedy",)))
 def test_operators_that_are_spelt_out(op: str, search: str, tmp_path: Path) -> None:
     model = recurrent(op)
     options = {"backend": "tvm", "cost": "roofline", "measure": False, "budget": 3}
@@ -356,8 +359,8 @@ def test_rules_do_not_write_what_tvm_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "step",
     [
-        "xrlflow.backends.tvm.lowering.lower.schedule",
-        "xrlflow.backends.tvm.lowering.lower.fuse_attention",
+        "xrlflow.backends.tvm.lowering.executable.schedule",
+        "xrlflow.backends.tvm.fusion.fuse.fuse_attention",
         "tvm.compile",
     ],
 )
@@ -589,9 +592,9 @@ def test_an_interrupt_that_tvm_swallows_still_interrupts(
         return arguments[0]
 
     owner, name, replacement = {
-        "importing": ("xrlflow.backends.tvm.lowering.lower", "_importer", swallowing),
+        "importing": ("xrlflow.backends.tvm.lowering.importer", "_importer", swallowing),
         "fusing": (relax.transform, "FuseOps", lambda: swallowing),
-        "scheduling": ("xrlflow.backends.tvm.lowering.lower", "schedule", swallowing),
+        "scheduling": ("xrlflow.backends.tvm.lowering.executable", "schedule", swallowing),
         "compiling": (tvm(), "compile", swallowing),
     }[where]
     if isinstance(owner, str):

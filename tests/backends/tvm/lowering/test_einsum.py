@@ -8,9 +8,12 @@ import pytest
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import detect
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.einsum import product_of
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
+from xrlflow.backends.tvm.lowering.importer import import_model
+
+pytestmark = pytest.mark.measures
 
 
 def einsum(equation: str, x: str, z: str, out: str, kind: str = "float") -> str:

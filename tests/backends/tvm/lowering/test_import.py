@@ -23,6 +23,8 @@ from xrlflow.backends.tvm import Tvm, detect
 from xrlflow.backends.tvm.library.hybrid import hybrid
 from xrlflow.backends.tvm.lowering import operators
 
+pytestmark = pytest.mark.measures
+
 IMAGES = "(float[1,8,12,12] x, float[8,8,3,3] w)"
 
 

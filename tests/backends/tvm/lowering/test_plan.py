@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from tests.backends.tvm.library.carried import carried, numbers, parsed
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.lowering.plan import ALIGNMENT, COPY, Life, Place, Plan, arranged, np_dtype
+from xrlflow.backends.tvm.lowering.plan import ALIGNMENT, COPY, ExecutionPlan, Life, Place, arranged, np_dtype
+
+pytestmark = pytest.mark.measures
 
 
-def plan(text: str) -> Plan:
+def plan(text: str) -> ExecutionPlan:
     return carried("Region_0", parsed(text), detect(None, 2, None)).compiled.plan
 
 

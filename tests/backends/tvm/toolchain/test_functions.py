@@ -13,6 +13,8 @@ import pytest
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
+pytestmark = pytest.mark.measures
+
 Floats = npt.NDArray[np.floating[Any]]
 
 

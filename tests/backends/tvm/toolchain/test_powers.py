@@ -15,6 +15,8 @@ from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
+pytestmark = pytest.mark.measures
+
 Floats = npt.NDArray[np.float32]
 
 _NUMBERS = (

@@ -6,11 +6,15 @@ import pytest
 
 from models.operators import operator
 from xrlflow.backends.tvm import detect
-from xrlflow.backends.tvm.lowering.lower import fuse, import_model
-from xrlflow.backends.tvm.schedules import Choice, Tile, apply
+from xrlflow.backends.tvm.fusion.fuse import fuse
+from xrlflow.backends.tvm.lowering.importer import import_model
+from xrlflow.backends.tvm.schedules.dispatch import apply
+from xrlflow.backends.tvm.schedules.ratings import Tile, TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.stack import CODE
 from xrlflow.tuning.store import Setting
+
+pytestmark = pytest.mark.measures
 
 
 @pytest.mark.parametrize(("floats", "called"), [(16, False), (384, False), (1024, False), (1040, True)])
@@ -39,7 +43,7 @@ def test_tiles_of_accumulators_take_no_workspace() -> None:
         f for v, f in fuse(import_model(model), detect()).functions.items() if v.name_hint != "main"
     )
     mod = package.IRModule({"main": function.with_attr("global_symbol", "main")})
-    sch = apply(mod, detect(), Choice(Tile(7, 32, 8), False))
+    sch = apply(mod, detect(), TileBlocking(Tile(7, 32, 8), False))
     library = package.compile(sch.mod, target=detect().target())
     assert "ptr @__TVMBackendAllocWorkspace" not in library.mod.inspect_source("ll")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from xrlflow.backends.tvm.kernels.attention import STEPS, Array, Extra, Form, ScoreStep, kernel
+from xrlflow.backends.tvm.kernels.attention import STEPS, Array, Attention, Extra, ScoreStep, kernel
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -17,7 +17,7 @@ _FLOAT = "float32"
 # Shorter rows of scores would mostly consist of an incomplete vector.
 _FEWEST_VECTORS = 2
 
-Match = tuple[Form, Sequence[Any]]
+Match = tuple[Attention, Sequence[Any]]
 """The computation, and the expressions of q, k, v and of the extras."""
 
 
@@ -33,7 +33,7 @@ def fuse_attention(module: Any, machine: Machine) -> Any:
     }
     if not found:
         return module
-    functions: dict[Form, Any] = {}
+    functions: dict[Attention, Any] = {}
 
     @relax.expr_functor.mutator
     class Fuser(relax.PyExprMutator):  # type: ignore[misc]
@@ -110,7 +110,7 @@ class _Reader:
             return None
         if 0 in (*scores, *out, q[0].sizes[-1]):
             return None
-        form = Form(q[0], k[0], v[0], Array(out, tuple(range(len(out)))), steps)
+        form = Attention(q[0], k[0], v[0], Array(out, tuple(range(len(out)))), steps)
         return form, [q[1], k[1], v[1], *extras]
 
     def _reshaped(self, expression: Any) -> Any:

@@ -11,8 +11,8 @@ from xrlflow.backends.tvm.fusion.following import Followed, Function
 from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
 from xrlflow.backends.tvm.kernels.bands import (
-    Form,
-    Plan,
+    BandBlocking,
+    ConvBlock,
     by_channel,
     kernel,
     packed_expansion,
@@ -60,7 +60,7 @@ class _Match:
     def inside(self) -> frozenset[Any]:
         return frozenset().union(*(part.followed.inside for part in self.parts))
 
-    def form(self) -> Form:
+    def form(self) -> ConvBlock:
         attrs = self.depthwise.call.attrs
         (top, left, _, _), weights = numbers(attrs.padding), sizes(self.depthwise.call.args[1])
         strides = numbers(attrs.strides)
@@ -69,14 +69,14 @@ class _Match:
         assert middle is not None
         assert out is not None
         assert weights is not None
-        return Form(
+        return ConvBlock(
             image, middle, out, (weights[0], weights[1]), (strides[0], strides[1]), top, left,
             None if self.expand is None else self.expand.followed.steps,
             self.depthwise.followed.steps,
             None if self.project is None else self.project.followed.steps,
         )  # fmt: skip
 
-    def operands(self, form: Form, how: Plan) -> list[Any]:
+    def operands(self, form: ConvBlock, how: BandBlocking) -> list[Any]:
         """The parameters of the kernel but the result."""
 
         def wide(values: Sequence[Any]) -> list[Any]:
@@ -108,7 +108,7 @@ def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) 
     main = module["main"]
     far = algorithms.timings is not None and weights_from_memory(main)
 
-    def choose(form: Form) -> Plan | None:
+    def choose(form: ConvBlock) -> BandBlocking | None:
         known = None if algorithms.timings is None else algorithms.timings.of_block(form, far)
         return usual(form, machine) if known is None else known.plan
 
@@ -119,15 +119,15 @@ def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) 
     return with_kernels(module, found)
 
 
-def _replacement(match: _Match, how: Plan) -> Replacement:
+def _replacement(match: _Match, how: BandBlocking) -> Replacement:
     form = match.form()
     make, read = partial(kernel, form, how), partial(match.operands, form, how)
     return Replacement("bands", (form, how), make, read, form.out)
 
 
 def _matches(
-    function: Function, machine: Machine, choose: Callable[[Form], Plan | None]
-) -> list[tuple[_Match, Plan]]:
+    function: Function, machine: Machine, choose: Callable[[ConvBlock], BandBlocking | None]
+) -> list[tuple[_Match, BandBlocking]]:
     """Depthwise convolutions with neighbours, and their blockings, which `choose` gives; None: they stay apart. No two
     matches share anything."""
     pointwise: dict[Any, _Convolution] = {}
@@ -136,7 +136,7 @@ def _matches(
         if _is_pointwise(call):
             followed = function.followed(variable, by_channel=True)
             pointwise[followed.last] = _Convolution(call, followed)
-    found: list[tuple[_Match, Plan]] = []
+    found: list[tuple[_Match, BandBlocking]] = []
     taken: set[Any] = set()
     for variable, call in function.values.items():
         if not _is_depthwise(call):

@@ -10,7 +10,7 @@ from typing import Any
 from xrlflow.backends.tvm.fusion.following import Function
 from xrlflow.backends.tvm.fusion.layouts import ELEMENTWISE
 from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
-from xrlflow.backends.tvm.kernels.batches import Form, kernel, plan
+from xrlflow.backends.tvm.kernels.batches import BatchedProduct, kernel, plan
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -47,12 +47,12 @@ def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
     return found
 
 
-def _form(call: Any, machine: Machine) -> Form | None:
+def _form(call: Any, machine: Machine) -> BatchedProduct | None:
     """The sizes of a batch of small products; None for any other product."""
     x, z = (sizes(each, FLOAT) for each in call.args)
     if x is None or z is None or min(len(x), len(z)) < 3 or x[:-2] != z[:-2] or 0 in (*x, *z):
         return None
-    form = Form(x[:-2], x[-2], x[-1], z[-1])
+    form = BatchedProduct(x[:-2], x[-2], x[-1], z[-1])
     if math.prod(form.batch) < _PRODUCTS * machine.cores or form.rows < _ROWS or form.depth > _TERMS:
         return None
     if form.columns < machine.lanes or 4 * form.depth * form.columns > _BYTES:

@@ -13,7 +13,7 @@ from xrlflow.backends.tvm.fusion.layers import convolution_of
 from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.kernels import direct_norm
 from xrlflow.backends.tvm.kernels.building import FLOAT
-from xrlflow.backends.tvm.kernels.direct import Form, Plan, packed
+from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, packed
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -50,7 +50,9 @@ def _is_norm(call: Any, followed: Followed) -> bool:
     return image is not None and last and scale == bias == image[-1:] and sizes(call, FLOAT) == image
 
 
-def _with_norm(form: Form, how: Plan, call: Any, followed: Followed, norm: Any) -> Replacement:
+def _with_norm(
+    form: Convolution, how: DirectBlocking, call: Any, followed: Followed, norm: Any
+) -> Replacement:
     (image, weights), (_, scale, bias), epsilon = call.args, norm.args, float(norm.attrs.epsilon)
 
     def read() -> Sequence[Any]:

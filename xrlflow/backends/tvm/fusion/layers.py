@@ -16,7 +16,6 @@ from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import (
     WORST_CHANNEL,
-    Algorithm,
     Algorithms,
     Choice,
     Chosen,
@@ -24,7 +23,15 @@ from xrlflow.backends.tvm.kernels.algorithms import (
     with_times,
 )
 from xrlflow.backends.tvm.kernels.building import FLOAT
-from xrlflow.backends.tvm.kernels.ways import GENERATORS, Form, Way, algorithms_of, tiles_cost, title
+from xrlflow.backends.tvm.kernels.ways import (
+    KERNELS,
+    Algorithm,
+    LayerForm,
+    Way,
+    algorithms_of,
+    tiles_cost,
+    title,
+)
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory
@@ -52,7 +59,7 @@ class Match:
     """A layer and the steps after it, up to the variable `last`. `call`: of the convolution or product. `extras`: the
     expressions of its `Extra`s."""
 
-    form: Form
+    form: LayerForm
     call: Any
     extras: tuple[Any, ...]
     last: Any
@@ -85,21 +92,21 @@ def chosen_in(module: Any) -> tuple[Chosen, ...]:
     return () if stored is None else tuple(Chosen(**each) for each in json.loads(str(stored)))
 
 
-def plain(form: Form, machine: Machine) -> Algorithm:
+def plain(form: LayerForm, machine: Machine) -> Algorithm:
     """The algorithm of an untuned compilation among those that multiply as often as the layer says."""
-    if isinstance(form, direct.Form):
+    if isinstance(form, direct.Convolution):
         return Algorithm.DIRECT if direct.gains(form, machine) else Algorithm.TILES
     wide = form.columns >= 2 * machine.lanes and 4 * form.terms * form.columns >= _LEAST_WEIGHTS
     return Algorithm.PRODUCT if wide and form.rows in _ROWS else Algorithm.TILES
 
 
-def estimates(form: Form, machine: Machine) -> dict[Algorithm, float]:
+def estimates(form: LayerForm, machine: Machine) -> dict[Algorithm, float]:
     """The estimated times of the algorithms that an untuned compilation chooses from, the plain one first."""
     found = {plain(form, machine): tiles_cost(form, machine)}
     for algorithm in algorithms_of(form):
         if algorithm.m is not None:
-            generator = GENERATORS[algorithm]
-            found[algorithm] = generator.cost(form, generator.usual(form, machine), machine)
+            kernel = KERNELS[algorithm]
+            found[algorithm] = kernel.cost(form, kernel.usual(form, machine), machine)
     return found
 
 
@@ -132,15 +139,15 @@ def _replacement(match: Match, choice: Choice, machine: Machine) -> Replacement 
     form = match.form
     if choice.algorithm is Algorithm.TILES:
         return None if choice.plan is None else _tiled(match, choice, machine)
-    generator = GENERATORS[choice.algorithm]
-    how = choice.plan or generator.usual(form, machine)
+    kernel = KERNELS[choice.algorithm]
+    how = choice.plan or kernel.usual(form, machine)
     image, weights = match.call.args
 
     def read() -> Sequence[Any]:
-        return [image, constant(generator.packed(weights.value.numpy(), form, how)), *match.extras]
+        return [image, constant(kernel.packed(weights.value.numpy(), form, how)), *match.extras]
 
     way = Way(choice.algorithm, how)
-    return Replacement(generator.name, (form, way), partial(generator.kernel, form, how), read, form.out)
+    return Replacement(kernel.name, (form, way), partial(kernel.code, form, how), read, form.out)
 
 
 def _tiled(match: Match, choice: Choice, machine: Machine) -> Replacement | None:
@@ -178,7 +185,7 @@ def _matches(function: Function) -> list[Match]:
     return found
 
 
-def _product(call: Any) -> products.Form | None:
+def _product(call: Any) -> products.Product | None:
     """The form of a product of rows with constant weights, all of known sizes; None for another one."""
     from tvm.ir import GenericConst
 
@@ -187,10 +194,10 @@ def _product(call: Any) -> products.Form | None:
         return None
     if len(weights) != 2 or len(x) < 2 or 0 in (*x, *out):
         return None
-    return products.Form(x, out)
+    return products.Product(x, out)
 
 
-def convolution_of(call: Any) -> direct.Form | None:
+def convolution_of(call: Any) -> direct.Convolution | None:
     """The form of a convolution with channels last, known sizes and constant weights; None for another one."""
     from tvm.ir import GenericConst
 
@@ -210,7 +217,7 @@ def convolution_of(call: Any) -> direct.Form | None:
         first, second, third = [missing] * (3 - space) + list(values)
         return first, second, third
 
-    return direct.Form(
+    return direct.Convolution(
         image, out, of_three(weights[:space], 1), of_three(numbers(attrs.strides), 1),
         of_three(numbers(attrs.dilation), 1), of_three(numbers(attrs.padding)[:space], 0), int(attrs.groups),
     )  # fmt: skip

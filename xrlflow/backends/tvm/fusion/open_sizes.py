@@ -1,10 +1,13 @@
-"""Sizes in a Relax module that are no numbers: kernels would read beyond their inputs."""
+"""Sizes in a Relax module that are no numbers: kernels would read beyond their inputs, and TVM raises other errors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
+from xrlflow.backends.tvm.toolchain.import_tvm import last_line
 from xrlflow.backends.tvm.toolchain.reading import operator
 
 
@@ -62,3 +65,17 @@ def without_size(module: Any) -> str | None:
     callee = call.args[0] if str(getattr(call.op, "name", "")).startswith("relax.call_") else call.op
     names = (getattr(callee, attribute, None) for attribute in ("name_hint", "global_symbol", "name"))
     return next((str(name).rpartition(".")[2] for name in names if name), str(callee))
+
+
+@contextmanager
+def answering(doing: str, module: Any = None) -> Iterator[None]:
+    """Turn everything that TVM raises about a model into BackendError. The message says whether the reason may be a
+    size in `module` that is not a number."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except Exception as error:
+        if module is not None and (name := without_size(module)):
+            raise open_size(name) from error
+        raise BackendError(f"TVM cannot {doing} the model: {last_line(error)}") from error

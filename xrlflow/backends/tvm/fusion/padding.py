@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.schedules import Grid, rated_tiles
+from xrlflow.backends.tvm.schedules.ratings import Grid, rated_tiles
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, with_calls
 from xrlflow.backends.tvm.toolchain.target import Machine
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.fusion.layouts import ELEMENTWISE
 from xrlflow.backends.tvm.kernels.attention import SCHEDULED
-from xrlflow.backends.tvm.schedules import schedule
+from xrlflow.backends.tvm.schedules.dispatch import schedule
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_calls
 from xrlflow.backends.tvm.toolchain.target import Machine

@@ -15,11 +15,13 @@ import numpy as np
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.tvm.fusion.last_passes import last_passes
+from xrlflow.backends.tvm.fusion.passes import applied
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.building import FLOAT, OPAQUE, SCHEDULED
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import Floats, Form
-from xrlflow.backends.tvm.schedules import Choice, apply, choices, heuristic
+from xrlflow.backends.tvm.kernels.ways import Floats, LayerForm
+from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic
+from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -35,7 +37,7 @@ class Operands:
     extras: tuple[Floats | None, ...]
 
 
-def drawn(form: Form) -> Operands:
+def drawn(form: LayerForm) -> Operands:
     """Random operands of a layer. Times do not depend on them."""
     rng = np.random.default_rng(0)
     shape, terms = weights_shape(form), form.terms
@@ -47,7 +49,7 @@ def drawn(form: Form) -> Operands:
     )
 
 
-def large_of(form: Form) -> dict[str, Floats]:
+def large_of(form: LayerForm) -> dict[str, Floats]:
     """Random values of the variables of `module_of`."""
     rng = np.random.default_rng(1)
     large = [f"extra{i}" for i, extra in enumerate(form.extras) if not extra.by_channel]
@@ -55,13 +57,13 @@ def large_of(form: Form) -> dict[str, Floats]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def weights_shape(form: Form) -> tuple[int, ...]:
-    if isinstance(form, products.Form):
+def weights_shape(form: LayerForm) -> tuple[int, ...]:
+    if isinstance(form, products.Product):
         return form.terms, form.columns
     return *form.window[5 - len(form.image) :], form.channels, form.out[-1]
 
 
-def module_of(form: Form, operands: Operands) -> Any:
+def module_of(form: LayerForm, operands: Operands) -> Any:
     """A Relax module of a layer: "main" takes the image and the extras that are as large as the result."""
     tvm()
     from tvm import relax
@@ -83,16 +85,16 @@ def module_of(form: Form, operands: Operands) -> Any:
     return builder.get()
 
 
-def constant_of(by_channel: Floats, form: Form) -> Any:
+def constant_of(by_channel: Floats, form: LayerForm) -> Any:
     from tvm import relax
 
     return relax.const(by_channel.reshape(*(1,) * (len(form.out) - 1), -1))
 
 
-def _computed(form: Form, image: Any, weights: Any) -> Any:
+def _computed(form: LayerForm, image: Any, weights: Any) -> Any:
     from tvm import relax
 
-    if isinstance(form, products.Form):
+    if isinstance(form, products.Product):
         return relax.op.matmul(image, weights)
     name, layout, kernel_layout = _CONVOLUTIONS[len(form.image)]
     first = 5 - len(form.image)
@@ -132,18 +134,13 @@ def _operator(step: Step) -> Any:
     return found
 
 
-def fuse_alone(form: Form, operands: Operands, machine: Machine) -> Any:
+def fuse_alone(form: LayerForm, operands: Operands, machine: Machine) -> Any:
     """The fused module of a layer whose kernels are tiles."""
-    module = module_of(form, operands)
-    with machine.target(), tvm().transform.PassContext(opt_level=3):
-        for step in last_passes(machine):
-            with heeding_interrupts():
-                module = step(module)
-    return module
+    return applied("layer", module_of(form, operands), last_passes(machine), machine)
 
 
 @lru_cache(maxsize=2)
-def fused(form: Form, machine: Machine) -> Any:
+def fused(form: LayerForm, machine: Machine) -> Any:
     """The same with random operands. Few are kept, since each has all weights of a layer."""
     return fuse_alone(form, drawn(form), machine)
 
@@ -172,7 +169,7 @@ def only_kernel(module: Any) -> Alone | None:
 
 
 @cache
-def tile_choices(form: Form, machine: Machine) -> tuple[Choice, ...]:
+def tile_choices(form: LayerForm, machine: Machine) -> tuple[TileBlocking, ...]:
     """The tiles of a layer's kernel, that of the heuristic first, then those with the best ratings; none if it has no
     choice, or several kernels. Some may not fit (see `tiled`)."""
     with heeding_interrupts():
@@ -182,7 +179,7 @@ def tile_choices(form: Form, machine: Machine) -> tuple[Choice, ...]:
         return tuple(dict.fromkeys([usual, *choices(alone.module, machine)]))
 
 
-def tiled(alone: Alone, choice: Choice, machine: Machine) -> Any | None:
+def tiled(alone: Alone, choice: TileBlocking, machine: Machine) -> Any | None:
     """The kernel with this tile, scheduled; None if the tile does not fit the blocks around the sum."""
     from tvm.s_tir import ScheduleError
 
@@ -203,7 +200,7 @@ def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
     return [variables[str(x.name)] if isinstance(x, relax.Var) else x for x in alone.call.args[1].fields]
 
 
-def arguments(alone: Alone, scheduled: Any, form: Form) -> list[Floats] | None:
+def arguments(alone: Alone, scheduled: Any, form: LayerForm) -> list[Floats] | None:
     """What a layer's scheduled kernel reads, with random operands; None if it packs its weights in an unknown order."""
     from tvm import relax
 

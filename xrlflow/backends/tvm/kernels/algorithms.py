@@ -12,33 +12,16 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from xrlflow.backends.tvm.kernels import bands
-    from xrlflow.backends.tvm.kernels.ways import Form, Plan
+from xrlflow.backends.tvm.kernels import bands
+from xrlflow.backends.tvm.kernels.ways import Algorithm, Blocking, LayerForm
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
 WORST_CHANNEL = 6.0
 """A layer keeps its plain algorithm if another one rounds more times as much in an output channel: with weights that
 take differences of pixels, for instance, on smooth images. (F(4,3) has 3.1 to 5.9 in layers of trained networks.)"""
-
-
-class Algorithm(Enum):
-    """How a convolution or product is computed: by TVM's loops in tiles (see `tiles`), or as one kernel of ours (see
-    `direct`, `products`). F(m, 3): tiles of m x m results (see `winograd`)."""
-
-    TILES = "tiles"
-    DIRECT = "direct"
-    PRODUCT = "product"
-    F23 = "F(2,3)"
-    F43 = "F(4,3)"
-
-    @property
-    def m(self) -> int | None:
-        return {Algorithm.F23: 2, Algorithm.F43: 4}.get(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +33,7 @@ class Choice:
     algorithm: Algorithm
     cost: float
     error: float = 1.0
-    plan: Plan | None = None
+    plan: Blocking | None = None
     most: float = 1.0
 
     @property
@@ -64,10 +47,10 @@ class Timed:
     estimated time)."""
 
     seconds: float
-    plan: Plan | None = None
+    plan: Blocking | None = None
 
 
-Times: TypeAlias = "Mapping[Algorithm, Timed | None]"
+Times: TypeAlias = Mapping[Algorithm, Timed | None]
 """What was measured of a layer's algorithms. None: all kernels of the algorithm failed."""
 
 
@@ -77,17 +60,17 @@ class TimedBlock:
     of the kernel in bands (None: one kernel for each convolution)."""
 
     seconds: float
-    plan: bands.Plan | None = None
+    plan: bands.BandBlocking | None = None
 
 
 class Timings(Protocol):
     """Measured times of layers."""
 
-    def of(self, form: Form, far: bool) -> Times:
+    def of(self, form: LayerForm, far: bool) -> Times:
         """What is known of a layer; empty if it was not measured. `far`: its weights come from memory."""
         ...
 
-    def of_block(self, form: bands.Form, far: bool) -> TimedBlock | None:
+    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
         """The same of a depthwise convolution with its neighbours; None if it was not measured."""
         ...
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.schedules.blocks import WORTH_A_THREAD
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -83,7 +83,7 @@ class ScoreStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Attention:
     """The computation: softmax(steps(q k)) v, along the last dimension of the scores. Operands have the same number of
     heads, but maybe in other dimensions."""
 
@@ -123,7 +123,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class TilePlan:
+class AttentionBlocking:
     """The tile of a kernel: its rows; the columns of a panel of keys and of one of values, in vectors of `lanes` and
     `value_lanes`; and into how many parts the rows of a head are divided among threads."""
 
@@ -135,8 +135,8 @@ class TilePlan:
     parts: int
 
 
-def plan(form: Form, machine: Machine) -> TilePlan:
-    """The tile with the best estimate for both products together, as in `schedules.rated_tiles`."""
+def plan(form: Attention, machine: Machine) -> AttentionBlocking:
+    """The tile with the best estimate for both products together, as in `schedules.ratings`."""
     lanes = machine.lanes
     value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
     apart = any(array.row_stride % _PAGE == 0 for array in (form.q, form.out))
@@ -156,7 +156,9 @@ def plan(form: Form, machine: Machine) -> TilePlan:
                     best = cost, rows, first * lanes, second * value_lanes
     assert best is not None
     _, rows, columns, value_columns = best
-    return TilePlan(rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores))
+    return AttentionBlocking(
+        rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores)
+    )
 
 
 def _vectors(lanes: int) -> list[int]:
@@ -176,7 +178,7 @@ def _cost(rows: int, vectors: int) -> float:
     return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
 
 
-def _parts(form: Form, rows: int, cores: int) -> int:
+def _parts(form: Attention, rows: int, cores: int) -> int:
     """Into how many parts the rows of a head are divided, so that the busiest thread finishes first. Each part packs
     the keys of its head for itself."""
     heads, tiles = math.prod(form.heads), -(-form.rows // rows)
@@ -187,7 +189,7 @@ def _parts(form: Form, rows: int, cores: int) -> int:
     return min(range(1, min(tiles, 2 * cores) + 1), key=longest)
 
 
-def kernel(form: Form, machine: Machine) -> Any:
+def kernel(form: Attention, machine: Machine) -> Any:
     """The PrimFunc with parameters q, k, v, the extras of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -227,8 +229,8 @@ class _Head:
 
     def __init__(
         self,
-        form: Form,
-        how: TilePlan,
+        form: Attention,
+        how: AttentionBlocking,
         arrays: Sequence[Any],
         extras: Sequence[Any],
         out: Any,

@@ -41,7 +41,7 @@ _PIXELS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ConvBlock:
     """A block of convolutions with channels last.
 
     `image`, `middle`, `out`: [batch, row, column, channel] of what is read, of the depthwise convolution's result, and
@@ -76,7 +76,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BandBlocking:
     """How a kernel is blocked. `block`: expanded channels at a time, a multiple of the columns of `expand`. `band`: the
     rows of results of a task. `parts`: among how many tasks the channels of a band are divided; their sums are added
     afterwards."""
@@ -88,29 +88,33 @@ class Plan:
     band: int
     parts: int = 1
 
-    def rows(self, form: Form) -> int:
+    def rows(self, form: ConvBlock) -> int:
         """The expanded rows of a band."""
         return (self.band - 1) * form.strides[0] + form.window[0]
 
-    def blocks(self, form: Form) -> int:
+    def blocks(self, form: ConvBlock) -> int:
         return -(-form.middle[3] // self.block)
 
-    def bands(self, form: Form) -> int:
+    def bands(self, form: ConvBlock) -> int:
         return -(-form.middle[1] // self.band)
 
-    def panels(self, form: Form) -> int:
+    def panels(self, form: ConvBlock) -> int:
         """The panels of the projection."""
         return -(-form.out[3] // self.project.columns)
 
 
-def packed_expansion(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+def packed_expansion(
+    weights: npt.NDArray[np.float32], form: ConvBlock, how: BandBlocking
+) -> npt.NDArray[np.float32]:
     """[panel, channel, column] of weights [channel, expanded]."""
     wide = _padded(weights, 1, how.blocks(form) * how.block)
     split = wide.reshape(weights.shape[0], -1, how.expand.columns)
     return np.ascontiguousarray(split.transpose(1, 0, 2))
 
 
-def packed_projection(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+def packed_projection(
+    weights: npt.NDArray[np.float32], form: ConvBlock, how: BandBlocking
+) -> npt.NDArray[np.float32]:
     """[block, panel, channel of the block, column] of weights [expanded, channel]."""
     tall = _padded(weights, 0, how.blocks(form) * how.block)
     wide = _padded(tall, 1, how.panels(form) * how.project.columns)
@@ -118,7 +122,9 @@ def packed_projection(weights: npt.NDArray[np.float32], form: Form, how: Plan) -
     return np.ascontiguousarray(split.transpose(0, 2, 1, 3))
 
 
-def by_channel(values: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+def by_channel(
+    values: npt.NDArray[np.float32], form: ConvBlock, how: BandBlocking
+) -> npt.NDArray[np.float32]:
     """Values with expanded channels last, for whole blocks."""
     return _padded(values, values.ndim - 1, how.blocks(form) * how.block)
 
@@ -138,7 +144,7 @@ class _Stage:
     extras: tuple[Any, ...]
 
 
-def kernel(form: Form, how: Plan) -> Any:
+def kernel(form: ConvBlock, how: BandBlocking) -> Any:
     """The PrimFunc with parameters image, for each convolution its weights and the extras of its steps, and result.
 
     Weights are `packed_expansion`, `by_channel` [row, column, channel] and `packed_projection`; extras of the first two
@@ -176,7 +182,7 @@ def kernel(form: Form, how: Plan) -> Any:
         return builder.get()
 
 
-def _stage(form: Form, how: Plan, name: str) -> _Stage:
+def _stage(form: ConvBlock, how: BandBlocking, name: str) -> _Stage:
     """Declare the parameters of one convolution."""
     from tvm.script.ir_builder import tirx as T
 
@@ -201,7 +207,13 @@ class _Band:
     """Writes the loops of one task into the function that is being built."""
 
     def __init__(
-        self, form: Form, how: Plan, image: Any, stages: Sequence[_Stage], out: Any, shares: Any | None
+        self,
+        form: ConvBlock,
+        how: BandBlocking,
+        image: Any,
+        stages: Sequence[_Stage],
+        out: Any,
+        shares: Any | None,
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from xrlflow.backends.tvm.kernels.bands import Form, Plan, Tile
+from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock, Tile
 from xrlflow.backends.tvm.kernels.steps import Step
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -23,17 +23,17 @@ _MOST_TERMS = 256
 _STEP, _FUNCTION, _SUM, _SPILLED, _FAR = 2.0, 30.0, 2.0, 10.0, 1.0
 
 
-def usual(form: Form, machine: Machine) -> Plan | None:
+def usual(form: ConvBlock, machine: Machine) -> BandBlocking | None:
     """The blocking in an untuned compilation; None: one kernel for each convolution."""
     return plan(form, machine) if gains(form, machine) else None
 
 
-def plan(form: Form, machine: Machine) -> Plan:
+def plan(form: ConvBlock, machine: Machine) -> BandBlocking:
     """The blocking with the least estimated time."""
     return min(plans(form, machine), key=lambda how: cost(form, how, machine))
 
 
-def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+def plans(form: ConvBlock, machine: Machine) -> Iterator[BandBlocking]:
     """The blockings to choose from."""
     lanes = machine.lanes
     while lanes > 1 and (form.middle[3] < lanes or (form.project is None and form.middle[3] % lanes)):
@@ -47,7 +47,7 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
         for block in range(columns, min(_MOST_BLOCK, -(-form.middle[3] // columns) * columns) + 1, columns):
             for band in bands:
                 for parts in range(1, machine.cores + 1):
-                    how = Plan(expand, project, lanes, block, band, parts)
+                    how = BandBlocking(expand, project, lanes, block, band, parts)
                     share = -(-how.blocks(form) // parts)
                     if share * (parts - 1) < how.blocks(form):
                         yield how
@@ -61,12 +61,12 @@ def _tiles(machine: Machine, lanes: int) -> Iterator[Tile]:
             yield Tile(rows, vectors * lanes)
 
 
-def cost(form: Form, how: Plan, machine: Machine) -> float:
+def cost(form: ConvBlock, how: BandBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
     return math.fsum(terms(form, how, machine).values())
 
 
-def terms(form: Form, how: Plan, machine: Machine) -> dict[str, float]:
+def terms(form: ConvBlock, how: BandBlocking, machine: Machine) -> dict[str, float]:
     """The parts of `cost`."""
     lanes, rows = how.lanes, how.rows(form)
     tasks = form.out[0] * how.bands(form) * how.parts
@@ -127,7 +127,7 @@ def _product(width: int, columns: int, channels: int, tile: Tile, lanes: int) ->
     )
 
 
-def gains(form: Form, machine: Machine) -> bool:
+def gains(form: ConvBlock, machine: Machine) -> bool:
     """Whether one kernel is usually faster than one for each convolution.
 
     Measured on Zen 3, with 1 and 2 threads: with an expansion 1.04 to 1.6 times; a depthwise convolution and a
@@ -136,7 +136,7 @@ def gains(form: Form, machine: Machine) -> bool:
     return possible(form, machine) and (form.expand is not None or math.prod(form.middle[1:3]) <= _FEW_PIXELS)
 
 
-def possible(form: Form, machine: Machine) -> bool:
+def possible(form: ConvBlock, machine: Machine) -> bool:
     """Whether there may be one kernel, which rounds hardly more than one for each convolution."""
     if form.middle[3] < machine.lanes or math.prod(form.window) > _MOST_TAPS:
         return False

@@ -14,7 +14,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.kernels.building import FLOAT, LOCAL, OPAQUE, SCHEDULED, number, ramp, spread
 from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
-from xrlflow.backends.tvm.schedules import WORTH_A_THREAD
+from xrlflow.backends.tvm.schedules.blocks import WORTH_A_THREAD
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
@@ -24,7 +24,7 @@ _BROADCAST, _VECTOR = 0.6, 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BatchedProduct:
     """steps(x z): `batch` products of x [.., row, term] and z [.., term, column], with the same first dimensions."""
 
     batch: tuple[int, ...]
@@ -47,14 +47,14 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchBlocking:
     """A tile of accumulators: `rows`, and up to so many `vectors` of `lanes` columns."""
 
     rows: int
     vectors: int
     lanes: int
 
-    def groups(self, form: Form) -> list[list[int]]:
+    def groups(self, form: BatchedProduct) -> list[list[int]]:
         """The first columns of all vectors, those of one tile together."""
         count = -(-form.columns // self.lanes)
         starts = [min(i * self.lanes, form.columns - self.lanes) for i in range(count)]
@@ -64,16 +64,16 @@ class Plan:
         return [starts[begin:end] for begin, end in zip([0, *ends], ends)]
 
 
-def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+def plans(form: BatchedProduct, machine: Machine) -> Iterator[BatchBlocking]:
     """The tiles to choose from; none if a vector is longer than a row."""
     for lanes in {machine.lanes, machine.lanes // 2} if machine.in_halves else {machine.lanes}:
         for rows in range(1, min(_MOST_ROWS, form.rows) + 1):
             for vectors in range(1, min(8, -(-form.columns // lanes)) + 1):
                 if lanes <= form.columns and machine.keeps(rows, vectors):
-                    yield Plan(rows, vectors, lanes)
+                    yield BatchBlocking(rows, vectors, lanes)
 
 
-def cost(form: Form, how: Plan, machine: Machine) -> float:
+def cost(form: BatchedProduct, how: BatchBlocking, machine: Machine) -> float:
     """The estimated time for one term of all sums of a product, in multiply-adds of vectors."""
     share = how.lanes / machine.lanes if machine.in_halves else 1.0
     groups = [len(group) for group in how.groups(form)]
@@ -81,12 +81,12 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     return -(-form.rows // how.rows) * tile
 
 
-def plan(form: Form, machine: Machine) -> Plan:
+def plan(form: BatchedProduct, machine: Machine) -> BatchBlocking:
     """The tile with the least estimated time."""
     return min(plans(form, machine), key=lambda how: (cost(form, how, machine), -how.lanes, how.rows))
 
 
-def kernel(form: Form, how: Plan) -> Any:
+def kernel(form: BatchedProduct, how: BatchBlocking) -> Any:
     """The PrimFunc with parameters x, z, the extras of the steps in their order, and the result."""
     tvm()
     from tvm import tirx
@@ -120,7 +120,14 @@ class _Product:
     """Writes the loops of one product into the function that is being built."""
 
     def __init__(
-        self, form: Form, how: Plan, x: Any, z: Any, extras: Sequence[Any], out: Any, task: Any
+        self,
+        form: BatchedProduct,
+        how: BatchBlocking,
+        x: Any,
+        z: Any,
+        extras: Sequence[Any],
+        out: Any,
+        task: Any,
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 

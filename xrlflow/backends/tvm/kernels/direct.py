@@ -54,7 +54,7 @@ _FIRST_LEVEL, _SECOND, _SPILLED, _SCATTERED = 24 << 10, 1.4, 4.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Convolution:
     """A convolution with channels last, of one to three dimensions.
 
     `image`, `out`: [batch, ((depth,) row,) column, channel]. `window`, `strides`, `dilations`, and `begin`, the zeros
@@ -110,7 +110,7 @@ def _space(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DirectBlocking:
     """How a kernel is blocked.
 
     A tile has `pixels` x `vectors` vectors of `lanes` results. `together`: the groups of which one vector has all
@@ -126,39 +126,51 @@ class Plan:
     span: int
     shared: bool
 
-    def units(self, form: Form) -> int:
+    def units(self, form: Convolution) -> int:
         """How many parts the channels have, each with a copy of its own of the pixels."""
         return -(-form.groups // self.together)
 
-    def panels(self, form: Form) -> int:
+    def panels(self, form: Convolution) -> int:
         """The panels of weights of a unit."""
         return 1 if self.together > 1 else -(-form.columns // (self.vectors * self.lanes))
 
-    def rows(self, form: Form) -> int:
+    def rows(self, form: Convolution) -> int:
         """The rows that a band reads."""
         return (self.band - 1) * form.strides[1] + (form.window[1] - 1) * form.dilations[1] + 1
 
-    def width(self, form: Form) -> int:
+    def width(self, form: Convolution) -> int:
         """The columns that a span reads."""
         return (self.span - 1) * form.strides[2] + (form.window[2] - 1) * form.dilations[2] + 1
 
-    def bands(self, form: Form) -> int:
+    def bands(self, form: Convolution) -> int:
         return -(-form.results[1] // self.band)
 
-    def spans(self, form: Form) -> int:
+    def spans(self, form: Convolution) -> int:
         return -(-form.results[2] // self.span)
 
-    def slot(self, form: Form) -> int:
+    def slot(self, form: Convolution) -> int:
         """The floats of a pixel's copy."""
         return self.lanes if self.together > 1 else form.channels
 
+    def numbers(self, form: Convolution) -> dict[str, int]:
+        """See `ways.KernelBlocking`."""
+        return {
+            "rows": self.pixels, "vectors": self.vectors, "lanes": self.lanes, "blocks": self.bands(form),
+            "parts": self.spans(form), "order": int(self.shared),
+        }  # fmt: skip
 
-def plan(form: Form, machine: Machine) -> Plan:
+    def __str__(self) -> str:
+        return (
+            f"{self.pixels}x{self.vectors * self.lanes} in bands of {self.band} rows and {self.span} columns"
+        )
+
+
+def plan(form: Convolution, machine: Machine) -> DirectBlocking:
     """The blocking with the least estimated time."""
     return min(plans(form, machine), key=lambda how: (cost(form, how, machine), repr(how)))
 
 
-def plans(form: Form, machine: Machine) -> Iterator[Plan]:
+def plans(form: Convolution, machine: Machine) -> Iterator[DirectBlocking]:
     """The blockings to choose from."""
     spare = 4 if machine.registers <= 16 else 3
     bands = sorted({-(-form.results[1] // n) for n in range(1, form.results[1] + 1)})
@@ -173,15 +185,15 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
                 shared = together > 1 or sums + taps + spare <= machine.registers
                 for band in bands:
                     for span in _spans(form, pixels):
-                        yield Plan(lanes, vectors, pixels, together, band, span, shared)
+                        yield DirectBlocking(lanes, vectors, pixels, together, band, span, shared)
 
 
-def _together(form: Form, lanes: int) -> int:
+def _together(form: Convolution, lanes: int) -> int:
     """The groups of which a vector has all results; 1: it has results of one group."""
     return max(min(lanes // form.columns, lanes // form.channels, form.groups), 1)
 
 
-def _lanes(form: Form, machine: Machine) -> list[int]:
+def _lanes(form: Convolution, machine: Machine) -> list[int]:
     """Vectors' widths: the machine's, and less where there are then no more vectors. A machine that computes in halves
     has the half, too."""
 
@@ -197,7 +209,7 @@ def _lanes(form: Form, machine: Machine) -> list[int]:
     return found
 
 
-def _spans(form: Form, pixels: int) -> list[int]:
+def _spans(form: Convolution, pixels: int) -> list[int]:
     """Widths of spans. Where there are rows, only these are divided among tasks."""
     width = form.results[2]
     if form.results[1] > 1:
@@ -206,13 +218,13 @@ def _spans(form: Form, pixels: int) -> list[int]:
     return sorted({width, *(part for part in parts if part < width)})
 
 
-def cost(form: Form, how: Plan, machine: Machine) -> float:
+def cost(form: Convolution, how: DirectBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
     tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
     return -(-tasks // machine.cores) * task_cost(form, how, machine)
 
 
-def task_cost(form: Form, how: Plan, machine: Machine) -> float:
+def task_cost(form: Convolution, how: DirectBlocking, machine: Machine) -> float:
     """The estimated time of one task, in the same unit."""
     half = 1.0 if how.lanes == machine.lanes or not machine.in_halves else 0.5
     deep, lines = form.window[0], form.window[0] * form.window[1]
@@ -234,7 +246,7 @@ def task_cost(form: Form, how: Plan, machine: Machine) -> float:
     return far * copy + how.band * how.panels(form) * total
 
 
-def _reads(form: Form, how: Plan, pixels: int) -> float:
+def _reads(form: Convolution, how: DirectBlocking, pixels: int) -> float:
     """The vectors that are read for one channel and one row of the window."""
     weights = form.window[2] * how.vectors
     if how.shared:
@@ -242,7 +254,7 @@ def _reads(form: Form, how: Plan, pixels: int) -> float:
     return weights + form.window[2] * pixels
 
 
-def _columns(form: Form, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
+def _columns(form: Convolution, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
     """The columns that neighbouring results read: (column, [(result, tap)])."""
     found: dict[int, list[tuple[int, int]]] = {}
     for n in range(pixels):
@@ -251,7 +263,7 @@ def _columns(form: Form, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]
     return sorted(found.items())
 
 
-def gains(form: Form, machine: Machine) -> bool:
+def gains(form: Convolution, machine: Machine) -> bool:
     """Whether this kernel is faster than a product for each tap (measured on Zen 4).
 
     Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of 7x7 1.2 to 1.6 times (5x5: 1.0); few
@@ -270,7 +282,9 @@ def gains(form: Form, machine: Machine) -> bool:
     return few or len(form.image) != 4 or max(form.dilations) > 1
 
 
-def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+def packed(
+    weights: npt.NDArray[np.float32], form: Convolution, how: DirectBlocking
+) -> npt.NDArray[np.float32]:
     """[panel, line of the window, channel, tap along the row, column] of weights [(depth,) row, column, channel of the
     group, output channel]. Without `shared`, taps come before channels."""
     lines, across = form.window[0] * form.window[1], form.window[2]
@@ -290,7 +304,7 @@ def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArr
     return np.ascontiguousarray(split.transpose(order))
 
 
-def kernel(form: Form, how: Plan) -> Any:
+def kernel(form: Convolution, how: DirectBlocking) -> Any:
     """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -324,7 +338,7 @@ class Band:
     """Writes the loops of one task into the function that is being built."""
 
     def __init__(
-        self, form: Form, how: Plan, image: Any, panels: Any, extras: Sequence[Any], out: Any
+        self, form: Convolution, how: DirectBlocking, image: Any, panels: Any, extras: Sequence[Any], out: Any
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 

@@ -23,7 +23,7 @@ from xrlflow.backends.tvm.kernels.building import (
     tiles,
     where,
 )
-from xrlflow.backends.tvm.kernels.direct import Band, Form, Plan, cost, plans, task_cost
+from xrlflow.backends.tvm.kernels.direct import Band, Convolution, DirectBlocking, cost, plans, task_cost
 from xrlflow.backends.tvm.kernels.direct import plan as plan_alone
 from xrlflow.backends.tvm.kernels.steps import extras_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
@@ -40,7 +40,7 @@ _UNEVEN = 1.1
 _MOST_TAPS = 49
 
 
-def plan(form: Form, machine: Machine) -> Plan | None:
+def plan(form: Convolution, machine: Machine) -> DirectBlocking | None:
     """The blocking with the least estimated time; None if two kernels are faster: they divide channels among cores,
     too."""
     if not is_depthwise(form) or form.out[3] < machine.lanes or math.prod(form.window) > _MOST_TAPS:
@@ -55,12 +55,12 @@ def plan(form: Form, machine: Machine) -> Plan | None:
     return best if fused_cost(form, best, machine) < apart else None
 
 
-def is_depthwise(form: Form) -> bool:
+def is_depthwise(form: Convolution) -> bool:
     """Whether this is a depthwise convolution of images."""
     return len(form.image) == 4 and form.groups == form.image[3] == form.out[3] > 1
 
 
-def fused_cost(form: Form, how: Plan, machine: Machine) -> float:
+def fused_cost(form: Convolution, how: DirectBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
     near = 4 * how.band * form.out[2] * form.out[3] <= machine.second_level // 2
     pixels = how.band * form.out[2] * (_HERE if near else _APART)
@@ -68,21 +68,21 @@ def fused_cost(form: Form, how: Plan, machine: Machine) -> float:
     return _busiest(form, how, machine) / how.band * one
 
 
-def _rows(form: Form) -> int:
+def _rows(form: Convolution) -> int:
     return form.out[0] * form.out[1]
 
 
-def _busiest(form: Form, how: Plan, machine: Machine) -> int:
+def _busiest(form: Convolution, how: DirectBlocking, machine: Machine) -> int:
     """The rows of the busiest core."""
     return -(-form.out[0] * how.bands(form) // machine.cores) * how.band
 
 
-def _vectors_of(form: Form, lanes: int) -> int:
+def _vectors_of(form: Convolution, lanes: int) -> int:
     """The vectors of a pixel."""
     return len(pieces(form.out[3], lanes))
 
 
-def kernel(form: Form, how: Plan, epsilon: float) -> Any:
+def kernel(form: Convolution, how: DirectBlocking, epsilon: float) -> Any:
     """The PrimFunc with parameters image, weights (`direct.packed`), the extras of the steps in their order, scale and
     bias of the normalisation, and result."""
     tvm()

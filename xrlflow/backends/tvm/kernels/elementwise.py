@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xrlflow.backends.tvm.kernels.building import OPAQUE
+from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.powers import is_short, multiplied
 from xrlflow.backends.tvm.toolchain.reading import constant, sizes
-
-if TYPE_CHECKING:
-    from xrlflow.backends.tvm.lowering.operators import Imported
 
 
 def legal_power(builder: Any, call: Any) -> Any | None:

@@ -16,7 +16,7 @@ from xrlflow.backends.tvm.kernels.pooling import legal_average_pool, legal_max_p
 from xrlflow.backends.tvm.kernels.pooling_rows import legal_average_pool_rows, legal_max_pool_rows
 from xrlflow.backends.tvm.kernels.resizing import legal_resize
 from xrlflow.backends.tvm.kernels.sampling import legal_grid_sample, legal_other_samples
-from xrlflow.backends.tvm.schedules import partial_lanes
+from xrlflow.backends.tvm.schedules.rows import partial_lanes
 from xrlflow.backends.tvm.toolchain.reading import numbers, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 

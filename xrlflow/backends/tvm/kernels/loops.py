@@ -9,10 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xrlflow.backends.tvm import schedules
 from xrlflow.backends.tvm.kernels import bands, direct, products, winograd
-from xrlflow.backends.tvm.kernels.algorithms import Algorithm
-from xrlflow.backends.tvm.kernels.ways import Form, Way, product_of, winograd_of
+from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way, product_of, winograd_of
+from xrlflow.backends.tvm.schedules import ratings
 
 _FLOAT = 4
 
@@ -33,17 +32,17 @@ class Loop:
         return self.extent, self.work, self.image, self.weights, self.results
 
 
-def loops_of(form: Form, way: Way) -> list[Loop]:
+def loops_of(form: LayerForm, way: Way) -> list[Loop]:
     """The loops of a layer's kernel; none if tiles have no choice."""
     match way.plan:
-        case schedules.Choice():
+        case ratings.TileBlocking():
             return _tiles(form, way.plan)
-        case direct.Plan():
-            assert isinstance(form, direct.Form)
+        case direct.DirectBlocking():
+            assert isinstance(form, direct.Convolution)
             return _direct(form, way.plan)
-        case products.Plan():
+        case products.ProductBlocking():
             return _product(product_of(form), way.plan)
-        case winograd.Plan():
+        case winograd.WinogradBlocking():
             m = way.algorithm.m
             assert m is not None
             return _winograd(winograd_of(form, m), way.plan)
@@ -51,14 +50,14 @@ def loops_of(form: Form, way: Way) -> list[Loop]:
     return []
 
 
-def weights_of(form: Form, way: Way) -> int:
+def weights_of(form: LayerForm, way: Way) -> int:
     """How many weights a layer's kernel reads: those of Winograd's are transformed."""
     m = way.algorithm.m
     plain = form.terms * form.out[-1]
     return plain if m is None else plain * (m + 2) ** 2 // 9
 
 
-def _product(form: products.Form, how: products.Plan) -> list[Loop]:
+def _product(form: products.Product, how: products.ProductBlocking) -> list[Loop]:
     """Tasks, panels, chunks, tiles of rows, terms."""
     block, columns, terms = min(how.block, form.rows), how.columns, form.terms
     panels, vectors = -(-how.panels(form) // how.parts), columns // how.lanes
@@ -75,11 +74,11 @@ def _product(form: products.Form, how: products.Plan) -> list[Loop]:
     ]  # fmt: skip
 
 
-def _tiles(form: Form, how: schedules.Choice) -> list[Loop]:
+def _tiles(form: LayerForm, how: ratings.TileBlocking) -> list[Loop]:
     """Tiles along one dimension of the results, then along the other; taps; chunks of channels; channels."""
     tile = how.tile
     rows, columns, vectors = tile.rows, tile.columns, tile.columns // tile.lanes
-    if isinstance(form, products.Form):
+    if isinstance(form, products.Product):
         pixels, taps, channels, wide, groups = form.rows, 1, form.terms, form.columns, 1
     else:
         pixels, taps = math.prod(form.out[:-1]), math.prod(form.window)
@@ -100,7 +99,7 @@ def _tiles(form: Form, how: schedules.Choice) -> list[Loop]:
     ]
 
 
-def _direct(form: direct.Form, how: direct.Plan) -> list[Loop]:
+def _direct(form: direct.Convolution, how: direct.DirectBlocking) -> list[Loop]:
     """Tasks, panels, rows of a band, tiles of pixels, lines of the window, channels."""
     lines, across = form.window[0] * form.window[1], form.window[2]
     band, span, panels = min(how.band, form.results[1]), min(how.span, form.results[2]), how.panels(form)
@@ -128,7 +127,7 @@ def _direct(form: direct.Form, how: direct.Plan) -> list[Loop]:
     ]
 
 
-def _winograd(form: winograd.Form, how: winograd.Plan) -> list[Loop]:
+def _winograd(form: winograd.WinogradConvolution, how: winograd.WinogradBlocking) -> list[Loop]:
     """Tasks, panels, points, chunks of channels, tiles of rows, channels."""
     points, vectors = form.n * form.n, how.columns // how.lanes
     panels = -(-how.panels(form) // how.parts)
@@ -148,7 +147,7 @@ def _winograd(form: winograd.Form, how: winograd.Plan) -> list[Loop]:
     ]  # fmt: skip
 
 
-def loops_of_bands(form: bands.Form, how: bands.Plan) -> list[Loop]:
+def loops_of_bands(form: bands.ConvBlock, how: bands.BandBlocking) -> list[Loop]:
     """Tasks, blocks of channels, then what is done with a block: expansion, windows, projection."""
     rows, width, out = how.rows(form), form.image[2], form.out[2]
     blocks, vectors = -(-how.blocks(form) // how.parts), how.block // how.lanes
@@ -178,7 +177,7 @@ def loops_of_bands(form: bands.Form, how: bands.Plan) -> list[Loop]:
     ]
 
 
-def weights_of_bands(form: bands.Form) -> int:
+def weights_of_bands(form: bands.ConvBlock) -> int:
     """How many weights a block's kernel reads."""
     wide = form.middle[3]
     expand = form.image[3] if form.expand is not None else 0

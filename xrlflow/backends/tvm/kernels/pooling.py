@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xrlflow.backends.tvm.schedules.windows import WINDOW
 from xrlflow.backends.tvm.toolchain.reading import numbers, sizes
-
-WINDOW = "xrlflow.window"
-"""The annotation of blocks that reduce a window of pixels, channels last (see `schedules`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ _LINE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Product:
     """steps(x w): `image` is the shape of x, [.., row, term], `out` [.., row, column]; weights are [term, column]."""
 
     image: tuple[int, ...]
@@ -72,7 +72,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ProductBlocking:
     """How a kernel is blocked.
 
     `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the rows of a task. `parts`: among how
@@ -87,12 +87,31 @@ class Plan:
     parts: int
     ahead: bool = False
 
-    def panels(self, form: Form) -> int:
+    def panels(self, form: Product) -> int:
         return -(-form.columns // self.columns)
 
+    def numbers(self, form: Product) -> dict[str, int]:
+        """See `ways.KernelBlocking`."""
+        return {
+            "rows": self.rows, "vectors": self.columns // self.lanes, "lanes": self.lanes, "parts": self.parts,
+            "ahead": int(self.ahead), "blocks": -(-form.rows // self.block),
+        }  # fmt: skip
 
-def plans(form: Form, machine: Machine) -> Iterator[Plan]:
-    """The blockings to choose from: rows and columns of tiles, and how rows and panels are divided among tasks."""
+    def __str__(self) -> str:
+        parts, ahead = f" in {self.parts} parts" * (self.parts > 1), ", fetched ahead" * self.ahead
+        return f"{self.rows}x{self.columns} by {self.block}{parts}{ahead}"
+
+
+def plans(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
+    """The blockings to choose from, each with and without weights that are fetched ahead."""
+    ahead = _is_far(form, machine)
+    for how in _blockings(form, machine):
+        yield replace(how, ahead=ahead)
+        yield replace(how, ahead=not ahead)
+
+
+def _blockings(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
+    """Rows and columns of tiles, and how rows and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= form.columns:
         lanes //= 2
@@ -103,7 +122,7 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
             panels = -(-form.columns // (vectors * lanes))
             for parts in range(1, min(machine.cores, panels) + 1):
                 for blocks in _blocks(-(-form.rows // rows), machine.cores):
-                    yield Plan(rows, vectors * lanes, lanes, -(-form.rows // blocks), parts)
+                    yield ProductBlocking(rows, vectors * lanes, lanes, -(-form.rows // blocks), parts)
 
 
 def _blocks(most: int, cores: int) -> Iterator[int]:
@@ -116,17 +135,27 @@ def _blocks(most: int, cores: int) -> Iterator[int]:
         more *= 2
 
 
-def plan(form: Form, machine: Machine) -> Plan:
+def plan(form: Product, machine: Machine) -> ProductBlocking:
     """The blocking with the least estimated time."""
-    best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
-    return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
+    best = min(_blockings(form, machine), key=lambda how: _time_of_term(form, how, machine))
+    return replace(best, ahead=_is_far(form, machine))
 
 
-def _weight_bytes(form: Form) -> int:
+def _is_far(form: Product, machine: Machine) -> bool:
+    """Whether weights come from beyond the second-level cache."""
+    return _weight_bytes(form) > machine.second_level // 2
+
+
+def _weight_bytes(form: Product) -> int:
     return 4 * form.terms * form.columns
 
 
-def cost(form: Form, how: Plan, machine: Machine) -> float:
+def cost(form: Product, how: ProductBlocking, machine: Machine) -> float:
+    """The estimated time of the busiest core, in multiply-adds of vectors."""
+    return form.terms * _time_of_term(form, how, machine)
+
+
+def _time_of_term(form: Product, how: ProductBlocking, machine: Machine) -> float:
     """The estimated time of the busiest core for one term of the sums, in multiply-adds of vectors."""
     vectors = how.columns // how.lanes
 
@@ -145,13 +174,11 @@ def cost(form: Form, how: Plan, machine: Machine) -> float:
     return -(-tasks // machine.cores) * -(-how.panels(form) // how.parts) * panel
 
 
-def packed(weights: npt.NDArray[np.float32], how: Plan) -> npt.NDArray[np.float32]:
-    """Panels [panel, term, column] of weights [term, column]; columns after the last are 0."""
-    depth, columns = weights.shape
-    panels = -(-columns // how.columns)
-    wide = np.zeros((depth, panels * how.columns), np.float32)
-    wide[:, :columns] = weights
-    return np.ascontiguousarray(wide.reshape(depth, panels, how.columns).transpose(1, 0, 2))
+def packed(weights: npt.NDArray[np.float32], form: Product, how: ProductBlocking) -> npt.NDArray[np.float32]:
+    """Panels [panel, term, column] of weights [.., term, column]; columns after the last are 0."""
+    wide = np.zeros((form.terms, how.panels(form) * how.columns), np.float32)
+    wide[:, : form.columns] = weights.reshape(form.terms, form.columns)
+    return np.ascontiguousarray(wide.reshape(form.terms, -1, how.columns).transpose(1, 0, 2))
 
 
 def chunk_of(depth: int) -> int:
@@ -159,7 +186,7 @@ def chunk_of(depth: int) -> int:
     return -(-depth // max(1, round(depth / CHUNK)))
 
 
-def kernel(form: Form, how: Plan) -> Any:
+def kernel(form: Product, how: ProductBlocking) -> Any:
     """The PrimFunc with parameters x, weights (`packed`), the extras of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -186,7 +213,9 @@ def kernel(form: Form, how: Plan) -> Any:
 class _Task:
     """Writes the loops of one task into the function that is being built."""
 
-    def __init__(self, form: Form, how: Plan, x: Any, weights: Any, extras: Sequence[Any], out: Any) -> None:
+    def __init__(
+        self, form: Product, how: ProductBlocking, x: Any, weights: Any, extras: Sequence[Any], out: Any
+    ) -> None:
         from tvm.script.ir_builder import tirx as T
 
         self._form, self._how = form, how

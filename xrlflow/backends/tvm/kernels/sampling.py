@@ -27,7 +27,7 @@ _FURTHEST, _FURTHEST_OF_TVM = 2.0**62, 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Sampling:
     """The sizes of the image [batch, channel, row, column], the places of each image, and the attributes: `nearest` or
     linear, the padding ("zeros", "border", "reflection") and `align_corners`."""
 
@@ -58,7 +58,7 @@ def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
         return None
     if padding not in ("zeros", "border", "reflection"):
         return None
-    form = Form(image, (grid[2], grid[3]), method == "nearest", padding, bool(attrs.align_corners))
+    form = Sampling(image, (grid[2], grid[3]), method == "nearest", padding, bool(attrs.align_corners))
     if form.pixels > _MOST_PIXELS * form.places:
         return None
     function = builder.add_func(kernel(form, machine), "grid_sample")
@@ -92,7 +92,7 @@ def legal_other_samples(builder: Any, call: Any) -> Any | None:
     return legal(builder, builder.normalize(same))
 
 
-def kernel(form: Form, machine: Machine) -> Any:
+def kernel(form: Sampling, machine: Machine) -> Any:
     """The PrimFunc with parameters image, grid [batch, 2, row, column], result [batch, channel, row, column]."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
@@ -122,7 +122,7 @@ class _Sampler:
     """Writes the loops into the function that is being built. `buffers`: image, grid and result. Their rows follow each
     other in memory, so that vectors go on from one to the next: an index counts from the first row."""
 
-    def __init__(self, form: Form, machine: Machine, buffers: Sequence[Any]) -> None:
+    def __init__(self, form: Sampling, machine: Machine, buffers: Sequence[Any]) -> None:
         from tvm.script.ir_builder import tirx as T
 
         self._form, self._cores = form, machine.cores

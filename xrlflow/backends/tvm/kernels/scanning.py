@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xrlflow.backends.tvm.kernels.building import LOCAL, OPAQUE, SCHEDULED, number
-from xrlflow.backends.tvm.lowering.bounds import known_value
-from xrlflow.backends.tvm.toolchain.reading import sizes
-
-if TYPE_CHECKING:
-    from xrlflow.backends.tvm.lowering.operators import Imported
+from xrlflow.backends.tvm.toolchain.imported import Imported
+from xrlflow.backends.tvm.toolchain.reading import known_value, sizes
 
 _WORTH_A_THREAD = 30_000
 # Rows whose sums run side by side, since each addition waits for the one before.

@@ -97,7 +97,7 @@ def transforms(m: int) -> Transforms:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class WinogradConvolution:
     """A convolution with channels last, 3 x 3 weights, and strides and dilations of 1.
 
     `image` and `out`: [batch, row, column, channel]. `top` and `left`: rows and columns of zeros before the image.
@@ -142,7 +142,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WinogradBlocking:
     """How a kernel is blocked.
 
     `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the tiles of pixels of a task. `parts`:
@@ -157,13 +157,32 @@ class Plan:
     parts: int
     ahead: bool = False
 
-    def panels(self, form: Form) -> int:
+    def panels(self, form: WinogradConvolution) -> int:
         """The panels of weights of a group."""
         return -(-form.columns // self.columns)
 
+    def numbers(self, form: WinogradConvolution) -> dict[str, int]:
+        """See `ways.KernelBlocking`."""
+        return {
+            "rows": self.rows, "vectors": self.columns // self.lanes, "lanes": self.lanes, "parts": self.parts,
+            "ahead": int(self.ahead), "blocks": self.block // self.rows,
+        }  # fmt: skip
 
-def plans(form: Form, machine: Machine) -> Iterator[Plan]:
-    """The blockings to choose from."""
+    def __str__(self) -> str:
+        parts, ahead = f" in {self.parts} parts" * (self.parts > 1), ", fetched ahead" * self.ahead
+        return f"{self.rows}x{self.columns} by {self.block}{parts}{ahead}"
+
+
+def plans(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
+    """The blockings to choose from, each with and without weights that are fetched ahead."""
+    ahead = _is_far(form, machine)
+    for how in _blockings(form, machine):
+        yield replace(how, ahead=ahead)
+        yield replace(how, ahead=not ahead)
+
+
+def _blockings(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
+    """Tiles of accumulators, and how tiles of pixels and panels are divided among tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= form.columns:
         lanes //= 2
@@ -174,20 +193,25 @@ def plans(form: Form, machine: Machine) -> Iterator[Plan]:
                 continue
             for block in range(rows, max(rows, min(form.tiles + rows - 1, 8 * rows)) + 1, rows):
                 for parts in range(1, min(-(-most // vectors), machine.cores) + 1):
-                    yield Plan(rows, vectors * lanes, lanes, block, parts)
+                    yield WinogradBlocking(rows, vectors * lanes, lanes, block, parts)
 
 
-def plan(form: Form, machine: Machine) -> Plan:
+def plan(form: WinogradConvolution, machine: Machine) -> WinogradBlocking:
     """The blocking with the least estimated time."""
-    best = min(plans(form, machine), key=lambda how: cost(form, how, machine))
-    return replace(best, ahead=_weight_bytes(form) > machine.second_level // 2)
+    best = min(_blockings(form, machine), key=lambda how: cost(form, how, machine))
+    return replace(best, ahead=_is_far(form, machine))
 
 
-def _weight_bytes(form: Form) -> int:
+def _is_far(form: WinogradConvolution, machine: Machine) -> bool:
+    """Whether weights come from beyond the second-level cache."""
+    return _weight_bytes(form) > machine.second_level // 2
+
+
+def _weight_bytes(form: WinogradConvolution) -> int:
     return 4 * form.n * form.n * form.groups * form.channels * form.columns
 
 
-def cost(form: Form, how: Plan, machine: Machine) -> float:
+def cost(form: WinogradConvolution, how: WinogradBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak.
 
     The factors were fitted to 400 measured blockings of 14 layers on Zen 5; the best by this estimate took 1.00 to 1.06
@@ -217,7 +241,9 @@ def distance(size: int, machine: Machine) -> float:
     return _MEMORY if size > _LAST_LEVEL else _FAR if size > machine.second_level // 2 else 0.0
 
 
-def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArray[np.float32]:
+def packed(
+    weights: npt.NDArray[np.float32], form: WinogradConvolution, how: WinogradBlocking
+) -> npt.NDArray[np.float32]:
     """Transformed weights [group, panel, point, channel, column] of weights [3, 3, channel, column]. The last nine
     points are the weights themselves."""
     matrix = transforms(form.m).weights
@@ -230,7 +256,7 @@ def packed(weights: npt.NDArray[np.float32], form: Form, how: Plan) -> npt.NDArr
     return np.ascontiguousarray(split.transpose(2, 3, 0, 1, 4), np.float32)
 
 
-def kernel(form: Form, how: Plan) -> Any:
+def kernel(form: WinogradConvolution, how: WinogradBlocking) -> Any:
     """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -260,7 +286,14 @@ class _Block:
     """Writes the loops of one task into the function that is being built."""
 
     def __init__(
-        self, form: Form, how: Plan, image: Any, panels: Any, extras: Sequence[Any], out: Any, group: Any
+        self,
+        form: WinogradConvolution,
+        how: WinogradBlocking,
+        image: Any,
+        panels: Any,
+        extras: Sequence[Any],
+        out: Any,
+        group: Any,
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 

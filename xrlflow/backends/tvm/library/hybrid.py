@@ -22,7 +22,7 @@ from xrlflow.backends.tvm.library.kernel_library import (
     compile_region,
     kernel_library,
 )
-from xrlflow.backends.tvm.lowering import lower
+from xrlflow.backends.tvm.lowering.importer import NodeRefused, unsupported
 from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.onnxio import ModelError, load, to_proto
@@ -251,7 +251,7 @@ def _compiled(
                 weights_as_inputs=weights_as_inputs,
                 algorithms=algorithms,
             )
-        except lower.NodeRefused as error:
+        except NodeRefused as error:
             remarks.append(f"{error.title} is left to ONNX Runtime: {error.reason}")
             waiting += reversed(_around(model.graph, region, error.results))
             continue
@@ -334,7 +334,7 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
     def fits(node: NodeProto) -> bool:
         if any(entry.key == LEFT for entry in node.metadata_props):
             return False
-        if node.op_type in _LEFT or lower.unsupported([(node.domain, node.op_type)]):
+        if node.op_type in _LEFT or unsupported([(node.domain, node.op_type)]):
             return False
         if node.op_type == "Dropout" and len(node.input) > 2:  # it may be random
             return False

@@ -21,16 +21,19 @@ from onnx import ModelProto, TypeProto
 from xrlflow.backends.interrupts import COMPILING, heeding_interrupts
 from xrlflow.backends.limits import available_cpus
 from xrlflow.backends.protocol import Array, BackendError, one_line
+from xrlflow.backends.tvm.fusion.checks import Check
+from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
+from xrlflow.backends.tvm.fusion.open_sizes import answering
 from xrlflow.backends.tvm.fusion.slices import in_place
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
-from xrlflow.backends.tvm.lowering import lower
-from xrlflow.backends.tvm.lowering.bounds import Check
+from xrlflow.backends.tvm.lowering.executable import schedule_all
+from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.plan import (
     ALIGNMENT,
     COPY,
+    ExecutionPlan,
     Place,
-    Plan,
     Tensor,
     np_dtype,
     plan_of,
@@ -69,7 +72,7 @@ class CompiledRegion:
     read none of them. `chosen`: the algorithms of convolutions.
     """
 
-    plan: Plan
+    plan: ExecutionPlan
     module: Any
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -91,14 +94,14 @@ def compile_region(
     than the model's.
 
     `types`: of the values that cross its border, with fixed sizes. `weights_as_inputs`: see `regions.with_functions`.
-    `channels_last`, `algorithms`: see `lower.fuse`. Raises BackendError for models that cannot be lowered (see
-    `lower.import_model`), or not without TVM's runtime.
+    `channels_last`, `algorithms`: see `fusion.fuse`. Raises BackendError for models that cannot be lowered (see
+    `importer.import_model`), or not without TVM's runtime.
     """
     part = extracted(model, region, types)
-    module = lower.import_model(part)
-    fused = lower.fuse(module, machine, channels_last, algorithms)
-    scheduled = lower.schedule_all(fused, machine)
-    with lower.answering("compile", scheduled), machine.target(), heeding_interrupts():
+    module = import_model(part)
+    fused = fuse(module, machine, channels_last, algorithms)
+    scheduled = schedule_all(fused, machine)
+    with answering("compile", scheduled), machine.target(), heeding_interrupts():
         listed = in_place(sequence(scheduled), machine)
         plan = plan_of(listed)
     ignored = [(t.name, t.data_type) for t in part.graph.initializer] if weights_as_inputs else []
@@ -243,13 +246,13 @@ def _object_code(functions: Mapping[str, Any], machine: Machine) -> tuple[bytes,
 
 def _object_file(functions: Mapping[str, Any], machine: Machine, path: Path) -> bytes:
     package = tvm()
-    with lower.answering("compile"), machine.target(), package.transform.PassContext(opt_level=3):
+    with answering("compile"), machine.target(), package.transform.PassContext(opt_level=3):
         built = package.tirx.build(package.IRModule(dict(functions)), machine.target())
         built.write_to_file(str(path), "o")
         return path.read_bytes()
 
 
-def _shared_constants(plans: Iterable[Plan]) -> tuple[tuple[Array, ...], list[list[int]]]:
+def _shared_constants(plans: Iterable[ExecutionPlan]) -> tuple[tuple[Array, ...], list[list[int]]]:
     """The constants of all plans, equal ones once, and for each plan their offsets in bytes."""
     kept: list[Array] = []
     place: dict[bytes, int] = {}

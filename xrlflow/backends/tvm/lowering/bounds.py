@@ -9,62 +9,17 @@ when the model is compiled.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
-from xrlflow.backends.tvm.toolchain.reading import sizes
+from xrlflow.backends.tvm.fusion.checks import Check, complain, ends_of
+from xrlflow.backends.tvm.toolchain.reading import known_value, sizes
 
-_ATTRIBUTE = "xrlflow.checks"
 _KERNEL = "least_and_greatest"
 _SCHEDULED = {"tirx.is_scheduled": True, "op_pattern": 8}  # not fused, and not scheduled again
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The numbers of one tensor must be from `low` to `high`.
-
-    `text`: the message for a number that is not. If it has two parts, the number goes between them.
-    """
-
-    text: tuple[str, ...]
-    low: int
-    high: int
-
-    def trouble(self, least: int, greatest: int) -> str | None:
-        """The error in a tensor with this least and greatest number, in one line; None if there is none."""
-        if self.low <= least and greatest <= self.high:
-            return None
-        return str(least if least < self.low else greatest).join(self.text)
-
-
-def complain(checks: Sequence[Check], ends: Any) -> None:
-    """Raise BackendError for the first check that fails. `ends`: the additional output, an array [checks, 2]."""
-    for check, (least, greatest) in zip(checks, ends.tolist(), strict=True):
-        if trouble := check.trouble(least, greatest):
-            raise BackendError(trouble)
-
-
-def checks_of(module: Any) -> tuple[Check, ...]:
-    """The checks of a Relax module of `import_model`, for its additional output."""
-    stored = (module["main"].attrs or {}).get(_ATTRIBUTE)
-    return checks_from(json.loads(str(stored))) if stored is not None else ()
-
-
-def checks_from(stored: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
-    """The checks in a JSON document."""
-    return tuple(Check(tuple(c["text"]), int(c["low"]), int(c["high"])) for c in stored)
-
-
-def with_checks(module: Any, checks: Sequence[Check]) -> Any:
-    """The module with checks attached."""
-    if checks:
-        stored = json.dumps([asdict(check) for check in checks])
-        module.update_func(module.get_global_var("main"), module["main"].with_attr(_ATTRIBUTE, stored))
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,28 +133,6 @@ class Bounds:
             )
 
 
-def known_value(tensor: Any) -> Any | None:
-    """The numbers of a constant, or of sizes that are numbers, as an array; None for other expressions."""
-    import numpy as np
-    from tvm import relax, tirx
-    from tvm.ir import GenericConst
-
-    if isinstance(tensor, GenericConst):
-        return tensor.value.numpy()
-    if isinstance(tensor, tirx.IntImm):
-        return np.asarray(int(tensor), np.int64)
-    if isinstance(tensor, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in tensor.values):
-        return np.asarray([int(n) for n in tensor.values], np.int64)
-    return None
-
-
-def ends_of(array: Any) -> Any:
-    """The least and the greatest number of an array, as [1, 2]."""
-    import numpy as np
-
-    return np.asarray([[int(array.min()), int(array.max())]], object)
-
-
 def inside(x: Any, extents: Sequence[int], wraps: bool) -> Any:
     """Indices moved to 0 ... extent - 1. Negative ones count from the end (with `wraps`); those outside become the
     nearest end. Several extents are one for each column."""
@@ -237,32 +170,6 @@ def least_and_greatest(tensors: Sequence[Any], columns: Sequence[int | None]) ->
         return found
 
     return te.compute((len(tensors), 2), element, name=_KERNEL)
-
-
-def settle(module: Any) -> Any:
-    """The module, after the checks of folded constants. Raises BackendError if one fails."""
-    from tvm import relax
-    from tvm.ir import GenericConst
-
-    checks = checks_of(module)
-    if not checks:
-        return module
-    main = module["main"]
-    values = relax.analysis.get_var2val(main)
-
-    def value(expression: Any) -> Any:
-        while isinstance(expression, relax.Var) and expression in values:
-            expression = values[expression]
-        return expression
-
-    ends = value(value(main.body.body).fields[-1])
-    if isinstance(ends, GenericConst):
-        complain(checks, ends.value.numpy())
-    else:
-        for seen, operand in zip(checks, ends.args[1].fields, strict=True):
-            if isinstance(operand := value(operand), GenericConst):
-                complain([seen], ends_of(operand.value.numpy()))
-    return module
 
 
 # --- The indices of each operator

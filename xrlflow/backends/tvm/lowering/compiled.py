@@ -20,8 +20,8 @@ import numpy as np
 
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
+from xrlflow.backends.tvm.fusion.checks import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
-from xrlflow.backends.tvm.lowering.bounds import Check, checks_from, checks_of, complain
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine, compiler, lacking, linker
 from xrlflow.storage import files
@@ -404,14 +404,16 @@ def compiled(
 ) -> TvmModel:
     """Compile an ONNX ModelProto for `machine`. `algorithms`: those that layers may use.
 
-    Raises BackendError for models that cannot be lowered (see `lower.import_model`).
+    Raises BackendError for models that cannot be lowered (see `importer.import_model`).
     """
+    from xrlflow.backends.tvm.fusion.fuse import fuse
     from xrlflow.backends.tvm.fusion.layers import chosen_in
-    from xrlflow.backends.tvm.lowering import lower
+    from xrlflow.backends.tvm.lowering.executable import compile_module, schedule_all
+    from xrlflow.backends.tvm.lowering.importer import import_model
 
-    module = lower.import_model(model, shapes)
+    module = import_model(model, shapes)
     interface = interface_of(module, model, machine)
-    fused = lower.fuse(module, machine, algorithms=algorithms)
+    fused = fuse(module, machine, algorithms=algorithms)
     chosen = chosen_in(fused)
-    executable = lower.compile_module(lower.schedule_all(fused, machine), machine)
+    executable = compile_module(schedule_all(fused, machine), machine)
     return TvmModel(executable, interface, threads or machine.cores, chosen)

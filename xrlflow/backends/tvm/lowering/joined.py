@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.lowering.plan import COPY, Call, Place, Plan, plan_of, sequence
+from xrlflow.backends.tvm.lowering.plan import COPY, Call, ExecutionPlan, Place, plan_of, sequence
 from xrlflow.backends.tvm.toolchain.import_tvm import from_json, tvm
 
 _OUTSIDE = (Place.INPUT, Place.CONSTANT, Place.OUTPUT)
@@ -45,7 +45,7 @@ def joined(module: Any) -> tuple[Any, tuple[Array, ...]]:
         return builder.get(), plan.constants
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: ExecutionPlan) -> None:
     """Raise BackendError if a call is none of a kernel, or reads what no call before it has written: another view of
     it."""
     written = {n for n, tensor in enumerate(plan.tensors) if tensor.place in (Place.INPUT, Place.CONSTANT)}

@@ -12,40 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
 from xrlflow.backends.tvm.kernels.elementwise import celu, normalized, with_exponent
 from xrlflow.backends.tvm.kernels.scanning import greatest, running_sums
-from xrlflow.backends.tvm.lowering.bounds import known_value
 from xrlflow.backends.tvm.lowering.einsum import legal_einsum
-from xrlflow.backends.tvm.toolchain.reading import constant, sizes
+from xrlflow.backends.tvm.toolchain.imported import Imported
+from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 
 # A size may be so far from a whole number, in pixels: it was multiplied in single precision.
 _WHOLE = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A node while it is imported with TVM's builder. `title`: how messages name it. `results`: how many it has."""
-
-    builder: Any
-    title: str
-    inputs: Any
-    attributes: dict[str, Any]
-
-    @property
-    def results(self) -> int:
-        return int(self.attributes["tvm_custom"]["num_outputs"])
-
-    def given(self, index: int) -> Any | None:
-        """An operand; None if it is left out."""
-        return self.inputs[index] if index < len(self.inputs) else None
-
-    def emit(self, expression: Any) -> Any:
-        """An expression, with its type."""
-        return self.builder.normalize(expression)
-
-    def refused(self, reason: str) -> BackendError:
-        return BackendError(f"TVM cannot lower {self.title} ({reason})", USE_ONNXRUNTIME)
 
 
 def lowered(op: str, node: Imported) -> Any | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xrlflow.backends.protocol import Array, BackendError
-from xrlflow.backends.tvm.lowering.bounds import Check, checks_of
+from xrlflow.backends.tvm.fusion.checks import Check, checks_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 
@@ -60,7 +60,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExecutionPlan:
     """What a region does in one run. Inputs and outputs are numbers of tensors, outputs in the order of the region.
 
     `checked`: the tensor with the least and greatest indices, for `checks`. `arena`: its bytes.
@@ -118,7 +118,7 @@ def sequence(module: Any) -> Any:
     return module
 
 
-def plan_of(module: Any) -> Plan:
+def plan_of(module: Any) -> ExecutionPlan:
     """The plan of a module of `sequence`.
 
     Raises BackendError for what a library of kernels does not do: functions of TVM's runtime, sizes that are not
@@ -274,7 +274,7 @@ class _Reading:
         self.calls.append(Call(COPY, (self._number(view), self._number(copied))))
         return self._number(copied)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ExecutionPlan:
         offsets, arena = arranged(
             {
                 number: Life(storage.bytes, storage.first, storage.last)
@@ -287,7 +287,7 @@ class _Reading:
             storage = self.storages[view.storage]
             offset = offsets[view.storage] if storage.place is Place.ARENA else storage.number
             tensors.append(Tensor(storage.place, offset, view.shape, view.dtype))
-        return Plan(
+        return ExecutionPlan(
             tuple(tensors), tuple(self.calls), tuple(self.integers), tuple(self.constants), tuple(self.inputs),
             tuple(self.outputs), self.checks, self.checked, arena,
         )  # fmt: skip

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
@@ -61,6 +63,20 @@ def constant(array: Any) -> Any:
     from tvm import relax
 
     return relax.const(array, str(array.dtype))
+
+
+def known_value(tensor: Any) -> Any | None:
+    """The numbers of a constant, or of sizes that are numbers, as an array; None for other expressions."""
+    from tvm import relax, tirx
+    from tvm.ir import GenericConst
+
+    if isinstance(tensor, GenericConst):
+        return tensor.value.numpy()
+    if isinstance(tensor, tirx.IntImm):
+        return np.asarray(int(tensor), np.int64)
+    if isinstance(tensor, relax.ShapeExpr) and all(isinstance(n, tirx.IntImm) for n in tensor.values):
+        return np.asarray([int(n) for n in tensor.values], np.int64)
+    return None
 
 
 def weights_from_memory(function: Any) -> bool:

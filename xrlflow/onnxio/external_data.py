@@ -25,7 +25,7 @@ from xrlflow.onnxio.wire import EMBEDDED, WireError, strip_model
 from xrlflow.storage import files
 
 _SUFFIX = ".data"
-# Old data is kept if more bytes than this would have to be searched for models that share it.
+# Old data stays if more bytes than this would have to be searched for models that share it.
 _SEARCHED = 1 << 32
 _CHUNK = 1 << 22
 
@@ -45,37 +45,37 @@ def replacing_model(
     folder = os.path.dirname(target)
     old = data_files(target)
     names: list[str] = []
-    made: list[str] = []
+    created: list[str] = []
     with files.NewFile(folder, durable=durable) as model:
         try:
             for write in data:
-                names.append(_write(target, write, made, durable))
+                names.append(_write(target, write, created, durable))
             yield model.file, names
             model.replace(target)
         finally:
             if not model.is_at(target):
-                for name in made:
+                for name in created:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(name)
     for location in sorted(old - set(names)):
-        if _is_of_alone(target, location):
+        if _is_exclusive(target, location):
             with contextlib.suppress(OSError):  # the old data only takes room
                 os.unlink(os.path.join(folder, location))
 
 
-def _write(target: str, write: Write, made: list[str], durable: bool) -> str:
-    """Write one data file and return its name. If it is new, its path is added to `made`."""
+def _write(target: str, write: Write, created: list[str], durable: bool) -> str:
+    """Write one data file and return its name. If it is new, its path is added to `created`."""
     folder, name = os.path.split(target)
     with files.NewFile(folder, durable=durable) as new:
         sink = _Digesting(new.file)
         write(sink)  # type: ignore[arg-type]
-        found = stem = f"{_stem(name)}.{sink.digest.hexdigest()}"
-        while not new.claim(path := os.path.join(folder, found + _SUFFIX)):
+        base = stem = f"{_stem(name)}.{sink.digest.hexdigest()}"
+        while not new.claim(path := os.path.join(folder, base + _SUFFIX)):
             if _same(path, new.file):  # an earlier model had the same weights
-                return found + _SUFFIX
-            found = f"{stem}-{secrets.token_hex(4)}"
-        made.append(path)
-    return found + _SUFFIX
+                return base + _SUFFIX
+            base = f"{stem}-{secrets.token_hex(4)}"
+        created.append(path)
+    return base + _SUFFIX
 
 
 def _stem(name: str) -> str:
@@ -103,9 +103,9 @@ def _same(path: str, file: BinaryIO) -> bool:
     if not stat.S_ISREG(os.lstat(path).st_mode):
         return False
     file.seek(0)
-    with open(path, "rb") as other:
+    with open(path, "rb") as existing:
         while True:
-            a, b = file.read(_CHUNK), other.read(_CHUNK)
+            a, b = file.read(_CHUNK), existing.read(_CHUNK)
             if a != b:
                 return False
             if not a:
@@ -118,10 +118,10 @@ def data_files(path: str) -> set[str]:
         proto = onnx.ModelProto.FromString(strip_model(map_file(path)))
     except (OSError, WireError, DecodeError):
         return set()
-    found = {
+    locations = {
         entry.value for t in protos.all_tensors(proto) for entry in t.external_data if entry.key == "location"
     }
-    return found - {EMBEDDED}
+    return locations - {EMBEDDED}
 
 
 def relocate(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
@@ -132,7 +132,7 @@ def relocate(proto: onnx.ModelProto, names: Mapping[str, str]) -> None:
                 entry.value = names.get(entry.value, entry.value)
 
 
-def _is_of_alone(target: str, location: str) -> bool:
+def _is_exclusive(target: str, location: str) -> bool:
     """Whether a data file belongs to the model at `target`, by its name, and no other file in the folder names it.
 
     Files are only searched for the name, since a model may have any name.
@@ -147,10 +147,10 @@ def _is_of_alone(target: str, location: str) -> bool:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False
         with os.scandir(folder) as entries:
-            others = [e for e in entries if e.path not in (path, target) and e.is_file()]
-        if sum(e.stat().st_size for e in others) > _SEARCHED:
+            siblings = [e for e in entries if e.path not in (path, target) and e.is_file()]
+        if sum(e.stat().st_size for e in siblings) > _SEARCHED:
             return False
-        return not any(_mentions(e.path, location.encode()) for e in others)
+        return not any(_mentions(e.path, location.encode()) for e in siblings)
     except OSError:
         return False
 

@@ -1,4 +1,4 @@
-"""From an ONNX model to a module of scheduled kernels: import, layout, fusion, schedules, packing of weights."""
+"""From an ONNX model to a Relax module: TVM's importer, with operators that it lacks or takes for something else."""
 
 from __future__ import annotations
 
@@ -6,60 +6,32 @@ import contextlib
 import functools
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from xrlflow.backends.interrupts import heeding_interrupts
 from xrlflow.backends.protocol import USE_ONNXRUNTIME, BackendError
-from xrlflow.backends.tvm.fusion.attention import fuse_attention
-from xrlflow.backends.tvm.fusion.bands import fuse_bands
-from xrlflow.backends.tvm.fusion.direct_norm import use_direct_norm
-from xrlflow.backends.tvm.fusion.folding import fold_moves
-from xrlflow.backends.tvm.fusion.last_passes import last_passes
-from xrlflow.backends.tvm.fusion.layers import choose_kernels
-from xrlflow.backends.tvm.fusion.layouts import border, counted_axes, keep_layouts, without_detours
-from xrlflow.backends.tvm.fusion.open_sizes import open_size, without_size
-from xrlflow.backends.tvm.fusion.slices import in_place
-from xrlflow.backends.tvm.fusion.transposed import by_phases
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
-from xrlflow.backends.tvm.kernels.attention import SCHEDULED
+from xrlflow.backends.tvm.fusion.checks import with_checks
+from xrlflow.backends.tvm.fusion.layouts import border
+from xrlflow.backends.tvm.fusion.open_sizes import answering
 from xrlflow.backends.tvm.kernels.pooling import disputed, with_pads
 from xrlflow.backends.tvm.lowering.bounds import (
     Bounds,
     Node,
     cast,
-    known_value,
     nodes_of,
-    settle,
-    with_checks,
 )
-from xrlflow.backends.tvm.lowering.operators import ADDED, Imported, lowered
-from xrlflow.backends.tvm.lowering.plan import sequence
+from xrlflow.backends.tvm.lowering.operators import ADDED, lowered
 from xrlflow.backends.tvm.lowering.value_types import check_types, disagreement, types_of
-from xrlflow.backends.tvm.schedules import schedule
-from xrlflow.backends.tvm.toolchain.import_tvm import last_line, tvm
-from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes, with_main
-from xrlflow.backends.tvm.toolchain.target import Machine
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.imported import Imported
+from xrlflow.backends.tvm.toolchain.reading import constant, known_value, sizes
 from xrlflow.onnxio import ModelError
 from xrlflow.onnxio.versions import raised
 
-LAYOUTS = {
-    "relax.nn.conv1d": ["NWC", "WIO"],
-    "relax.nn.conv2d": ["NHWC", "HWIO"],
-    "relax.nn.conv3d": ["NDHWC", "DHWIO"],
-    "relax.nn.conv1d_transpose": ["NCW", "IOW"],
-    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
-    "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
-}
-"""Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
-transposed convolution of that layout, and would convert to it between other images unless it is listed."""
-
-_SHORT_ROW = 16
-
 # TVM's importer takes these com.microsoft operators for others, with other inputs and attributes.
 _OTHERS = frozenset({"Attention"})
-_SYMBOL = "global_symbol"
 _ENDS = object()
 """The importer's name of our additional output."""
 
@@ -127,20 +99,6 @@ def import_model(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) 
         module = with_checks(module, importer.bounds.checks)
     assert isinstance(module, package.IRModule)
     return module
-
-
-@contextlib.contextmanager
-def answering(doing: str, module: Any = None) -> Iterator[None]:
-    """Turn everything that TVM raises about a model into BackendError. The message says whether the reason may be a
-    size in `module` that is not a number."""
-    try:
-        yield
-    except BackendError:
-        raise
-    except Exception as error:
-        if module is not None and (name := without_size(module)):
-            raise open_size(name) from error
-        raise BackendError(f"TVM cannot {doing} the model: {last_line(error)}") from error
 
 
 def check_sizes(inputs: Iterable[Any]) -> None:
@@ -307,130 +265,3 @@ def _pool(op: str, node: Imported, attrs: Any) -> Any:
     if (reason := disputed(attrs, image)) is not None:
         raise node.refused(reason)
     return with_pads(attrs, image)
-
-
-def fuse(
-    module: Any,
-    machine: Machine,
-    channels_last: bool | None = None,
-    algorithms: Algorithms = DEFAULT,
-) -> Any:
-    """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
-
-    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
-    that convolutions may use, alone and with their neighbours; `fusion.layers.chosen_in` says which they got.
-    Raises BackendError if TVM refuses the module.
-    """
-    package = tvm()
-    from tvm import relax
-
-    passes = [
-        relax.transform.DecomposeOpsForInference(),
-        relax.transform.CanonicalizeBindings(),
-        fold_moves,
-        relax.transform.FoldConstant(),
-        settle,
-        by_phases,
-        counted_axes,
-        lambda module: (
-            relax.transform.ConvertLayout(LAYOUTS)(module)
-            if (_gains_from_channels_last(module) if channels_last is None else channels_last)
-            else module
-        ),
-        fold_moves,
-        relax.transform.FoldConstant(),
-        without_detours,
-        lambda module: fuse_attention(module, machine),
-        lambda module: fuse_bands(module, machine, algorithms),
-        lambda module: use_direct_norm(module, machine),
-        lambda module: choose_kernels(module, machine, algorithms),
-        *last_passes(machine),
-    ]
-    keep_layouts()
-    with answering("compile", module), machine.target(), package.transform.PassContext(opt_level=3):
-        for step in passes:
-            with heeding_interrupts():
-                module = step(module)
-    return module
-
-
-def _gains_from_channels_last(module: Any) -> bool:
-    """Whether there is a convolution that sums over channels, or one with short rows.
-
-    All others are faster with channels first than with two conversions (1.1 to 5 times for rows of 17 and more; at 14
-    and 7 it was 0.9 and 0.3).
-    """
-    from tvm import relax
-
-    gains = False
-
-    def look(expression: Any) -> None:
-        nonlocal gains
-        if operator(expression) in ("relax.nn.conv1d", "relax.nn.conv3d"):
-            gains = True
-        if operator(expression) == "relax.nn.conv2d":
-            channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
-            known = hasattr(channels, "value") and hasattr(width, "value")
-            alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
-            gains |= not alone
-
-    relax.analysis.post_order_visit(module["main"], look)
-    return gains
-
-
-def schedule_all(module: Any, machine: Machine) -> Any:
-    """Schedule every primitive function. Raises BackendError if TVM refuses the module."""
-    package = tvm()
-    from tvm import tirx
-
-    updates = {}
-    for name, function in module.functions.items():
-        if not isinstance(function, tirx.PrimFunc) or SCHEDULED in (function.attrs or {}):
-            continue
-        one = package.IRModule({"main": function.with_attr(_SYMBOL, "main")})
-        with answering("compile", module), heeding_interrupts():
-            done = schedule(one, machine).mod["main"]
-        updates[name] = done.without_attr(_SYMBOL).with_attr(SCHEDULED, True)
-    for name, function in updates.items():
-        module.update_func(name, function)
-    return module
-
-
-def _without_empty_constants(module: Any) -> Any:
-    """The module with memory in the place of constants of no elements: TVM writes those, but cannot read them."""
-    from tvm import relax
-
-    @relax.expr_functor.mutator
-    class Replacer(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_generic_const_(self, empty: Any) -> Any:
-            shape = sizes(empty)
-            if shape is None or 0 not in shape:
-                return empty
-            return self.builder_.emit(
-                relax.op.builtin.alloc_tensor(relax.ShapeExpr(shape), str(empty.ty.dtype), 0)
-            )
-
-    return with_main(module, Replacer(module))
-
-
-@heeding_interrupts()
-def compile_module(module: Any, machine: Machine) -> Any:
-    """Make an executable: constants are packed, memory is planned, and LLVM compiles kernels.
-
-    Raises BackendError if TVM refuses the module.
-    """
-    package = tvm()
-    from tvm import relax
-
-    target = machine.target()
-    passes = relax.transform
-    # TVM's default pipeline. It has no place for a pass between its first half, which makes `sequence`, and its second.
-    prepared = [relax.backend.DispatchSampling(), relax.backend.DispatchSortScan(), passes.LegalizeOps()]
-    rest = [
-        passes.StaticPlanBlockMemory(), passes.LowerAllocTensor(), passes.KillAfterLastUse(),
-        passes.LowerRuntimeBuiltin(), passes.ComputePrimValue(), passes.VMShapeLower(), passes.AttachGlobalSymbol(),
-    ]  # fmt: skip
-    with answering("compile", module), target, package.transform.PassContext(opt_level=3):
-        module = in_place(sequence(package.transform.Sequential(prepared)(module)), machine)
-        module = _without_empty_constants(module)
-        return package.compile(module, target, relax_pipeline=package.transform.Sequential(rest))

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from tests.cost.graphs import Builder, random_edit, random_graph, t
 from xrlflow.backends.tvm.library.operator_times import Operator, Times
-from xrlflow.cost import AdditiveCost, Database, KernelPrices, Placed, Roofline
+from xrlflow.cost import AdditiveCost, Database, KernelPrices, PlacementCost, Roofline
 from xrlflow.cost.machine import REFERENCE
 from xrlflow.cost.model import InTypes
 from xrlflow.ir import Edit, Graph, Node, apply_edit, digest, plan_edit
 from xrlflow.ops.work import work
+
+pytestmark = pytest.mark.measures
 
 
 class Drawn(AdditiveCost):
@@ -63,7 +65,7 @@ def test_the_delta_is_the_difference_of_the_costs(
 ) -> None:
     draw = Random(seed)
     with Database(tmp_path_factory.getbasetemp() / "drawn.sqlite") as opened:
-        model = Placed(Drawn({"N": 9}), unknown(Drawn({"N": 9}), opened), REFERENCE)
+        model = PlacementCost(Drawn({"N": 9}), unknown(Drawn({"N": 9}), opened), REFERENCE)
         graph = random_graph(draw, nodes)
         cost = model.cost(graph)
         for step in range(8):
@@ -90,7 +92,7 @@ def chain(*left: bool) -> tuple[Graph, list[Node]]:
 
 def test_what_follows_in_a_kernel_costs_nothing_and_a_border_costs_a_call(database: Database) -> None:
     runtime = Roofline(REFERENCE)
-    model = Placed(runtime, unknown(runtime, database), REFERENCE)
+    model = PlacementCost(runtime, unknown(runtime, database), REFERENCE)
 
     def alone(graph: Graph, node: Node) -> float:
         return runtime.seconds(graph, node, tuple(graph.type(v) for v in node.inputs))
@@ -112,7 +114,7 @@ def test_a_border_in_an_image_costs_conversions(database: Database) -> None:
     b.nodes[0] = first.placed(True)
     split = b.graph(last.id)
     runtime = Roofline(REFERENCE)
-    model = Placed(runtime, unknown(runtime, database), REFERENCE)
+    model = PlacementCost(runtime, unknown(runtime, database), REFERENCE)
     relative = (model.cost(split) - model.cost(whole)) / model.cost(whole)
     assert relative > 1.0  # Exp is no longer computed with Tanh, and 800 kB are converted
 
@@ -137,7 +139,7 @@ def test_operators_of_a_graph_are_measured_once_and_remembered(database: Databas
     assert asked == [3]
     assert prices.seconds(graph, product, types[product.id]) == pytest.approx(1e-3)
     assert prices.seconds(graph, relu, types[relu.id]) is None
-    model = Placed(runtime, prices, REFERENCE)
+    model = PlacementCost(runtime, prices, REFERENCE)
     assert model.is_left(graph, relu)
     assert model.loses(graph, product)
     again = KernelPrices(runtime, never, 2, "one", database)

@@ -1,9 +1,8 @@
-"""The cost of a graph of which a part runs in kernels of our own, and the rest in ONNX Runtime.
+"""The cost of a graph that runs partly in generated kernels and partly in ONNX Runtime.
 
-A node costs what its kernel costs where it runs. An elementwise operator that follows its only source in a kernel is
-computed in that source's kernel and costs nothing, and so does a concatenation of what kernels compute for it alone:
-they write it. A value that crosses from one side to the other is converted: the
-two sides keep images in layouts of their own.
+A node costs the time of its kernel there. An elementwise operator costs nothing if it can be fused with the generated
+kernel that computes its operand for it alone, nor does a concatenation if such kernels compute all its operands. A
+value that passes from one side to the other is converted, because the two sides store images in different layouts.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from xrlflow.cost.roofline import seconds as roofline_seconds
 from xrlflow.ir import ABSENT, Edit, Graph, Node, TensorType, Value, apply_edit
 from xrlflow.ops.work import OpKind, Work, dimensions, work
 
-# Images have a layout of their own in kernels; what has fewer dimensions does not.
+# Tensors of this rank are images, which have another layout in generated kernels; tensors of lower rank have not.
 _IMAGE = 4
-# Kernels of these can go on with an elementwise operator before they write.
+# Kernels of these can apply an elementwise operator to their results before they write them.
 _GOES_ON = frozenset(
     {OpKind.GEMM, OpKind.CONV, OpKind.GROUPED_CONV, OpKind.DEPTHWISE_CONV, OpKind.ELEMENTWISE, OpKind.VIEW}
 )
 
 
-class Placed(AdditiveCost):
-    """Prices on both sides. A node runs in kernels of our own unless it is `left`, or can be no kernel."""
+class PlacementCost(AdditiveCost):
+    """Prices of both sides. A node runs in a generated kernel unless it is marked as `left`, or has none."""
 
     def __init__(self, runtime: AdditiveCost, kernels: KernelPrices, machine: Machine) -> None:
         super().__init__(runtime.bindings)
@@ -50,23 +49,23 @@ class Placed(AdditiveCost):
         return {node.id: self._at(graph, node) for node in graph.nodes()}
 
     def delta(self, graph: Graph, edit: Edit) -> float:
-        """Seconds of the successor minus those of the graph: of the nodes that change, and of those around them."""
+        """Seconds of the successor minus those of the graph: of the nodes that change, and of their neighbours."""
         successor, _ = apply_edit(graph, edit)
         before = [*edit.removed, *(old for old, _ in edit.rewired)]
         after = [*edit.added, *(new for _, new in edit.rewired)]
         outputs = set(graph.outputs) ^ set(edit.outputs)
-        near = _around(graph, before, outputs) | _around(successor, after, outputs)
-        return self._sum(successor, near) - self._sum(graph, near)
+        context = _around(graph, before, outputs) | _around(successor, after, outputs)
+        return self._sum(successor, context) - self._sum(graph, context)
 
     def loses(self, graph: Graph, node: Node) -> bool:
-        """Whether ONNX Runtime runs the node faster than a kernel of our own would."""
+        """Whether ONNX Runtime runs the node faster than a generated kernel would."""
         if node.const or node.left:
             return False
         in_types = _in_types(graph, node)
         own = self.kernels.seconds(graph, node, in_types)
         return own is not None and own > self.runtime.seconds(graph, node, in_types)
 
-    def is_left(self, graph: Graph, node: Node) -> bool:
+    def runs_on_runtime(self, graph: Graph, node: Node) -> bool:
         """Whether ONNX Runtime runs the node."""
         return node.left or self.kernels.seconds(graph, node, _in_types(graph, node)) is None
 
@@ -77,17 +76,17 @@ class Placed(AdditiveCost):
         )
 
     def _at(self, graph: Graph, node: Node) -> float:
-        """Seconds of a node where it stands, with the conversions of its results."""
+        """Seconds of a node in this graph, with the conversions of its results."""
         if node.const:
             return 0.0
         in_types = _in_types(graph, node)
-        left = self.is_left(graph, node)
-        fused = not left and self._follows(graph, node, in_types)
-        return (0.0 if fused else self.price(graph, node, in_types)) + self._borders(graph, node, left)
+        on_runtime = self.runs_on_runtime(graph, node)
+        fused = not on_runtime and self._follows(graph, node, in_types)
+        return (0.0 if fused else self.price(graph, node, in_types)) + self._borders(graph, node, on_runtime)
 
     def _follows(self, graph: Graph, node: Node, in_types: InTypes) -> bool:
-        """Whether a node is computed within the kernels of what it reads: an elementwise operator in one of them, a
-        concatenation in all, which write their parts of it."""
+        """Whether a node is fused with the kernels that compute its operands: an elementwise operator with one of them,
+        a concatenation with all, which write their parts of it."""
         own = [self._source(graph, value) for value in node.inputs]
         if node.op == "Concat":
             return all(source is not None for source in own)
@@ -101,18 +100,18 @@ class Placed(AdditiveCost):
         )
 
     def _source(self, graph: Graph, value: Value) -> Node | None:
-        """The node that computes a value in a kernel for one reader alone; None if that is not so."""
+        """The producer of a value, if it runs in a generated kernel and the value has a single reader; else None."""
         source = graph.producers.get(value)
         if source is None or source.const or len(graph.uses.get(value, ())) > 1 or value in graph.outputs:
             return None
-        return None if self.is_left(graph, source) else source
+        return None if self.runs_on_runtime(graph, source) else source
 
-    def _borders(self, graph: Graph, node: Node, left: bool) -> float:
+    def _borders(self, graph: Graph, node: Node, on_runtime: bool) -> float:
         """Seconds to convert the results of a node for readers on the other side."""
         total = 0.0
         for value, type in zip(node.outputs, node.types):
             readers = (user for user in graph.users(value) if not user.const)
-            if any(self.is_left(graph, reader) != left for reader in readers):
+            if any(self.runs_on_runtime(graph, reader) != on_runtime for reader in readers):
                 total += self._crossing(type)
         return total
 
@@ -128,17 +127,17 @@ class Placed(AdditiveCost):
 
 
 def _around(graph: Graph, nodes: Iterable[Node], outputs: Iterable[Value]) -> set[Value]:
-    """Ids of nodes, and of the producers and readers of what they read or compute and of `outputs`."""
-    found: set[Value] = set()
+    """Ids of `nodes`, and of the producers and readers of `outputs` and of all values that they read or compute."""
+    ids: set[Value] = set()
     values = set(outputs)
     for node in nodes:
-        found.add(node.id)
+        ids.add(node.id)
         values.update(node.inputs, node.outputs)
     for value in values:
         if value in graph.producers:
-            found.add(graph.producers[value].id)
-            found.update(graph.uses.get(value, ()))
-    return found
+            ids.add(graph.producers[value].id)
+            ids.update(graph.uses.get(value, ()))
+    return ids
 
 
 def _in_types(graph: Graph, node: Node) -> InTypes:

@@ -1,0 +1,92 @@
+"""Checks of indices, which a module carries until they are compared: constants when it is compiled, others at each run.
+
+How they come into a module is in `lowering.bounds`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from xrlflow.backends.protocol import BackendError
+
+_ATTRIBUTE = "xrlflow.checks"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The numbers of one tensor must be from `low` to `high`.
+
+    `text`: the message for a number that is not. If it has two parts, the number goes between them.
+    """
+
+    text: tuple[str, ...]
+    low: int
+    high: int
+
+    def trouble(self, least: int, greatest: int) -> str | None:
+        """The error in a tensor with this least and greatest number, in one line; None if there is none."""
+        if self.low <= least and greatest <= self.high:
+            return None
+        return str(least if least < self.low else greatest).join(self.text)
+
+
+def complain(checks: Sequence[Check], ends: Any) -> None:
+    """Raise BackendError for the first check that fails. `ends`: the additional output, an array [checks, 2]."""
+    for check, (least, greatest) in zip(checks, ends.tolist(), strict=True):
+        if trouble := check.trouble(least, greatest):
+            raise BackendError(trouble)
+
+
+def checks_of(module: Any) -> tuple[Check, ...]:
+    """The checks of a Relax module of `import_model`, for its additional output."""
+    stored = (module["main"].attrs or {}).get(_ATTRIBUTE)
+    return checks_from(json.loads(str(stored))) if stored is not None else ()
+
+
+def checks_from(stored: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
+    """The checks in a JSON document."""
+    return tuple(Check(tuple(c["text"]), int(c["low"]), int(c["high"])) for c in stored)
+
+
+def with_checks(module: Any, checks: Sequence[Check]) -> Any:
+    """The module with checks attached."""
+    if checks:
+        stored = json.dumps([asdict(check) for check in checks])
+        module.update_func(module.get_global_var("main"), module["main"].with_attr(_ATTRIBUTE, stored))
+    return module
+
+
+def ends_of(array: Any) -> Any:
+    """The least and the greatest number of an array, as [1, 2]."""
+    import numpy as np
+
+    return np.asarray([[int(array.min()), int(array.max())]], object)
+
+
+def settle(module: Any) -> Any:
+    """The module, after the checks of folded constants. Raises BackendError if one fails."""
+    from tvm import relax
+    from tvm.ir import GenericConst
+
+    checks = checks_of(module)
+    if not checks:
+        return module
+    main = module["main"]
+    values = relax.analysis.get_var2val(main)
+
+    def value(expression: Any) -> Any:
+        while isinstance(expression, relax.Var) and expression in values:
+            expression = values[expression]
+        return expression
+
+    ends = value(value(main.body.body).fields[-1])
+    if isinstance(ends, GenericConst):
+        complain(checks, ends.value.numpy())
+    else:
+        for seen, operand in zip(checks, ends.args[1].fields, strict=True):
+            if isinstance(operand := value(operand), GenericConst):
+                complain([seen], ends_of(operand.value.numpy()))
+    return module

@@ -1,0 +1,105 @@
+"""The passes between import and schedules, in their order, and which of them make kernels of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xrlflow.backends.tvm.fusion.attention import fuse_attention
+from xrlflow.backends.tvm.fusion.bands import fuse_bands
+from xrlflow.backends.tvm.fusion.checks import settle
+from xrlflow.backends.tvm.fusion.direct_norm import use_direct_norm
+from xrlflow.backends.tvm.fusion.folding import fold_moves
+from xrlflow.backends.tvm.fusion.last_passes import last_passes
+from xrlflow.backends.tvm.fusion.layers import choose_kernels
+from xrlflow.backends.tvm.fusion.layouts import counted_axes, keep_layouts, without_detours
+from xrlflow.backends.tvm.fusion.open_sizes import answering
+from xrlflow.backends.tvm.fusion.passes import Pass, applied
+from xrlflow.backends.tvm.fusion.transposed import by_phases
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms
+from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.backends.tvm.toolchain.reading import operator
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+LAYOUTS = {
+    "relax.nn.conv1d": ["NWC", "WIO"],
+    "relax.nn.conv2d": ["NHWC", "HWIO"],
+    "relax.nn.conv3d": ["NDHWC", "DHWIO"],
+    "relax.nn.conv1d_transpose": ["NCW", "IOW"],
+    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+    "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
+}
+"""Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
+transposed convolution of that layout, and would convert to it between other images unless it is listed."""
+
+# Convolutions of each channel alone with shorter rows are faster with channels last.
+_SHORT_ROW = 16
+
+
+def fuse(
+    module: Any,
+    machine: Machine,
+    channels_last: bool | None = None,
+    algorithms: Algorithms = DEFAULT,
+) -> Any:
+    """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
+
+    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
+    that convolutions may use, alone and with their neighbours; `layers.chosen_in` says which they got.
+    Raises BackendError if TVM refuses the module.
+    """
+    keep_layouts()
+    with answering("compile", module):
+        return applied("model", module, passes(machine, channels_last, algorithms), machine)
+
+
+def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms) -> list[Pass]:
+    """All passes, in their order. For the arguments see `fuse`."""
+    tvm()
+    from tvm import relax
+
+    def channels_to_the_end(module: Any) -> Any:
+        wanted = _gains_from_channels_last(module) if channels_last is None else channels_last
+        return relax.transform.ConvertLayout(LAYOUTS)(module) if wanted else module
+
+    return [
+        Pass("decompose", relax.transform.DecomposeOpsForInference()),
+        Pass("canonicalize", relax.transform.CanonicalizeBindings()),
+        Pass("fold_moves", fold_moves),
+        Pass("fold_constants", relax.transform.FoldConstant()),
+        Pass("check_constants", settle),
+        Pass("transposed_convolutions", by_phases),
+        Pass("counted_axes", counted_axes),
+        Pass("channels_last", channels_to_the_end),
+        Pass("fold_moves", fold_moves),
+        Pass("fold_constants", relax.transform.FoldConstant()),
+        Pass("without_detours", without_detours),
+        Pass("attention", lambda module: fuse_attention(module, machine)),
+        Pass("bands", lambda module: fuse_bands(module, machine, algorithms)),
+        Pass("direct_norm", lambda module: use_direct_norm(module, machine)),
+        Pass("layers", lambda module: choose_kernels(module, machine, algorithms)),
+        *last_passes(machine),
+    ]
+
+
+def _gains_from_channels_last(module: Any) -> bool:
+    """Whether there is a convolution that sums over channels, or one with short rows.
+
+    All others are faster with channels first than with two conversions (1.1 to 5 times for rows of 17 and more; at 14
+    and 7 it was 0.9 and 0.3).
+    """
+    from tvm import relax
+
+    gains = False
+
+    def look(expression: Any) -> None:
+        nonlocal gains
+        if operator(expression) in ("relax.nn.conv1d", "relax.nn.conv3d"):
+            gains = True
+        if operator(expression) == "relax.nn.conv2d":
+            channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
+            known = hasattr(channels, "value") and hasattr(width, "value")
+            alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
+            gains |= not alone
+
+    relax.analysis.post_order_visit(module["main"], look)
+    return gains

@@ -1,0 +1,89 @@
+"""Which scheduler a primitive function gets, and the choices for a contraction."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from xrlflow.backends.tvm.schedules.blocks import anchors_of, inline_scalars
+from xrlflow.backends.tvm.schedules.contraction import (
+    Prepared,
+    only_contraction,
+    prepare,
+    schedule_contraction,
+)
+from xrlflow.backends.tvm.schedules.injective import schedule_injective
+from xrlflow.backends.tvm.schedules.planes import is_plane, schedule_plane
+from xrlflow.backends.tvm.schedules.ratings import TileBlocking, rated_tiles
+from xrlflow.backends.tvm.schedules.rows import schedule_rows
+from xrlflow.backends.tvm.schedules.windows import WINDOW, schedule_window
+from xrlflow.backends.tvm.toolchain.target import Machine
+
+
+def schedule(mod: Any, machine: Machine) -> Any:
+    """TVM's schedule of a module with one primitive function named "main".
+
+    Functions that none of our schedules handles stay as they are, in one thread, which is slow but right. There is a
+    warning.
+    """
+    from tvm.s_tir import Schedule, ScheduleError
+
+    try:
+        return apply(mod, machine)
+    except ScheduleError as error:
+        last = str(error).strip().splitlines()[-1]
+        warnings.warn(f"a kernel was left unscheduled: {last}", stacklevel=2)
+        return Schedule(mod, debug_mask="none")
+
+
+def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any:
+    """The schedule of "main", of a contraction with `choice` (default: that of the heuristic).
+
+    `mod` must be kept by a variable meanwhile, as it is here: TVM's schedule changes what nothing else refers to in
+    place, and does not see that another module has the same body.
+    """
+    from tvm.s_tir import Schedule
+
+    sch = Schedule(mod, debug_mask="none")
+    inline_scalars(sch)
+    anchors = anchors_of(sch)
+    if contraction := only_contraction(sch, anchors):
+        schedule_contraction(sch, *contraction, prepare(sch, *contraction), machine, choice)
+    elif len(anchors) == 1 and is_plane(sch, anchors[0]):
+        schedule_plane(sch, anchors[0], machine)
+    elif len(anchors) == 1 and WINDOW in sch.get(anchors[0]).annotations:
+        schedule_window(sch, anchors[0], machine)
+    elif anchors:
+        schedule_rows(sch, anchors, machine)
+    else:
+        schedule_injective(sch, machine)
+    return sch
+
+
+def choices(mod: Any, machine: Machine, most: int = 64) -> list[TileBlocking]:
+    """The `most` best choices for "main", the best first; [] if there is no choice."""
+    form = _form(mod)
+    if form is None:
+        return []
+    rated = sorted(rated_tiles(form.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
+    first = form.heuristic(machine).columns_first
+    return [TileBlocking(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
+
+
+def heuristic(mod: Any, machine: Machine) -> TileBlocking | None:
+    """The choice for "main" without tuning; None if there is none."""
+    form = _form(mod)
+    return None if form is None else form.heuristic(machine)
+
+
+def _form(mod: Any) -> Prepared | None:
+    """The contraction of "main", if it is one and the blocks around it are understood."""
+    from tvm.s_tir import Schedule, ScheduleError
+
+    sch = Schedule(mod, debug_mask="none")
+    try:
+        inline_scalars(sch)
+        contraction = only_contraction(sch, anchors_of(sch))
+        return None if contraction is None else prepare(sch, *contraction)
+    except ScheduleError:
+        return None  # `schedule` leaves it as it is
