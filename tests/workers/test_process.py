@@ -30,6 +30,8 @@ from xrlflow.workers import (
 )
 from xrlflow.workers.process import environment, last_words, manner
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Forks]:
