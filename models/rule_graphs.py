@@ -23,7 +23,7 @@ from xrlflow.ir import FLOATS, DType, Graph, TensorType
 from xrlflow.onnxio import ModelError, load
 from xrlflow.prover.cases import usable
 from xrlflow.prover.draw import Draw
-from xrlflow.prover.patterns import Unlucky, draw_pattern
+from xrlflow.prover.patterns import DegenerateSample, draw_pattern
 from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode, Unbuildable, build, sketch_of
 from xrlflow.rewrite import AnyRule, Library, Rule
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
@@ -90,7 +90,7 @@ def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | N
             else:
                 return None
             problem = build(sketch)
-        except (Unlucky, Unbuildable, ModelError):
+        except (DegenerateSample, Unbuildable, ModelError):
             continue
         graph = problem.graph
         if _fit(graph) and match_all(graph, library) and usable(problem, draw.rng):

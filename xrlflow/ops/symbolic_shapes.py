@@ -76,7 +76,7 @@ def refine(
     except (
         IndexError,
         ZeroDivisionError,
-        dims.Unwieldy,
+        dims.FormulaTooLarge,
         _Open,
     ):  # the inputs do not fit, and a run will fail; or nothing can be concluded
         return tuple(inferred)
@@ -128,7 +128,7 @@ def _try(function: Callable[[], Formula | None]) -> Dim:
     """A dimension, or None if something that it depends on is unknown."""
     try:
         return _dim(function())
-    except (_Open, dims.Unwieldy):
+    except (_Open, dims.FormulaTooLarge):
         return None
 
 

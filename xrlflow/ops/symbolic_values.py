@@ -111,7 +111,7 @@ def _values(
             return _elementwise(op, attrs, known, kind, out.dtype)
     except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # inputs do not fit; a run will fail
         return None
-    except dims.Unwieldy:
+    except dims.FormulaTooLarge:
         return None
     return None
 

@@ -111,7 +111,7 @@ class Case:
         """The values that the right side replaces."""
         match = self.match
         if match.pattern is None:
-            return frozenset(match.found.outputs)
+            return frozenset(match.binding.outputs)
         return frozenset(match.nodes[o.node.index].outputs[o.index] for o in match.pattern.outputs)
 
 

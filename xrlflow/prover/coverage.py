@@ -23,10 +23,10 @@ from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.cases import Case
 from xrlflow.prover.draw import Draw
 from xrlflow.prover.equivalence_classes import (
+    DegenerateSample,
     Kind,
-    Meaningless,
     Sort,
-    Unlucky,
+    UndefinedExpression,
     attribute_names,
     attribute_subject,
     family,
@@ -162,13 +162,13 @@ def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
 
 
 def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
-    """Change a sketch so that it shows the kind `wish`. `problem` is what the sketch builds. Raises Unlucky."""
+    """Change a sketch, which builds `problem`, so that it shows the kind `wish`. Raises DegenerateSample."""
     sketch = replace(sketch, drawn=frozenset())  # the change may make them untrue
     if wish.subject == "size":
         return _with_size(sketch, wish, draw)
     if (dim := dimension_of(wish)) is not None:
         if dim not in sketch.dims:
-            raise Unlucky("the sketch has no such dimension")
+            raise DegenerateSample("the sketch has no such dimension")
         resized = resize_to(sketch, sketch.dims[dim], int(wish.name), draw)
         return replace(resized, drawn=frozenset({wish}), dims={})
     if wish.subject == "rank" and wish.name in ("lower", "higher"):
@@ -209,7 +209,7 @@ def _places(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
             if const and index_subject(node.op, place) == wish.subject:
                 found += [(at, "", place, s) for s in index_family(node.op, place) if s.name == wish.name]
     if not found:
-        raise Unlucky("the example has no such operator")
+        raise DegenerateSample("the example has no such operator")
     return found
 
 
@@ -220,7 +220,7 @@ def _known(type: TensorType) -> tuple[int, ...] | None:
 def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
     dims = sorted({d for t in sketch.inputs for d in t.shape or () if d is not None}, key=str)
     if not dims:
-        raise Unlucky("there is no dimension")
+        raise DegenerateSample("there is no dimension")
     if wish.name == "not known":
         return forget(sketch, draw)
     old = draw.choice(dims)
@@ -274,17 +274,17 @@ def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
 def _grouped(
     sketch: Sketch, at: int, shapes: Sequence[tuple[int, ...] | None], wish: Kind, draw: Draw
 ) -> Sketch:
-    """Make a convolution grouped: its weight gets fewer input channels. Raises Unlucky, Meaningless."""
+    """Group a convolution: its weight gets fewer input channels. Raises DegenerateSample, UndefinedExpression."""
     node = sketch.nodes[at]
     if node.op != "Conv" or shapes[0] is None or shapes[1] is None or len(shapes[0]) < 2:
-        raise Unlucky("its groups follow from more than the weight")
+        raise DegenerateSample("its groups follow from more than the weight")
     channels, filters = shapes[0][1], shapes[1][0]
     options = [g for g in range(2, channels + 1) if channels % g == 0 and filters % g == 0]
     groups = 1 if wish.name == "1" else draw.choice(options) if options else 0
     if wish.name == "each channel by itself":
         groups = channels if channels in options else 0
     if not groups:
-        raise Meaningless("the channels cannot be grouped")
+        raise UndefinedExpression("the channels cannot be grouped")
     shape = (filters, channels // groups, *shapes[1][2:])
     given = node.inputs[1]
     assert given is not None
@@ -296,7 +296,7 @@ def _grouped(
         inputs[given.index] = replace_dims(inputs[given.index], shape)
         sketch = sketch.with_inputs(inputs)
     else:
-        raise Unlucky("the weight is computed")
+        raise DegenerateSample("the weight is computed")
     return with_node(sketch, at, attrs={**node.attrs, "group": groups})
 
 

@@ -19,11 +19,11 @@ from xrlflow.ops.schema import defaults, schema
 from xrlflow.prover.draw import ATTRIBUTES, Draw, Shapes
 
 
-class Unlucky(Exception):
+class DegenerateSample(Exception):
     """A draw failed: its parts do not fit together."""
 
 
-class Meaningless(Unlucky):
+class UndefinedExpression(DegenerateSample):
     """There is no value of this kind for these shapes."""
 
 
@@ -56,20 +56,20 @@ Family = tuple[Sort, ...]
 def _rank(shapes: Shapes) -> int:
     shape = shapes[0] if shapes else None
     if shape is None:
-        raise Meaningless("the rank is not known")
+        raise UndefinedExpression("the rank is not known")
     return len(shape)
 
 
 def _spatial(shapes: Shapes) -> int:
     if (count := _rank(shapes) - 2) < 1:
-        raise Meaningless("there are no spatial dimensions")
+        raise UndefinedExpression("there are no spatial dimensions")
     return count
 
 
 def _unequal(draw: Draw, count: int, low: int) -> tuple[int, ...]:
-    """`count` numbers from `low` on, of which at least two differ. Raises Meaningless for fewer than two."""
+    """`count` numbers from `low` on, of which at least two differ. Raises UndefinedExpression for fewer than two."""
     if count < 2:
-        raise Meaningless("one number equals itself")
+        raise UndefinedExpression("one number equals itself")
     numbers = [draw.integer(low, low + 2) for _ in range(count)]
     numbers[-1] = numbers[0] + 1
     return tuple(numbers)
@@ -113,7 +113,7 @@ def _channels(shapes: Shapes) -> int | None:
 
 
 def _undrawn(draw: Draw, shapes: Shapes) -> Attr:
-    raise Meaningless("it follows from the shapes")
+    raise UndefinedExpression("it follows from the shapes")
 
 
 _GROUP: Family = (
@@ -131,7 +131,7 @@ def _place(value: Any, shapes: Shapes) -> int | None:
 
 def _between(draw: Draw, shapes: Shapes) -> Attr:
     if _rank(shapes) < 3:
-        raise Meaningless("there is nothing between")
+        raise UndefinedExpression("there is nothing between")
     return draw.integer(1, _rank(shapes) - 2)
 
 
@@ -160,7 +160,7 @@ def _ordered(perm: tuple[int, ...]) -> bool:
 def _moving(draw: Draw, shapes: Shapes) -> Attr:
     rank = _rank(shapes)
     if rank < 2:
-        raise Meaningless("there is nothing to move")
+        raise UndefinedExpression("there is nothing to move")
     while (perm := draw.permutation(rank))[-1] == rank - 1:
         pass
     return perm
@@ -169,7 +169,7 @@ def _moving(draw: Draw, shapes: Shapes) -> Attr:
 def _keeping(draw: Draw, shapes: Shapes) -> Attr:
     rank = _rank(shapes)
     if rank < 3:
-        raise Meaningless("there is nothing to move")
+        raise UndefinedExpression("there is nothing to move")
     while _ordered(front := draw.permutation(rank - 1)):
         pass
     return (*front, rank - 1)
@@ -273,7 +273,7 @@ def _ints(make: Callable[[Draw, int], Sequence[int]]) -> Callable[[Draw, Shapes]
     def made(draw: Draw, shapes: Shapes) -> Any:
         rank = _rank(shapes)
         if not rank:
-            raise Meaningless("there is no axis")
+            raise UndefinedExpression("there is no axis")
         return np.array(make(draw, rank), np.int64)
 
     return made
@@ -295,7 +295,7 @@ def _ones(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
         shape = shapes[0] if shapes and shapes[0] is not None else ()
         ones = [i for i, d in enumerate(shape) if d == 1]
         if len(ones) < 1 + several:
-            raise Meaningless("there is nothing to squeeze")
+            raise UndefinedExpression("there is nothing to squeeze")
         chosen = ones if several else [draw.choice(ones)]
         return np.array([i - len(shape) for i in chosen] if back else chosen, np.int64)
 
@@ -320,7 +320,7 @@ def _shaped(make: Callable[[Draw, list[int]], None]) -> Callable[[Draw, Shapes],
     def made(draw: Draw, shapes: Shapes) -> Any:
         shape = [*(shapes[0] or ())] if shapes else []
         if not shape:
-            raise Meaningless("there is no dimension")
+            raise UndefinedExpression("there is no dimension")
         make(draw, shape)
         return np.array(shape, np.int64)
 
@@ -345,7 +345,7 @@ def _indices(rank: int, back: bool = False) -> Callable[[Draw, Shapes], Any]:
     def made(draw: Draw, shapes: Shapes) -> Any:
         shape = shapes[0] if shapes else None
         if not shape or not min(shape):
-            raise Meaningless("there is nothing to gather")
+            raise UndefinedExpression("there is nothing to gather")
         size = draw.choice([(), (1,), (2,)]) if back else (2,) * rank
         least = min(shape)
         return np.asarray(draw.rng.integers(-least if back else 0, 0 if back else least, size), np.int64)
@@ -356,7 +356,7 @@ def _indices(rank: int, back: bool = False) -> Callable[[Draw, Shapes], Any]:
 def _parts(draw: Draw, shapes: Shapes) -> Any:
     size = (shapes[0] or (0,))[0] if shapes else 0
     if size < 3:
-        raise Meaningless("it is too small")
+        raise UndefinedExpression("it is too small")
     return np.array([1, size - 1], np.int64)
 
 

@@ -13,9 +13,9 @@ from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.draw import Draw, Shapes, attribute, attributes, index_input
 from xrlflow.prover.equivalence_classes import (
+    DegenerateSample,
     Family,
     Kind,
-    Unlucky,
     attribute_names,
     attribute_subject,
     family,
@@ -82,7 +82,7 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
 
 def operator_subject(node: PNode) -> str:
     """The subject for the operator of a pattern's node that may have several."""
-    return f"operator {node.chosen or node.index}"
+    return f"operator {node.op_name or node.index}"
 
 
 def dimension_subject(name: str) -> str:
@@ -159,11 +159,11 @@ class _Sample:
         return options[turn % len(options)]
 
     def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
-        """The declared alternatives that have the wished dimensions. Raises Unlucky if there are none."""
+        """The declared alternatives that have the wished dimensions. Raises DegenerateSample if there are none."""
         wanted = {d for d in (dimension_of(self.wish), self.alike) if d is not None}
         found = [a for a in self.pattern.shapes if wanted <= {d for s in a.values() for d in s.dims or ()}]
         if not found:
-            raise Unlucky("this pattern has no such dimension")
+            raise DegenerateSample("this pattern has no such dimension")
         return found
 
     def _element_type(self) -> DType:
@@ -174,12 +174,12 @@ class _Sample:
         return self.draw.choice(options or [DType.FLOAT])
 
     def _heed(self) -> None:
-        """Set the sizes, types and absences that are wished for. Raises Unlucky for another arity or form."""
+        """Set the sizes, types and absences that are wished for. Raises DegenerateSample for another arity or form."""
         draw, subject, name = self.draw, self.wish.subject, self.wish.name
         if subject == "arity" and name != str(self.pattern.arity):
-            raise Unlucky("another arity is wished for")
+            raise DegenerateSample("another arity is wished for")
         if subject == "form" and name != str(self.pattern.form):
-            raise Unlucky("another form is wished for")
+            raise DegenerateSample("another form is wished for")
         if subject == "rank":
             self.base = tuple(max(draw.dim(), draw.integer(0, 1)) for _ in range(int(name)))
         elif subject == "size" and name in ("0", "1") and self.base:
@@ -200,7 +200,7 @@ class _Sample:
         for node in self.pattern.nodes:
             subject = operator_subject(node)
             if subject == self.wish.subject and self.wish.name not in node.ops:
-                raise Unlucky("another operator is wished for")
+                raise DegenerateSample("another operator is wished for")
             drawn.setdefault(
                 subject, self.wish.name if subject == self.wish.subject else self.draw.choice(node.ops)
             )
@@ -292,7 +292,7 @@ class _Sample:
             dtype = {"i": DType.INT64, "f": self.dtype, "b": DType.BOOL}[array.dtype.kind]
             if dtype in FLOATS or array.dtype.kind != "f":
                 return self._constant(name, array, dtype, False)
-            raise Unlucky(op)
+            raise DegenerateSample(op)
         shape = self._shape_of(spec)
         dtype = self.dtype
         if spec is not None and spec.dtype is not None:
@@ -355,7 +355,7 @@ class _Sample:
             data = [self._data_of(p) for p in places]
             self.types[node.index] = infer(op, canonical, types, data, node.outputs)
         except (InferenceError, IndexError, ValueError, ArithmeticError) as error:
-            raise Unlucky(str(error)) from error
+            raise DegenerateSample(str(error)) from error
         return SketchNode(op, tuple(places), attrs, node.outputs)
 
     def _input(
@@ -445,7 +445,7 @@ class _Sample:
     def _sizes(self, place: Place) -> tuple[int, ...]:
         type = self._type(place)
         if type is None or type.shape is None:
-            raise Unlucky("a rank is not known")
+            raise DegenerateSample("a rank is not known")
         return tuple(d if isinstance(d, int) else 1 for d in type.shape)
 
 
@@ -463,5 +463,5 @@ def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
 def draw_pattern(
     rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None, turn: int = 0
 ) -> Sketch:
-    """Draw one sketch of the rule's left side. `turn`: how many were drawn for this wish before. Raises Unlucky."""
+    """Draw a sketch of the rule's left side. `turn`: how many this wish has had before. Raises DegenerateSample."""
     return _Sample(rule, draw.choice(patterns), draw, wish, turn).sketch()

@@ -49,7 +49,7 @@ from xrlflow.prover.cases import (
 )
 from xrlflow.prover.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.prover.draw import Draw, T
-from xrlflow.prover.equivalence_classes import Kind, Meaningless, Unlucky
+from xrlflow.prover.equivalence_classes import DegenerateSample, Kind, UndefinedExpression
 from xrlflow.prover.errors import check_errors
 from xrlflow.prover.mutation_testing import Hunt, Hunted, Survivor
 from xrlflow.prover.patterns import dimension_of, draw_pattern, pattern_kinds
@@ -203,7 +203,7 @@ class Proof:
                 turn, tally.attempts = tally.attempts, tally.attempts + 1
                 try:
                     drawn = self.source.problem(kind, self.bases, turn)
-                except Meaningless:
+                except UndefinedExpression:
                     tally.meaningless += 1
                     continue
                 if drawn is not None:
@@ -266,7 +266,7 @@ class Proof:
             wish = kinds[number] if kinds and i % 2 else None
             try:
                 problem = self.source.problem(wish, self.bases, turn)
-            except Meaningless:
+            except UndefinedExpression:
                 continue
             if problem is not None:
                 yield problem
@@ -304,7 +304,7 @@ class Proof:
                 problem = self.source.problem(
                     kinds[number], [(base.sketch, base)] if own else self.bases, 1 if own else turn // 2
                 )
-            except Meaningless:
+            except UndefinedExpression:
                 continue
             if problem is not None:
                 yield problem
@@ -600,7 +600,7 @@ class Source:
         """Draw a graph near the left side; None if the draw fails.
 
         It is meant to show the kind `wish`. In every second `turn` it is one of `bases`, changed to show that kind.
-        Raises Meaningless if the shapes have no value of the kind.
+        Raises UndefinedExpression if the shapes have no value of the kind.
         """
         try:
             if wish is not None and (dim := dimension_of(wish)) is not None:
@@ -610,9 +610,9 @@ class Source:
             if wish is not None and bases and turn % 2:
                 return build(self._granted(*self.draw.choice(bases), wish))
             return build(self._sketch(wish, turn // 2))
-        except Meaningless:
+        except UndefinedExpression:
             raise
-        except (Unlucky, Unbuildable):
+        except (DegenerateSample, Unbuildable):
             return None
 
     def near(self, sketch: Sketch) -> Problem | None:
@@ -637,7 +637,7 @@ class Source:
     def _sketch(self, wish: Kind | None, turn: int) -> Sketch:
         draw = self.draw
         if not self.patterns and not self.examples:
-            raise Unlucky("there is nothing to vary")
+            raise DegenerateSample("there is nothing to vary")
         # An example has no names for its dimensions.
         drawn_only = not self.examples or (wish is not None and dimension_of(wish) is not None)
         if self.patterns and (drawn_only or not draw.chance(0.3)):
