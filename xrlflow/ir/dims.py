@@ -612,10 +612,10 @@ def is_multiple(a: Formula, of: int) -> bool:
 
 def fingerprint(of: Formula) -> tuple[int | None, ...]:
     """Values at a few sizes. Equal formulas have the same; most unequal ones differ."""
-    return tuple(evaluate(of, _Drawn(at), _drawn_call(at)) for at in range(4))
+    return tuple(evaluate(of, _SampleSizes(at), _sample_call(at)) for at in range(4))
 
 
-class _Drawn(Mapping[str, int]):
+class _SampleSizes(Mapping[str, int]):
     """A size for each symbol, derived from its name."""
 
     def __init__(self, at: int) -> None:
@@ -631,7 +631,7 @@ class _Drawn(Mapping[str, int]):
         return 0
 
 
-def _drawn_call(at: int) -> Evaluate:
+def _sample_call(at: int) -> Evaluate:
     return lambda name, arguments: 1 + zlib.crc32(f"{at} {name} {arguments}".encode()) % 997
 
 
