@@ -534,7 +534,7 @@ def _resize(node: _Node) -> Sequence[Shape | None]:
         for axis, size in zip(axes, sizes):
             out[axis] = _dim(_sure(size))
         return [tuple(out)]
-    scales = node.known[2] if node.has_input(2) else None
+    scales = node.contents[2] if node.has_input(2) else None
     if scales is None or node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         raise _Open
     for axis, scale in zip(axes, scales.flat):
