@@ -23,8 +23,8 @@ from xrlflow.ir import FLOATS, DType, Graph, TensorType
 from xrlflow.onnxio import ModelError, load
 from xrlflow.prover.cases import usable
 from xrlflow.prover.draw import Draw
-from xrlflow.prover.patterns import Unlucky, draw_pattern
-from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode, Unbuildable, build, sketch_of
+from xrlflow.prover.patterns import DegenerateSample, draw_pattern
+from xrlflow.prover.sketch import Sketch, SketchConst, SketchNode, Unbuildable, ValueRef, build, sketch_of
 from xrlflow.rewrite import AnyRule, Library, Rule
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.state import match_all
@@ -90,7 +90,7 @@ def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | N
             else:
                 return None
             problem = build(sketch)
-        except (Unlucky, Unbuildable, ModelError):
+        except (DegenerateSample, Unbuildable, ModelError):
             continue
         graph = problem.graph
         if _fit(graph) and match_all(graph, library) and usable(problem, draw.rng):
@@ -142,34 +142,34 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
     inputs: list[TensorType] = []
     consts: list[SketchConst] = []
     nodes: list[SketchNode] = []
-    loose: list[tuple[Place, TensorType]] = []  # outputs that nobody reads yet
+    loose: list[tuple[ValueRef, TensorType]] = []  # outputs that nobody reads yet
     for piece in pieces:
         sketch = piece.sketch
-        fed: list[Place] = []
+        fed: list[ValueRef] = []
         for type in sketch.inputs:
             fitting = [i for i, (_, have) in enumerate(loose) if _same_data(have, type)]
             if fitting and draw.chance(0.75):
-                place, have = loose.pop(draw.choice(fitting))
+                ref, have = loose.pop(draw.choice(fitting))
                 if have.shape != type.shape:
-                    place = _reshaped(place, type, consts, nodes)
-                fed.append(place)
+                    ref = _reshaped(ref, type, consts, nodes)
+                fed.append(ref)
             else:
                 inputs.append(type)
-                fed.append(Place("input", len(inputs) - 1))
+                fed.append(ValueRef("input", len(inputs) - 1))
         first_const, first_node = len(consts), len(nodes)
         consts += sketch.consts
 
         def moved(
-            place: Place | None,
-            fed: list[Place] = fed,
+            ref: ValueRef | None,
+            fed: list[ValueRef] = fed,
             first_const: int = first_const,
             first_node: int = first_node,
-        ) -> Place | None:
-            if place is None:
+        ) -> ValueRef | None:
+            if ref is None:
                 return None
-            if place.kind == "input":
-                return fed[place.index]
-            return replace(place, index=place.index + (first_const if place.kind == "const" else first_node))
+            if ref.kind == "input":
+                return fed[ref.index]
+            return replace(ref, index=ref.index + (first_const if ref.kind == "const" else first_node))
 
         nodes += [replace(n, inputs=tuple(map(moved, n.inputs))) for n in sketch.nodes]
         outputs = [(moved(p), t) for p, t in zip(sketch.outputs, piece.types)]
@@ -178,7 +178,7 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
 
 
 def _same_data(have: TensorType, want: TensorType) -> bool:
-    """Whether a value can take the place of another one, if necessary through a Reshape."""
+    """Whether a value can take the ref of another one, if necessary through a Reshape."""
     if have.dtype != want.dtype or not (have.is_static and want.is_static):
         return False
     return have.shape == want.shape or _elements(have) == _elements(want) > 1
@@ -188,10 +188,12 @@ def _elements(type: TensorType) -> int:
     return math.prod(map(int, type.shape or ()))
 
 
-def _reshaped(place: Place, type: TensorType, consts: list[SketchConst], nodes: list[SketchNode]) -> Place:
+def _reshaped(
+    ref: ValueRef, type: TensorType, consts: list[SketchConst], nodes: list[SketchNode]
+) -> ValueRef:
     consts.append(SketchConst(np.asarray(type.shape, np.int64), DType.INT64))
-    nodes.append(SketchNode("Reshape", (place, Place("const", len(consts) - 1))))
-    return Place("node", len(nodes) - 1)
+    nodes.append(SketchNode("Reshape", (ref, ValueRef("const", len(consts) - 1))))
+    return ValueRef("node", len(nodes) - 1)
 
 
 def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:

@@ -26,13 +26,13 @@ class _Placement(RegionRule, family=PLACEMENT):
     """An operator and the elementwise operators that follow it alone, on the other side."""
 
     anchors = _OPERATORS
-    left = False
+    on_runtime = False
 
     def target(self, op: Op, region: Region, *inputs: Any) -> Any:
         changed: dict[Value, Any] = {}
         results = []
         for node in region.nodes:
-            made = op.again(node, self.left, changed)
+            made = op.again(node, self.on_runtime, changed)
             changed.update(zip(node.outputs, made))
             results.extend(made)
         return [changed[value] for value in region.outputs]
@@ -44,7 +44,7 @@ class _Placement(RegionRule, family=PLACEMENT):
             if len(last.outputs) != 1 or graph.is_output(last.id):
                 break
             users = graph.users(last.id)
-            if len(users) != 1 or users[0].op not in ELEMENTWISE or users[0].left == self.left:
+            if len(users) != 1 or users[0].op not in ELEMENTWISE or users[0].on_runtime == self.on_runtime:
                 break
             nodes.append(users[0])
         outputs = tuple(value for node in nodes for value in node.outputs)
@@ -56,17 +56,17 @@ class _Placement(RegionRule, family=PLACEMENT):
 class LeaveToRuntime(_Placement):
     """kernel(x) == runtime(x)"""
 
-    left = True
+    on_runtime = True
 
     def __init__(self, loses: Loses) -> None:
         self.loses = loses
 
     def find(self, graph: Reader, node: Node) -> Region | None:
-        if node.left or node.captured:
+        if node.on_runtime or node.captured:
             return None
         beside = any(
-            (source := graph.producer(v)) is not None and source.left for v in node.inputs if v
-        ) or any(user.left for value in node.outputs for user in graph.users(value))
+            (source := graph.producer(v)) is not None and source.on_runtime for v in node.inputs if v
+        ) or any(user.on_runtime for value in node.outputs for user in graph.users(value))
         if not (beside or self.loses(graph.graph, node)):
             return None
         return self._region(graph, node)
@@ -76,14 +76,14 @@ class TakeFromRuntime(_Placement):
     """runtime(x) == kernel(x)"""
 
     def find(self, graph: Reader, node: Node) -> Region | None:
-        return self._region(graph, node) if node.left and not node.captured else None
+        return self._region(graph, node) if node.on_runtime and not node.captured else None
 
 
 def without_placement(graph: Graph) -> Graph:
     """The graph with no node left."""
-    if not any(node.left for node in graph.nodes()):
+    if not any(node.on_runtime for node in graph.nodes()):
         return graph
-    nodes = [node.placed(False) for node in graph.topological()]
+    nodes = [node.with_runtime(False) for node in graph.topological()]
     return Graph.make(nodes, graph.inputs, graph.outputs, graph.leaves)
 
 

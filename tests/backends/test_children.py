@@ -6,56 +6,47 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import xrlflow
-from xrlflow.backends.children import Child, ChildDied, serve_in_child
+from xrlflow.backends.children import Child, ChildDied
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.common import deadline
 
 pytestmark = pytest.mark.process
 
 
-def tell(descriptor: int, *texts: str) -> None:
-    """What a child does here."""
-    print("the last words", file=sys.stderr)
-    found = {
-        "texts": texts,
+def surroundings() -> dict[str, Any]:
+    """What a child has."""
+    return {
         "package": xrlflow.__file__,
+        "json": json.__file__,
         "path": sys.path,
-        "group": os.getpgrp(),
-        "process": os.getpid(),
-        "variables": [os.environ.get("XRLFLOW_HERE"), os.environ.get("XRLFLOW_THERE")],
+        "processes": (os.getpid(), os.getpgrp(), os.getsid(0)),
+        "variables": (os.environ.get("XRLFLOW_HERE"), os.environ.get("XRLFLOW_THERE")),
     }
-    os.write(descriptor, json.dumps(found).encode())
 
 
-def test_a_child_has_its_arguments_this_package_and_a_group_of_its_own(
+def test_a_child_has_this_package_and_a_session_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise ImportError('not of the current folder')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inherited"))
+    monkeypatch.syspath_prepend(str(tmp_path / "ours"))
     monkeypatch.setenv("XRLFLOW_HERE", "inherited")
-    texts = ("it's", 'a "folder"\n', str(tmp_path))
-    ours, theirs = os.pipe()
-    with tempfile.TemporaryFile() as log, open(ours, "rb") as answer:
-        process = serve_in_child(tell, theirs, *texts, log=log, XRLFLOW_THERE="new")
-        os.close(theirs)
-        told = answer.read()
-        assert process.wait() == 0
-        log.seek(0)
-        assert log.read() == b"the last words\n"
-    found = json.loads(told)
-    assert tuple(found["texts"]) == texts
+    with Child(XRLFLOW_THERE="new") as child:
+        found = child.call(surroundings)
     assert found["package"] == xrlflow.__file__
-    assert str(tmp_path / "inherited") in found["path"]
-    assert found["process"] == found["group"] == process.pid
-    assert found["variables"] == ["inherited", "new"]
+    assert found["json"] == json.__file__
+    assert str(tmp_path / "ours") in found["path"]
+    assert len(set(found["processes"])) == 1
+    assert found["processes"][0] != os.getpid()
+    assert found["variables"] == ("inherited", "new")
 
 
 def double(number: int) -> int:
@@ -115,31 +106,25 @@ def test_a_child_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path)
             seconds *= 2
             with deadline.within(time.monotonic() + seconds), pytest.raises(OutOfTime):
                 child.call(sleep_beside, str(said))
-    for pid in map(int, said.read_text().split()):
-        assert not _runs(pid)
+    pids = [int(pid) for pid in said.read_text().split()]
+    end = time.monotonic() + 30.0
+    while any(map(_runs, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
-def test_an_interrupt_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
     with Child() as child:
-        assert child.call(double, 1) == 2
-        process = child._process
-        assert process is not None
-        held = child._connection
-        assert held is not None
-
-        class Interrupted:
-            def send_bytes(self, order: bytes) -> None: ...
-
-            def poll(self, seconds: float | None) -> bool:
-                raise KeyboardInterrupt
-
-            def close(self) -> None:
-                held.close()  # not before: without it the child ends, and another would be started
-
-        monkeypatch.setattr(child, "_connection", Interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            child.call(double, 2)
-        assert process.returncode is not None
+        pid = child.call(os.getpid)
+        with monkeypatch.context() as patch:
+            patch.setattr("xrlflow.workers.process.wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                child.call(double, 2)
+        assert not _runs(pid)
+        assert child.call(double, 2) == 4
 
 
 def _runs(pid: int) -> bool:

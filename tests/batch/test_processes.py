@@ -60,7 +60,7 @@ def test_a_crash_ends_one_job(folder: Path) -> None:
     )
     first, second = found.rows
     assert first.error is not None
-    assert first.error.startswith("its process ended by signal 11")
+    assert first.error.startswith("its process ended by SIGSEGV")
     assert second.error is None
     with pytest.raises(OptionError, match="workers 0 is not positive"):
         Processes(0)
@@ -90,10 +90,10 @@ def test_where_no_process_can_be_started_jobs_fail(
     def none(*arguments: object, **given: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("xrlflow.batch.processes.serve_in_child", none)
+    monkeypatch.setattr("subprocess.Popen", none)
     folder = put("in/a.onnx").parents[1]
     (row,) = xrlflow.optimize_all(folder / "in", folder / "out", **FAST).rows
-    assert row.error == "no process can be started for it (Resource temporarily unavailable)"
+    assert row.error == "no process can be started (Resource temporarily unavailable)"
 
 
 class Command:
@@ -160,11 +160,11 @@ def test_jobs_have_the_lock_of_the_driver(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen: list[dict[str, str]] = []
 
-    def none(*arguments: object, log: object, **variables: str) -> None:
-        seen.append(variables)
+    def none(*arguments: object, env: dict[str, str], **given: object) -> None:
+        seen.append(env)
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("xrlflow.batch.processes.serve_in_child", none)
+    monkeypatch.setattr("subprocess.Popen", none)
     xrlflow.optimize_all(put("in/a.onnx").parent, tmp_path / "out", executor=Processes(1), **FAST)
     assert {found[VARIABLE] for found in seen} == {str(tmp_path / "xrlflow.measuring")}
     assert all(found["TMPDIR"] != str(tmp_path) for found in seen)

@@ -55,7 +55,7 @@ def unknown(runtime: AdditiveCost, database: Database) -> KernelPrices:
 def placed_edit(draw: Random, graph: Graph) -> Edit:
     """One node on the other side."""
     node = draw.choice([n for n in graph.nodes() if not n.const])
-    return plan_edit(graph, "place", (node.placed(not node.left),), {})
+    return plan_edit(graph, "place", (node.with_runtime(not node.on_runtime),), {})
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,7 +86,7 @@ def chain(*left: bool) -> tuple[Graph, list[Node]]:
     first = b.node("MatMul", [b.input(t(4, 16)), square], t(4, 16))
     second = b.node("Relu", [first.id], t(4, 16))
     third = b.node("LayerNormalization", [second.id, scale], t(4, 16))
-    b.nodes = [node.placed(side) for node, side in zip(b.nodes, left)]
+    b.nodes = [node.with_runtime(side) for node, side in zip(b.nodes, left)]
     return b.graph(third.id), b.nodes
 
 
@@ -111,7 +111,7 @@ def test_a_border_in_an_image_costs_conversions(database: Database) -> None:
     first = b.node("Tanh", [b.input(t(1, 64, 56, 56))], t(1, 64, 56, 56))
     last = b.node("Exp", [first.id], t(1, 64, 56, 56))
     whole = b.graph(last.id)
-    b.nodes[0] = first.placed(True)
+    b.nodes[0] = first.with_runtime(True)
     split = b.graph(last.id)
     runtime = Roofline(REFERENCE)
     model = PlacementCost(runtime, unknown(runtime, database), REFERENCE)

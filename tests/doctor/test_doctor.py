@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import xrlflow
@@ -20,6 +21,7 @@ from tests.backends.test_limits import V2, files
 from xrlflow.backends.results import Load
 from xrlflow.cost.database import Database
 from xrlflow.doctor import Finding, Status, disk, examination, machine, software, works
+from xrlflow.workers import Processes, ProcessWorker
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +71,7 @@ def test_a_runtime_that_kills_its_process_is_found(tmp_path: Path) -> None:
     broken(tmp_path, "tvm", "raise ImportError('libtvm.so: no such file\\nof that name')\n")
     done = doctor(path=path)
     assert done.returncode == 1
-    assert "fail  ONNX Runtime: it crashes: SIGILL\n      -> reinstall" in done.stdout
+    assert "fail  ONNX Runtime: its process ended by SIGILL\n      -> reinstall" in done.stdout
     assert re.search(r"fail +agent", done.stdout)
     if not software._missing(software.EXTRAS["tvm"].modules):
         assert re.search(r"fail +TVM: \w+: .*libtvm\.so: no such file of that name", done.stdout)
@@ -87,7 +89,7 @@ def test_a_package_that_raises_anything_is_one_line(tmp_path: Path) -> None:
 
 def test_what_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = broken(tmp_path, "onnxruntime", "import time\ntime.sleep(1000)\n")
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(path)
     monkeypatch.setattr(examination, "APART", {"onnx_runtime": examination.APART["onnx_runtime"]})
     monkeypatch.setattr(examination, "HERE", ())
     begin = time.monotonic()
@@ -97,23 +99,22 @@ def test_what_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_processes_end_with_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    made: list[ProcessWorker] = []
+    worker = Processes.worker
 
-    class Watched(examination._Process):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
+    def watched(self: Processes, *arguments: Any) -> ProcessWorker:
+        made.append(worker(self, *arguments))
+        return made[-1]
 
-    monkeypatch.setattr(examination, "_Process", Watched)
+    monkeypatch.setattr(Processes, "worker", watched)
     monkeypatch.setattr(examination, "HERE", (examination.Check("one", software.packages),))
-    monkeypatch.setattr(examination, "_PAUSE", 0.0)
     findings = examination.examine()
     next(findings)
     assert not made
     next(findings)
     findings.close()
     assert len(made) == len(examination.APART)
-    assert all(process._process.poll() is not None for process in made)
+    assert not any(psutil.pid_exists(worker.process.pid) for worker in made)
 
 
 def test_a_check_that_raises_is_a_finding() -> None:
@@ -124,7 +125,6 @@ def test_a_check_that_raises_is_a_finding() -> None:
     assert found == Finding("it", Status.FAIL, "OSError: no luck", "do something", needed=True)
     assert not works([found])
     assert works([Finding("it", Status.FAIL, "", "do something")])
-    assert Finding.from_json(found.to_json()) == found
 
 
 def test_extras_are_those_of_the_package() -> None:

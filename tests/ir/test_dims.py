@@ -225,7 +225,7 @@ def test_formulas_do_not_grow_without_end(step: int) -> None:
         while True:
             last, formula = formula, grown(step, formula)
 
-    with pytest.raises(dims.Unwieldy):
+    with pytest.raises(dims.FormulaTooLarge):
         grow()
     assert last.count <= dims.MOST_ATOMS
     assert last.levels <= dims.MOST_LEVELS

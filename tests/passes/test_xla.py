@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.passes.snippets import SNIPPETS
-from xrlflow.backends.children import end_with_parent, serve_in_child
 from xrlflow.passes import CompilerError, Metric, Module, Summary, hlo_passes, run
 from xrlflow.passes import hlo as hlo_modules
 from xrlflow.passes.cache import Cache, Outcome
@@ -297,7 +293,7 @@ def test_results_come_from_the_cache(tmp_path: Path) -> None:
         assert xla.steps == 2
         cache.close()
     # Another program: no worker starts.
-    with XlaCompiler(XlaOptions(workers=1), Cache(path), serve=never) as xla:
+    with XlaCompiler(XlaOptions(workers=1), Cache(path), make=never) as xla:
         again = xla.apply_each(module, ["map-inline", "cse"])
         assert again == first
         assert again[0].module.data == first[0].module.data
@@ -309,8 +305,8 @@ def test_results_come_from_the_cache(tmp_path: Path) -> None:
 def test_a_lack_of_memory_is_not_kept(way: str, xla: XlaCompiler, tmp_path: Path) -> None:
     """It hangs on what else runs now, and must not be the answer for ever."""
     module = xla.load(TWO)
-    serve = refuses if way == "refused" else aborts
-    with XlaCompiler(XlaOptions(workers=1), cache := Cache(tmp_path / "passes.sqlite"), serve=serve) as short:
+    make = Refusing if way == "refused" else Aborting
+    with XlaCompiler(XlaOptions(workers=1), cache := Cache(tmp_path / "passes.sqlite"), make=make) as short:
         failed = short.apply(module, "cse")
         assert not failed.changed
         assert failed.error is not None
@@ -320,24 +316,18 @@ def test_a_lack_of_memory_is_not_kept(way: str, xla: XlaCompiler, tmp_path: Path
         assert again.apply(module, "cse").error is None
 
 
-def refuses(descriptor: int) -> None:
-    end_with_parent(descriptor)
-    pipe = Connection(descriptor)
-    pipe.send("ready")
-    pipe.recv()
-    pipe.send(Refusal("it needs more memory than there is", lasting=False))
-    pipe.recv()
+class Refusing:
+    def do(self, order: object) -> Refusal:
+        return Refusal("it needs more memory than there is", lasting=False)
 
 
-def aborts(descriptor: int) -> None:
-    pipe = Connection(descriptor)
-    pipe.send("ready")
-    pipe.recv()
-    print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr, flush=True)
-    os.abort()
+class Aborting:
+    def do(self, order: object) -> None:
+        print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr, flush=True)
+        os.abort()
 
 
-def never(descriptor: int) -> None:
+def never() -> Aborting:
     raise AssertionError("a worker was started")
 
 
@@ -578,59 +568,30 @@ def test_without_jax_the_extra_is_named() -> None:
     )
 
 
-def sleepy(descriptor: int) -> None:
-    """A worker that doubles numbers, sleeps at 13 and kills itself at 7."""
-    pipe = Connection(descriptor)
-    pipe.send("ready")
-    while True:
-        try:
-            number = pipe.recv()
-        except EOFError:
-            return
-        if number == 7:
+class Sleepy:
+    """Doubles numbers, sleeps at 13 and kills itself at 7."""
+
+    def do(self, order: int) -> int:
+        if order == 7:
             os.kill(os.getpid(), signal.SIGSEGV)
-        if number == 13:
+        if order == 13:
             signal.pause()
-        pipe.send(2 * number)
+        return 2 * order
 
 
 def test_a_pool_answers_in_order_and_survives() -> None:
-    with Pool(sleepy, 2, 0.5) as pool:
+    with Pool(Sleepy, 2, 0.5) as pool:
         answers = pool.ask_each([1, 7, 2, 13, 3, 4])
         assert [a for a in answers if isinstance(a, int)] == [2, 4, 6, 8]
-        assert answers[1] == Died("the worker was ended by SIGSEGV")
+        assert answers[1] == Died("the worker ended by SIGSEGV")
         assert answers[3] == Died("it took more than 0.5 s")
         assert pool.deaths == 2
     with pytest.raises(CompilerError, match="closed"):
         pool.ask(1)
 
 
-def endless(descriptor: int) -> None:
-    """A worker that is busy for ever."""
-    end_with_parent(descriptor)
-    os.write(descriptor, b"!")
-    while True:
-        pass
-
-
-def test_a_busy_worker_ends_with_its_parent() -> None:
-    """A parent that is killed cannot end its workers: they see that the socket is closed."""
-    ours, theirs = socket.socketpair()
-    with tempfile.TemporaryFile() as log:
-        process = serve_in_child(endless, theirs.fileno(), log=log)
-        theirs.close()
-        try:
-            assert ours.recv(1) == b"!"
-            assert process.poll() is None
-            ours.close()
-            assert process.wait(10.0) == 1
-        finally:
-            process.kill()
-            process.wait()
-
-
-def broken(descriptor: int) -> None:
-    raise RuntimeError("Error: no luck")
+def broken() -> Sleepy:
+    raise RuntimeError("no luck")
 
 
 def test_a_worker_that_does_not_start() -> None:

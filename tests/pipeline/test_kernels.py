@@ -592,7 +592,7 @@ def test_the_search_leaves_what_kernels_lose(monkeypatch: pytest.MonkeyPatch, tm
         assert [node.op_type for node in again.hybrid.model.graph.node] == ["Region_0", "Softmax", "Add"]
         assert again.graph.fingerprint == result.graph.fingerprint
     plain = asked(proto, replay=tmp_path / "trace.json", backend="onnxruntime")
-    assert not any(node.left for node in plain.graph.nodes())
+    assert not any(node.on_runtime for node in plain.graph.nodes())
 
 
 @pytest.mark.usefixtures("compiled_here")

@@ -15,7 +15,7 @@ from tests.rules import mutants
 from xrlflow.ir import Node
 from xrlflow.onnxio import load
 from xrlflow.prover.code import functions_of, mutants_of, put
-from xrlflow.prover.codehunt import KILLED, CodeHunt, Found
+from xrlflow.prover.codehunt import KILLED, CodeHunt, CodeHuntResult
 from xrlflow.prover.proof import parse
 from xrlflow.prover.thresholds import function_of
 from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val, profitable, require
@@ -82,7 +82,7 @@ def test_a_function_is_changed_for_all_who_call_it_and_what_it_remembered_is_for
 
 def test_mutants_are_found_out() -> None:
     hunt = CodeHunt(Twice())
-    found: dict[str, Found] = {}
+    found: dict[str, CodeHuntResult] = {}
     for function in hunt.functions.values():
         for mutant in mutants_of(function):
             found.setdefault(mutant.mutant.change, hunt.judge(function, mutant))

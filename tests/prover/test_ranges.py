@@ -159,7 +159,7 @@ def test_what_differs_for_large_numbers_alone_is_not_called_equivalent() -> None
     """A Cast to int8 is one to uint8, of the numbers 0 to 3."""
     (rule,) = _of(_ArgMax, DType.UINT8)
     proof = Proof(rule, 0)
-    case = next(c for p in proof.source.problems() for c in proof.found(p)[0])
+    case = next(c for p in proof.source.problems() for c in proof.matches(p)[0])
     builder = MutatingBuilder(case.before, Mutation(1, "Cast", "attribute", ("to", 0)))
     applied(case.problem, case.match, builder)
     assert builder.reached

@@ -69,11 +69,10 @@ def forking(source: str) -> list[str]:
 
 
 def test_only_processes_of_one_thread_fork() -> None:
-    """Threads of runtimes do not survive it: TVM's would be waited for forever. These two are fork servers."""
+    """Threads of runtimes do not survive it: TVM's would be waited for forever. A server has one."""
     found = {name: forking(file.read_text()) for name, file in modules().items()}
     assert {name: calls for name, calls in found.items() if calls} == {
-        "xrlflow.backends.onnxruntime.worker": ["os.fork"],
-        "xrlflow.tuning.worker": ["os.fork"],
+        "xrlflow.workers.serving": ["os.fork"],
     }
 
 

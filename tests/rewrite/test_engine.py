@@ -329,7 +329,7 @@ def test_a_pattern_has_a_number_of_matches_at_a_node() -> None:
     keys = {match.key for match in state.candidates}
     everything = _Finder(state.graph, library, None, many=None)
     for node in state.graph.nodes():
-        everything.look(node, library.root_plans)
+        everything.match_at(node, library.root_plans)
     left_out = next(match for match in everything.matches if match.key not in keys)
     found = state.find(left_out.key)  # a trace that has it can be followed
     assert found is not None

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -31,8 +32,8 @@ from xrlflow.rl.workers import (
     _player,
     parameters_of,
 )
-from xrlflow.workers import InProcess, Processes, WorkerError, WorkerLost
-from xrlflow.workers.local import DirectWorker, ProcessWorker
+from xrlflow.workers import InProcess, Processes, ProcessWorker, WorkerError, WorkerLost
+from xrlflow.workers.local import DirectWorker
 
 pytestmark = pytest.mark.learns
 
@@ -46,7 +47,7 @@ def here(setup: Setup = SETUP) -> PlayingWorker:
 
 
 def in_a_process(setup: Setup = SETUP, name: str = "worker") -> ProcessWorker:
-    return ProcessWorker(partial(_player, setup), name)
+    return Processes().worker(partial(_player, setup), name)
 
 
 def an_agent() -> Agent:
@@ -174,12 +175,11 @@ def test_a_worker_that_is_killed_is_missed_at_once() -> None:
     worker.begin(Evaluate(PARAMETERS))
     worker.answer()
     worker.begin(Collect(PARAMETERS, 0, 10**6))
-    assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGKILL)
     begin = time.monotonic()
-    with pytest.raises(WorkerLost, match="worker 3 ended with exit code -9"):
+    with pytest.raises(WorkerLost, match="worker 3 ended by SIGKILL"):
         worker.answer()
-    with pytest.raises(WorkerLost, match="worker 3 ended with exit code -9"):
+    with pytest.raises(WorkerLost, match="worker 3 ended by SIGKILL"):
         worker.begin(Evaluate(PARAMETERS))
     assert time.monotonic() - begin < 60
     worker.close()
@@ -189,4 +189,4 @@ def test_closing_ends_a_worker_in_the_middle_of_its_work() -> None:
     worker = in_a_process()
     worker.begin(Collect(PARAMETERS, 0, 10**6))
     worker.close()
-    assert not worker.process.is_alive()
+    assert not psutil.pid_exists(worker.process.pid)

@@ -29,7 +29,7 @@ from tests.rules.results import graphs_of, result_of
 from tests.rules.results import known as results
 from xrlflow.ir import Graph
 from xrlflow.prover.code import Compiled, forget, functions_of, mutants_of, put
-from xrlflow.prover.codehunt import KILLED, CodeHunt, Found, TooLong, anew, limited
+from xrlflow.prover.codehunt import KILLED, CodeHunt, CodeHuntResult, TooLong, anew, limited
 from xrlflow.prover.proof import library_of
 from xrlflow.prover.reached import Line, lines_run
 from xrlflow.rewrite import AnyRule, Library
@@ -94,7 +94,9 @@ class Judging:
     named: str
 
 
-def judged(function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Judging) -> Found:
+def judged(
+    function: FunctionType, compiled: Compiled, callers: Sequence[str], plan: Judging
+) -> CodeHuntResult:
     """Judge a mutant: by the known graphs of the rules that call it, by the claims of their tests, and, if wanted, by
     test files and by further graphs."""
     seed, folder = plan.seed, plan.folder

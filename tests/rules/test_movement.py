@@ -391,7 +391,7 @@ def matches(rule: RegionRule, proto: onnx.ModelProto | Graph) -> set[tuple[objec
     """What the matches of a rule replace, and with what."""
     graph = proto if isinstance(proto, Graph) else load(proto).graph
     return {
-        (m.found.outputs, m.found.inputs, tuple(n.id for n in m.nodes), m.found.data, m.reads)
+        (m.binding.outputs, m.binding.inputs, tuple(n.id for n in m.nodes), m.binding.data, m.reads)
         for m in match_all(graph, Library([rule]))
     }
 

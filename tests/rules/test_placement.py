@@ -35,7 +35,7 @@ def named(state: RewriteState, rule: str, op: str | None = None) -> list[Match]:
 
 
 def left(graph: Graph) -> list[str]:
-    return [node.op for node in graph.topological() if node.left]
+    return [node.op for node in graph.topological() if node.on_runtime]
 
 
 def test_an_operator_that_loses_is_left_with_what_follows_it_and_taken_back() -> None:
@@ -102,8 +102,8 @@ def test_files_say_what_is_left() -> None:
 
 def test_a_node_on_the_other_side_is_another_node() -> None:
     node = next(iter(start(CHAIN).graph.nodes()))
-    other: Node = node.placed(True)
+    other: Node = node.with_runtime(True)
     assert other.fingerprint != node.fingerprint
     assert other.key == node.key
-    assert other.with_inputs(node.inputs).left
-    assert other.with_outputs(node.outputs).left
+    assert other.with_inputs(node.inputs).on_runtime
+    assert other.with_outputs(node.outputs).on_runtime

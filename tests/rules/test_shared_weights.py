@@ -248,7 +248,7 @@ def test_products_are_those_of_the_definition(seed: int) -> None:
     met = 0
     while True:
         found = {
-            (m.found.inputs[0], frozenset(n.inputs[0] for n in m.nodes))
+            (m.binding.inputs[0], frozenset(n.inputs[0] for n in m.nodes))
             for m in state.candidates
             if m.rule is RULE
         }

@@ -21,12 +21,13 @@ from tests.tuning.kernels import calls, matmul, scheduled, target, unscheduled
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.tuning import worker
-from xrlflow.tuning.crew import LocalCrew, PoolError, Work, _Duty, _Worker
+from xrlflow.tuning.crew import PoolError, Work, local_crew
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import Build, Built, Failed, Ran, Run, Timing, build, run, steady
+from xrlflow.workers import ProcessWorker
 
 pytestmark = pytest.mark.measures
 
@@ -75,13 +76,12 @@ def test_kernels_run_with_the_threads_asked_for_each_on_a_cpu(pool: Pool) -> Non
     path = f"{pool._server.folder}/parallel.so"
     built = build(next(Pool._builds(task, [scheduled(task, 8, parallel=True)], [path])))
     for threads in (1, 2):
-        crew = LocalCrew(pool._server, 1, Work("running", threads, 500, 20.0))
+        crew = local_crew(pool._server, 1, Work("running", threads, 500, 20.0))
         try:
             ((_, answer),) = crew.work(iter([Run(path, built.arguments, QUICK)]))
             assert isinstance(answer, Ran)
-            process = crew._workers[0].process
-            assert process is not None
-            tasks = [int(thread.id) for thread in psutil.Process(process).threads()]
+            process = psutil.Process(crew.crew.workers[0].process.pid)
+            tasks = [int(thread.id) for thread in process.threads()]
             assert len(tasks) == threads
             if len(os.sched_getaffinity(0)) >= threads > 1:
                 places = [os.sched_getaffinity(task) for task in tasks]
@@ -174,7 +174,7 @@ def test_bad_candidates_cost_their_worker_and_say_why(pool: Pool) -> None:
     found = pool.measure(task, candidates)
     assert [outcome.error is None for outcome in found] == [True, False, True, False, False, True]
     assert found[1].error is not None
-    assert found[1].error.startswith("the process died running it (SIGABRT")
+    assert found[1].error.startswith("running it, the process ended by SIGABRT")
     assert found[3].error == "running it took longer than 1 s"
     assert found[4].error is not None
     assert "there_is_no_such_function" in found[4].error
@@ -243,13 +243,13 @@ def test_the_first_few_are_run_before_the_others_are_built(
 ) -> None:
     task = matmul(16)
     begun: list[type] = []
-    begin = _Worker.begin
+    begin = ProcessWorker.begin
 
-    def noted(worker: _Worker, duty: _Duty, seconds: float) -> bool:
-        begun.append(type(duty.job))
-        return begin(worker, duty, seconds)
+    def noted(worker: ProcessWorker, order: Build | Run) -> None:
+        begun.append(type(order))
+        begin(worker, order)
 
-    monkeypatch.setattr(_Worker, "begin", noted)
+    monkeypatch.setattr(ProcessWorker, "begin", noted)
     found = list(pool.outcomes(task, [unscheduled(task)] * 5))
     assert [position for position, _ in found] == [0, 1, 2, 3, 4]
     assert all(outcome.error is None for _, outcome in found)
@@ -272,7 +272,7 @@ def test_no_library_stays_on_disk(pool: Pool) -> None:
 
 def test_a_slow_build_is_ended(pool: Pool) -> None:
     task = matmul(16)
-    crew = LocalCrew(pool._server, 1, Work("building", 1, 500, 0.001))
+    crew = local_crew(pool._server, 1, Work("building", 1, 500, 0.001))
     try:
         jobs = pool._builds(task, [unscheduled(task)], [f"{pool._server.folder}/slow.so"])
         assert list(crew.work(jobs)) == [(0, Failed("building it took longer than 0.001 s"))]
@@ -282,12 +282,12 @@ def test_a_slow_build_is_ended(pool: Pool) -> None:
 
 def test_old_workers_are_replaced(pool: Pool) -> None:
     task = matmul(16)
-    crew = LocalCrew(pool._server, 1, Work("building", 1, 2, 20.0))
+    crew = local_crew(pool._server, 1, Work("building", 1, 2, 20.0))
     try:
         seen = []
         for _ in range(4):
             crew.settle()
-            seen.append(crew._workers[0].process)
+            seen.append(crew.crew.workers[0].process.pid)
             jobs = pool._builds(task, [unscheduled(task)], [f"{pool._server.folder}/old.so"])
             ((_, answer),) = crew.work(jobs)
             assert isinstance(answer, Built)
@@ -298,7 +298,7 @@ def test_old_workers_are_replaced(pool: Pool) -> None:
 
 def test_closing_leaves_nothing() -> None:
     pool = Pool(PoolOptions(builders=2, threads=1))
-    folder, group = pool._server.folder, pool._server.group
+    folder, group = pool._server.folder, pool._server.server.pid
     assert os.path.isdir(folder)
     pool.close()
     assert not os.path.exists(folder)
@@ -312,8 +312,8 @@ def test_closing_leaves_nothing() -> None:
 def test_a_killed_fork_server_is_an_error_and_no_hang() -> None:
     task = matmul(16)
     with Pool(PoolOptions(builders=1, threads=1)) as pool:
-        os.kill(pool._server.group, signal.SIGKILL)
-        with pytest.raises(PoolError, match="workers die before they are ready"):
+        os.kill(pool._server.server.pid, signal.SIGKILL)
+        with pytest.raises(PoolError, match=r"no worker can be started: .*SIGKILL"):
             pool.measure(task, [unscheduled(task)])
 
 
@@ -324,7 +324,7 @@ from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.worker import Run, Timing
 with Pool(PoolOptions(builders=1, threads=1, run_seconds=300.0)) as pool:
     pool.settle()
-    print(pool._server.folder, pool._server.group, flush=True)
+    print(pool._server.folder, pool._server.server.pid, flush=True)
     list(pool._runners.work(iter([Run(sys.argv[1], (("float32", (4,)),) * 2, Timing())])))
 """
 

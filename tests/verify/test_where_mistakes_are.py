@@ -19,7 +19,7 @@ from xrlflow.cost import Roofline
 from xrlflow.cost.model import InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load
-from xrlflow.prover.thresholds import limits, written
+from xrlflow.prover.thresholds import integers_in_code, limits
 from xrlflow.verify import Reference, Status, apart, exercise, verify
 from xrlflow.verify.branches import instrumented, watched
 from xrlflow.verify.cases import Estimate
@@ -307,7 +307,7 @@ def test_numbers_of_the_applied_rules_are_sizes() -> None:
         proto.SerializeToString(), search="greedy", cost=Roofline(), measure=False, max_growth=10.0
     )
     rules = [LIBRARY_BY_NAME[s.rule] for s in result.trace]
-    numbers = {n for rule in rules for n in limits(written(rule, types=False)) if n < 100}
+    numbers = {n for rule in rules for n in limits(integers_in_code(rule, types=False)) if n < 100}
     assert numbers
     (note,) = (note for note in result.report.notes if note.startswith("verified with"))
     for number in numbers:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from xrlflow.workers import Unable, tell
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,3 +81,89 @@ class NodeOf:
 
 def broken() -> Any:
     raise ValueError("there is no hand")
+
+
+class Doing:
+    """Does what it is told. `path`: of a file, or of a folder."""
+
+    def __init__(self, path: str = "") -> None:
+        self._path = Path(path)
+
+    def do(self, order: Any) -> Any:
+        if isinstance(order, Path):
+            return self._start_another(order)
+        return getattr(self, f"_{order.replace(' ', '_')}")()
+
+    def _start_another(self, pids: Path) -> None:
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+            pids.with_suffix(".new").write_text(f"{os.getpid()} {other.pid}")
+            pids.with_suffix(".new").rename(pids)
+
+    def _abort(self) -> None:
+        message = (
+            "terminate called after throwing an instance of 'std::x'\n  what():  no luck\n*** somewhere\n"
+        )
+        os.write(2, message.encode())
+        os.abort()
+
+    def _leave(self) -> None:
+        os.write(2, b"something\nthe last line\n")
+        os._exit(3)
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _fail(self) -> None:
+        raise KeyError("a mistake")
+
+    def _process(self) -> int:
+        return os.getpid()
+
+    def _lambda(self) -> Any:
+        return lambda: 0
+
+    def _sleep(self) -> None:
+        time.sleep(600)
+
+    def _busy(self) -> None:
+        while True:
+            pass
+
+    def _tell(self) -> str:
+        tell("one")
+        time.sleep(0.8)
+        tell("two")
+        return "told"
+
+    def _unable(self) -> str:
+        if not self._path.exists():
+            self._path.touch()
+            raise Unable("it is gone")
+        return "able"
+
+    def _once(self) -> str:
+        if not self._path.exists():
+            self._path.touch()
+            time.sleep(600)
+        return "in time"
+
+    def _leave_behind(self) -> str:
+        """A file, and a process."""
+        Path(tempfile.mkdtemp(), str(self._path)).touch()
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        return f"{os.getpid()} {other.pid}"
+
+    def _unwind(self) -> None:
+        try:
+            (self._path / "begun").touch()
+            time.sleep(600)
+        finally:
+            (self._path / "unwound").touch()
+
+
+def aborting() -> Any:
+    os.abort()
+
+
+def never_made() -> Any:
+    time.sleep(600)

@@ -26,7 +26,7 @@ _GOES_ON = frozenset(
 
 
 class PlacementCost(AdditiveCost):
-    """Prices of both sides. A node runs in a generated kernel unless it is marked as `left`, or has none."""
+    """Prices of both sides. A node runs in a generated kernel unless it is `on_runtime`, or has none."""
 
     def __init__(self, runtime: AdditiveCost, kernels: KernelPrices, machine: Machine) -> None:
         super().__init__(runtime.bindings)
@@ -39,7 +39,7 @@ class PlacementCost(AdditiveCost):
         return "placed"
 
     def price(self, graph: Graph, node: Node, in_types: InTypes) -> float:
-        own = None if node.left else self.kernels.seconds(graph, node, in_types)
+        own = None if node.on_runtime else self.kernels.seconds(graph, node, in_types)
         return self.runtime.seconds(graph, node, in_types) if own is None else own
 
     def seconds(self, graph: Graph, node: Node, in_types: InTypes) -> float:
@@ -59,7 +59,7 @@ class PlacementCost(AdditiveCost):
 
     def loses(self, graph: Graph, node: Node) -> bool:
         """Whether ONNX Runtime runs the node faster than a generated kernel would."""
-        if node.const or node.left:
+        if node.const or node.on_runtime:
             return False
         in_types = _in_types(graph, node)
         own = self.kernels.seconds(graph, node, in_types)
@@ -67,7 +67,7 @@ class PlacementCost(AdditiveCost):
 
     def runs_on_runtime(self, graph: Graph, node: Node) -> bool:
         """Whether ONNX Runtime runs the node."""
-        return node.left or self.kernels.seconds(graph, node, _in_types(graph, node)) is None
+        return node.on_runtime or self.kernels.seconds(graph, node, _in_types(graph, node)) is None
 
     def _sum(self, graph: Graph, ids: Iterable[Value]) -> float:
         producers = graph.producers

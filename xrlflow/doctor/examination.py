@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +10,10 @@ from xrlflow.backends.protocol import one_line
 from xrlflow.doctor import disk, machine, software
 from xrlflow.doctor.finding import Finding, Status
 from xrlflow.storage.stores import VARIABLE
-from xrlflow.workers.process import command, environment
+from xrlflow.workers import Crew, Processes, Terms, WorkerError, WorkerLate, WorkerLost
 
 LIMIT = 60.0
 """Seconds for a check in a process of its own."""
-_PAUSE = 0.02
-_MARK = b"xrlflow found: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +60,29 @@ def examine(limit: float = LIMIT) -> Generator[Finding, None, None]:
 
     `limit`: seconds for each check in a process of its own.
     """
+
+    def failed(name: str, error: WorkerError) -> Finding:
+        check = APART[name]
+        found = str(error)
+        if isinstance(error, WorkerLate):
+            found = f"no answer in {limit:.0f} s"
+        elif isinstance(error, WorkerLost):
+            found = f"its process ended {error.how}"
+        return Finding(check.name, Status.FAIL, found, check.advice, check.needed)
+
     for check in HERE:
         yield _checked(check)
-    running = {name: _Process(name, limit) for name in APART}
-    try:
-        while running:
-            for name in [name for name, process in running.items() if process.over]:
-                yield running.pop(name).finding()
-            time.sleep(_PAUSE)
-    finally:
-        for process in running.values():
-            process.end()
+    terms = Terms(limit, LIMIT, uses=1, attempts=1)
+    place = Processes(variables={"OMP_NUM_THREADS": "1"})
+    waiting = dict(enumerate(APART))
+    with Crew(place, Examiner, len(APART), terms=terms) as crew:
+        try:
+            for number, finding in crew.work(iter(APART), instead=failed):
+                del waiting[number]
+                yield finding
+        except WorkerError as error:
+            for name in waiting.values():
+                yield failed(name, error)
 
 
 def _checked(check: Check) -> Finding:
@@ -90,54 +94,8 @@ def _checked(check: Check) -> Finding:
         return Finding(check.name, Status.FAIL, found, check.advice, check.needed)
 
 
-class _Process:
-    """A check that runs in a process of its own."""
+class Examiner:
+    """A worker's hand that makes checks which may crash or take long."""
 
-    def __init__(self, name: str, limit: float) -> None:
-        self._check = APART[name]
-        self._until = time.monotonic() + limit
-        self._limit = limit
-        # A group of its own: what it starts (a compiler) is ended with it.
-        self._process = subprocess.Popen(
-            command(__name__, "answer", name), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=environment(OMP_NUM_THREADS="1"), start_new_session=True,
-        )  # fmt: skip
-
-    @property
-    def over(self) -> bool:
-        return self._process.poll() is not None or time.monotonic() > self._until
-
-    def finding(self) -> Finding:
-        """What the process says, or how it ended."""
-        if self._process.poll() is None:
-            self.end()
-            return self._failed(f"no answer in {self._limit:.0f} s")
-        said, _ = self._process.communicate()
-        code = self._process.returncode
-        marked = [line for line in said.splitlines() if line.startswith(_MARK)]
-        if code == 0 and marked:
-            return Finding.from_json(json.loads(marked[-1].removeprefix(_MARK)))
-        return self._failed(f"it crashes: {_name_of_end(code)}")
-
-    def _failed(self, found: str) -> Finding:
-        return Finding(self._check.name, Status.FAIL, found, self._check.advice, self._check.needed)
-
-    def end(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-
-
-def answer(name: str) -> None:
-    """In a process of its own: write what a check found to standard output, where libraries may write, too."""
-    found = json.dumps(_checked(APART[name]).to_json())
-    sys.stdout.write(f"\n{_MARK.decode()}{found}\n")
-    sys.stdout.flush()
-
-
-def _name_of_end(code: int) -> str:
-    """How a process ended: `SIGILL`, or `exit code 3`."""
-    try:
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    except ValueError:  # a signal without a name
-        return f"signal {-code}"
+    def do(self, order: str) -> Finding:
+        return _checked(APART[order])

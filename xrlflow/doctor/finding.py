@@ -30,7 +30,3 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"status": self.status.value}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Finding:
-        return Finding(**{**data, "status": Status(data["status"])})

@@ -41,7 +41,7 @@ _MOST_BITS = 256
 """The most bits of a coefficient."""
 
 
-class Unwieldy(ArithmeticError):
+class FormulaTooLarge(ArithmeticError):
     """A formula is too large to be useful."""
 
 
@@ -115,8 +115,8 @@ class Call:
 
     @cached_property
     def text(self) -> str:
-        shown = ", ".join(_real(a) if isinstance(a, float) else a.text for a in self.arguments)
-        return f"call({self.name!r}, {shown})"
+        arguments = ", ".join(_real(a) if isinstance(a, float) else a.text for a in self.arguments)
+        return f"call({self.name!r}, {arguments})"
 
     @cached_property
     def count(self) -> int:
@@ -147,7 +147,7 @@ Monomial = tuple[Atom, ...]
 class Formula:
     """The sum of `terms`: products of atoms with nonzero integer coefficients, in the order of their texts.
 
-    Arithmetic raises Unwieldy if a limit above is exceeded.
+    Arithmetic raises FormulaTooLarge if a limit above is exceeded.
     """
 
     terms: tuple[tuple[Monomial, int], ...]
@@ -200,7 +200,7 @@ class Formula:
 
     def __mul__(self, other: Formula | int) -> Formula:
         if len(self.terms) * len(_formula(other).terms) > MOST_ATOMS:
-            raise Unwieldy
+            raise FormulaTooLarge
         return _sum((_product(a, b), m * n) for a, m in self.terms for b, n in _formula(other).terms)
 
     def __neg__(self) -> Formula:
@@ -231,10 +231,10 @@ def call(name: str, *arguments: Formula | Call | float) -> Formula:
 
 
 def make_call(name: str, *arguments: Formula | Call | float) -> Call:
-    """An unknown number, perhaps not an integer, identified by its name and arguments. Raises Unwieldy."""
-    made = Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
-    _within_limits(made)
-    return made
+    """An unknown number, perhaps not an integer, identified by its name and arguments. Raises FormulaTooLarge."""
+    result = Call(name, tuple(_bare(a) if isinstance(a, Formula) else a for a in arguments))
+    _within_limits(result)
+    return result
 
 
 def _bare(formula: Formula) -> Formula | Call:
@@ -253,9 +253,9 @@ def _atom(atom: Atom) -> Formula:
     return Formula((((atom,), 1),))
 
 
-def _within_limits(made: Formula | Atom) -> None:
-    if made.levels > MOST_LEVELS or made.count > MOST_ATOMS:
-        raise Unwieldy
+def _within_limits(part: Formula | Atom) -> None:
+    if part.levels > MOST_LEVELS or part.count > MOST_ATOMS:
+        raise FormulaTooLarge
 
 
 def _formula(value: Formula | int) -> Formula:
@@ -278,14 +278,14 @@ def _sum(terms: Iterable[tuple[Monomial, int]]) -> Formula:
     total: dict[Monomial, int] = {}
     for monomial, factor in terms:
         total[monomial] = total.get(monomial, 0) + factor
-    kept = [(m, f) for m, f in total.items() if f]
-    if any(f.bit_length() > _MOST_BITS for _, f in kept):
-        raise Unwieldy
-    if len(kept) > 1:
-        kept.sort(key=lambda term: [atom.text for atom in term[0]])
-    made = Formula(tuple(kept))
-    _within_limits(made)
-    return made
+    nonzero = [(m, f) for m, f in total.items() if f]
+    if any(f.bit_length() > _MOST_BITS for _, f in nonzero):
+        raise FormulaTooLarge
+    if len(nonzero) > 1:
+        nonzero.sort(key=lambda term: [atom.text for atom in term[0]])
+    result = Formula(tuple(nonzero))
+    _within_limits(result)
+    return result
 
 
 # Division, minima
@@ -307,8 +307,8 @@ def floor_div(over: Formula | int, by: Formula | int) -> Formula:
         return floor_div(over, by)
     if not over.terms:
         return ZERO
-    whole = _ratio(over, by)
-    return whole if whole is not None else _atom(Floor(over, by))
+    quotient = _ratio(over, by)
+    return quotient if quotient is not None else _atom(Floor(over, by))
 
 
 def ceil_div(over: Formula | int, by: Formula | int) -> Formula:
@@ -324,15 +324,15 @@ def modulo(over: Formula | int, by: Formula | int) -> Formula:
 def _divided(over: Formula, by: int) -> Formula:
     """Floor division by a positive number."""
     # floor((q d + r) / d) = q + floor(r / d), for each coefficient; rests of symbols are the least in magnitude.
-    whole: list[tuple[Monomial, int]] = []
-    rest: list[tuple[Monomial, int]] = []
+    quotients: list[tuple[Monomial, int]] = []
+    remainders: list[tuple[Monomial, int]] = []
     for monomial, factor in over.terms:
-        left = factor % by
-        if monomial and 2 * left > by:
-            left -= by
-        whole.append((monomial, (factor - left) // by))
-        rest.append((monomial, left))
-    outside, inside = _sum(whole), _sum(rest)
+        remainder = factor % by
+        if monomial and 2 * remainder > by:
+            remainder -= by
+        quotients.append((monomial, (factor - remainder) // by))
+        remainders.append((monomial, remainder))
+    outside, inside = _sum(quotients), _sum(remainders)
     if inside.number is not None:
         return outside + inside.number // by
     first = next(factor for monomial, factor in inside.terms if monomial)
@@ -360,13 +360,13 @@ def _cancelled(over: Formula, by: Formula) -> tuple[Formula, Formula]:
     factor = math.gcd(*(f for _, f in terms))
     common = list(terms[0][0])
     for monomial, _ in terms[1:]:
-        left = list(monomial)
-        kept = []
+        unmatched = list(monomial)
+        shared = []
         for atom in common:
-            if atom in left:
-                left.remove(atom)
-                kept.append(atom)
-        common = kept
+            if atom in unmatched:
+                unmatched.remove(atom)
+                shared.append(atom)
+        common = shared
     if factor == 1 and not common:
         return over, by
 
@@ -391,16 +391,16 @@ def _ratio(over: Formula, by: Formula) -> Formula | None:
         return (len(texts), *(texts.count(text) for text in order))
 
     lead, factor = max(by.terms, key=degrees)
-    ratio, rest = ZERO, over
-    while rest.terms:
-        monomial, most = max(rest.terms, key=degrees)
+    ratio, remainder = ZERO, over
+    while remainder.terms:
+        monomial, lead_factor = max(remainder.terms, key=degrees)
         atoms_ = list(monomial)
-        if most % factor or any(lead.count(atom) > monomial.count(atom) for atom in lead):
+        if lead_factor % factor or any(lead.count(atom) > monomial.count(atom) for atom in lead):
             return None
         for atom in lead:
             atoms_.remove(atom)
-        part = Formula(((tuple(atoms_), most // factor),))
-        ratio, rest = ratio + part, rest - part * by
+        part = Formula(((tuple(atoms_), lead_factor // factor),))
+        ratio, remainder = ratio + part, remainder - part * by
     return ratio
 
 
@@ -420,18 +420,18 @@ def _least(parts: tuple[Formula, ...]) -> Formula:
     for part in parts:
         inner = _only_least(part)
         flat.update(dict.fromkeys((part,) if inner is None else inner.parts))
-    kept: list[Formula] = []
+    minimal: list[Formula] = []
     for part in sorted(flat, key=lambda p: p.text):
-        if not any(not_less(part, other) for other in kept):
-            kept = [other for other in kept if not not_less(other, part)] + [part]
-    if len(kept) == 1:
-        return kept[0]
+        if not any(not_less(part, other) for other in minimal):
+            minimal = [other for other in minimal if not not_less(other, part)] + [part]
+    if len(minimal) == 1:
+        return minimal[0]
     # min(a + c, b + c) = min(a, b) + c
-    shift = min(p.constant for p in kept)
-    moved = tuple(sorted((p - shift for p in kept), key=lambda p: p.text))
-    if any(_only_least(p) for p in moved):
-        return _least(moved) + shift
-    return _atom(Least(moved)) + shift
+    shift = min(p.constant for p in minimal)
+    shifted = tuple(sorted((p - shift for p in minimal), key=lambda p: p.text))
+    if any(_only_least(p) for p in shifted):
+        return _least(shifted) + shift
+    return _atom(Least(shifted)) + shift
 
 
 def _only_least(formula: Formula) -> Least | None:
@@ -457,11 +457,11 @@ def bounds(formula: Formula) -> tuple[Bound, Bound]:
     high: Bound = 0
     for monomial, factor in formula.terms:
         least_: Bound = 1
-        most: Bound = 1
+        greatest_: Bound = 1
         for atom in monomial:
-            corners = [_times(a, b) for a in (least_, most) for b in _atom_bounds(atom)]
-            least_, most = _near(min(corners), max(corners))
-        ends = (_times(least_, factor), _times(most, factor))
+            corners = [_times(a, b) for a in (least_, greatest_) for b in _atom_bounds(atom)]
+            least_, greatest_ = _near(min(corners), max(corners))
+        ends = (_times(least_, factor), _times(greatest_, factor))
         low, high = low + min(ends), high + max(ends)
     return _near(low, high)
 
@@ -576,7 +576,7 @@ def same(a: Formula, b: Formula) -> bool:
     """Whether two formulas are equal at all sizes at which both have a value."""
     try:
         return a == b or _never((a - b,), "{0} != 0", lambda n: n[0] != 0)
-    except Unwieldy:
+    except FormulaTooLarge:
         return False
 
 
@@ -584,7 +584,7 @@ def not_less(a: Formula, b: Formula) -> bool:
     """Whether `a` is at least `b`, at all sizes at which both have a value."""
     try:
         difference = a - b
-    except Unwieldy:
+    except FormulaTooLarge:
         return False
     low, high = bounds(difference)
     if low >= 0 or high < 0:
@@ -604,18 +604,18 @@ def is_multiple(a: Formula, of: int) -> bool:
     if of == 0:
         return same(a, ZERO)
     try:
-        rest = modulo(a, abs(of))
-    except Unwieldy:
+        remainder = modulo(a, abs(of))
+    except FormulaTooLarge:
         return False
-    return not rest.terms or same(rest, ZERO)
+    return not remainder.terms or same(remainder, ZERO)
 
 
 def fingerprint(of: Formula) -> tuple[int | None, ...]:
     """Values at a few sizes. Equal formulas have the same; most unequal ones differ."""
-    return tuple(evaluate(of, _Drawn(at), _drawn_call(at)) for at in range(4))
+    return tuple(evaluate(of, _SampleSizes(at), _sample_call(at)) for at in range(4))
 
 
-class _Drawn(Mapping[str, int]):
+class _SampleSizes(Mapping[str, int]):
     """A size for each symbol, derived from its name."""
 
     def __init__(self, at: int) -> None:
@@ -631,7 +631,7 @@ class _Drawn(Mapping[str, int]):
         return 0
 
 
-def _drawn_call(at: int) -> Evaluate:
+def _sample_call(at: int) -> Evaluate:
     return lambda name, arguments: 1 + zlib.crc32(f"{at} {name} {arguments}".encode()) % 997
 
 
@@ -647,8 +647,8 @@ def _never(parts: tuple[Formula, ...], condition: str, holds: Callable[[Sequence
         names = sorted(frozenset().union(*map(symbols, parts)))
         for base, step in _POINTS:
             at = {name: min(base + step * k, LARGEST) for k, name in enumerate(names)}
-            found = [evaluate(part, at) for part in parts]
-            if None not in found and holds([n for n in found if n is not None]):
+            numbers = [evaluate(part, at) for part in parts]
+            if None not in numbers and holds([n for n in numbers if n is not None]):
                 return False
     return _is_empty(parts, condition)
 
@@ -675,10 +675,10 @@ def start_deciding() -> None:
 
 def _is_empty(parts: tuple[Formula, ...], condition: str) -> bool:
     """Whether no sizes fulfil the condition, decided by isl; False if it cannot be decided within the limits."""
-    found = _decided(parts, condition, _OPERATIONS)
-    if found is None and _hard_decisions_left:
-        found = _decided_at_length(parts, condition)
-    return bool(found)
+    empty = _decided(parts, condition, _OPERATIONS)
+    if empty is None and _hard_decisions_left:
+        empty = _decided_at_length(parts, condition)
+    return bool(empty)
 
 
 @lru_cache(maxsize=65536)
@@ -728,9 +728,9 @@ class _Problem:
         return f"{{ [{', '.join(self.names.values())}] : {' and '.join((*self.facts, condition))} }}"
 
     def _variable(self, monomial: Monomial) -> str:
-        found = self.names.get(monomial)
-        if found is not None:
-            return found
+        existing = self.names.get(monomial)
+        if existing is not None:
+            return existing
         if len(self.names) >= _MOST_VARIABLES:
             raise _TooLarge
         name = self.names[monomial] = f"v{len(self.names)}"
@@ -763,7 +763,9 @@ def formula(dim: int | str) -> Formula:
         return symbol(dim)
     try:
         return _parsed(ast.parse(dim[len(_MARK) :], mode="eval").body)
-    except Unwieldy:  # a text within the limits that exceeds them when it is read is a symbol of its own
+    except (
+        FormulaTooLarge
+    ):  # a text within the limits that exceeds them when it is read is a symbol of its own
         return symbol(dim)
 
 
@@ -849,8 +851,8 @@ def value(dim: Dim, numbers: Mapping[str, int], calls: Evaluate | None = None) -
     """The size of a dimension, with numbers for symbols. None if it has none, or a number is missing."""
     if isinstance(dim, int) or dim is None:
         return dim
-    found = numbers.get(dim)
-    return evaluate(formula(dim), numbers, calls) if found is None and is_computed(dim) else found
+    number_ = numbers.get(dim)
+    return evaluate(formula(dim), numbers, calls) if number_ is None and is_computed(dim) else number_
 
 
 def readable(dim: Dim) -> str:

@@ -99,8 +99,8 @@ def apply_edit(graph: Graph, edit: Edit) -> tuple[Graph, set[Value]]:
     """The successor, and the values whose set of readers changed."""
     producers, uses = graph.producers.mutate(), graph.uses.mutate()
     fingerprint = graph.fingerprint
-    lost: dict[Value, list[Value]] = {}
-    won: dict[Value, list[Value]] = {}
+    old_readers: dict[Value, list[Value]] = {}
+    new_readers: dict[Value, list[Value]] = {}
     leaving = [*edit.removed, *(old for old, _ in edit.rewired)]
     coming = [*edit.added, *(new for _, new in edit.rewired)]
     for node in leaving:
@@ -108,21 +108,21 @@ def apply_edit(graph: Graph, edit: Edit) -> tuple[Graph, set[Value]]:
         for out in node.outputs:
             del producers[out]
         for value in node.inputs:
-            lost.setdefault(value, []).append(node.outputs[0])
+            old_readers.setdefault(value, []).append(node.outputs[0])
     for node in coming:
         fingerprint += node.fingerprint
         for out in node.outputs:
             producers[out] = node
         for value in node.inputs:
-            won.setdefault(value, []).append(node.outputs[0])
+            new_readers.setdefault(value, []).append(node.outputs[0])
     changed: set[Value] = set()
-    for value in lost.keys() | won.keys():
+    for value in old_readers.keys() | new_readers.keys():
         if value == ABSENT:
             continue
         before = uses.get(value, ())
-        gone = lost.get(value, ())
-        after = {u for u in before if u not in gone} if gone else set(before)
-        after.update(won.get(value, ()))
+        lost_readers = old_readers.get(value, ())
+        after = {u for u in before if u not in lost_readers} if lost_readers else set(before)
+        after.update(new_readers.get(value, ()))
         if len(after) == len(before) and all(u in after for u in before):
             continue
         changed.add(value)

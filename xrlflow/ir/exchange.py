@@ -30,14 +30,14 @@ def to_labelled(graph: Graph) -> networkx.MultiDiGraph:
     """
     import networkx
 
-    known = graph.to_networkx()
-    numbers = {node: number for number, node in enumerate(known)}
+    full = graph.to_networkx()
+    numbers = {node: number for number, node in enumerate(full)}
     names = {value: _text(name) for value, name in graph.leaves.names.items()}
     returned = {
         graph.producers[value].id if value in graph.producers else value for value in graph.outputs
-    } & known.nodes  # a constant that is an output and nothing else is no node
+    } & full.nodes  # a constant that is an output and nothing else is no node
     out = networkx.MultiDiGraph()
-    for node, data in known.nodes(data=True):
+    for node, data in full.nodes(data=True):
         out.add_node(
             numbers[node],
             label=data["op"],
@@ -46,7 +46,7 @@ def to_labelled(graph: Graph) -> networkx.MultiDiGraph:
             attrs=_text(", ".join(f"{name}={value!r}" for name, value in data.get("attrs", {}).items())),
             output=node in returned,
         )
-    for source, reader, data in known.edges(data=True):
+    for source, reader, data in full.edges(data=True):
         value = data["value"]
         out.add_edge(
             numbers[source],

@@ -76,20 +76,20 @@ class Leaves:
             return self._uniform[value]
         const = self.consts.get(value)
         array = const.array if const is not None else None
-        found: float | None = None
+        number: float | None = None
         if array is not None and array.size and array.dtype.kind in "fiub":
             first = array.item(0)
             if array.item(-1) == first and bool((array == first).all()):
-                found = float(first)
-        self._uniform[value] = found
-        return found
+                number = float(first)
+        self._uniform[value] = number
+        return number
 
     def numbers(self, values: tuple[int, ...]) -> Value:
         """The value of a one-dimensional int64 constant (a shape, axes, ...)."""
-        found = self._numbers.get(values)
-        if found is None:
-            found = self._numbers[values] = self.intern(np.array(values, np.int64), DType.INT64)
-        return found
+        value = self._numbers.get(values)
+        if value is None:
+            value = self._numbers[values] = self.intern(np.array(values, np.int64), DType.INT64)
+        return value
 
     def intern(self, array: npt.NDArray[Any], dtype: DType) -> Value:
         """The value of a small constant: equal constants are one value."""

@@ -19,11 +19,11 @@ _digests: dict[str, int] = {}
 
 def digest(text: str) -> int:
     """A number for a text. It is the same in every process."""
-    found = _digests.get(text)
-    if found is None:
+    number = _digests.get(text)
+    if number is None:
         raw = blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-        found = _digests[text] = int.from_bytes(raw, "little") & _MASK
-    return found
+        number = _digests[text] = int.from_bytes(raw, "little") & _MASK
+    return number
 
 
 def mix(*parts: int) -> Value:
@@ -100,7 +100,8 @@ class Node:
 
     `op` is the operator's name, with its domain in front if it is not ONNX's own ("com.microsoft::Gelu"). `inputs` have
     ABSENT for missing optional inputs; the last `captured` ones are the values that bodies read from outside. Every
-    output has a value, even an unused one. `left`: ONNX Runtime runs the node even where kernels of our own run others.
+    output has a value, even an unused one. `on_runtime`: ONNX Runtime runs the node even where other nodes run in
+    generated kernels.
     """
 
     op: str
@@ -109,16 +110,16 @@ class Node:
     types: tuple[TensorType, ...]
     attrs: Attrs = NO_ATTRS
     captured: int = 0
-    left: bool = False
+    on_runtime: bool = False
     # A number for operator, attributes and inputs: what the node computes.
     key: int = field(init=False)
-    # The same including the outputs and `left`: the node's part of the graph's fingerprint.
+    # The same including the outputs and `on_runtime`: the node's part of the graph's fingerprint.
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
         key = node_key(self.op, self.attrs, self.inputs)
         object.__setattr__(self, "key", key)
-        named = (key, *self.outputs, _LEFT) if self.left else (key, *self.outputs)
+        named = (key, *self.outputs, _LEFT) if self.on_runtime else (key, *self.outputs)
         object.__setattr__(self, "fingerprint", mix(*named))
 
     @property
@@ -136,14 +137,14 @@ class Node:
         return self.inputs[: len(self.inputs) - self.captured] if self.captured else self.inputs
 
     def with_inputs(self, inputs: tuple[Value, ...]) -> Node:
-        return Node(self.op, inputs, self.outputs, self.types, self.attrs, self.captured, self.left)
+        return Node(self.op, inputs, self.outputs, self.types, self.attrs, self.captured, self.on_runtime)
 
     def with_outputs(self, outputs: tuple[Value, ...]) -> Node:
-        return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured, self.left)
+        return Node(self.op, self.inputs, outputs, self.types, self.attrs, self.captured, self.on_runtime)
 
-    def placed(self, left: bool) -> Node:
-        """The same node in kernels of our own, or left to ONNX Runtime."""
-        return Node(self.op, self.inputs, self.outputs, self.types, self.attrs, self.captured, left)
+    def with_runtime(self, on_runtime: bool) -> Node:
+        """The same node in a generated kernel, or (`on_runtime`) in ONNX Runtime."""
+        return Node(self.op, self.inputs, self.outputs, self.types, self.attrs, self.captured, on_runtime)
 
 
 def node_key(op: str, attrs: Attrs, inputs: tuple[Value, ...]) -> Value:

@@ -114,15 +114,15 @@ class TensorType:
         other: bytes | None = None,
     ) -> TensorType:
         key = (dtype, shape, const, other)
-        found = cls._pool.get(key)
-        if found is None:
-            found = object.__new__(cls)
-            object.__setattr__(found, "dtype", dtype)
-            object.__setattr__(found, "shape", shape)
-            object.__setattr__(found, "const", const)
-            object.__setattr__(found, "other", other)
-            cls._pool[key] = found
-        return found
+        pooled = cls._pool.get(key)
+        if pooled is None:
+            pooled = object.__new__(cls)
+            object.__setattr__(pooled, "dtype", dtype)
+            object.__setattr__(pooled, "shape", shape)
+            object.__setattr__(pooled, "const", const)
+            object.__setattr__(pooled, "other", other)
+            cls._pool[key] = pooled
+        return pooled
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("a TensorType is immutable")
@@ -187,8 +187,8 @@ def merge_types(old: TensorType, new: TensorType) -> TensorType:
     """
     if old.dtype != new.dtype:
         if DType.UNDEFINED in (old.dtype, new.dtype):
-            known = new if old.dtype == DType.UNDEFINED and old.other is None else old
-            return known.as_const(new.const)
+            precise = new if old.dtype == DType.UNDEFINED and old.other is None else old
+            return precise.as_const(new.const)
         raise TypeConflict(f"{old} is not {new}")
     if old.shape == new.shape or new.shape is None:
         return old.as_const(new.const)

@@ -503,7 +503,7 @@ class _Writer:
                 proto.doc_string = label.doc_string
             for key, value in label.metadata:
                 proto.metadata_props.add(key=key, value=value)
-        if node.left:
+        if node.on_runtime:
             proto.metadata_props.add(key=LEFT, value="1")
         if later:
             self.later[versions.title(proto)] = later

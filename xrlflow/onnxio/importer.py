@@ -472,7 +472,7 @@ class _Importer:
         if not is_const:
             self._compute_elements(spec, node, types[0], scope)
         if any(p.key == LEFT for p in proto.metadata_props):
-            scope.nodes[-1] = node.placed(True)
+            scope.nodes[-1] = node.with_runtime(True)
         if proto.name or proto.doc_string or proto.metadata_props:
             metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props if p.key != LEFT)
             self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)

@@ -11,7 +11,7 @@ from xrlflow.ir import Attrs, Const, Graph, Value
 from xrlflow.onnxio.tensors import TensorStore
 
 LEFT = "xrlflow.left"
-"""The metadata key of nodes that ONNX Runtime runs even in a model with generated kernels (`Node.left`)."""
+"""The metadata key of nodes that ONNX Runtime runs even in a model with generated kernels (`Node.on_runtime`)."""
 
 
 @dataclass(frozen=True, slots=True)

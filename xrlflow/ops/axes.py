@@ -31,15 +31,15 @@ REDUCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The axes of an operator's result: they are those of the inputs `of` which they are said to be.
+    """Which axes of the inputs the axes of an operator's result are.
 
-    Those of the first input alone, the others having none of them; of all inputs, which have the same dimensions but
-    for its own axes ("alike"); of all, aligned at the last one as broadcasting does.
+    `of`: axes of the first input alone; of all inputs, which have the same dimensions except along the operator's own
+    axes ("alike"); or of all inputs, aligned at the last axis as in broadcasting.
 
-    Along most axes the operator does the same at every position. The others are its `own`: an attribute ("axis",
-    absent: `default`), or constants in the second input ("axes", absent: all). Their positions it takes together:
-    `does` says how. Of an axis that is "reduced" one position is left, or without `keepdims` nothing. `onwards`: all
-    axes behind its own are like it.
+    Along most axes the operator does the same at every position. Along its `own` axes it combines positions, and `does`
+    says how. They are an attribute ("axis", absent: `default`) or constants in the second input ("axes", absent: all).
+    A "reduced" axis has one position in the result, or disappears without `keepdims`. `onwards`: all later axes are
+    `own` axes as well.
     """
 
     of: Literal["first", "alike", "broadcast"] = "first"

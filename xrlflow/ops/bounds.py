@@ -66,11 +66,13 @@ def _effort(
 ) -> Effort:
     if any(t.dtype == DType.STRING for t in types) and split_op(op)[1] not in _TEXT_AS_IT_IS:
         return IMPOSSIBLE
-    read = sum(_elements(t) for t in in_types if t is not None)
-    made = sum(_elements(t) for t in types)
-    if made == inf and op in _AT_MOST:
-        made = _AT_MOST[op] * max(1, max((t.rank or 1) for t in in_types if t is not None)) * read
-    if read == inf or made == inf:
+    inputs_size = sum(_elements(t) for t in in_types if t is not None)
+    outputs_size = sum(_elements(t) for t in types)
+    if outputs_size == inf and op in _AT_MOST:
+        outputs_size = (
+            _AT_MOST[op] * max(1, max((t.rank or 1) for t in in_types if t is not None)) * inputs_size
+        )
+    if inputs_size == inf or outputs_size == inf:
         return IMPOSSIBLE
     node = Node(
         op, tuple(Value(i + 1) for i in range(len(in_types))), (Value(-1),) * len(types), tuple(types), attrs
@@ -78,8 +80,10 @@ def _effort(
     cost = work(node, in_types, {})
     room = _room(op, attrs, in_types, types)
     speed = _REFERENCE if by_reference else _PRODUCTS if cost.kind is OpKind.GEMM else _OTHERS
-    seconds = cost.flops / speed + (read + made + room) / (_REFERENCE if by_reference else _OTHERS)
-    return Effort((made + room) * _ELEMENT, seconds)
+    seconds = cost.flops / speed + (inputs_size + outputs_size + room) / (
+        _REFERENCE if by_reference else _OTHERS
+    )
+    return Effort((outputs_size + room) * _ELEMENT, seconds)
 
 
 # Operators that pass strings on.
@@ -115,7 +119,7 @@ def _elements(type: TensorType) -> float:
 
 
 def _room(op: str, attrs: Attrs, in_types: Sequence[TensorType | None], types: Sequence[TensorType]) -> float:
-    """Elements that are held only during evaluation."""
+    """Elements of intermediate arrays, which exist only during evaluation."""
     shapes = [() if t is None else tuple(d for d in t.shape or () if isinstance(d, int)) for t in in_types]
     if op in _WINDOWS and shapes:
         return _window_room(attrs, shapes, types)

@@ -45,8 +45,8 @@ def _attention(attrs: Attrs, types: Types) -> Iterator[Place]:
 
 
 def _alone(attrs: Attrs, types: Types) -> Iterator[Place]:
-    """The batches of a product's factors where the other one has none. A right factor without any is no matter: all
-    rows are then multiplied at once."""
+    """The batch axes of either factor of a product along which the other factor has size 1. A right factor without
+    batches needs none: all rows are then multiplied at once."""
     a, b = types[:2]
     if (
         a is None
@@ -59,13 +59,13 @@ def _alone(attrs: Attrs, types: Types) -> Iterator[Place]:
     shapes = (a.shape, b.shape)
     rank = max(map(len, shapes))
     batches = [((1,) * (rank - len(shape)) + shape)[:-2] for shape in shapes]
-    for index, (own, other) in enumerate((batches, batches[::-1])):
+    for index, (own, partner) in enumerate((batches, batches[::-1])):
         absent = rank - len(shapes[index])
-        yield from ((index, axis - absent) for axis, n in enumerate(own) if n != 1 == other[axis])
+        yield from ((index, axis - absent) for axis, n in enumerate(own) if n != 1 == partner[axis])
 
 
 def _product(attrs: Attrs, types: Types) -> Iterator[Place]:
-    """Where the left factor lacks a batch, an empty sum is left undefined, too."""
+    """Where the left factor has no batches and the right one has, the result of an empty sum is undefined as well."""
     alone = list(_alone(attrs, types))
     yield from alone
     left, right = (0 if type is None else type.rank or 0 for type in types[:2])
@@ -74,7 +74,7 @@ def _product(attrs: Attrs, types: Types) -> Iterator[Place]:
 
 
 def _summed(attrs: Attrs, types: Types) -> Iterator[Place]:
-    """A product that leaves an empty sum undefined. FusedMatMul may transpose its factors."""
+    """A product for which the result of an empty sum is undefined. FusedMatMul may transpose its factors."""
     yield from _alone(attrs, types)
     yield from (place for index in range(2) for place in _axes(types, index, -2))
 

@@ -49,8 +49,8 @@ def _attention(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tupl
 
     A row whose keys are all masked gives zeros.
     """
-    given = (*inputs, *[None] * (6 - len(inputs)))
-    query, key, value, mask, past_key, past_value = given[:6]
+    padded = (*inputs, *[None] * (6 - len(inputs)))
+    query, key, value, mask, past_key, past_value = padded[:6]
     assert query is not None
     assert key is not None
     assert value is not None
@@ -133,8 +133,8 @@ def _rotary(
     if positions is not None:
         cosine, sine = cosine[positions], sine[positions]
     cosine, sine = (c[..., None, : width // 2] for c in (cosine, sine))
-    turned = rotate(field, x[..., :width], cosine, sine, bool(integer(attrs, "interleaved", 0)))
-    y = np.concatenate((turned, x[..., width:]), axis=-1) if width < x.shape[-1] else turned
+    rotated = rotate(field, x[..., :width], cosine, sine, bool(integer(attrs, "interleaved", 0)))
+    y = np.concatenate((rotated, x[..., width:]), axis=-1) if width < x.shape[-1] else rotated
     return y.transpose(0, 2, 1, 3) if len(shape) == 4 else y.reshape(shape)
 
 

@@ -49,8 +49,8 @@ def _activated(field: Field, attrs: Attrs, x: Array, parameters: tuple[float, ..
     """The activation at the end of a fused operator."""
     name = string(attrs, "activation", "")
     if parameters is None:
-        given = attrs.get("activation_params", ())
-        parameters = () if isinstance(given, RawAttr) else tuple(given)  # type: ignore[arg-type]
+        numbers = attrs.get("activation_params", ())
+        parameters = () if isinstance(numbers, RawAttr) else tuple(numbers)  # type: ignore[arg-type]
     if not name:
         return x
     if name in ("Relu", "Tanh", "Sigmoid"):
@@ -127,8 +127,8 @@ def _multi_head(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tup
 
     Packed inputs, a key padding mask, past keys and a causal mask raise NotEvaluable.
     """
-    given: list[Array | None] = [*inputs, *[None] * (8 - len(inputs))]
-    query, key, value, bias, padding, on_scores, *past = given
+    padded: list[Array | None] = [*inputs, *[None] * (8 - len(inputs))]
+    query, key, value, bias, padding, on_scores, *past = padded
     if key is None or value is None or padding is not None or any(p is not None for p in past):
         raise NotEvaluable("MultiHeadAttention of this form")
     if integer(attrs, "unidirectional", 0) or outputs > 1:
@@ -164,14 +164,14 @@ def _rotary(field: Field, attrs: Attrs, x: Array, positions: Array, cosine: Arra
     if positions.ndim == 1:
         positions = positions + np.arange(y.shape[1])[None]
     width = integer(attrs, "rotary_embedding_dim", 0) or y.shape[-1]
-    turned = rotate(
+    rotated = rotate(
         field,
         y[..., :width],
         cosine[positions][:, :, None],
         sine[positions][:, :, None],
         bool(integer(attrs, "interleaved", 0)),
     )
-    y = np.concatenate((turned, y[..., width:]), axis=-1)
+    y = np.concatenate((rotated, y[..., width:]), axis=-1)
     return y.transpose(0, 2, 1, 3) if x.ndim == 4 else y.reshape(x.shape)
 
 
@@ -184,8 +184,8 @@ def _matmul_integer_to_float(
     field: Field, attrs: Attrs, a: Array, b: Array, a_scale: Array, b_scale: Array, *more: Array | None
 ) -> Array:
     """`more`: the zero points of a and b, and a bias. Each may be missing."""
-    given: list[Array | None] = [*more, None, None, None]
-    a_zero, b_zero, bias = given[:3]
+    padded: list[Array | None] = [*more, None, None, None]
+    a_zero, b_zero, bias = padded[:3]
     return _scaled_product(Quantised(a, a_scale, a_zero), Quantised(b, b_scale, b_zero), bias)
 
 

@@ -129,12 +129,12 @@ def _gelu(field: Field, attrs: Attrs, x: Array) -> Array:
 
 
 def _is_inf(field: Field, attrs: Attrs, x: Array) -> Array:
-    wanted = np.isinf(x)
+    result = np.isinf(x)
     if not integer(attrs, "detect_positive", 1):
-        wanted &= ~(x > 0)
+        result &= ~(x > 0)
     if not integer(attrs, "detect_negative", 1):
-        wanted &= ~(x < 0)
-    return wanted
+        result &= ~(x < 0)
+    return result
 
 
 def _where(field: Field, attrs: Attrs, condition: Array, a: Array, b: Array) -> Array:
@@ -180,16 +180,16 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def narrow_float(dtype: np.dtype[Any]) -> DType | None:
     """The float8 or float4 format of a dtype, or None."""
-    found = _KNOWN.get(dtype)
-    return found if found in NARROW_FLOAT else None
+    dtype_ = _KNOWN.get(dtype)
+    return dtype_ if dtype_ in NARROW_FLOAT else None
 
 
 def widen(x: Array) -> Array:
     """Narrow floats as float64, integers of less than eight bits as int8, and other arrays as they are."""
-    found = _KNOWN.get(x.dtype)
-    if found in NARROW_FLOAT:
+    narrow = _KNOWN.get(x.dtype)
+    if narrow in NARROW_FLOAT:
         return x.astype(np.float64)
-    return x.astype(np.int8) if found in NARROW_INTEGER else x
+    return x.astype(np.int8) if narrow in NARROW_INTEGER else x
 
 
 def promote(field: Field, array: Array) -> Array:

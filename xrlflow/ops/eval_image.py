@@ -33,9 +33,9 @@ _NEAREST: dict[str, Callable[[Array], Array]] = {
 def cubic(distance: Array, a: float) -> Array:
     """Keys' cubic convolution kernel (IEEE Trans. ASSP 29(6), 1981), with coefficient `a`."""
     d = np.abs(distance)
-    near = ((a + 2) * d - (a + 3)) * d * d + 1
-    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-    return np.where(d <= 1, near, np.where(d < 2, far, 0.0))
+    inner = ((a + 2) * d - (a + 3)) * d * d + 1
+    outer = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return np.where(d <= 1, inner, np.where(d < 2, outer, 0.0))
 
 
 def _sources(mode: str, out: int, size: int, scale: float, start: float, end: float) -> Array:
@@ -72,13 +72,13 @@ def _neighbours(x: Array, mode: str, scale: float, a: float) -> tuple[Array, Arr
     return (base + taps).astype(np.int64), weights
 
 
-def _resize_axis(field: Field, attrs: Attrs, x: Array, axis: int, places: Array, scale: float) -> Array:
+def _resize_axis(field: Field, attrs: Attrs, x: Array, axis: int, positions: Array, scale: float) -> Array:
     size, mode = x.shape[axis], string(attrs, "mode", "nearest")
     if mode == "nearest":
-        near = _NEAREST[string(attrs, "nearest_mode", "round_prefer_floor")](places)
-        return x.take(np.clip(near, 0, size - 1).astype(np.int64), axis=axis)
+        nearest = _NEAREST[string(attrs, "nearest_mode", "round_prefer_floor")](positions)
+        return x.take(np.clip(nearest, 0, size - 1).astype(np.int64), axis=axis)
     smooth = scale if integer(attrs, "antialias", 0) else 1.0
-    index, weights = _neighbours(places, mode, smooth, number(attrs, "cubic_coeff_a", -0.75))
+    index, weights = _neighbours(positions, mode, smooth, number(attrs, "cubic_coeff_a", -0.75))
     if integer(attrs, "exclude_outside", 0):
         weights = np.where((index >= 0) & (index < size), weights, 0.0)
         weights = weights / weights.sum(axis=0)
@@ -104,36 +104,36 @@ def _resize(
     lengths = [x.shape[a] for a in axes]
     if scales is not None and scales.size:
         factors = [float(s) for s in scales]
-        wanted = [floor(n * s) for n, s in zip(lengths, factors)]
+        lengths_out = [floor(n * s) for n, s in zip(lengths, factors)]
     else:
         if sizes is None:
             raise ValueError("Resize with neither scales nor sizes")
-        wanted = [int(s) for s in sizes]
-        factors = [w / n for w, n in zip(wanted, lengths)]
+        lengths_out = [int(s) for s in sizes]
+        factors = [w / n for w, n in zip(lengths_out, lengths)]
         policy = string(attrs, "keep_aspect_ratio_policy", "stretch")
         if policy != "stretch":
             one = min(factors) if policy == "not_larger" else max(factors)
             factors = [one] * len(axes)
-            wanted = [floor(one * n + 0.5) for n in lengths]
+            lengths_out = [floor(one * n + 0.5) for n in lengths]
     mode = string(attrs, "coordinate_transformation_mode", "half_pixel")
     crop = mode == "tf_crop_and_resize"
-    whole = x.dtype.kind in "iub"
-    y = field.lift(x) if whole and string(attrs, "mode", "nearest") != "nearest" else x
+    integral = x.dtype.kind in "iub"
+    y = field.lift(x) if integral and string(attrs, "mode", "nearest") != "nearest" else x
     outside = np.zeros((), dtype=np.bool_)
     for i, axis in enumerate(axes):
         start, end = 0.0, 1.0
         if crop and roi is not None:
             start, end = float(roi[i]), float(roi[i + len(axes)])
-        elif wanted[i] == lengths[i] and factors[i] == 1.0:
+        elif lengths_out[i] == lengths[i] and factors[i] == 1.0:
             continue
-        places = _sources(mode, wanted[i], lengths[i], factors[i], start, end)
+        positions = _sources(mode, lengths_out[i], lengths[i], factors[i], start, end)
         if crop:
-            beyond = (places < 0) | (places > lengths[i] - 1)
+            beyond = (positions < 0) | (positions > lengths[i] - 1)
             outside = outside | beyond.reshape([-1 if j == axis else 1 for j in range(x.ndim)])
-        y = _resize_axis(field, attrs, y, axis, places, factors[i])
+        y = _resize_axis(field, attrs, y, axis, positions, factors[i])
     if crop and outside.any():
         y = np.where(outside, field.constant(number(attrs, "extrapolation_value", 0.0)), y)
-    return np.rint(y).astype(x.dtype) if y.dtype != x.dtype and whole else y
+    return np.rint(y).astype(x.dtype) if y.dtype != x.dtype and integral else y
 
 
 # --- GridSample ---
@@ -156,37 +156,37 @@ def _grid_sample(field: Field, attrs: Attrs, x: Array, grid: Array) -> Array:
     axes: list[tuple[Array, Array]] = []  # for each axis: indices and weights, [taps, n, positions...]
     for axis, n in enumerate(size):
         g = grid[..., len(size) - 1 - axis]
-        place = (g + 1) / 2 * (n - 1) if corners else ((g + 1) * n - 1) / 2
+        position = (g + 1) / 2 * (n - 1) if corners else ((g + 1) * n - 1) / 2
         low, high = (0.0, n - 1.0) if corners else (-0.5, n - 0.5)
         if mode == "cubic":
-            base, taps = np.floor(place), np.arange(-1, 3)
+            base, taps = np.floor(position), np.arange(-1, 3)
             index = base + taps.reshape(-1, *(1,) * g.ndim)
-            weights = cubic(index - place, -0.75)
+            weights = cubic(index - position, -0.75)
         else:
             # Positions are clamped before their neighbours are, as runtimes do.
             if padding == "border":
-                place = np.clip(place, 0, n - 1)
+                position = np.clip(position, 0, n - 1)
             elif padding == "reflection":
-                place = np.clip(_reflect(place, low, high), 0, n - 1)
+                position = np.clip(_reflect(position, low, high), 0, n - 1)
             if mode == "nearest":
-                index = np.rint(place)[None]
+                index = np.rint(position)[None]
                 weights = np.ones_like(index)
             else:
-                base = np.floor(place)
+                base = np.floor(position)
                 index = np.stack((base, base + 1))
-                weights = np.stack((base + 1 - place, place - base))
+                weights = np.stack((base + 1 - position, position - base))
         if padding == "zeros":
             weights = np.where((index >= 0) & (index <= n - 1), weights, 0.0)
         elif padding == "reflection" and mode == "cubic":
             index = _reflect(index, low, high)
         axes.append((np.clip(index, 0, n - 1).astype(np.int64), weights))
     batch = np.arange(x.shape[0]).reshape(-1, *(1,) * len(size))
-    moved = np.moveaxis(x, 1, -1)
+    channels_last = np.moveaxis(x, 1, -1)
     out = np.zeros((*grid.shape[:-1], x.shape[1]), dtype=x.dtype)
     for taps_at in product(*(range(len(weights)) for _, weights in axes)):
         index_at = tuple(index[t] for t, (index, _) in zip(taps_at, axes))
         weight = np.prod([weights[t] for t, (_, weights) in zip(taps_at, axes)], axis=0)
-        out += moved[(batch, *index_at)] * weight[..., None]
+        out += channels_last[(batch, *index_at)] * weight[..., None]
     return np.moveaxis(out, -1, 1)
 
 
@@ -221,29 +221,29 @@ def _non_max_suppression(
     attrs: Attrs,
     boxes: Array,
     scores: Array,
-    most: Array | None = None,
+    maximum: Array | None = None,
     overlap: Array | None = None,
-    least: Array | None = None,
+    minimum: Array | None = None,
 ) -> Array:
     """boxes [n,k,4], scores [n,classes,k]: rows (batch, class, box), best scores first."""
-    limit = 0 if most is None else int(most.item())
+    limit = 0 if maximum is None else int(maximum.item())
     threshold = 0.0 if overlap is None else float(overlap.item())
     first, second = boxes[..., :2], boxes[..., 2:]
     if integer(attrs, "center_point_box", 0):
         first, second = first - second / 2, first + second / 2
     corners = np.concatenate((np.minimum(first, second), np.maximum(first, second)), axis=-1)
-    chosen: list[tuple[int, int, int]] = []
+    selected: list[tuple[int, int, int]] = []
     for n, c in np.ndindex(*scores.shape[:2]):
         order = np.argsort(-scores[n, c], kind="stable")
-        if least is not None:
-            order = order[scores[n, c][order] > float(least.item())]
-        taken = 0
-        while len(order) and taken < limit:
+        if minimum is not None:
+            order = order[scores[n, c][order] > float(minimum.item())]
+        count = 0
+        while len(order) and count < limit:
             best, order = order[0], order[1:]
-            chosen.append((n, c, int(best)))
-            taken += 1
+            selected.append((n, c, int(best)))
+            count += 1
             order = order[_overlap(corners[n, best], corners[n][order]) <= threshold]
-    return np.array(chosen, dtype=np.int64).reshape(-1, 3)
+    return np.array(selected, dtype=np.int64).reshape(-1, 3)
 
 
 def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) -> Array:
@@ -263,13 +263,13 @@ def _roi_align(field: Field, attrs: Attrs, x: Array, rois: Array, batch: Array) 
             step = length / shape[axis]
             count = ratio or max(int(np.ceil(step)), 0)
             bins = np.arange(shape[axis])[:, None] + (np.arange(count) + 0.5) / max(count, 1)
-            place = (low + bins * step).reshape(-1)
-            inside = (place >= -1.0) & (place <= size[axis])
-            place = np.clip(place, 0, size[axis] - 1)
-            base = np.minimum(np.floor(place), max(size[axis] - 2, 0)).astype(np.int64)
-            rest = place - base
+            position = (low + bins * step).reshape(-1)
+            inside = (position >= -1.0) & (position <= size[axis])
+            position = np.clip(position, 0, size[axis] - 1)
+            base = np.minimum(np.floor(position), max(size[axis] - 2, 0)).astype(np.int64)
+            fraction = position - base
             index = np.stack((base, np.minimum(base + 1, size[axis] - 1)))
-            taps.append((index, np.stack((1 - rest, rest)) * inside, count))
+            taps.append((index, np.stack((1 - fraction, fraction)) * inside, count))
         (rows, down, high), (columns, across, wide) = taps
         parts = [
             image[:, rows[i]][:, :, columns[j]] * np.outer(down[i], across[j])

@@ -29,12 +29,12 @@ def gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None)
         a.T if integer(attrs, "transA", 0) else a,
         b.T if integer(attrs, "transB", 0) else b,
     )
-    whole = y.dtype.kind != "f"
+    integral = y.dtype.kind != "f"
     if alpha != 1.0:
-        y = field.mul(y, int(alpha) if whole else field.constant(alpha))
+        y = field.mul(y, int(alpha) if integral else field.constant(alpha))
     if c is not None and beta != 0.0:
         if beta != 1.0:
-            c = field.mul(c, int(beta) if whole else field.constant(beta))
+            c = field.mul(c, int(beta) if integral else field.constant(beta))
         if np.broadcast_shapes(y.shape, c.shape) != y.shape:
             raise ValueError(f"Gemm with a bias of {c.shape} for {y.shape}")
         y = field.add(y, c)
@@ -44,13 +44,13 @@ def gemm(field: Field, attrs: Attrs, a: Array, b: Array, c: Array | None = None)
 # --- Einstein sums ---
 
 
-def _labels(term: str, rank: int | None, spread: list[str]) -> list[str]:
-    """The labels of a term. "..." is replaced by as many of the last labels of `spread` as the rank leaves."""
+def _labels(term: str, rank: int | None, ellipsis: list[str]) -> list[str]:
+    """The labels of a term. "..." is replaced by as many of the last labels of `ellipsis` as the rank leaves."""
     if "..." not in term:
         return list(term)
     left, right = term.split("...")
-    free = len(spread) if rank is None else rank - len(left) - len(right)
-    return [*left, *spread[len(spread) - free :], *right]
+    free = len(ellipsis) if rank is None else rank - len(left) - len(right)
+    return [*left, *ellipsis[len(ellipsis) - free :], *right]
 
 
 def contract(field: Field, equation: str, operands: Sequence[Array]) -> Array:
@@ -58,14 +58,14 @@ def contract(field: Field, equation: str, operands: Sequence[Array]) -> Array:
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     free = max(x.ndim - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True))
-    spread = [f"...{i}" for i in range(free)]
-    labels = [_labels(t, x.ndim, spread) for t, x in zip(terms, operands)]
+    ellipsis = [f"...{i}" for i in range(free)]
+    labels = [_labels(t, x.ndim, ellipsis) for t, x in zip(terms, operands)]
     if arrow:
-        wanted = _labels(right, None, spread)
+        result = _labels(right, None, ellipsis)
     else:
         flat = [label for one in labels for label in one]
         once = sorted(label for label in set(flat) if flat.count(label) == 1 and len(label) == 1)
-        wanted = [*(spread if "..." in left else []), *once]
+        result = [*(ellipsis if "..." in left else []), *once]
 
     sizes: dict[str, int] = {}
     for one, x in zip(labels, operands):
@@ -82,31 +82,31 @@ def contract(field: Field, equation: str, operands: Sequence[Array]) -> Array:
         parts.append((unique, x))
 
     current, x = parts[0]
-    for i, (other, y) in enumerate(parts[1:], start=2):
-        needed = set(wanted).union(*(one for one, _ in parts[i:]))
-        current, x = _sum_out(field, current, x, needed.union(other))
-        other, y = _sum_out(field, other, y, needed.union(current))
-        batch = [label for label in current if label in other and label in needed]
-        inner = [label for label in current if label in other and label not in needed]
-        rows = [label for label in current if label not in other]
-        columns = [label for label in other if label not in current]
+    for i, (following, y) in enumerate(parts[1:], start=2):
+        required = set(result).union(*(one for one, _ in parts[i:]))
+        current, x = _sum_out(field, current, x, required.union(following))
+        following, y = _sum_out(field, following, y, required.union(current))
+        batch = [label for label in current if label in following and label in required]
+        inner = [label for label in current if label in following and label not in required]
+        rows = [label for label in current if label not in following]
+        columns = [label for label in following if label not in current]
         x = x.transpose([current.index(label) for label in (*batch, *rows, *inner)])
-        y = y.transpose([other.index(label) for label in (*batch, *inner, *columns)])
+        y = y.transpose([following.index(label) for label in (*batch, *inner, *columns)])
         lead = [sizes[label] for label in batch]
         m, k, n = (prod(sizes[label] for label in part) for part in (rows, inner, columns))
         x, y = x.reshape(*lead, m, k), y.reshape(*lead, k, n)
         x = field.matmul(x, y) if inner else field.mul(x, y)
         current = [*batch, *rows, *columns]
         x = x.reshape([sizes[label] for label in current])
-    current, x = _sum_out(field, current, x, set(wanted))
-    return x.transpose([current.index(label) for label in wanted])
+    current, x = _sum_out(field, current, x, set(result))
+    return x.transpose([current.index(label) for label in result])
 
 
-def _sum_out(field: Field, labels: list[str], x: Array, kept: set[str]) -> tuple[list[str], Array]:
-    axes = tuple(i for i, label in enumerate(labels) if label not in kept)
+def _sum_out(field: Field, labels: list[str], x: Array, remaining: set[str]) -> tuple[list[str], Array]:
+    axes = tuple(i for i, label in enumerate(labels) if label not in remaining)
     if not axes:
         return labels, x
-    return [label for label in labels if label in kept], field.sum(x, axes)
+    return [label for label in labels if label in remaining], field.sum(x, axes)
 
 
 def _einsum(field: Field, attrs: Attrs, *operands: Array) -> Array:
@@ -140,12 +140,12 @@ class Windows:
 
     def offsets(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         """Each position in the kernel, with the elements of the padded input that it meets."""
-        for place in np.ndindex(*self.kernel):
+        for offset in np.ndindex(*self.kernel):
             yield (
-                place,
+                offset,
                 tuple(
                     slice(i * d, i * d + max((o - 1) * s + 1, 0), s)
-                    for i, d, o, s in zip(place, self.dilations, self.out, self.strides)
+                    for i, d, o, s in zip(offset, self.dilations, self.out, self.strides)
                 ),
             )
 
@@ -245,8 +245,8 @@ def _conv_transpose(field: Field, attrs: Attrs, x: Array, weight: Array, bias: A
     flat = x.reshape(batch, groups, channels // groups, prod(size))
     w = Windows(size, kernel, strides, dilations, before, after, size)
     taps = np.moveaxis(weight.reshape(groups, channels // groups, maps, *kernel), 1, 2)
-    for place, where in w.offsets():
-        part = field.matmul(taps[(slice(None),) * 3 + place], flat).reshape(batch, groups, maps, *size)
+    for offset, where in w.offsets():
+        part = field.matmul(taps[(slice(None),) * 3 + offset], flat).reshape(batch, groups, maps, *size)
         target = (slice(None),) * 3 + where
         full[target] = field.add(full[target], part)
     y = full.reshape(batch, groups * maps, *full.shape[3:])
@@ -287,16 +287,16 @@ def _max_pool(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple
     planes, area = prod(x.shape[:2]), prod(x.shape[2:])
     within = np.arange(area).reshape(x.shape[2:], order=order)  # type: ignore[call-overload]
     index = (np.arange(planes) * area).reshape(*x.shape[:2], *(1,) * within.ndim) + within
-    values, places = _padded(x, w, lowest), _padded(index, w, -1)
+    values, indices = _padded(x, w, lowest), _padded(index, w, -1)
     best: Array | None = None
     for _, where in w.offsets():
-        part, at = (a[(slice(None), slice(None), *where)] for a in (values, places))
+        part, at = (a[(slice(None), slice(None), *where)] for a in (values, indices))
         if best is None:
-            best, chosen = part.copy(), at.copy()
+            best, best_index = part.copy(), at.copy()
         else:
-            better = (part > best) | ((chosen < 0) & (at >= 0))
-            best, chosen = np.where(better, part, best), np.where(better, at, chosen)
-    return best, chosen
+            better = (part > best) | ((best_index < 0) & (at >= 0))
+            best, best_index = np.where(better, part, best), np.where(better, at, best_index)
+    return best, best_index
 
 
 def average_pool(field: Field, attrs: Attrs, x: Array) -> Array:
@@ -306,10 +306,10 @@ def average_pool(field: Field, attrs: Attrs, x: Array) -> Array:
     count = np.ones((), dtype=np.int64)
     for axis in range(len(w.size)):
         starts = np.arange(w.out[axis]) * w.strides[axis]
-        places = starts[:, None] + np.arange(w.kernel[axis]) * w.dilations[axis] - w.before[axis]
+        positions = starts[:, None] + np.arange(w.kernel[axis]) * w.dilations[axis] - w.before[axis]
         low = -w.before[axis] if padded else 0
         high = w.size[axis] + (w.after[axis] if padded else 0)
-        count = np.multiply.outer(count, ((places >= low) & (places < high)).sum(axis=1))
+        count = np.multiply.outer(count, ((positions >= low) & (positions < high)).sum(axis=1))
     first = count.flat[0] if count.size else 1
     if (count == first).all():
         return field.div(total, field.constant(int(first)))
@@ -357,13 +357,13 @@ def _max_unpool(field: Field, attrs: Attrs, x: Array, indices: Array, shape: Arr
         (n - 1) * s + k - pads[i] - pads[i + rank]
         for i, (n, s, k) in enumerate(zip(x.shape[2:], strides, kernel))
     ]
-    least = (*x.shape[:2], *spatial)
-    out = np.zeros(prod(least), dtype=x.dtype)
+    smallest = (*x.shape[:2], *spatial)
+    out = np.zeros(prod(smallest), dtype=x.dtype)
     out[indices.reshape(-1)] = x.reshape(-1)
-    y = out.reshape(least)
+    y = out.reshape(smallest)
     if shape is None:
         return y
-    return pad(y, [0] * y.ndim, [a - b for a, b in zip(shape.tolist(), least)], "constant", 0)
+    return pad(y, [0] * y.ndim, [a - b for a, b in zip(shape.tolist(), smallest)], "constant", 0)
 
 
 def _col2im(field: Field, attrs: Attrs, x: Array, image: Array, block: Array) -> Array:
@@ -374,9 +374,9 @@ def _col2im(field: Field, attrs: Attrs, x: Array, image: Array, block: Array) ->
     full = np.zeros(
         (batch, channels, *(n + b + a for n, b, a in zip(size, w.before, w.after))), dtype=x.dtype
     )
-    for place, where in w.offsets():
+    for offset, where in w.offsets():
         target = (slice(None), slice(None), *where)
-        column: tuple[Any, ...] = (slice(None), slice(None), *place)
+        column: tuple[Any, ...] = (slice(None), slice(None), *offset)
         full[target] = field.add(full[target], columns[column])
     return pad(full, [0, 0, *(-b for b in w.before)], [0, 0, *(-a for a in w.after)], "constant", 0)
 

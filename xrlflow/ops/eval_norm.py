@@ -159,10 +159,10 @@ def _batch_norm(
         axes = (0, *range(2, x.ndim))
         batch_mean, _, batch_variance = _moments(field, x, axes)
         keep = field.constant(number(attrs, "momentum", f32(0.9)))
-        rest = field.sub(field.constant(1), keep)
+        complement = field.sub(field.constant(1), keep)
         batch_mean, batch_variance = batch_mean.reshape(-1), batch_variance.reshape(-1)
         outputs = tuple(
-            field.add(field.mul(old, keep), field.mul(new, rest))
+            field.add(field.mul(old, keep), field.mul(new, complement))
             for old, new in ((mean, batch_mean), (variance, batch_variance))
         )
         mean, variance = batch_mean, batch_variance

@@ -44,20 +44,20 @@ def _padded(inputs: tuple[Any, ...], count: int) -> list[Any]:
     return [*inputs, *[None] * (count - len(inputs))]
 
 
-def _pair(*given: Any) -> tuple[Array, Array, _Output]:
-    """The numbers of two quantised operands, and what becomes of a result: a, its scale and zero point, b, its own, and
-    those of the output."""
-    a, a_scale, a_zero, b, b_scale, b_zero, to, to_zero = _padded(given, 8)
+def _pair(*operands: Any) -> tuple[Array, Array, _Output]:
+    """The numbers of two quantised operands, and the output's scale and zero point. `operands`: a, its scale and zero
+    point, b with its own, then those of the output."""
+    a, a_scale, a_zero, b, b_scale, b_zero, to, to_zero = _padded(operands, 8)
     return _real(a, a_scale, a_zero), _real(b, b_scale, b_zero), _Output(to, to_zero, a)
 
 
-def _add(attrs: Attrs, *given: Any) -> Unrounded:
-    a, b, output = _pair(*given)
+def _add(attrs: Attrs, *operands: Any) -> Unrounded:
+    a, b, output = _pair(*operands)
     return output.of(a + b)
 
 
-def _mul(attrs: Attrs, *given: Any) -> Unrounded:
-    a, b, output = _pair(*given)
+def _mul(attrs: Attrs, *operands: Any) -> Unrounded:
+    a, b, output = _pair(*operands)
     return output.of(a * b)
 
 
@@ -137,9 +137,9 @@ def _gemm(attrs: Attrs, *inputs: Array) -> Unrounded:
 
 
 def _any_gemm(field: Field, attrs: Attrs, *inputs: Array) -> Array:
-    """Without a scale for the output, that is of floats."""
-    given = _padded(inputs, 9)
-    return _product(attrs, *given[:7]) if given[7] is None else _gemm(attrs, *inputs).rounded()
+    """Without a scale for the output, the output is of floats."""
+    operands = _padded(inputs, 9)
+    return _product(attrs, *operands[:7]) if operands[7] is None else _gemm(attrs, *inputs).rounded()
 
 
 def _unpacked(packed: Array, bits: int, count: int) -> Array:

@@ -37,9 +37,9 @@ def _spread(scale: Array, x: Array, attrs: Attrs) -> Array:
 
 
 def _saturate(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Whole numbers in floats, clamped to the range of `dtype` and converted."""
-    for number, held in NARROW_INTEGER.items():
-        if held == dtype:
+    """Integers in a float array, clamped to the range of `dtype` and converted."""
+    for number, storage in NARROW_INTEGER.items():
+        if storage == dtype:
             signed, bits = number in (DType.INT4, DType.INT2), 4 if number in (DType.INT4, DType.UINT4) else 2
             low = -(1 << bits - 1) if signed else 0
             high = low + (1 << bits) - 1

@@ -52,10 +52,10 @@ def _activations(attrs: Attrs, default: tuple[str, ...], directions: int) -> Ite
     alphas = iter(attrs.get("activation_alpha") or ())  # type: ignore[arg-type]
     betas = iter(attrs.get("activation_beta") or ())  # type: ignore[arg-type]
     functions: list[Activation] = []
-    for given in names:
-        text = str(given).lower()
+    for label in names:
+        text = str(label).lower()
         if text not in _ACTIVATIONS:
-            raise NotEvaluable(f"activation {given}")
+            raise NotEvaluable(f"activation {label}")
         name, parameters = _ACTIVATIONS[text]
         values = tuple(next(source, p) for source, p in zip((alphas, betas), parameters))
 
@@ -146,17 +146,17 @@ def _lstm_step(
     gates = [total[:, i * size : (i + 1) * size] for i in range(4)]
     peep = None if peepholes is None else [peepholes[i * size : (i + 1) * size] for i in range(3)]
 
-    def opened(index: int, seen: Array) -> Array:
-        value = gates[index] if peep is None else field.add(gates[index], field.mul(peep[index], seen))
+    def opened(index: int, cell_state: Array) -> Array:
+        value = gates[index] if peep is None else field.add(gates[index], field.mul(peep[index], cell_state))
         return gate(field, _limited(field, attrs, value))
 
     let_in = opened(0, cell)
     if integer(attrs, "input_forget", 0):
-        kept = field.sub(field.constant(1), let_in)
+        forget = field.sub(field.constant(1), let_in)
     else:
-        kept = opened(2, cell)
+        forget = opened(2, cell)
     new = act(field, _limited(field, attrs, gates[3]))
-    cell = field.add(field.mul(kept, cell), field.mul(let_in, new))
+    cell = field.add(field.mul(forget, cell), field.mul(let_in, new))
     return field.mul(opened(1, cell), out(field, cell)), cell
 
 
@@ -165,8 +165,8 @@ def _recurrent(step: Step, gates: int, states: int, default: tuple[str, ...]) ->
     initial states [directions,b,h], peepholes [directions, 3*h] (LSTM). `layout` 1 puts the batch first."""
 
     def evaluate(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
-        x, w, r, *rest = inputs
-        optional: list[Array | None] = [*rest, *[None] * (5 - len(rest))]
+        x, w, r, *others = inputs
+        optional: list[Array | None] = [*others, *[None] * (5 - len(others))]
         b, lengths, *more = optional
         assert x is not None
         assert w is not None
@@ -178,19 +178,19 @@ def _recurrent(step: Step, gates: int, states: int, default: tuple[str, ...]) ->
             initial = [None if s is None else s.swapaxes(0, 1) for s in initial]
         time, batch = x.shape[:2]
         directions, _, size = r.shape
-        way = string(attrs, "direction", "forward")
+        direction = string(attrs, "direction", "forward")
         steps = np.full(batch, time) if lengths is None else lengths.astype(np.int64)
         ragged = bool((steps < time).any())
-        whole, last = [], []
+        sequences, last = [], []
         for d, functions in enumerate(_activations(attrs, default, directions)):
-            backwards = way == "reverse" or d == 1
+            backwards = direction == "reverse" or d == 1
             source = _flipped(x, steps) if backwards else x
             bias = np.zeros(2 * gates * size) if b is None else b[d]
             projected = field.add(field.matmul(source, w[d].T), bias[: gates * size])
             state: State = tuple(
                 np.zeros((batch, size), dtype=x.dtype) if s is None else s[d] for s in initial
             )
-            seen = np.zeros((time, batch, size), dtype=x.dtype)
+            hidden_states = np.zeros((time, batch, size), dtype=x.dtype)
             for t in range(time):
                 new = step(
                     field,
@@ -204,14 +204,14 @@ def _recurrent(step: Step, gates: int, states: int, default: tuple[str, ...]) ->
                 )
                 if ragged:
                     running = (t < steps)[:, None]
-                    seen[t] = np.where(running, new[0], 0)
+                    hidden_states[t] = np.where(running, new[0], 0)
                     state = tuple(np.where(running, after, before) for after, before in zip(new, state))
                 else:
-                    seen[t] = new[0]
+                    hidden_states[t] = new[0]
                     state = new
-            whole.append(_flipped(seen, steps) if backwards else seen)
+            sequences.append(_flipped(hidden_states, steps) if backwards else hidden_states)
             last.append(state)
-        y = np.stack(whole, axis=1)  # [t, directions, b, h]
+        y = np.stack(sequences, axis=1)  # [t, directions, b, h]
         final = [np.stack([state[i] for state in last]) for i in range(states)]
         if batch_first:
             y = y.transpose(2, 0, 1, 3)

@@ -150,20 +150,20 @@ def _pad(
     which = listed(axes)
     if which is None:
         which = tuple(range(x.ndim))
-    given, n = pads.tolist(), len(which)
+    sizes, n = pads.tolist(), len(which)
     before, after = [0] * x.ndim, [0] * x.ndim
     for i, axis in enumerate(which):
-        before[axis], after[axis] = given[i], given[i + n]
+        before[axis], after[axis] = sizes[i], sizes[i + n]
     fill = 0 if value is None or value.size == 0 else value.reshape(-1)[0]
     return pad(x, before, after, string(attrs, "mode", "constant"), fill)
 
 
 def _center_crop_pad(field: Field, attrs: Attrs, x: Array, shape: Array) -> Array:
     axes = integers(attrs, "axes") or tuple(range(x.ndim))
-    for axis, wanted in zip(axes, shape.tolist()):
+    for axis, length in zip(axes, shape.tolist()):
         size = x.shape[axis]
         before, after = [0] * x.ndim, [0] * x.ndim
-        extra = wanted - size
+        extra = length - size
         if extra >= 0:
             before[axis] = extra // 2
         else:
@@ -297,10 +297,10 @@ def _trilu(field: Field, attrs: Attrs, x: Array, k: Array | None = None) -> Arra
 def _one_hot(field: Field, attrs: Attrs, indices: Array, depth: Array, values: Array) -> Array:
     axis, n = integer(attrs, "axis", -1), int(depth.reshape(-1)[0])
     axis = axis if axis >= 0 else axis + indices.ndim + 1
-    wanted = np.trunc(indices).astype(np.int64)
-    wanted = np.where((wanted >= -n) & (wanted < n), wanted % max(n, 1), -1)
+    hot = np.trunc(indices).astype(np.int64)
+    hot = np.where((hot >= -n) & (hot < n), hot % max(n, 1), -1)
     classes = np.arange(n).reshape([-1 if i == axis else 1 for i in range(indices.ndim + 1)])
-    return np.where(np.expand_dims(wanted, axis) == classes, values[1], values[0])  # type: ignore[no-any-return]
+    return np.where(np.expand_dims(hot, axis) == classes, values[1], values[0])  # type: ignore[no-any-return]
 
 
 def _non_zero(field: Field, attrs: Attrs, x: Array) -> Array:
@@ -330,11 +330,11 @@ def _space_to_depth(field: Field, attrs: Attrs, x: Array) -> Array:
 
 def _reverse_sequence(field: Field, attrs: Attrs, x: Array, lengths: Array) -> Array:
     time, batch = integer(attrs, "time_axis", 0), integer(attrs, "batch_axis", 1)
-    moved = np.moveaxis(x, (batch, time), (0, 1))
-    steps = np.arange(moved.shape[1])
+    transposed = np.moveaxis(x, (batch, time), (0, 1))
+    steps = np.arange(transposed.shape[1])
     until = lengths.reshape(-1, 1)
     index = np.where(steps < until, until - 1 - steps, steps)
-    return np.moveaxis(moved[np.arange(moved.shape[0])[:, None], index], (0, 1), (batch, time))
+    return np.moveaxis(transposed[np.arange(transposed.shape[0])[:, None], index], (0, 1), (batch, time))
 
 
 # --- sorting ---

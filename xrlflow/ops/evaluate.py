@@ -59,7 +59,7 @@ def evaluate_node(
 
 
 def _evaluated(op: str, attrs: Attrs, inputs: Inputs, n_outputs: int, field: Field) -> tuple[Array, ...]:
-    """`evaluate_node`, for a caller that has turned warnings of overflow and the like off."""
+    """`evaluate_node`, for a caller that has already suppressed NumPy's floating-point warnings."""
     spec = SPECS.get(op)
     if spec is None:
         raise NotEvaluable(op)
@@ -110,13 +110,15 @@ class Evaluation:
     def run(self, feeds: Mapping[Value, Array], field: Field = REALS) -> list[Array]:
         graph, reads = self.graph, dict(self.reads)
         consts = graph.leaves.consts
-        held: dict[Value, Array] = {v: promote(field, np.asarray(a)) for v, a in feeds.items() if v in reads}
+        arrays: dict[Value, Array] = {
+            v: promote(field, np.asarray(a)) for v, a in feeds.items() if v in reads
+        }
 
-        def read(value: Value, lift: bool = True) -> Array | None:
+        def take(value: Value, lift: bool = True) -> Array | None:
             if value == ABSENT:
                 return None
-            found = held.get(value)
-            if found is None:
+            array_ = arrays.get(value)
+            if array_ is None:
                 const = consts.get(value)
                 if const is None:
                     name = graph.leaves.names.get(value, str(value))
@@ -127,20 +129,20 @@ class Evaluation:
                 return promote(field, array) if lift else array
             reads[value] -= 1
             if not reads[value]:
-                del held[value]
-            return found
+                del arrays[value]
+            return array_
 
         with np.errstate(all="ignore"):
             for node in self.order:
                 deadline.check()
                 partial = node.op in _PARTIAL
-                arguments = [read(value, not partial) for value in node.inputs]
+                arguments = [take(value, not partial) for value in node.inputs]
                 results = _evaluated(node.op, node.attrs, arguments, len(node.outputs), field)
                 for value, result in zip(node.outputs, results):
                     if value in reads:
-                        held[value] = promote(field, result) if partial else result
+                        arrays[value] = promote(field, result) if partial else result
                 del arguments, results
-            outputs = [read(value) for value in graph.outputs]
+            outputs = [take(value) for value in graph.outputs]
         return [out for out in outputs if out is not None]
 
 
@@ -163,8 +165,8 @@ def _bodies(
 def _run_body(
     field: Field, body: Evaluation, arguments: Sequence[Array | None], captured: Sequence[Array | None]
 ) -> list[Array]:
-    given = zip(body.graph.inputs, (*arguments, *captured), strict=True)
-    return body.run({value: array for value, array in given if array is not None}, field)
+    pairs = zip(body.graph.inputs, (*arguments, *captured), strict=True)
+    return body.run({value: array for value, array in pairs if array is not None}, field)
 
 
 def _if(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any, ...]:
@@ -221,13 +223,13 @@ def _scan(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any
     state, sources = explicit[:states], explicit[states:]
     scans = len(graph.outputs) - states
     axes = integers(attrs, "scan_input_axes") or (0,) * scanned
-    ways = integers(attrs, "scan_input_directions") or (0,) * scanned
-    if not {*ways, *(integers(attrs, "scan_output_directions") or ())} <= {0, 1}:
+    backwards = integers(attrs, "scan_input_directions") or (0,) * scanned
+    if not {*backwards, *(integers(attrs, "scan_output_directions") or ())} <= {0, 1}:
         raise ValueError("Scan: a direction is 0 or 1")
     columns = []
-    for x, axis, way in zip(sources, axes, ways, strict=True):
+    for x, axis, flip in zip(sources, axes, backwards, strict=True):
         assert x is not None
-        columns.append(np.moveaxis(np.flip(x, axis) if way else x, axis, 0))
+        columns.append(np.moveaxis(np.flip(x, axis) if flip else x, axis, 0))
     rows: list[list[Array]] = []
     each = Evaluation.of(graph)
     for step in zip(*columns, strict=True):
@@ -237,7 +239,7 @@ def _scan(field: Field, attrs: Attrs, inputs: Inputs, outputs: int) -> tuple[Any
     out_axes = integers(attrs, "scan_output_axes") or (0,) * scans
     out_ways = integers(attrs, "scan_output_directions") or (0,) * scans
     stacked = _stacked(graph, rows, states, out_axes)
-    flipped = [np.flip(y, axis) if way else y for y, axis, way in zip(stacked, out_axes, out_ways)]
+    flipped = [np.flip(y, axis) if flip else y for y, axis, flip in zip(stacked, out_axes, out_ways)]
     return (*state, *flipped)
 
 

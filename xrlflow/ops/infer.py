@@ -14,7 +14,7 @@ import onnx.shape_inference
 
 from xrlflow.ir import Attr, Attrs, Body, Const, Dim, DType, RawAttr, TensorType
 from xrlflow.ops.eval_shape import ends_of_slice
-from xrlflow.ops.misfits import misfit
+from xrlflow.ops.invalid_nodes import why_invalid
 from xrlflow.ops.schema import IR_VERSION, OPSET, is_foldable, schema, split_op
 from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import of_array
@@ -147,10 +147,10 @@ def _remembered(
     outputs: int,
 ) -> tuple[TensorType, ...]:
     key = _key(op, attrs, types, data, outputs)
-    found = memo.get(key)
-    if found is None:
-        found = memo[key] = inference(op, attrs, types, data, outputs)
-    return found
+    types_out = memo.get(key)
+    if types_out is None:
+        types_out = memo[key] = inference(op, attrs, types, data, outputs)
+    return types_out
 
 
 def sizes_from_data(op: str) -> bool:
@@ -172,11 +172,11 @@ def infer_as_onnx(
 def _key(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> _Key:
-    known = tuple(
+    contents = tuple(
         c.array.tobytes() if i < len(data) and (c := data[i]) is not None and c.array is not None else None
         for i in _DATA_INPUTS.get(op, ())
     )
-    return op, attrs, tuple(types), known, outputs
+    return op, attrs, tuple(types), contents, outputs
 
 
 def _infer(
@@ -187,18 +187,18 @@ def _infer(
         raise TooLarge(f"{op} makes {', '.join(map(str, inferred))}")
     if not _is_defined(op, types):
         return tuple(inferred)
-    places = _DATA_INPUTS.get(op, ())
+    indices = _DATA_INPUTS.get(op, ())
     # A sequence is made when the model runs, even from constants.
     const = is_foldable(op) and all(t is None or t.const for t in types)
     const = const and all(t.other is None for t in inferred)
     if any(t.shape is None or None in t.shape for t in inferred):
-        known = [
+        contents = [
             of_array(c.array)
-            if i in places and i < len(data) and (c := data[i]) and c.array is not None
+            if i in indices and i < len(data) and (c := data[i]) and c.array is not None
             else None
             for i in range(len(types))
         ]
-        inferred = [*refine(op, attrs, types, known, inferred)]
+        inferred = [*refine(op, attrs, types, contents, inferred)]
     return tuple(t.as_const(const) for t in inferred)
 
 
@@ -210,10 +210,10 @@ def _is_defined(op: str, types: Sequence[TensorType | None]) -> bool:
 def _by_onnx(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], data: Sequence[Const | None], outputs: int
 ) -> tuple[TensorType, ...]:
-    found, places = schema(op), _DATA_INPUTS.get(op, ())
-    if found is None or any(isinstance(v, Body) for v in attrs.values()):
+    definition, indices = schema(op), _DATA_INPUTS.get(op, ())
+    if definition is None or any(isinstance(v, Body) for v in attrs.values()):
         return (UNKNOWN,) * outputs
-    if (wrong := misfit(op, attrs, types, data, outputs)) is not None:
+    if (wrong := why_invalid(op, attrs, types, data, outputs)) is not None:
         raise InferenceError(wrong)
     if not _is_defined(op, types):
         return (UNKNOWN,) * outputs
@@ -224,7 +224,7 @@ def _by_onnx(
     input_types = {n: _read_type(t) for n, t in zip(names, types) if t is not None}
     input_data = {
         names[i]: onnx.numpy_helper.from_array(np.asarray(c.array, order="C"))  # scalars stay scalars
-        for i in places
+        for i in indices
         if i < len(data) and (c := data[i]) is not None and c.array is not None
     }
     if op == "Slice" and "i2" in input_data and "i4" in input_data:
@@ -232,7 +232,7 @@ def _by_onnx(
         input_data["i2"] = onnx.numpy_helper.from_array(ends_of_slice(ends, steps))
     try:
         result = onnx.shape_inference.infer_node_outputs(
-            found, node, input_types, input_data, opset_imports=_IMPORTS, ir_version=IR_VERSION
+            definition, node, input_types, input_data, opset_imports=_IMPORTS, ir_version=IR_VERSION
         )
     except (
         onnx.shape_inference.InferenceError,
@@ -240,6 +240,6 @@ def _by_onnx(
         RuntimeError,
         ValueError,
     ) as error:
-        shown = ", ".join(str(t) for t in types)
-        raise InferenceError(f"{op}({shown}; {attrs!r}): {error}") from error
+        inputs = ", ".join(str(t) for t in types)
+        raise InferenceError(f"{op}({inputs}; {attrs!r}): {error}") from error
     return tuple(type_of_proto(result[f"o{i}"]) if f"o{i}" in result else UNKNOWN for i in range(outputs))

@@ -64,7 +64,7 @@ _OPAQUE = "ai.onnx@0::"
 
 
 def opaque(op: str) -> str:
-    """The name of an operator of ONNX for a node that fails when it runs, if it does: no rule knows it."""
+    """The operator's name for a node that would fail if it ran. No rule matches it."""
     return op if "::" in op else f"{_OPAQUE}{op}"
 
 
@@ -96,7 +96,7 @@ def schema(op: str) -> onnx.defs.OpSchema | None:
 def is_deterministic(op: str) -> bool:
     """Whether equal inputs give equal outputs.
 
-    False for operators that ONNX does not define, and for control flow, whose bodies are not looked at.
+    False for operators that ONNX does not define, and for control flow, whose bodies are not inspected.
     """
     return schema(op) is not None and op not in _RANDOM and op not in _CONTROL_FLOW
 
@@ -110,11 +110,11 @@ def is_foldable(op: str) -> bool:
 @cache
 def defaults(op: str) -> Mapping[str, Attr]:
     """The schema's default attributes."""
-    found = schema(op)
-    if found is None:
+    definition = schema(op)
+    if definition is None:
         return {}
     out: dict[str, Attr] = {}
-    for name, attribute in found.attributes.items():
+    for name, attribute in definition.attributes.items():
         value = attribute.default_value
         if value.type == onnx.AttributeProto.INT:
             out[name] = value.i
@@ -194,22 +194,22 @@ class Admitted:
 @cache
 def admitted(op: str) -> tuple[Admitted, ...]:
     """What each input of an operator takes, the last one standing for all that follow. Empty without a schema."""
-    found = schema(op)
-    if found is None:
+    definition = schema(op)
+    if definition is None:
         return ()
-    allowed = {c.type_param_str: frozenset(c.allowed_type_strs) for c in found.type_constraints}
-    taken = []
-    for formal in found.inputs:
+    allowed = {c.type_param_str: frozenset(c.allowed_type_strs) for c in definition.type_constraints}
+    operands = []
+    for formal in definition.inputs:
         types = allowed.get(formal.type_str)
         named = frozenset({formal.type_str})
-        taken.append(Admitted(formal.type_str, types or named, bool(types) and formal.is_homogeneous))
-    return tuple(taken)
+        operands.append(Admitted(formal.type_str, types or named, bool(types) and formal.is_homogeneous))
+    return tuple(operands)
 
 
 @cache
 def output_is_optional(op: str, index: int) -> bool:
     """Whether an output that nobody reads may have no name."""
-    found = schema(op)
-    if found is None or index >= len(found.outputs):
+    definition = schema(op)
+    if definition is None or index >= len(definition.outputs):
         return False
-    return bool(found.outputs[index].option == onnx.defs.OpSchema.FormalParameterOption.Optional)
+    return bool(definition.outputs[index].option == onnx.defs.OpSchema.FormalParameterOption.Optional)

@@ -41,12 +41,12 @@ def model_of(
         onnx.helper.make_opsetid("", OPSET),
         *(onnx.helper.make_opsetid(d, 1) for d in domains if d),
     ]
-    made = {v: type_proto(t) for n in nodes for v, t in zip(n.outputs, n.types)}
+    types = {v: type_proto(t) for n in nodes for v, t in zip(n.outputs, n.types)}
     graph = onnx.helper.make_graph(
         [_node(n) for n in nodes],
         "alone",
         [onnx.helper.make_value_info(input_name(v), type_proto(t)) for v, t in inputs.items()],
-        [onnx.helper.make_value_info(input_name(v), made[v]) for v in outputs],
+        [onnx.helper.make_value_info(input_name(v), types[v]) for v in outputs],
         [onnx.numpy_helper.from_array(np.asarray(a, order="C"), input_name(v)) for v, a in consts.items()],
     )
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION)
@@ -57,12 +57,12 @@ def model_of(
 def numpy_type(dtype: DType) -> np.dtype[Any]:
     """The NumPy type of an element type. Raises NotStandalone if NumPy has none."""
     try:
-        found = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
+        result = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
     except (KeyError, TypeError, ValueError) as error:
         raise NotStandalone(f"{dtype.name} has no NumPy type") from error
-    if found.kind not in "biuf":
+    if result.kind not in "biuf":
         raise NotStandalone(f"{dtype.name} is not a plain number")
-    return found
+    return result
 
 
 def _node(node: Node) -> onnx.NodeProto:

@@ -25,24 +25,24 @@ class _Node:
     op: str
     attrs: Attrs
     types: Sequence[TensorType | None]
-    known: Sequence[Known | None]
+    contents: Sequence[Known | None]
     inferred: Sequence[TensorType]
 
     def shape(self, index: int = 0) -> Shape | None:
         type = self.types[index] if index < len(self.types) else None
         return None if type is None else type.shape
 
-    def given(self, index: int) -> bool:
+    def has_input(self, index: int) -> bool:
         return index < len(self.types) and self.types[index] is not None
 
     def elements(self, index: int) -> list[Formula | None] | None:
         """The elements of a list of integers; None for unknown ones."""
-        known = self.known[index] if index < len(self.known) else None
-        return None if known is None else [e if isinstance(e, Formula) else None for e in known.flat]
+        content = self.contents[index] if index < len(self.contents) else None
+        return None if content is None else [e if isinstance(e, Formula) else None for e in content.flat]
 
     def numbers(self, index: int) -> list[int] | None:
-        found = numbers(self.known[index]) if index < len(self.known) else None
-        return None if found is None else [int(n) for n in found.flat]
+        values = numbers(self.contents[index]) if index < len(self.contents) else None
+        return None if values is None else [int(n) for n in values.flat]
 
     def integers(self, name: str) -> tuple[int, ...] | None:
         value = self.attrs.get(name)
@@ -61,26 +61,26 @@ def refine(
     op: str,
     attrs: Attrs,
     types: Sequence[TensorType | None],
-    known: Sequence[Known | None],
+    contents: Sequence[Known | None],
     inferred: Sequence[TensorType],
 ) -> tuple[TensorType, ...]:
     """The types of a node's outputs, with formulas for dimensions that are open in `inferred`.
 
-    `types` are those of the inputs (None: absent), `known` their elements, as far as known.
+    `types` are those of the inputs (None: absent), `contents` their elements, as far as known.
     """
     function = _FUNCTIONS.get(op)
     if function is None or all(_is_complete(t) for t in inferred):
         return tuple(inferred)
     try:
-        found = function(_Node(op, attrs, types, known, inferred))
+        shapes = function(_Node(op, attrs, types, contents, inferred))
     except (
         IndexError,
         ZeroDivisionError,
-        dims.Unwieldy,
+        dims.FormulaTooLarge,
         _Open,
     ):  # the inputs do not fit, and a run will fail; or nothing can be concluded
         return tuple(inferred)
-    return tuple(_completed(t, s) for t, s in zip(inferred, (*found, *[None] * len(inferred))))
+    return tuple(_completed(t, s) for t, s in zip(inferred, (*shapes, *[None] * len(inferred))))
 
 
 class _Open(Exception):
@@ -128,7 +128,7 @@ def _try(function: Callable[[], Formula | None]) -> Dim:
     """A dimension, or None if something that it depends on is unknown."""
     try:
         return _dim(function())
-    except (_Open, dims.Unwieldy):
+    except (_Open, dims.FormulaTooLarge):
         return None
 
 
@@ -177,10 +177,10 @@ def _matmul(node: _Node) -> Sequence[Shape | None]:
 
 
 def _expand(node: _Node) -> Sequence[Shape | None]:
-    wanted = node.elements(1)
-    if wanted is None:
+    target = node.elements(1)
+    if target is None:
         raise _Open
-    return [broadcast([_need(node.shape()), tuple(_dim(_sure(e)) for e in wanted)])]
+    return [broadcast([_need(node.shape()), tuple(_dim(_sure(e)) for e in target)])]
 
 
 def _sure(element: Formula | None) -> Formula | None:
@@ -274,49 +274,49 @@ def _transposed(node: _Node) -> Sequence[Shape | None]:
 
 
 def _reshape(node: _Node) -> Sequence[Shape | None]:
-    before, wanted = _need(node.shape()), node.elements(1)
-    if wanted is None:
+    before, target = _need(node.shape()), node.elements(1)
+    if target is None:
         raise _Open
     total = None if None in before else _volume(before)
     copies = not node.integer("allowzero", 0)
     out: list[Formula | None] = []
-    for i, element in enumerate(wanted):
+    for i, element in enumerate(target):
         if element is None or element.number is not None:
             out.append(element)
         elif not dims.not_less(element, dims.ZERO):
             out.append(None)  # the element may be -1
         else:
             sure = element if total is None or _is_part(element, total) else _sure(element)
-            out.append(_or_copied(sure, i, before, wanted, total) if copies and sure is not None else sure)
+            out.append(_or_copied(sure, i, before, target, total) if copies and sure is not None else sure)
     if copies:
         out = [_maybe(before[i]) if e == dims.ZERO and i < len(before) else e for i, e in enumerate(out)]
     holes = [i for i, e in enumerate(out) if e is not None and e.number == -1]
     for hole in holes[:1]:
-        others = [e for i, e in enumerate(out) if i != hole]
+        sizes = [e for i, e in enumerate(out) if i != hole]
         out[hole] = None
-        known = [e for e in others if e is not None]
-        if total is not None and len(known) == len(others):
-            if copies or _are_filled(known):
-                out[hole] = dims.floor_div(total, _product(known))
+        numbers_ = [e for e in sizes if e is not None]
+        if total is not None and len(numbers_) == len(sizes):
+            if copies or _are_filled(numbers_):
+                out[hole] = dims.floor_div(total, _product(numbers_))
             else:
-                out[hole] = _left_over(before, known)
+                out[hole] = _left_over(before, numbers_)
     return [tuple(_dim(e) for e in out)]
 
 
-def _left_over(before: Shape, known: Sequence[Formula]) -> Formula | None:
+def _left_over(before: Shape, sizes: Sequence[Formula]) -> Formula | None:
     """The dimension that a Reshape with `allowzero` infers if others may be 0.
 
     ONNX calls that an error. ONNX Runtime leaves zeros out of both products; the inferred dimension must not be 0.
     """
-    rest, more = [dims.formula(d) for d in before if d is not None], []
-    for part in known:
-        if part in rest:
-            rest.remove(part)
+    unmatched, more = [dims.formula(d) for d in before if d is not None], []
+    for part in sizes:
+        if part in unmatched:
+            unmatched.remove(part)
         else:
             more.append(part)
-    if not _are_filled(rest) or not _are_filled(more):
+    if not _are_filled(unmatched) or not _are_filled(more):
         return None
-    return dims.floor_div(_product(rest), _product(more))
+    return dims.floor_div(_product(unmatched), _product(more))
 
 
 def _are_filled(parts: Sequence[Formula]) -> bool:
@@ -336,7 +336,7 @@ def _product(parts: Sequence[Formula]) -> Formula:
 
 
 def _or_copied(
-    element: Formula, at: int, before: Shape, wanted: Sequence[Formula | None], total: Formula | None
+    element: Formula, at: int, before: Shape, target: Sequence[Formula | None], total: Formula | None
 ) -> Formula | None:
     """A dimension of a Reshape's result. If the wanted size is 0, the input's dimension is copied."""
     if at >= len(before):
@@ -347,9 +347,9 @@ def _or_copied(
     if dims.not_less(element, dims.ONE) or dims.entails(element, own, 0) or _vanishes_with(own, element):
         return element
     # If it were 0, the number of elements would be 0. Without another zero, the copied dimension must then be 0, too.
-    others = [e for i, e in enumerate(wanted) if i != at]
-    known = [e for e in others if e is not None]
-    filled = len(known) == len(others) and _are_filled(known)
+    sizes = [e for i, e in enumerate(target) if i != at]
+    formulas = [e for e in sizes if e is not None]
+    filled = len(formulas) == len(sizes) and _are_filled(formulas)
     if filled and total is not None and _vanishes_with(total, element):
         return element
     return element + own * dims.greatest(dims.ONE - element, 0)
@@ -362,12 +362,12 @@ def _vanishes_with(own: Formula, element: Formula) -> bool:
     return set(element.terms[0][0]) <= set(own.terms[0][0])
 
 
-def _is_part(part: Formula, whole: Formula) -> bool:
+def _is_part(part: Formula, product: Formula) -> bool:
     """Whether one product is a factor of another that is a number of elements, so that neither can overflow."""
-    if len(part.terms) != 1 or len(whole.terms) != 1:
+    if len(part.terms) != 1 or len(product.terms) != 1:
         return False
-    (atoms, factor), (all_atoms, most) = part.terms[0], whole.terms[0]
-    return 0 < factor <= most and not Counter(atoms) - Counter(all_atoms)
+    (atoms, factor), (all_atoms, all_factor) = part.terms[0], product.terms[0]
+    return 0 < factor <= all_factor and not Counter(atoms) - Counter(all_atoms)
 
 
 def _flatten(node: _Node) -> Sequence[Shape | None]:
@@ -383,16 +383,16 @@ def _unsqueeze(node: _Node) -> Sequence[Shape | None]:
         raise _Open
     rank = len(shape) + len(axes)
     new = {a % rank for a in axes}
-    rest = iter(shape)
-    return [tuple(1 if i in new else next(rest) for i in range(rank))]
+    sizes = iter(shape)
+    return [tuple(1 if i in new else next(sizes) for i in range(rank))]
 
 
 def _squeeze(node: _Node) -> Sequence[Shape | None]:
     shape, axes = _need(node.shape()), node.numbers(1)
     if axes is None:
         raise _Open
-    gone = {a % len(shape) for a in axes}
-    return [tuple(d for i, d in enumerate(shape) if i not in gone)]
+    dropped = {a % len(shape) for a in axes}
+    return [tuple(d for i, d in enumerate(shape) if i not in dropped)]
 
 
 # Slicing and concatenating
@@ -402,14 +402,14 @@ def _slice(node: _Node) -> Sequence[Shape | None]:
     shape = list(_need(node.shape()))
     starts, ends = node.elements(1), node.elements(2)
     bounds = starts if starts is not None else ends  # one for each axis; without axes, for the first ones
-    axes = node.numbers(3) if node.given(3) else None if bounds is None else list(range(len(bounds)))
+    axes = node.numbers(3) if node.has_input(3) else None if bounds is None else list(range(len(bounds)))
     if axes is None:
         raise _Open
-    steps = node.elements(4) if node.given(4) else [dims.ONE] * len(axes)
+    steps = node.elements(4) if node.has_input(4) else [dims.ONE] * len(axes)
     for at, axis in enumerate(axes):
-        place = axis + len(shape) if axis < 0 else axis
+        index = axis + len(shape) if axis < 0 else axis
         parts = [None if p is None else p[at] for p in (starts, ends, steps)]
-        shape[place] = _try(lambda p=place, e=parts: _cut(_formula(shape[p]), *e))  # type: ignore[misc]
+        shape[index] = _try(lambda p=index, e=parts: _cut(_formula(shape[p]), *e))  # type: ignore[misc]
     return [tuple(shape)]
 
 
@@ -432,17 +432,17 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
     return dims.greatest(dims.ceil_div(length, abs(by)), 0)
 
 
-def _position(size: Formula, at: Formula, least: int, backwards: bool) -> Formula | None:
+def _position(size: Formula, at: Formula, minimum: int, backwards: bool) -> Formula | None:
     """A bound of a slice, counted from the front and clamped; None if its sign is unknown.
 
-    `least`: the least position for a negative step.
+    `minimum`: the least position for a negative step.
     """
     if dims.not_less(dims.number(-1), at):
         at = at + size
     elif not dims.not_less(at, dims.ZERO):
         return None
     if backwards:
-        return dims.least(dims.greatest(at, least), size - 1)
+        return dims.least(dims.greatest(at, minimum), size - 1)
     return dims.least(dims.greatest(at, 0), size)
 
 
@@ -462,22 +462,22 @@ def _split(node: _Node) -> Sequence[Shape | None]:
     shape = _need(node.shape())
     axis = node.integer("axis", 0) % len(shape)
     sizes: Sequence[Dim]
-    if node.given(1):
+    if node.has_input(1):
         parts = node.elements(1)
         if parts is None:
             raise _Open
         sizes = [_dim(_sure(p)) for p in parts]
     else:
         count = node.integer("num_outputs", len(node.inferred))
-        whole = _formula(shape[axis])
-        chunk = dims.ceil_div(whole, count)
-        sizes = [*[_dim(chunk)] * (count - 1), _dim(whole - chunk * (count - 1))]
+        total = _formula(shape[axis])
+        chunk = dims.ceil_div(total, count)
+        sizes = [*[_dim(chunk)] * (count - 1), _dim(total - chunk * (count - 1))]
     return [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
 
 
 def _pad(node: _Node) -> Sequence[Shape | None]:
     shape, pads = list(_need(node.shape())), node.elements(1)
-    axes = node.numbers(3) if node.given(3) else list(range(len(shape)))
+    axes = node.numbers(3) if node.has_input(3) else list(range(len(shape)))
     if pads is None or axes is None:
         raise _Open
     for at, axis in enumerate(axes):
@@ -503,10 +503,10 @@ def _listed(index: int) -> _Function:
     """The shape is given by the elements of an input."""
 
     def function(node: _Node) -> Sequence[Shape | None]:
-        found = node.elements(index)
-        if found is None:
+        elements = node.elements(index)
+        if elements is None:
             raise _Open
-        return [tuple(_dim(_sure(e)) for e in found)]
+        return [tuple(_dim(_sure(e)) for e in elements)]
 
     return function
 
@@ -527,14 +527,14 @@ def _resize(node: _Node) -> Sequence[Shape | None]:
     out = list(shape)
     if node.attrs.get("keep_aspect_ratio_policy", "stretch") != "stretch":
         return [None]
-    if node.given(3):
+    if node.has_input(3):
         sizes = node.elements(3)
         if sizes is None:
             raise _Open
         for axis, size in zip(axes, sizes):
             out[axis] = _dim(_sure(size))
         return [tuple(out)]
-    scales = node.known[2] if node.given(2) else None
+    scales = node.contents[2] if node.has_input(2) else None
     if scales is None or node.attrs.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         raise _Open
     for axis, scale in zip(axes, scales.flat):

@@ -45,21 +45,21 @@ def of_array(array: npt.NDArray[Any]) -> Known | None:
     return _each(float, array) if array.dtype.kind == "f" else None
 
 
-def numbers(known: Known | None) -> npt.NDArray[np.int64] | None:
+def numbers(elements: Known | None) -> npt.NDArray[np.int64] | None:
     """The elements as integers; None unless all are numbers that fit in 64 bits."""
-    if known is None:
+    if elements is None:
         return None
-    found = [e.number if isinstance(e, Formula) else None for e in known.flat]
-    if any(n is None or not -(2**63) <= n < 2**63 for n in found):
+    integers = [e.number if isinstance(e, Formula) else None for e in elements.flat]
+    if any(n is None or not -(2**63) <= n < 2**63 for n in integers):
         return None
-    return np.array(found, np.int64).reshape(known.shape)
+    return np.array(integers, np.int64).reshape(elements.shape)
 
 
 def fits(formula: Formula, dtype: DType = DType.INT64) -> bool:
     """Whether a formula fits in an integer type at all sizes."""
     low, high = dims.bounds(formula)
-    least, most = _RANGES[dtype]
-    return low >= least and high <= most
+    minimum, maximum = _RANGES[dtype]
+    return low >= minimum and high <= maximum
 
 
 def values(
@@ -73,13 +73,13 @@ def values(
 
     `types` are those of the inputs (None: absent), `inputs` their elements, as far as known.
     """
-    found = _values(op, attrs, types, inputs, out)
+    result = _values(op, attrs, types, inputs, out)
     # If the two disagree, the node does not compute what it was taken for.
     shape = out.shape
-    if found is not None and shape is not None and len(shape) != found.ndim:
+    if result is not None and shape is not None and len(shape) != result.ndim:
         return None
-    agree = found is None or all(not isinstance(d, int) or d == n for d, n in zip(shape or (), found.shape))
-    return found if agree else None
+    agree = result is None or all(not isinstance(d, int) or d == n for d, n in zip(shape or (), result.shape))
+    return result if agree else None
 
 
 def _values(
@@ -103,15 +103,15 @@ def _values(
             return _range(inputs)
         if any(x is None for x in inputs):
             return None
-        known = [x for x in inputs if x is not None]
+        complete = [x for x in inputs if x is not None]
         if op in _REDUCTIONS:
-            return _reduced(op, attrs, known, out.dtype)
+            return _reduced(op, attrs, complete, out.dtype)
         if op in _ELEMENTWISE:
             kind = types[0].dtype if types[0] is not None else out.dtype
-            return _elementwise(op, attrs, known, kind, out.dtype)
+            return _elementwise(op, attrs, complete, kind, out.dtype)
     except (ValueError, IndexError, ZeroDivisionError, NotEvaluable):  # inputs do not fit; a run will fail
         return None
-    except dims.Unwieldy:
+    except dims.FormulaTooLarge:
         return None
     return None
 
@@ -128,8 +128,8 @@ def _each(function: Callable[..., Element], *arrays: npt.NDArray[Any]) -> Known:
     """Apply a function to the elements of arrays, with broadcasting."""
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
     out = np.empty(shape, object)
-    spread = [np.broadcast_to(a, shape).flat for a in arrays]
-    for index, elements in zip(np.ndindex(shape), zip(*spread)):
+    broadcast = [np.broadcast_to(a, shape).flat for a in arrays]
+    for index, elements in zip(np.ndindex(shape), zip(*broadcast)):
         out[index] = function(*elements)
     return out
 
@@ -146,9 +146,9 @@ def _shape(attrs: Attrs, type: TensorType | None) -> Known | None:
     start, end = attrs.get("start", 0), attrs.get("end", len(type.shape))
     assert isinstance(start, int)
     assert isinstance(end, int)
-    kept = type.shape[start:end]
-    out = np.empty(len(kept), object)
-    for i, dim in enumerate(kept):
+    selected = type.shape[start:end]
+    out = np.empty(len(selected), object)
+    for i, dim in enumerate(selected):
         out[i] = None if dim is None else dims.formula(dim)
     return out
 
@@ -180,8 +180,8 @@ def _moved(
         return None
     if op == "Tile" and arguments[1] is not None and np.prod(arguments[1]) > SMALL:
         return None
-    found = evaluate_node(op, attrs, arguments, 1)[0]
-    return found if found.size <= SMALL else None
+    result = evaluate_node(op, attrs, arguments, 1)[0]
+    return result if result.size <= SMALL else None
 
 
 def _filled(attrs: Attrs, inputs: Sequence[Known | None], out: TensorType) -> Known | None:
@@ -200,8 +200,8 @@ def _range(inputs: Sequence[Known | None]) -> Known | None:
     if any(e is None or e.size != 1 for e in ends):
         return None
     start, stop, step = (int(e.item()) for e in ends if e is not None)
-    found = range(start, stop, step)
-    return None if len(found) > SMALL else of_array(np.array(found, np.int64))
+    numbers_ = range(start, stop, step)
+    return None if len(numbers_) > SMALL else of_array(np.array(numbers_, np.int64))
 
 
 # Arithmetic
@@ -348,8 +348,8 @@ def _cast(element: Element, kind: DType, dtype: DType) -> Element:
     if isinstance(element, bool):
         return dims.number(int(element)) if dtype in _RANGES else None
     if isinstance(element, float) and dtype in _RANGES and abs(element) <= _EXACT and element == int(element):
-        whole = dims.number(int(element))
-        return whole if fits(whole, dtype) else None
+        integer = dims.number(int(element))
+        return integer if fits(integer, dtype) else None
     if isinstance(element, float | Call):
         name = f"to.{dtype.name.lower()}"
         if dtype in _FLOATS:
@@ -376,20 +376,22 @@ def _reduced(op: str, attrs: Attrs, inputs: Sequence[Known], dtype: DType) -> Kn
         return None
     if dtype not in _RANGES or x.size == 0 or (axes is not None and axes.size == 0):
         return None
-    places = tuple(range(x.ndim)) if axes is None else tuple(int(a) % x.ndim for a in axes.flat)
-    kept = [i for i in range(x.ndim) if i not in places]
-    moved = x.transpose([*kept, *places]).reshape([x.shape[i] for i in kept] + [-1])
-    total = moved[..., 0]
+    reduced = tuple(range(x.ndim)) if axes is None else tuple(int(a) % x.ndim for a in axes.flat)
+    remaining = [i for i in range(x.ndim) if i not in reduced]
+    transposed = x.transpose([*remaining, *reduced]).reshape([x.shape[i] for i in remaining] + [-1])
+    total = transposed[..., 0]
     step = _REDUCTIONS[op]
-    for i in range(1, moved.shape[-1]):
-        found = _elementwise(step, Attrs(), [np.asarray(total), np.asarray(moved[..., i])], dtype, dtype)
-        if found is None:
+    for i in range(1, transposed.shape[-1]):
+        result = _elementwise(
+            step, Attrs(), [np.asarray(total), np.asarray(transposed[..., i])], dtype, dtype
+        )
+        if result is None:
             return None
-        total = found
+        total = result
     out = np.empty(np.shape(total), object)
     out[...] = total
     if attrs.get("keepdims", 1):
-        return out.reshape([1 if i in places else n for i, n in enumerate(x.shape)])
+        return out.reshape([1 if i in reduced else n for i, n in enumerate(x.shape)])
     return out
 
 
@@ -417,15 +419,15 @@ def evaluate_call(name: str, arguments: Sequence[float]) -> float | None:
         if op == "wrap":
             return int(arguments[0])
         if op == "to":
-            made: float = np.array(arguments[0], type(arguments[0])).astype(dtype).item()
-            return made
+            number_: float = np.array(arguments[0], type(arguments[0])).astype(dtype).item()
+            return number_
         if dtype.kind in "iu" and op == "div":
             return _truncated(arguments)
         function = _NUMPY.get(op)
         if function is None:
             return None
-        found: float = function(*(np.array(a).astype(dtype) for a in arguments)).item()
-        return found
+        result: float = function(*(np.array(a).astype(dtype) for a in arguments)).item()
+        return result
 
 
 _NAMES = {"float": "float32", "double": "float64", "float16": "float16"} | {

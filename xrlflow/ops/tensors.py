@@ -14,8 +14,8 @@ from xrlflow.ir import DType
 @cache
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """The NumPy type of an element type. Raises KeyError for UNDEFINED."""
-    found: np.dtype[Any] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
-    return found
+    result: np.dtype[Any] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(int(dtype)))
+    return result
 
 
 @cache

@@ -84,32 +84,35 @@ class ExportPlan:
     constants: tuple[Value, ...]
 
 
-def plan(graph: Graph, kept: AbstractSet[Value] = frozenset()) -> ExportPlan:
-    """Which nodes of a graph run, and which constants it stores. `kept`: ids of nodes that are not evaluated."""
+def plan(graph: Graph, unevaluated: AbstractSet[Value] = frozenset()) -> ExportPlan:
+    """Which nodes of a graph run, and which constants it stores. `unevaluated`: ids of nodes that are not evaluated."""
     producers = graph.producers
     sizes = _Sizes(graph)
     efforts = _Efforts(graph)
-    needed: dict[Value, None] = {}
+    constants: dict[Value, None] = {}
     run: set[Value] = set()
     work = list(reversed(graph.outputs))
-    seen: set[Value] = set()
+    visited: set[Value] = set()
     while work:
         value = work.pop()
-        if value in seen or value == ABSENT:
+        if value in visited or value == ABSENT:
             continue
-        seen.add(value)
+        visited.add(value)
         node = producers.get(value)
         if node is None:
             if value in graph.leaves.consts and value not in graph.inputs:
-                needed[value] = None
+                constants[value] = None
         elif (
-            node.const and node.id not in kept and not sizes.bloats(value) and efforts.can_be_afforded(value)
+            node.const
+            and node.id not in unevaluated
+            and not sizes.bloats(value)
+            and efforts.can_be_afforded(value)
         ):
-            needed[value] = None
+            constants[value] = None
         else:
             run.add(node.id)
             work.extend(reversed(node.inputs))
-    return ExportPlan(tuple(n for n in graph.topological() if n.id in run), tuple(needed))
+    return ExportPlan(tuple(n for n in graph.topological() if n.id in run), tuple(constants))
 
 
 class _Sizes:
@@ -161,19 +164,19 @@ class _Efforts:
         self.graph = graph
         # An upper bound: no expression is made of more than all weights.
         self.weights = sum(const.type.nbytes or 0 for const in graph.leaves.consts.values())
-        self.left = _SECONDS + _SECONDS_PER_BYTE * self.weights
-        self.known: dict[Value, Effort] = {}
+        self.seconds_left = _SECONDS + _SECONDS_PER_BYTE * self.weights
+        self.efforts: dict[Value, Effort] = {}
 
     def can_be_afforded(self, value: Value) -> bool:
         """Whether there is time and memory for an expression. If so, its time is spent."""
         order, leaves = _cone(self.graph, value)
         seconds = sum(self._effort(node).seconds for node in order)
-        if seconds > self.left:
+        if seconds > self.seconds_left:
             return False
-        given = sum(self.graph.type(v).nbytes or 0 for v in leaves)
-        if self._room(order, value) > _ROOM + _ROOM_PER_BYTE * given:
+        leaf_bytes = sum(self.graph.type(v).nbytes or 0 for v in leaves)
+        if self._room(order, value) > _ROOM + _ROOM_PER_BYTE * leaf_bytes:
             return False
-        self.left -= seconds
+        self.seconds_left -= seconds
         return True
 
     def _room(self, order: Sequence[Node], value: Value) -> float:
@@ -182,27 +185,27 @@ class _Efforts:
         for node in order:
             for v in node.inputs:
                 uses[v] = uses.get(v, 0) + 1
-        held: dict[Value, float] = {}
-        most = 0.0
+        in_use: dict[Value, float] = {}
+        peak = 0.0
         for node in order:
-            most = max(most, sum(held.values()) + self._effort(node).bytes)
-            held.update((v, 8.0 * (self.graph.type(v).size or 0)) for v in node.outputs if uses.get(v))
+            peak = max(peak, sum(in_use.values()) + self._effort(node).bytes)
+            in_use.update((v, 8.0 * (self.graph.type(v).size or 0)) for v in node.outputs if uses.get(v))
             for v in node.inputs:
                 uses[v] -= 1
                 if not uses[v]:
-                    held.pop(v, None)
-        return most
+                    in_use.pop(v, None)
+        return peak
 
     def _effort(self, node: Node) -> Effort:
-        found = self.known.get(node.id)
-        if found is None:
-            found = self.known[node.id] = _effort(
+        effort_ = self.efforts.get(node.id)
+        if effort_ is None:
+            effort_ = self.efforts[node.id] = _effort(
                 node.op,
                 node.attrs,
                 [None if v == ABSENT else self.graph.type(v) for v in node.inputs],
                 node.types,
             )
-        return found
+        return effort_
 
 
 def _effort(
@@ -218,12 +221,12 @@ def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
     state: set[Value] = set()
     stack: list[tuple[Value, bool]] = [(value, False)]
     while stack:
-        at, done = stack.pop()
+        at, visited = stack.pop()
         node = graph.producers.get(at)
         if node is None:
             if at != ABSENT:
                 leaves[at] = None
-        elif done:
+        elif visited:
             order.append(node)
         elif node.id not in state:
             state.add(node.id)
@@ -232,9 +235,9 @@ def _cone(graph: Graph, value: Value) -> tuple[list[Node], list[Value]]:
     return order, list(leaves)
 
 
-def stored_bytes(graph: Graph, found: ExportPlan) -> int:
+def stored_bytes(graph: Graph, export: ExportPlan) -> int:
     """The bytes of a plan's constants."""
-    return sum(graph.type(v).nbytes or 0 for v in found.constants)
+    return sum(graph.type(v).nbytes or 0 for v in export.constants)
 
 
 def materialise(graph: Graph) -> tuple[ExportPlan, dict[Value, Const]]:
@@ -243,23 +246,23 @@ def materialise(graph: Graph) -> tuple[ExportPlan, dict[Value, Const]]:
     Returns the plan and the computed constants; those that are leaves are in `graph.leaves`. Expressions that cannot be
     evaluated are left to the runtime: they are among the nodes of the plan.
     """
-    kept: set[Value] = set()
+    unevaluated: set[Value] = set()
     results: dict[Value, Const] = {}
     while True:
-        found = plan(graph, kept)
-        wanted = {v for v in found.constants if v in graph.producers}
+        export = plan(graph, unevaluated)
+        computed = {v for v in export.constants if v in graph.producers}
         failed: Node | None = None
-        for value in found.constants:
-            if value in wanted and value not in results:
+        for value in export.constants:
+            if value in computed and value not in results:
                 try:
-                    results.update(_evaluate_value(graph, value, wanted))
+                    results.update(_evaluate_value(graph, value, computed))
                 except _FailedNode as failure:
                     failed = failure.node
                     break
         if failed is None:
-            return found, {v: results[v] for v in found.constants if v in wanted}
+            return export, {v: results[v] for v in export.constants if v in computed}
         # This node, and everything computed from it, runs in the model.
-        kept.update(_after(graph, failed))
+        unevaluated.update(_after(graph, failed))
 
 
 class _FailedNode(Exception):
@@ -270,18 +273,18 @@ class _FailedNode(Exception):
 
 def _after(graph: Graph, node: Node) -> Iterator[Value]:
     """The ids of a constant node and of all constant nodes that depend on it."""
-    work, seen = [node], {node.id}
+    work, visited = [node], {node.id}
     while work:
         at = work.pop()
         yield at.id
         for out in at.outputs:
             for user in graph.users(out):
-                if user.const and user.id not in seen:
-                    seen.add(user.id)
+                if user.const and user.id not in visited:
+                    visited.add(user.id)
                     work.append(user)
 
 
-def _evaluate_value(graph: Graph, value: Value, wanted: AbstractSet[Value]) -> dict[Value, Const]:
+def _evaluate_value(graph: Graph, value: Value, computed: AbstractSet[Value]) -> dict[Value, Const]:
     if (graph.type(value).nbytes or 0) > _SLAB:
         slabs = _Slabs(graph, value)
         if slabs.possible:
@@ -303,15 +306,15 @@ def _evaluate_value(graph: Graph, value: Value, wanted: AbstractSet[Value]) -> d
             else:
                 inputs.append(graph.leaves.consts[v].numpy())
         try:
-            made = _evaluate(node.op, node.attrs, inputs, node.types)
+            outputs = _evaluate(node.op, node.attrs, inputs, node.types)
         except NotEvaluable as error:
             raise _FailedNode(node) from error
         for v in node.inputs:
             uses[v] -= 1
             if not uses[v]:
                 arrays.pop(v, None)
-        for v, type, array in zip(node.outputs, node.types, made):
-            if v in wanted:
+        for v, type, array in zip(node.outputs, node.types, outputs):
+            if v in computed:
                 results[v] = _const(array, type)
             if uses.get(v):
                 arrays[v] = array
@@ -417,11 +420,11 @@ def evaluate(
     Raises NotEvaluable, also if it takes too much time or memory.
     """
     in_types = [None if a is None else TensorType(dtype_of(a.dtype), a.shape) for a in inputs]
-    needed = _effort(op, attrs, in_types, types)
-    if needed.seconds > _SECONDS or needed.bytes > _ROOM:
+    work = _effort(op, attrs, in_types, types)
+    if work.seconds > _SECONDS or work.bytes > _ROOM:
         raise NotEvaluable(f"{op}: it would take too much")
-    made = _evaluate(op, attrs, inputs, types)
-    return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))
+    outputs = _evaluate(op, attrs, inputs, types)
+    return tuple(_rounded(a, t.dtype) for a, t in zip(outputs, types))
 
 
 def _evaluate(
@@ -431,14 +434,14 @@ def _evaluate(
     exact = op not in _MOVES
     arguments = [promote(REALS, a) if exact and a is not None else a for a in inputs]
     try:
-        made = evaluate_node(op, attrs, arguments, len(types))[: len(types)]
+        outputs = evaluate_node(op, attrs, arguments, len(types))[: len(types)]
     except NotEvaluable:
         return _by_reference(op, attrs, inputs, types)
     except MISFIT as error:
         raise NotEvaluable(f"{op}: {error}") from error
     if op in _ROUNDS:
-        return tuple(_rounded(a, t.dtype) for a, t in zip(made, types))
-    return made
+        return tuple(_rounded(a, t.dtype) for a, t in zip(outputs, types))
+    return outputs
 
 
 # What ONNX's reference implementation gets wrong, by operator: an input that it ignores.
@@ -460,9 +463,9 @@ def _by_reference(
     try:
         evaluator = ReferenceEvaluator(node, opsets={"": OPSET, domain: OPSET if not domain else 1})
         with np.errstate(all="ignore"):
-            made = evaluator.run(None, {n: a for n, a in zip(names, inputs) if a is not None})
+            results = evaluator.run(None, {n: a for n, a in zip(names, inputs) if a is not None})
     except Exception as error:  # the reference may raise anything that NumPy raises
         raise NotEvaluable(f"{op}: {error}") from error
-    if not all(isinstance(a, np.ndarray | np.generic) for a in made):
+    if not all(isinstance(a, np.ndarray | np.generic) for a in results):
         raise NotEvaluable(f"{op} does not give tensors")
-    return tuple(np.asarray(a) for a in made)
+    return tuple(np.asarray(a) for a in results)

@@ -94,13 +94,13 @@ def dimensions(type: TensorType, bindings: Mapping[str, int]) -> Shape:
     """
     if type.shape is None:
         return (OTHER_DIM,)
-    found = tuple(
+    sizes = tuple(
         d if isinstance(d, int) else _unbound(d, axis) if (n := number_of(d, bindings)) is None else n
         for axis, d in enumerate(type.shape)
     )
-    if prod(found) > _MOST_ELEMENTS:
+    if prod(sizes) > _MOST_ELEMENTS:
         return tuple(d if isinstance(d, int) else 1 for d in type.shape)
-    return found
+    return sizes
 
 
 def number_of(dim: Dim, bindings: Mapping[str, int]) -> int | None:
@@ -170,8 +170,8 @@ def work(node: Node, in_types: Sequence[TensorType | None], bindings: Mapping[st
     weighted = list(bodies(node, in_types, bindings))
     if weighted:
         flops = sum(w * work(n, _in_types(g, n), bindings).flops for g, w in weighted for n in _running(g))
-        moved = sum(w * work(n, _in_types(g, n), bindings).bytes for g, w in weighted for n in _running(g))
-        return Work(flops, moved, OpKind.OTHER)
+        nbytes = sum(w * work(n, _in_types(g, n), bindings).bytes for g, w in weighted for n in _running(g))
+        return Work(flops, nbytes, OpKind.OTHER)
     operands = _operands(node, in_types, bindings)
     count = COUNTS.get(node.op)
     if count is not None:
@@ -202,8 +202,8 @@ def bodies(
     if node.op == "If":
         const = consts.get(node.inputs[0])
         if const is not None and const.array is not None and const.array.size == 1:
-            taken = node.attrs.get("then_branch" if const.array.item() else "else_branch")
-            graphs = [taken.graph] if isinstance(taken, Body) else graphs
+            branch = node.attrs.get("then_branch" if const.array.item() else "else_branch")
+            graphs = [branch.graph] if isinstance(branch, Body) else graphs
     elif node.op == "Scan":
         explicit = in_types[: len(in_types) - node.captured]
         count = node.attrs.get("num_scan_inputs", 1)
@@ -282,8 +282,8 @@ def _pick(o: Operands) -> Work:
 def _transpose(o: Operands) -> Work:
     shape = o.input(0)
     perm = o.numbers("perm", tuple(reversed(range(len(shape)))))
-    moved = [axis for axis in perm if axis < len(shape) and shape[axis] != 1]
-    neighbours_stay = not moved or moved[-1] == max(moved)
+    permuted = [axis for axis in perm if axis < len(shape) and shape[axis] != 1]
+    neighbours_stay = not permuted or permuted[-1] == max(permuted)
     return Work(0.0, o.read + o.written, OpKind.MOVE if neighbours_stay else OpKind.SHUFFLE)
 
 
@@ -360,16 +360,16 @@ def einsum_shape(equation: str, shapes: Sequence[Shape]) -> Gemm | None:
         for label, size in zip(term, shape):
             sizes[label] = max(size, sizes.get(label, 1))
     if "->" in equation:
-        spread = sorted(label for label in sizes if label >= "\u03b1")
-        result = set(right.replace("...", "".join(spread)))
+        ellipsis = sorted(label for label in sizes if label >= "\u03b1")
+        result = set(right.replace("...", "".join(ellipsis)))
     else:
         joined = "".join(labels)
         result = {label for label in sizes if joined.count(label) == 1 or label >= "\u03b1"}
-    first, rest = set(labels[0]), set("".join(labels[1:]))
+    first, others = set(labels[0]), set("".join(labels[1:]))
     return Gemm(
-        prod(sizes[x] for x in first & rest & result),
-        prod(sizes[x] for x in (first - rest) & result),
-        prod(sizes[x] for x in (rest - first) & result),
+        prod(sizes[x] for x in first & others & result),
+        prod(sizes[x] for x in (first - others) & result),
+        prod(sizes[x] for x in (others - first) & result),
         prod(sizes[x] for x in sizes if x not in result),
     )
 
@@ -426,10 +426,10 @@ def _attention(o: Operands) -> Work:
 def _attend(o: Operands, count: int, rows: int, columns: int, depth: int, out: int) -> Work:
     scores = float(count * rows * columns)
     flops = scores * (2 * depth + 2 * out + 3 + ELEMENTWISE["Exp"])
-    moved = (
+    nbytes = (
         o.read + o.written + 4 * scores * o.bits / 8
     )  # softmax and the second product read and write the scores
-    return Work(flops, moved, OpKind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
+    return Work(flops, nbytes, OpKind.GEMM, gemm=Gemm(count, rows, columns, depth + out), bits=o.bits)
 
 
 def _packed_attention(o: Operands) -> Work:
@@ -453,9 +453,9 @@ def _recurrent(o: Operands) -> Work:
     rows = max(1, weight[1] * weight[2] // max(1, x[2]))
     step = Gemm(directions, batch, rows, x[2] + recurrence[1] * recurrence[2] // rows)
     pointwise = steps * batch * directions * rows * ELEMENTWISE["Sigmoid"]
-    moved = o.read + o.written + max(0, steps - 1) * o.input_bytes(2)
+    nbytes = o.read + o.written + max(0, steps - 1) * o.input_bytes(2)
     at_once = max(o.input_bytes(1), o.input_bytes(2))  # one matrix is read after the other
-    return Work(steps * step.flops + pointwise, moved, OpKind.RECURRENT, at_once, step, bits=o.bits)
+    return Work(steps * step.flops + pointwise, nbytes, OpKind.RECURRENT, at_once, step, bits=o.bits)
 
 
 # --- reductions ---

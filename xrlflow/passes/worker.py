@@ -1,6 +1,6 @@
 """The process that runs XLA for `XlaCompiler`. A pass may abort it: then the pool starts another.
 
-It loads jaxlib alone, not jax. Requests and answers are pickled; `serve` answers one request after the other.
+It loads jaxlib alone, not jax. Its hand answers one request after the other.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from xrlflow.backends.children import end_with_parent
 from xrlflow.passes import hlo, inputs
 from xrlflow.passes.compiler import CompilerError, Summary
 from xrlflow.passes.inputs import Array, Inputs
@@ -104,13 +102,6 @@ class Refusal:
     lasting: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker has loaded XLA of this version."""
-
-    version: str
-
-
 _RECENT = 64  # modules of which a worker remembers two forms
 _PROGRAMS = 8  # compiled for comparisons, that are kept
 # Compiling a training step of a small GPT-2 takes 0.5 s of CPU time with these, and 2.6 s without.
@@ -136,8 +127,8 @@ def _for_one_device(found: Sequence[tuple[str, str]]) -> None:
             raise CompilerError(f"the module is for several devices ({name} {count}); only one is supported")
 
 
-class _Xla:
-    """A CPU client, and the hook through which modules come out."""
+class Xla:
+    """The hand of a worker: a CPU client, and the hook through which modules come out."""
 
     def __init__(self) -> None:
         from jaxlib import _hlo, _jax, _xla, xla_client
@@ -354,7 +345,18 @@ class _Xla:
                 self._programs.popitem(last=False)
         return program
 
-    def answer(self, request: Request) -> Any:
+    def do(self, order: Request) -> Any:
+        """The answer to a request."""
+        try:
+            return self._answer(order)
+        except CompilerError as error:
+            return Refusal(str(error))
+        except MemoryError as error:
+            return Refusal(f"it needs more memory than there is: {_first_line(error)}", lasting=False)
+        except Exception as error:  # a mistake of ours or of XLA's in one module ends no others
+            return Refusal(f"{type(error).__name__}: {_first_line(error)}", lasting=False)
+
+    def _answer(self, request: Request) -> Any:
         match request:
             case Load(source):
                 return self.load(source)
@@ -397,29 +399,3 @@ def _first_line(error: BaseException) -> str:
         return type(error).__name__
     several = lines[0].rstrip().endswith(":")
     return " ".join(" ".join(lines[:4] if several else lines[:1]).split())[:400]
-
-
-def serve(descriptor: int) -> None:
-    """Answer requests that come through a pipe until it is closed."""
-    end_with_parent(descriptor)
-    pipe = Connection(descriptor)
-    xla = _Xla()
-    pipe.send(Ready(f"jaxlib {_version()}"))
-    while True:
-        try:
-            request = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = xla.answer(request)
-        except CompilerError as error:
-            answer = Refusal(str(error))
-        except MemoryError as error:
-            answer = Refusal(f"it needs more memory than there is: {_first_line(error)}", lasting=False)
-        pipe.send(answer)
-
-
-def _version() -> str:
-    from jaxlib.version import __version__
-
-    return str(__version__)

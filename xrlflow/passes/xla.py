@@ -14,7 +14,7 @@ import importlib.metadata
 import importlib.util
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from types import TracebackType
@@ -40,8 +40,9 @@ from xrlflow.passes.worker import (
     Transform,
     Whole,
     Wide,
-    serve,
+    Xla,
 )
+from xrlflow.workers import MakeHand
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +89,7 @@ class XlaCompiler:
         options: XlaOptions | None = None,
         cache: Cache | None = None,
         passes: Sequence[str] | None = None,
-        serve: Callable[[int], None] = serve,
+        make: MakeHand = Xla,
     ) -> None:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"
@@ -100,7 +101,7 @@ class XlaCompiler:
         for name in self._passes:
             self._check(name)
         self._pool = Pool(
-            serve,
+            make,
             self.options.workers,
             self.options.seconds,
             variables={

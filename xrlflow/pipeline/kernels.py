@@ -214,23 +214,19 @@ def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
     if context.feeds is None or context.options.search == "random":
         return None
     until = context.clock.budget.compile_until - 2 * _one_graph(context, start.base.state.graph)
-    if how.child is not None and time.monotonic() + _SEARCH < until:
-        try:
+    late = "no search for another graph that suits kernels: there was no time (--time-limit)"
+    try:
+        if how.child is not None and time.monotonic() + _SEARCH < until:
             with deadline.within(context.clock.budget.compile_until):
                 how.child.call(load_tvm)  # where that takes long, no search begins that is ended
-        except BackendError as error:
-            context.notes.append(f"kernels of our own have no prices: {error}")
-            return None
-    if time.monotonic() + _SEARCH > until:  # with little more, not all prices are measured
-        context.notes.append(
-            "no search for another graph that suits kernels: there was no time (--time-limit)"
-        )
-        return None
-    try:
-        return search_with_kernels(context, start, how, until)
+        if time.monotonic() + _SEARCH <= until:  # with less, not all prices are measured
+            return search_with_kernels(context, start, how, until)
+        context.notes.append(late)
+    except OutOfTime:
+        context.notes.append(late)
     except BackendError as error:
         context.notes.append(f"kernels of our own have no prices: {error.reason}")
-        return None
+    return None
 
 
 def with_kernels(context: Context, path: str) -> Context:

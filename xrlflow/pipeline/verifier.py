@@ -16,7 +16,7 @@ from xrlflow.onnxio import ImportedModel, load
 from xrlflow.options import NONEMPTY
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.prepare import Start, restarted
-from xrlflow.prover.thresholds import limits, written
+from xrlflow.prover.thresholds import integers_in_code, limits
 from xrlflow.rewrite import AnyRule, RewriteState
 from xrlflow.search import SearchNode, TraceStep, replay
 from xrlflow.verify import (
@@ -68,7 +68,9 @@ class Verifier:
         Where no inputs are found on which the original runs, it is not comparable.
         """
         steps = tuple(steps)
-        further = {number for rule in self._rules(steps) for number in limits(written(rule, types=False))}
+        further = {
+            number for rule in self._rules(steps) for number in limits(integers_in_code(rule, types=False))
+        }
         with deadline.within(self._until()):
             try:
                 original = self._original(path, further)

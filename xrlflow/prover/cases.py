@@ -56,13 +56,13 @@ class ProofBuilder(GraphBuilder):
 
         A proof ignores the rounding of these types, so the number is rounded only if that makes it 0 or infinite.
         """
-        made = super().constant(data, dtype)
+        result = super().constant(data, dtype)
         if dtype not in (DType.FLOAT16, DType.BFLOAT16) or not isinstance(data, (int, float)):
-            return made
+            return result
         exact = np.asarray(data, np.float32).astype(np.float64)
-        rounded = made.array.astype(np.float64)
+        rounded = result.array.astype(np.float64)
         if not np.isfinite(rounded) or (exact != 0) != (rounded != 0):
-            return made
+            return result
         value = self.graph.leaves.intern(exact, dtype)
         return Val(self.graph, value, self.graph.leaves.types[value])
 
@@ -78,8 +78,8 @@ class ProofBuilder(GraphBuilder):
         if not floats or moves:
             return super()._fold(op, attrs, inputs, types)
         # For doubles rounding cannot be detected: no wider type is at hand.
-        known = op in _EXACT_OPERATORS and all(t.dtype != DType.DOUBLE for t in types)
-        folded = super()._fold(op, attrs, inputs, types) if known else None
+        is_exact = op in _EXACT_OPERATORS and all(t.dtype != DType.DOUBLE for t in types)
+        folded = super()._fold(op, attrs, inputs, types) if is_exact else None
         if folded is None:
             return None
         consts = self.graph.leaves.consts
@@ -111,7 +111,7 @@ class Case:
         """The values that the right side replaces."""
         match = self.match
         if match.pattern is None:
-            return frozenset(match.found.outputs)
+            return frozenset(match.binding.outputs)
         return frozenset(match.nodes[o.node.index].outputs[o.index] for o in match.pattern.outputs)
 
 
@@ -165,16 +165,16 @@ def tried_bindings(
 
     First random sizes, then all dimensions alike, then random ones again. With `nonempty` all sizes are at least 1.
     """
-    least = 1 if nonempty else 0
+    minimum = 1 if nonempty else 0
 
-    def drawn() -> dict[str, int]:
-        return {name: max(number, least) for name, number in bindings(problem, rng).items()}
+    def draw() -> dict[str, int]:
+        return {name: max(number, minimum) for name, number in bindings(problem, rng).items()}
 
-    yield drawn()
+    yield draw()
     names = symbols(problem)
     if names:
-        yield from (dict.fromkeys(names, number) for number in (2, 1, 0)[: 3 - least])
-    yield from (drawn() for _ in range(3))
+        yield from (dict.fromkeys(names, number) for number in (2, 1, 0)[: 3 - minimum])
+    yield from (draw() for _ in range(3))
 
 
 def shape_of(type: TensorType, numbers: Mapping[str, int]) -> tuple[int, ...]:
@@ -190,12 +190,12 @@ _LARGE = 1 << 11
 
 
 @lru_cache(maxsize=1024)
-def says_where(op: str, place: int) -> bool:
+def says_where(op: str, index: int) -> bool:
     """Whether integers at this input of an operator are sizes, indices or counts, not data."""
     defined = schema(op)
-    if defined is None or op in ("If", "Loop", "Scan", "Range") or (op, place) == ("OneHot", 1):
+    if defined is None or op in ("If", "Loop", "Scan", "Range") or (op, index) == ("OneHot", 1):
         return True
-    formal = defined.inputs[min(place, len(defined.inputs) - 1)]
+    formal = defined.inputs[min(index, len(defined.inputs) - 1)]
     allowed = {
         t
         for c in defined.type_constraints
@@ -209,11 +209,11 @@ def says_where(op: str, place: int) -> bool:
 def placing(problem: Problem) -> frozenset[Value]:
     """The values on which sizes, indices or counts depend. These are not data."""
     graph = problem.graph
-    found = set[Value]()
+    values = set[Value]()
     for node in reversed(graph.topological()):
-        through = node.op not in ("Shape", "Size") and not found.isdisjoint(node.outputs)
-        found.update(v for i, v in enumerate(node.inputs) if through or says_where(node.op, i))
-    return frozenset(found)
+        through = node.op not in ("Shape", "Size") and not values.isdisjoint(node.outputs)
+        values.update(v for i, v in enumerate(node.inputs) if through or says_where(node.op, i))
+    return frozenset(values)
 
 
 def draw_feeds(
@@ -231,7 +231,7 @@ def draw_feeds(
     graph = problem.graph
     if too_large(problem):
         raise Unusable("it is too large")
-    kept = placing(problem) if wide else frozenset[Value]()
+    positions = placing(problem) if wide else frozenset[Value]()
     feeds: Feeds = {}
     for value, type in [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]:
         shape = shape_of(type, numbers)
@@ -239,7 +239,7 @@ def draw_feeds(
             feeds[value] = floats(shape, type.dtype)
         elif numpy_dtype(type.dtype).kind == "b":
             feeds[value] = rng.random(shape) < 0.5
-        elif wide and value not in kept and numpy_dtype(type.dtype).kind in "iu":
+        elif wide and value not in positions and numpy_dtype(type.dtype).kind in "iu":
             feeds[value] = integers(rng, shape, numpy_dtype(type.dtype))
         else:
             # Sometimes an index counts from the back, or is out of range.
@@ -331,18 +331,18 @@ class FieldResult:
     bound: float
 
 
-def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) -> FieldResult | None:
-    """Evaluate both sides over prime fields until a false rule would pass with a probability below `wanted`.
+def check_field(case: Case, rng: np.random.Generator, probability: float = WANTED) -> FieldResult | None:
+    """Evaluate both sides over prime fields until a false rule would pass with a probability below `probability`.
 
     None if an operator is not defined over a field or the left side has no value. Raises Wrong if the sides differ.
     """
     degrees = Degrees()
-    found = _degrees(case, rng, degrees)
-    if found is None:
+    bounds = _degrees(case, rng, degrees)
+    if bounds is None:
         return None
-    numbers, left_degrees, right_degrees = found
+    numbers, left_degrees, right_degrees = bounds
     trials, bound, failures = 0, 1.0, 0
-    while trials < _MOST_TRIALS and bound >= wanted:
+    while trials < _MOST_TRIALS and bound >= probability:
         field = PrimeField(PRIMES[(trials + failures) % 2], int(rng.integers(1 << 62)))
         wide = (trials + failures) % 3 == 1
         try:
@@ -364,8 +364,8 @@ def check_field(case: Case, rng: np.random.Generator, wanted: float = WANTED) ->
         _same_form(left, right)
         for i, (a, b) in enumerate(zip(left, right)):
             if not np.array_equal(a, b):
-                place = tuple(int(k) for k in np.argwhere(np.asarray(a != b))[0])
-                raise Wrong(f"modulo {field.prime} output {i} differs at {list(place)}")
+                position = tuple(int(k) for k in np.argwhere(np.asarray(a != b))[0])
+                raise Wrong(f"modulo {field.prime} output {i} differs at {list(position)}")
         bound *= chance(left_degrees, right_degrees, degrees, field.prime)
         trials += 1
     return FieldResult(trials, bound)
@@ -418,27 +418,27 @@ def check_floats(case: Case, rng: np.random.Generator, rule: AnyRule) -> int:
     `may_add_nonfinite` and `may_remove_nonfinite` of the rule say what may differ where a number is not finite.
     Returns the number of draws for which the left side has a value. Raises Wrong, NotEvaluable.
     """
-    done = 0
+    draws = 0
     numeric = rule.proof == "numeric"
     tolerance = _ROUNDED if numeric else _REORDERED
     for turn, (kind, size) in enumerate(magnitudes(case, numeric)):
-        found = _evaluated(case, rng, drawn_floats(rng, kind, size), wide=turn % 2 == 1)
-        if found is None:
+        results = _evaluated(case, rng, drawn_floats(rng, kind, size), wide=turn % 2 == 1)
+        if results is None:
             continue
-        _compare_case(case, *found, tolerance, rule)
-        done += 1
+        _compare_case(case, *results, tolerance, rule)
+        draws += 1
     for turn, special in enumerate((np.nan, np.inf, -np.inf, -0.0)):
         # An empty sum is 0, but in another order of operations 0 times infinity is NaN: hence `nonempty`.
         normal = drawn_floats(rng, "normal", 1.0)
-        found = _evaluated(case, rng, normal, special, wide=turn % 2 == 0, nonempty=rule.nonempty)
-        if found is None:
+        results = _evaluated(case, rng, normal, special, wide=turn % 2 == 0, nonempty=rule.nonempty)
+        if results is None:
             continue
         try:
-            _compare_case(case, *found, tolerance, rule)
+            _compare_case(case, *results, tolerance, rule)
         except Wrong as error:
             raise Wrong(f"{error} (an input holds {special})") from error
-        done += 1
-    return done
+        draws += 1
+    return draws
 
 
 def _evaluated(
@@ -464,14 +464,14 @@ def _evaluated(
 def drawn_floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats:
     """Draws numbers of the standard normal distribution times `size`; of the kind "positive" from 0.05 on."""
 
-    def drawn(shape: tuple[int, ...], dtype: DType) -> Array:
+    def draw(shape: tuple[int, ...], dtype: DType) -> Array:
         numbers = rng.standard_normal(shape)
         if kind == "positive":
             numbers = np.abs(numbers) + 0.05
         # Finite, and rounded to the type, as the runtime will get them.
         return round_to(numbers * min(size, _TYPICALLY_MOST.get(dtype, size)), dtype)
 
-    return drawn
+    return draw
 
 
 def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -> None:
@@ -499,8 +499,8 @@ def _compare_case(
                 raise
         else:
             return
-    kept = [i for i, v in enumerate(case.before.outputs) if v in case.replaced]
-    left, right = [left[i] for i in kept], [right[i] for i in kept]
+    replaced = [i for i, v in enumerate(case.before.outputs) if v in case.replaced]
+    left, right = [left[i] for i in replaced], [right[i] for i in replaced]
     compare(left, right, tolerance, rule.may_add_nonfinite, rule.may_remove_nonfinite)
 
 
@@ -536,9 +536,9 @@ def compare(
             skipped = skipped | ~finite
         same = np.where(finite, np.isfinite(b), (a == b) | (np.isnan(a) & np.isnan(b))) | skipped
         if not same.all():
-            place = np.argwhere(~np.atleast_1d(same))[0].tolist()
+            position = np.argwhere(~np.atleast_1d(same))[0].tolist()
             raise Wrong(
-                f"output {i} is {b.reshape(same.shape)[~same][0]} instead of {a[~same][0]} at {place}"
+                f"output {i} is {b.reshape(same.shape)[~same][0]} instead of {a[~same][0]} at {position}"
             )
         both = finite & np.isfinite(b)
         if not both.any():
@@ -571,8 +571,8 @@ class RuntimeResult:
 
 def whole_types(case: Case) -> frozenset[DType]:
     """The element types of the inputs that hold integers as data, not as sizes or indices."""
-    graph, kept = case.before, placing(case.problem)
-    return frozenset(t for v in graph.inputs if v not in kept and (t := graph.type(v).dtype) in INTEGERS)
+    graph, positions = case.before, placing(case.problem)
+    return frozenset(t for v in graph.inputs if v not in positions and (t := graph.type(v).dtype) in INTEGERS)
 
 
 def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> RuntimeResult | None:
@@ -584,12 +584,12 @@ def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> R
     if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):
         return None  # the runtime takes no NumPy arrays of this type
     try:
-        found = _evaluated(case, rng, drawn_floats(rng, "positive", 1.0), wide=wide)
+        results = _evaluated(case, rng, drawn_floats(rng, "positive", 1.0), wide=wide)
     except NotEvaluable:
         return None
-    if found is None:
+    if results is None:
         return None
-    feeds, exact, _ = found
+    feeds, exact, _ = results
     graph = case.before
     floats = {v for v in feeds if graph.type(v).dtype in FLOATS}
     if (
@@ -598,13 +598,13 @@ def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> R
         or any(a.size == 0 for a in (*feeds.values(), *exact))
     ):
         return None
-    given = {v: a.astype(numpy_dtype(graph.type(v).dtype)) if v in floats else a for v, a in feeds.items()}
+    inputs = {v: a.astype(numpy_dtype(graph.type(v).dtype)) if v in floats else a for v, a in feeds.items()}
     try:
-        before = run_graph(graph, given)
+        before = run_graph(graph, inputs)
     except (BackendError, NotStandalone):
         return None
     try:
-        after = run_graph(case.after, given)
+        after = run_graph(case.after, inputs)
     except BackendError as error:
         raise Wrong(f"ONNX Runtime refuses the right side: {error}") from error
     if any(y.shape != a.shape for y, a in zip(exact, before)):
@@ -636,22 +636,22 @@ def _has_empty(graph: Graph) -> bool:
 def run_graph(graph: Graph, feeds: Feeds) -> list[Array]:
     """The outputs of a graph in ONNX Runtime without its optimisations. Raises BackendError, NotStandalone."""
     nodes = graph.topological()
-    made = {v for n in nodes for v in n.outputs}
-    read = {v for n in nodes for v in n.inputs if v}
-    inputs = {v: graph.type(v).as_const(False) for v in graph.inputs if v in read}
+    computed = {v for n in nodes for v in n.outputs}
+    operands = {v for n in nodes for v in n.inputs if v}
+    inputs = {v: graph.type(v).as_const(False) for v in graph.inputs if v in operands}
     consts = {
         v: feeds[v] if v in feeds else c.numpy().astype(numpy_dtype(c.type.dtype))
-        for v in read - made - inputs.keys()
+        for v in operands - computed - inputs.keys()
         if (c := graph.leaves.consts.get(v)) is not None
     }
-    wanted = list(dict.fromkeys(v for v in graph.outputs if v in made))
-    found: dict[Value, Array] = {}
-    if wanted:
-        model = model_of(nodes, inputs, consts, wanted)
+    requested = list(dict.fromkeys(v for v in graph.outputs if v in computed))
+    results: dict[Value, Array] = {}
+    if requested:
+        model = model_of(nodes, inputs, consts, requested)
         with open_model(model, threads=1, optimization=Optimization.NONE) as opened:
             out = opened.run({input_name(v): feeds[v] for v in inputs})
-            found = dict(zip(wanted, out))
+            results = dict(zip(requested, out))
     return [
-        found[v] if v in found else feeds[v] if v in feeds else graph.leaves.consts[v].numpy()
+        results[v] if v in results else feeds[v] if v in feeds else graph.leaves.consts[v].numpy()
         for v in graph.outputs
     ]

@@ -69,36 +69,36 @@ class CodeMutant:
 
 def functions_of(rule: AnyRule) -> dict[str, FunctionType]:
     """The functions of a rule's class and the functions of its package that they call, by "module:name"."""
-    found: dict[str, FunctionType] = {}
+    functions: dict[str, FunctionType] = {}
     home = type(rule).__module__.partition(".")[0]
     for kind in type(rule).__mro__:
         if kind not in Rule.__mro__ and kind not in RegionRule.__mro__:
-            _methods(kind, home, found)
-    return found
+            _methods(kind, home, functions)
+    return functions
 
 
-def _methods(kind: type, home: str, found: dict[str, FunctionType]) -> None:
+def _methods(kind: type, home: str, functions: dict[str, FunctionType]) -> None:
     for value in vars(kind).values():
         function = function_of(value)
         if function is not None:
-            _add(function, home, found)
+            _add(function, home, functions)
 
 
-def _add(function: FunctionType, home: str, found: dict[str, FunctionType]) -> None:
+def _add(function: FunctionType, home: str, functions: dict[str, FunctionType]) -> None:
     key = f"{function.__module__}:{function.__qualname__}"
-    if key in found or function.__module__.partition(".")[0] != home:
+    if key in functions or function.__module__.partition(".")[0] != home:
         return
     if not function.__code__.co_filename.endswith(".py"):
         return  # generated, for example by a dataclass
-    found[key] = function
+    functions[key] = function
     for code in codes(function.__code__):
         for name in code.co_names:
             value = function.__globals__.get(name)
             called = None if value is None else function_of(value)
             if called is not None:
-                _add(called, home, found)
+                _add(called, home, functions)
             elif _is_of(value, home):
-                _methods(value, home, found)
+                _methods(value, home, functions)
 
 
 def _is_of(value: Any, home: str) -> TypeGuard[type]:
@@ -124,9 +124,9 @@ def _chain(module: str, first: int, name: str) -> Chain | None:
                     return (*above, node)
                 if (
                     isinstance(node, ast.ClassDef)
-                    and (found := search(node.body, (*above, node))) is not None
+                    and (chain := search(node.body, (*above, node))) is not None
                 ):
-                    return found
+                    return chain
         return None
 
     return search(_tree(module).body, ())
@@ -195,10 +195,10 @@ def _changes(node: ast.AST, inside: str) -> Iterator[tuple[str, str, Any]]:
 
 def _set(node: ast.AST, field: str, value: Any) -> Any:
     """Put a value into a field of a node. Returns the old value."""
-    name, _, place = field.partition(".")
-    if place:
-        old = getattr(node, name)[int(place)]
-        getattr(node, name)[int(place)] = value
+    name, _, index = field.partition(".")
+    if index:
+        old = getattr(node, name)[int(index)]
+        getattr(node, name)[int(index)] = value
         return old
     old = getattr(node, name)
     setattr(node, name, value)
@@ -209,9 +209,9 @@ def places_of(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
     """For each place where a function can be changed, its lines."""
     code = function.__code__
     chain = _chain(function.__module__, code.co_firstlineno, code.co_name)
-    found = _places(chain[-1]) if chain is not None else ()
+    targets = _places(chain[-1]) if chain is not None else ()
     return frozenset(
-        _lines(function, span) for node, inside, span in found if any(True for _ in _changes(node, inside))
+        _lines(function, span) for node, inside, span in targets if any(True for _ in _changes(node, inside))
     )
 
 
@@ -248,25 +248,25 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
     (definition,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name][
         :1
     ]
-    seen = Counter[str]()
+    counts = Counter[str]()
     for node, inside, span in list(_places(definition)):
         for kind, field, value in list(_changes(node, inside)):
             before = _text(node, tree)
             old = _set(node, field, value)
             try:
                 change = f"{before} -> {_text(node, tree)}"
-                made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec")
+                compiled = compile(ast.fix_missing_locations(tree), code.co_filename, "exec")
             finally:
                 _set(node, field, old)
-            number = seen[change]
-            seen[change] += 1
-            found = next(
+            number = counts[change]
+            counts[change] += 1
+            function_code = next(
                 c
-                for c in codes(made)
+                for c in codes(compiled)
                 if c.co_name == code.co_name and c.co_firstlineno == code.co_firstlineno
             )
             mutant = CodeMutant(module, function.__qualname__, kind, change, number)
-            yield Compiled(mutant, found, _lines(function, span), _numbers(function, span))
+            yield Compiled(mutant, function_code, _lines(function, span), _numbers(function, span))
 
 
 def _text(node: ast.AST, tree: ast.AST) -> str:

@@ -75,7 +75,7 @@ _LONGEST = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CodeHuntResult:
     """The verdict on a mutant of code.
 
     `cases`: the number of graphs in which it differs and is right. `rule`: the rule that rejected it, or the last one
@@ -123,7 +123,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The number of operators that run, and of elements that they write. Symbols count as 7."""
+    """The number of operators that run, and of elements that they write. A symbolic dimension counts as 7."""
 
     operators: int
     elements: int
@@ -146,7 +146,7 @@ def _cost_of_all(cases: Sequence[Case]) -> Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ReferenceRun:
     """A graph and what the rule does with it.
 
     `outcome`: fingerprints of the results. `plain`: keys of the matches that a search finds. `useless`: whether it has
@@ -166,22 +166,22 @@ class _Known:
 
 @dataclass(slots=True)
 class _Pool:
-    """Graphs that reach some lines, in chunks. They are drawn on demand and kept."""
+    """Graphs that reach some lines, in chunks, which are drawn on demand and cached."""
 
-    source: Iterator[Sequence[_Known]]
-    known: list[Sequence[_Known]] = field(default_factory=list)
+    source: Iterator[Sequence[_ReferenceRun]]
+    chunks: list[Sequence[_ReferenceRun]] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Sequence[_Known]]:
+    def __iter__(self) -> Iterator[Sequence[_ReferenceRun]]:
         turn = 0
-        while turn < len(self.known) or self._more():
-            yield self.known[turn]
+        while turn < len(self.chunks) or self._more():
+            yield self.chunks[turn]
             turn += 1
 
     def _more(self) -> bool:
-        found = next(self.source, None)
-        if found is not None:
-            self.known.append(found)
-        return found is not None
+        chunk = next(self.source, None)
+        if chunk is not None:
+            self.chunks.append(chunk)
+        return chunk is not None
 
 
 @dataclass(slots=True)
@@ -193,14 +193,14 @@ class _Gathered(Proof):
 
 
 class CodeHunt:
-    """Judges mutants of a rule's code on the graphs that its proof tries and on `given` graphs.
+    """Judges mutants of a rule's code on the graphs that its proof tries and on further `graphs`.
 
     Raises ValueError if the rule itself fails a test. Only its first cases are tested.
     """
 
-    def __init__(self, rule: AnyRule, seed: int = 0, given: Iterable[Graph] = ()) -> None:
+    def __init__(self, rule: AnyRule, seed: int = 0, graphs: Iterable[Graph] = ()) -> None:
         self.rule, self.seed = rule, seed
-        self.grows = False  # whether some results of the rule cost more than what was there
+        self.grows = False  # whether some results of the rule cost more than the original
         self.home = type(rule).__module__.partition(".")[0]
         proof = _Gathered(rule, seed)
         proof.gather()
@@ -213,21 +213,21 @@ class CodeHunt:
             self._library()
         self.at_first = frozenset(lines)
         problems = [c.problem for c in proof.cases]
-        problems += [p for kept in proof.sites.values() for p in kept]
-        problems += proof.tried
-        problems += [Problem(g, {}, sketch_of(g)) for g in given]
-        self.corpus = [k for p in different(problems) if (k := self._known(p)) is not None]
+        problems += [p for refused in proof.sites.values() for p in refused]
+        problems += proof.problems
+        problems += [Problem(g, {}, sketch_of(g)) for g in graphs]
+        self.corpus = [k for p in different(problems) if (k := self._reference(p)) is not None]
         self.corpus += self._explored()
         self.pools: dict[frozenset[Line], _Pool] = {}
 
-    def _explored(self) -> Iterator[_Known]:
-        """Draw graphs that reach places which no known graph reaches, near graphs found before."""
-        places = {p for f in functions_of(self.rule).values() for p in places_of(f)}
+    def _explored(self) -> Iterator[_ReferenceRun]:
+        """Draw graphs, near those of the corpus, that reach mutable expressions which none of the corpus reaches."""
+        targets = {p for f in functions_of(self.rule).values() for p in places_of(f)}
         open_ = {
-            p for p in places if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)
+            p for p in targets if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)
         }
-        seen = {line for k in self.corpus for line in k.lines}
-        own = {line for p in places for line in p}
+        seen_lines = {line for k in self.corpus for line in k.lines}
+        own = {line for p in targets for line in p}
         draw = Draw(digest(self.rule.name) ^ self.seed)
         self.proof.draw.rng = draw.rng
         # Of the graphs that reach the same lines keep the first few.
@@ -238,19 +238,19 @@ class CodeHunt:
             count[lines] += 1
             if lines and count[lines] <= _ALIKE and each.problem.sketch.varied:
                 seeds.append(each.problem)
-        near = in_turn(self.proof.drawn_near(seeds), grown(seeds, draw))
-        for problem in islice(near, _EXPLORED):
+        candidates = in_turn(self.proof.drawn_near(seeds), grown(seeds, draw))
+        for problem in islice(candidates, _EXPLORED):
             if not open_:
                 break
-            known = self._known(problem)
-            if known is None or (known.lines & own) <= seen:
+            reference = self._reference(problem)
+            if reference is None or (reference.lines & own) <= seen_lines:
                 continue
-            seen |= known.lines
-            open_ = {p for p in open_ if not known.reaches(p)}
+            seen_lines |= reference.lines
+            open_ = {p for p in open_ if not reference.reaches(p)}
             seeds += [problem] * (1 + len(seeds) // _OFTEN)  # what is new is drawn from more often
-            yield known
+            yield reference
 
-    def _known(self, problem: Problem) -> _Known | None:
+    def _reference(self, problem: Problem) -> _ReferenceRun | None:
         """Run the rule on a graph; None if it raises, which it may do if the graph is meaningless."""
         forget(self.home)
         try:
@@ -263,7 +263,7 @@ class CodeHunt:
         useless = bool(refusals) and all(r.site is None for r in refusals)
         before = cost_of(problem.graph)
         self.grows = self.grows or any(cost_of(c.after).exceeds(before) for c in cases)
-        return _Known(problem, _outcome(cases), plain, useless, _cost_of_all(cases), frozenset(lines))
+        return _ReferenceRun(problem, _outcome(cases), plain, useless, _cost_of_all(cases), frozenset(lines))
 
     def _library(self) -> Library:
         """A fresh library with a fresh rule. Both cache verdicts of conditions, so they cannot be reused."""
@@ -273,37 +273,40 @@ class CodeHunt:
     def functions(self) -> Mapping[str, FunctionType]:
         return functions_of(self.rule)
 
-    def reaching(self, compiled: Compiled) -> Sequence[_Known]:
+    def reaching(self, compiled: Compiled) -> Sequence[_ReferenceRun]:
         """The known graphs that reach the change of a mutant."""
         lines = compiled.lines
         if not self.at_first.isdisjoint(lines):
             return self.corpus
         return [k for k in self.corpus if k.reaches(lines)]
 
-    def judge(self, function: FunctionType, compiled: Compiled, further: bool = True) -> Found:
+    def judge(self, function: FunctionType, compiled: Compiled, further: bool = True) -> CodeHuntResult:
         """The verdict on one mutant. `further`: whether to draw graphs in addition to the known ones."""
         reaching = self.reaching(compiled)
-        others: list[Problem] = []
-        verdict = self._asked_all(function, compiled, [reaching], others)
+        differing: list[Problem] = []
+        verdict = self._judge_chunks(function, compiled, [reaching], differing)
         if verdict is None and further and reaching:
-            drawn: list[Problem] = []
-            verdict = self._asked_all(function, compiled, self._pool(compiled, reaching), drawn)
-            others += drawn
-        if verdict is None and further and others:
-            near = filter(None, map(self._known, islice(different(self.proof.around(others)), _NEAR)))
-            verdict = self._asked_all(function, compiled, _chunks(near), [])
-        return Found(compiled.mutant, verdict or ("right" if others else "same"), len(others), self.rule.name)
+            drawn_differing: list[Problem] = []
+            verdict = self._judge_chunks(function, compiled, self._pool(compiled, reaching), drawn_differing)
+            differing += drawn_differing
+        if verdict is None and further and differing:
+            neighbours = filter(
+                None, map(self._reference, islice(different(self.proof.around(differing)), _NEAR))
+            )
+            verdict = self._judge_chunks(function, compiled, _chunks(neighbours), [])
+        verdict = verdict or ("right" if differing else "same")
+        return CodeHuntResult(compiled.mutant, verdict, len(differing), self.rule.name)
 
-    def _asked_all(
+    def _judge_chunks(
         self,
         function: FunctionType,
         compiled: Compiled,
-        chunks: Iterable[Sequence[_Known]],
-        others: list[Problem],
+        chunks: Iterable[Sequence[_ReferenceRun]],
+        differing: list[Problem],
     ) -> Verdict | None:
-        """The verdict against a mutant on some graphs, or None. A chunk is drawn while the mutant is not in place.
+        """The verdict against a mutant on some graphs, or None. A chunk is drawn while the original code is in place.
 
-        Graphs in which its results differ are added to `others`. Only the first of these are tested for wrong results.
+        Graphs in which its results differ are added to `differing`. Only the first of these are tested for being wrong.
         """
         for chunk in chunks:
             with put(function, compiled.code):
@@ -312,12 +315,14 @@ class CodeHunt:
                 except Exception:  # its source is no longer a valid pattern
                     return "raises"
                 for each in chunk:
-                    verdict = self._asked(library, each, others)
+                    verdict = self._judge_on(library, each, differing)
                     if verdict is not None:
                         return verdict
         return None
 
-    def _pool(self, compiled: Compiled, reaching: Sequence[_Known]) -> Iterable[Sequence[_Known]]:
+    def _pool(
+        self, compiled: Compiled, reaching: Sequence[_ReferenceRun]
+    ) -> Iterable[Sequence[_ReferenceRun]]:
         """Graphs near those that reach the change. They are the same for every mutant of these lines."""
         lines = compiled.lines
         if lines not in self.pools:
@@ -325,27 +330,29 @@ class CodeHunt:
         return self.pools[lines]
 
     def _drawn(
-        self, lines: frozenset[Line], numbers: Iterable[int], reaching: Sequence[_Known]
-    ) -> Iterator[_Known]:
+        self, lines: frozenset[Line], numbers: Iterable[int], reaching: Sequence[_ReferenceRun]
+    ) -> Iterator[_ReferenceRun]:
         draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)
         self.proof.draw.rng = draw.rng  # makes the draws independent of earlier ones
         step = max(1, len(reaching) // _GIVEN)
-        given = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
+        seeds = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
         limits = chain.from_iterable(
             at_limit(p.sketch, abs(n), draw)
             for n in sorted(numbers)
             if 0 < abs(n) <= LARGEST
-            for p in given[::6]
+            for p in seeds[::6]
         )
         at_limits = filter(None, map(self.proof.source.built, limits))
-        found = in_turn(self.proof.around(given), grown(given, draw), at_limits)
-        drawn = (self._known(p) for p in different(islice(found, _DRAWN)))
+        candidates = in_turn(self.proof.around(seeds), grown(seeds, draw), at_limits)
+        references = (self._reference(p) for p in different(islice(candidates, _DRAWN)))
         everywhere = not self.at_first.isdisjoint(lines)
-        return islice((k for k in drawn if k is not None and (everywhere or k.reaches(lines))), _WANTED)
+        return islice((k for k in references if k is not None and (everywhere or k.reaches(lines))), _WANTED)
 
-    def _asked(self, library: Library, known: _Known, others: list[Problem]) -> Verdict | None:
+    def _judge_on(
+        self, library: Library, reference: _ReferenceRun, differing: list[Problem]
+    ) -> Verdict | None:
         """The verdict against a mutant on one graph; None if there is none."""
-        problem = known.problem
+        problem = reference.problem
         try:
             with limited(_LONGEST):
                 cases, _ = find_cases(library, problem)
@@ -353,26 +360,26 @@ class CodeHunt:
         except TooLong:
             return "loops"
         except Exception:  # whatever the mutant raises
-            return "raises" if known.outcome or usable(problem, self.rng) else None
+            return "raises" if reference.outcome or usable(problem, self.rng) else None
         outcome = _outcome(cases)
-        if outcome == known.outcome and plain == known.plain:
+        if outcome == reference.outcome and plain == reference.plain:
             return None
-        new = [c for c in cases if c.after.fingerprint not in known.outcome]
-        new = new if len(others) < _CLOSELY else []
-        if any(self._is_wrong(c, len(others) < _RUN) for c in new):
+        new = [c for c in cases if c.after.fingerprint not in reference.outcome]
+        new = new if len(differing) < _CLOSELY else []
+        if any(self._is_wrong(c, len(differing) < _RUN) for c in new):
             return "wrong"
-        if len(outcome) < len(known.outcome) or len(plain) < len(known.plain):
+        if len(outcome) < len(reference.outcome) or len(plain) < len(reference.plain):
             return "loses"
-        if known.useless and outcome != known.outcome:
+        if reference.useless and outcome != reference.outcome:
             return "useless"
-        if len(cases) == len(known.outcome):
-            costlier = _cost_of_all(cases).exceeds(known.cost)
+        if len(cases) == len(reference.outcome):
+            costlier = _cost_of_all(cases).exceeds(reference.cost)
         else:
             before = cost_of(problem.graph)
             costlier = not self.grows and any(cost_of(c.after).exceeds(before) for c in new)
         if costlier:
             return "costlier"
-        others.append(problem)
+        differing.append(problem)
         return None
 
     def _is_wrong(self, case: Case, run: bool) -> bool:
@@ -382,9 +389,9 @@ class CodeHunt:
             check_floats(case, self.rng, self.rule)
             check_ranges(case, self.rng, self.rule)
             check_errors(case, self.rng, self.rule)
-            whole = bool(whole_types(case))
-            if whole or (run and _is_static(case)):
-                check_runtime(case, self.rng, wide=whole)
+            wide = bool(whole_types(case))
+            if wide or (run and _is_static(case)):
+                check_runtime(case, self.rng, wide=wide)
         except Wrong:
             return True
         except (NotEvaluable, Refused):
@@ -400,8 +407,8 @@ def anew(rule: AnyRule) -> AnyRule:
     return kind()
 
 
-def _chunks(known: Iterable[_Known]) -> Iterator[Sequence[_Known]]:
-    source = iter(known)
+def _chunks(references: Iterable[_ReferenceRun]) -> Iterator[Sequence[_ReferenceRun]]:
+    source = iter(references)
     while chunk := list(islice(source, _AT_ONCE)):
         yield chunk
 
@@ -422,4 +429,4 @@ def _plain(library: Library, problem: Problem) -> tuple[Any, ...]:
     return tuple(sorted(m.key for m in match_all(problem.graph, library)))
 
 
-__all__ = ["KILLED", "CodeHunt", "Found", "mutants_of"]
+__all__ = ["KILLED", "CodeHunt", "CodeHuntResult", "mutants_of"]

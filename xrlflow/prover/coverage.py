@@ -23,10 +23,10 @@ from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.cases import Case
 from xrlflow.prover.draw import Draw
 from xrlflow.prover.equivalence_classes import (
+    DegenerateSample,
     Kind,
-    Meaningless,
     Sort,
-    Unlucky,
+    UndefinedExpression,
     attribute_names,
     attribute_subject,
     family,
@@ -43,7 +43,7 @@ from xrlflow.rewrite.rule import Site, VarSpec
 # A kind is given up after so many graphs that were not admitted, or after so many attempts to build one.
 ENOUGH, MOST_ATTEMPTS = 16, 120
 # The same for an element type, and the wanted number of cases. There are many types, and most operators take few.
-_TRIED_TYPES, _MOST_TYPES, _CASES_OF_TYPE = 14, 20, 3
+_MOST_OUTCOMES, _MOST_TYPES, _CASES_OF_TYPE = 14, 20, 3
 
 # The outcome for a graph: a tested case, a refused match, no match, a case that no test could evaluate.
 Outcome = Literal["admitted", "refused", "beside", "untested"]
@@ -64,18 +64,18 @@ class Tally:
     meaningless: int = 0
 
     @property
-    def tried(self) -> int:
+    def outcomes(self) -> int:
         return self.admitted + self.refused + self.beside + self.untested
 
-    wanted: int = 1
-    most_tried: int = ENOUGH
+    required: int = 1
+    most_outcomes: int = ENOUGH
     most_attempts: int = MOST_ATTEMPTS
 
     @property
     def settled(self) -> bool:
         return (
-            self.admitted >= self.wanted
-            or self.tried >= self.most_tried
+            self.admitted >= self.required
+            or self.outcomes >= self.most_outcomes
             or self.attempts >= self.most_attempts
         )
 
@@ -104,13 +104,13 @@ class Coverage:
 
     @classmethod
     def of(cls, kinds: Iterable[Kind]) -> Coverage:
-        of_type = Tally(wanted=_CASES_OF_TYPE, most_tried=_TRIED_TYPES, most_attempts=_MOST_TYPES)
+        of_type = Tally(required=_CASES_OF_TYPE, most_outcomes=_MOST_OUTCOMES, most_attempts=_MOST_TYPES)
         return cls({k: replace(of_type) if k.subject == "type" else Tally() for k in kinds})
 
     def shown_by(self, problem: Problem) -> set[Kind]:
         """The demanded kinds that a problem shows."""
-        found = {*shown(problem.graph, self.subjects), *problem.sketch.drawn}
-        return found & self.tallies.keys()
+        kinds = {*shown(problem.graph, self.subjects), *problem.sketch.shown_kinds}
+        return kinds & self.tallies.keys()
 
     def count(self, kinds: Iterable[Kind], outcome: Outcome) -> None:
         for kind in kinds:
@@ -119,13 +119,13 @@ class Coverage:
 
     def new(self, kinds: Iterable[Kind]) -> bool:
         """Whether one of these kinds still has too few admitted cases."""
-        return any(t.admitted < t.wanted for t in map(self.tallies.__getitem__, kinds))
+        return any(t.admitted < t.required for t in map(self.tallies.__getitem__, kinds))
 
     @property
     def open(self) -> list[Kind]:
         return [k for k, t in self.tallies.items() if not t.settled]
 
-    def left(self, verdict: str) -> list[Kind]:
+    def with_verdict(self, verdict: str) -> list[Kind]:
         """The kinds with this verdict."""
         return [k for k, t in self.tallies.items() if t.verdict == verdict]
 
@@ -144,50 +144,50 @@ _SIZES = ("0", "1", "a name", "not known")
 
 def example_kinds(examples: Sequence[Sketch]) -> list[Kind]:
     """The kinds that variations of examples must show: of all attributes and index inputs, sizes, ranks and types."""
-    found: dict[Kind, None] = {}
+    kinds: dict[Kind, None] = {}
     for sketch in examples:
         for node in sketch.nodes:
             for name in attribute_names(node.op):
                 subject = attribute_subject(node.op, name)
-                found.update(dict.fromkeys(Kind(subject, s.name) for s in family(node.op, name)))
-            for place, given in enumerate(node.inputs):
-                if given is not None and given.kind == "const":
-                    subject = index_subject(node.op, place)
-                    found.update(dict.fromkeys(Kind(subject, s.name) for s in index_family(node.op, place)))
+                kinds.update(dict.fromkeys(Kind(subject, s.name) for s in family(node.op, name)))
+            for index, ref in enumerate(node.inputs):
+                if ref is not None and ref.kind == "const":
+                    subject = index_subject(node.op, index)
+                    kinds.update(dict.fromkeys(Kind(subject, s.name) for s in index_family(node.op, index)))
     if examples:
-        found.update(dict.fromkeys(Kind("size", n) for n in _SIZES))
-        found.update(dict.fromkeys(Kind("rank", n) for n in ("lower", "higher")))
-        found.update(dict.fromkeys(Kind("type", t.name.lower()) for t in TYPES))
-    return list(found)
+        kinds.update(dict.fromkeys(Kind("size", n) for n in _SIZES))
+        kinds.update(dict.fromkeys(Kind("rank", n) for n in ("lower", "higher")))
+        kinds.update(dict.fromkeys(Kind("type", t.name.lower()) for t in TYPES))
+    return list(kinds)
 
 
 def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
-    """Change a sketch so that it shows the kind `wish`. `problem` is what the sketch builds. Raises Unlucky."""
-    sketch = replace(sketch, drawn=frozenset())  # the change may make them untrue
+    """Change a sketch, which builds `problem`, so that it shows the kind `wish`. Raises DegenerateSample."""
+    sketch = replace(sketch, shown_kinds=frozenset())  # the change may make them untrue
     if wish.subject == "size":
         return _with_size(sketch, wish, draw)
     if (dim := dimension_of(wish)) is not None:
         if dim not in sketch.dims:
-            raise Unlucky("the sketch has no such dimension")
+            raise DegenerateSample("the sketch has no such dimension")
         resized = resize_to(sketch, sketch.dims[dim], int(wish.name), draw)
-        return replace(resized, drawn=frozenset({wish}), dims={})
+        return replace(resized, shown_kinds=frozenset({wish}), dims={})
     if wish.subject == "rank" and wish.name in ("lower", "higher"):
         return _with_rank(sketch, wish, draw)
     if wish.subject == "type":
         return _with_type(sketch, DType[wish.name.upper()])
-    places = _places(sketch, wish)
-    chosen = places if draw.chance(0.5) else [draw.choice(places)]
-    for at, name, place, sort in chosen:
+    targets = _targets(sketch, wish)
+    selected = targets if draw.chance(0.5) else [draw.choice(targets)]
+    for at, name, index, sort in selected:
         node = sketch.nodes[at]
         shapes = [None if t is None else _known(t) for t in problem.arguments[at]]
         if not name:
-            given = node.inputs[place]
-            assert given is not None
-            old = sketch.consts[given.index].array
+            ref = node.inputs[index]
+            assert ref is not None
+            old = sketch.consts[ref.index].array
             array = np.asarray(sort.make(draw, shapes))
             if node.op != "Gather" and draw.chance(0.7):
                 array = np.resize(array, old.shape) if array.size else array
-            sketch = with_const(sketch, given.index, array=array.astype(old.dtype))
+            sketch = with_const(sketch, ref.index, array=array.astype(old.dtype))
         elif name == "group":
             sketch = _grouped(sketch, at, shapes, wish, draw)
         else:
@@ -197,20 +197,20 @@ def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
     return sketch
 
 
-def _places(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
-    """The places for a kind of an attribute or index input: node, attribute name (or ""), input, and how to draw it."""
-    found = []
+def _targets(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
+    """Where a sketch can show a kind of an attribute or index input: node, attribute (or ""), input, how to draw it."""
+    targets = []
     for at, node in enumerate(sketch.nodes):
         for name in attribute_names(node.op):
             if attribute_subject(node.op, name) == wish.subject:
-                found += [(at, name, 0, s) for s in family(node.op, name) if s.name == wish.name]
-        for place, given in enumerate(node.inputs):
-            const = given is not None and given.kind == "const"
-            if const and index_subject(node.op, place) == wish.subject:
-                found += [(at, "", place, s) for s in index_family(node.op, place) if s.name == wish.name]
-    if not found:
-        raise Unlucky("the example has no such operator")
-    return found
+                targets += [(at, name, 0, s) for s in family(node.op, name) if s.name == wish.name]
+        for index, ref in enumerate(node.inputs):
+            const = ref is not None and ref.kind == "const"
+            if const and index_subject(node.op, index) == wish.subject:
+                targets += [(at, "", index, s) for s in index_family(node.op, index) if s.name == wish.name]
+    if not targets:
+        raise DegenerateSample("the example has no such operator")
+    return targets
 
 
 def _known(type: TensorType) -> tuple[int, ...] | None:
@@ -220,7 +220,7 @@ def _known(type: TensorType) -> tuple[int, ...] | None:
 def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
     dims = sorted({d for t in sketch.inputs for d in t.shape or () if d is not None}, key=str)
     if not dims:
-        raise Unlucky("there is no dimension")
+        raise DegenerateSample("there is no dimension")
     if wish.name == "not known":
         return forget(sketch, draw)
     old = draw.choice(dims)
@@ -236,10 +236,10 @@ def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
     """One input, or all, with one dimension more or less."""
     count = len(sketch.inputs)
-    chosen = range(count) if draw.chance(0.5) else [draw.integer(0, max(count - 1, 0))]
+    selected = range(count) if draw.chance(0.5) else [draw.integer(0, max(count - 1, 0))]
     inputs = list(sketch.inputs)
     front = draw.chance(0.7)
-    for i in chosen:
+    for i in selected:
         shape = inputs[i].shape if i < count else None
         if shape is None or (wish.name == "lower" and not shape):
             continue
@@ -249,13 +249,13 @@ def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
         else:
             dims = shape[1:] if front else shape[:-1]
         inputs[i] = replace_dims(inputs[i], dims)
-    return replace(sketch.with_inputs(inputs), drawn=frozenset({wish}))
+    return replace(sketch.with_inputs(inputs), shown_kinds=frozenset({wish}))
 
 
 def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
     """Change the type of all floats; if there are none, of all that has the type of the first input."""
-    given = {t.dtype for t in sketch.inputs} | {c.dtype for c in sketch.consts}
-    old = FLOATS if given & FLOATS else frozenset(t.dtype for t in sketch.inputs[:1])
+    dtypes = {t.dtype for t in sketch.inputs} | {c.dtype for c in sketch.consts}
+    old = FLOATS if dtypes & FLOATS else frozenset(t.dtype for t in sketch.inputs[:1])
 
     def changed(type: TensorType) -> TensorType:
         return TensorType(dtype, type.shape, type.const) if type.dtype in old else type
@@ -274,29 +274,29 @@ def _with_type(sketch: Sketch, dtype: DType) -> Sketch:
 def _grouped(
     sketch: Sketch, at: int, shapes: Sequence[tuple[int, ...] | None], wish: Kind, draw: Draw
 ) -> Sketch:
-    """Make a convolution grouped: its weight gets fewer input channels. Raises Unlucky, Meaningless."""
+    """Group a convolution: its weight gets fewer input channels. Raises DegenerateSample, UndefinedExpression."""
     node = sketch.nodes[at]
     if node.op != "Conv" or shapes[0] is None or shapes[1] is None or len(shapes[0]) < 2:
-        raise Unlucky("its groups follow from more than the weight")
+        raise DegenerateSample("its groups follow from more than the weight")
     channels, filters = shapes[0][1], shapes[1][0]
     options = [g for g in range(2, channels + 1) if channels % g == 0 and filters % g == 0]
     groups = 1 if wish.name == "1" else draw.choice(options) if options else 0
     if wish.name == "each channel by itself":
         groups = channels if channels in options else 0
     if not groups:
-        raise Meaningless("the channels cannot be grouped")
+        raise UndefinedExpression("the channels cannot be grouped")
     shape = (filters, channels // groups, *shapes[1][2:])
-    given = node.inputs[1]
-    assert given is not None
-    if given.kind == "const":
-        old = sketch.consts[given.index]
-        sketch = with_const(sketch, given.index, array=np.resize(old.array, shape))
-    elif given.kind == "input":
+    weight_ref = node.inputs[1]
+    assert weight_ref is not None
+    if weight_ref.kind == "const":
+        old = sketch.consts[weight_ref.index]
+        sketch = with_const(sketch, weight_ref.index, array=np.resize(old.array, shape))
+    elif weight_ref.kind == "input":
         inputs = list(sketch.inputs)
-        inputs[given.index] = replace_dims(inputs[given.index], shape)
+        inputs[weight_ref.index] = replace_dims(inputs[weight_ref.index], shape)
         sketch = sketch.with_inputs(inputs)
     else:
-        raise Unlucky("the weight is computed")
+        raise DegenerateSample("the weight is computed")
     return with_node(sketch, at, attrs={**node.attrs, "group": groups})
 
 
@@ -343,11 +343,11 @@ def _unified(alternative: Mapping[str, VarSpec], types: Mapping[str, TensorType]
         shape = type.shape
         if shape is None or (len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims)):
             return None
-        for wanted, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
-            if isinstance(wanted, int):
-                if wanted != got:
+        for declared, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
+            if isinstance(declared, int):
+                if declared != got:
                     return None
-            elif isinstance(got, int) and sizes.setdefault(wanted, got) != got:
+            elif isinstance(got, int) and sizes.setdefault(declared, got) != got:
                 return None
     return sizes
 
@@ -366,10 +366,10 @@ def own_conditions(rule: AnyRule) -> Mapping[Site, str]:
     except OSError:
         return {}
     file = inspect.getsourcefile(kind) or ""
-    found: dict[Site, str] = {}
+    conditions: dict[Site, str] = {}
     for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
             reason = node.args[1]
             text = reason.value if isinstance(reason, ast.Constant) else ast.unparse(reason)
-            found[file, first + node.lineno - 1] = str(text)
-    return found
+            conditions[file, first + node.lineno - 1] = str(text)
+    return conditions

@@ -33,8 +33,8 @@ def _packed(numerator: Any, denominator: Any, applications: Any) -> Array:
 
 
 def unpack(a: Any) -> Counts:
-    whole = np.asarray(a, np.float64).astype(np.int64)
-    return whole & _MOST, whole >> _BITS & _MOST, whole >> 2 * _BITS
+    integers = np.asarray(a, np.float64).astype(np.int64)
+    return integers & _MOST, integers >> _BITS & _MOST, integers >> 2 * _BITS
 
 
 class Degrees(Field):

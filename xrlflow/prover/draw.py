@@ -54,8 +54,8 @@ class Draw:
 
     def subset(self, n: int) -> tuple[int, ...]:
         """Some of 0 ... n - 1, at least one, in order."""
-        chosen = tuple(i for i in range(n) if self.chance(0.5))
-        return chosen or (self.integer(0, n - 1),)
+        indices = tuple(i for i in range(n) if self.chance(0.5))
+        return indices or (self.integer(0, n - 1),)
 
     def dim(self) -> int:
         """A size: mostly 1 to 4, seldom 5, 6 or 0."""
@@ -95,12 +95,12 @@ def _spatial(shapes: Shapes) -> int:
 def _each(low: int, high: int, twice: bool = False, often: float = 0.4) -> DrawAttr:
     """Draws a number for each spatial dimension (`twice`: two), with probability `often`."""
 
-    def drawn(draw: Draw, shapes: Shapes) -> Attr | None:
+    def draw_each(draw: Draw, shapes: Shapes) -> Attr | None:
         if not draw.chance(often):
             return None
         return tuple(draw.integer(low, high) for _ in range(_spatial(shapes) * (2 if twice else 1)))
 
-    return drawn
+    return draw_each
 
 
 def _kernel(draw: Draw, shapes: Shapes) -> Attr | None:
@@ -120,10 +120,10 @@ def _factor(draw: Draw, shapes: Shapes) -> Attr | None:
 
 
 def _mode(*options: str) -> DrawAttr:
-    def drawn(draw: Draw, shapes: Shapes) -> Attr | None:
+    def draw_mode(draw: Draw, shapes: Shapes) -> Attr | None:
         return draw.choice(options) if draw.chance(0.3) else None
 
-    return drawn
+    return draw_mode
 
 
 def _group(draw: Draw, shapes: Shapes) -> Attr | None:
@@ -256,48 +256,48 @@ def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
 DrawIndex = Callable[[Draw, tuple[int, ...], Mapping[int, Any]], Any | None]
 
 
-def _expanded(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _expanded(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     lead = [draw.dim() for _ in range(draw.integer(0, 1))]
     own = [draw.choice([d, 1]) if d != 1 else draw.integer(1, 3) for d in shape]
     return np.array([*lead, *own], np.int64)
 
 
-def _repeats(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _repeats(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     return np.array([draw.choice([1, 1, 2]) for _ in shape], np.int64)
 
 
-def _starts(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _starts(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     count = draw.integer(1, max(len(shape), 1))
     return np.array([draw.choice([0, 0, 1, -2, -1]) for _ in range(count)], np.int64)
 
 
-def _ends(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
-    return np.array([draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in given[1]], np.int64)
+def _ends(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
+    return np.array([draw.choice([2**31 - 1, 2**63 - 1, 1, 2, 3, -1]) for _ in constants[1]], np.int64)
 
 
-def _sliced_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _sliced_axes(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     rank = len(shape)
-    axes = draw.permutation(rank)[: len(given[1])]
+    axes = draw.permutation(rank)[: len(constants[1])]
     return np.array([a - rank if draw.chance(0.3) else a for a in axes], np.int64)
 
 
-def _steps(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
-    return np.array([draw.choice([1, 1, 1, 2]) for _ in given[1]], np.int64)
+def _steps(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
+    return np.array([draw.choice([1, 1, 1, 2]) for _ in constants[1]], np.int64)
 
 
-def _squeezed_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _squeezed_axes(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     ones = [i for i, d in enumerate(shape) if d == 1] or [0]
     return np.array([ones[i] for i in draw.subset(len(ones))], np.int64)
 
 
-def _unsqueezed_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _unsqueezed_axes(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     count = draw.integer(1, 2)
     rank = len(shape) + count
-    chosen = sorted(draw.permutation(rank)[:count])
-    return np.array([a - rank if draw.chance(0.3) else a for a in chosen], np.int64)
+    axes = sorted(draw.permutation(rank)[:count])
+    return np.array([a - rank if draw.chance(0.3) else a for a in axes], np.int64)
 
 
-def _pads(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _pads(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     rank = len(shape)
     pads = np.array([draw.choice([0, 0, 1, 2]) for _ in range(2 * rank)], np.int64)
     kind = draw.integer(0, 9)
@@ -308,16 +308,16 @@ def _pads(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
     return pads
 
 
-def _gathered(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _gathered(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     last = max((shape[0] if shape else 1) - 1, 0)
     return np.array([draw.integer(0, last) for _ in range(draw.integer(1, 3))], np.int64)
 
 
-def _reduced_axes(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any:
+def _reduced_axes(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any:
     return np.array(draw.subset(len(shape)) if shape else (), np.int64)
 
 
-def _parts(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any | None:
+def _parts(draw: Draw, shape: tuple[int, ...], constants: Mapping[int, Any]) -> Any | None:
     if not shape:
         return None
     first = draw.integer(0, shape[0])
@@ -325,12 +325,12 @@ def _parts(draw: Draw, shape: tuple[int, ...], given: Mapping[int, Any]) -> Any 
 
 
 def _one_of(*options: float) -> DrawIndex:
-    return lambda draw, shape, given: np.float32(draw.choice(options))
+    return lambda draw, shape, constants: np.float32(draw.choice(options))
 
 
 # By operator and index of the input.
 _INDICES: dict[tuple[str, int], DrawIndex] = {
-    ("Reshape", 1): lambda draw, shape, given: np.array(target_shape(draw, shape), np.int64),
+    ("Reshape", 1): lambda draw, shape, constants: np.array(target_shape(draw, shape), np.int64),
     ("Expand", 1): _expanded,
     ("Tile", 1): _repeats,
     ("Slice", 1): _starts,
@@ -341,20 +341,20 @@ _INDICES: dict[tuple[str, int], DrawIndex] = {
     ("Unsqueeze", 1): _unsqueezed_axes,
     ("Pad", 1): _pads,
     ("Pad", 2): _one_of(0.0, 0.0, 0.0, 1.5),
-    ("Pad", 3): lambda draw, shape, given: np.arange(len(shape)),
+    ("Pad", 3): lambda draw, shape, constants: np.arange(len(shape)),
     ("Gather", 1): _gathered,
     ("Split", 1): _parts,
     ("Clip", 1): _one_of(-1.0, 0.0, 0.5, 1.0, 6.0, -0.25),
     ("Clip", 2): _one_of(0.0, 0.5, 1.0, 3.0, 6.0),
-    ("Dropout", 1): lambda draw, shape, given: np.float32(0.5),
-    ("Dropout", 2): lambda draw, shape, given: np.bool_(draw.chance(0.2)),
+    ("Dropout", 1): lambda draw, shape, constants: np.float32(0.5),
+    ("Dropout", 2): lambda draw, shape, constants: np.bool_(draw.chance(0.2)),
 }
 
 
-def index_input(draw: Draw, op: str, place: int, shapes: Shapes, given: Mapping[int, Any]) -> Any | None:
+def index_input(draw: Draw, op: str, index: int, shapes: Shapes, constants: Mapping[int, Any]) -> Any | None:
     """Draw the numbers of an index input of an operator; None if this input is data.
 
-    `given` holds the numbers of the operator's earlier index inputs, by place.
+    `constants` holds the numbers of the operator's earlier index inputs, by place.
     """
-    drawn = _reduced_axes if op.startswith("Reduce") and place == 1 else _INDICES.get((op, place))
-    return None if drawn is None else drawn(draw, shapes[0] or (), given)
+    function = _reduced_axes if op.startswith("Reduce") and index == 1 else _INDICES.get((op, index))
+    return None if function is None else function(draw, shapes[0] or (), constants)

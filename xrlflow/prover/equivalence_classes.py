@@ -19,11 +19,11 @@ from xrlflow.ops.schema import defaults, schema
 from xrlflow.prover.draw import ATTRIBUTES, Draw, Shapes
 
 
-class Unlucky(Exception):
+class DegenerateSample(Exception):
     """A draw failed: its parts do not fit together."""
 
 
-class Meaningless(Unlucky):
+class UndefinedExpression(DegenerateSample):
     """There is no value of this kind for these shapes."""
 
 
@@ -56,20 +56,20 @@ Family = tuple[Sort, ...]
 def _rank(shapes: Shapes) -> int:
     shape = shapes[0] if shapes else None
     if shape is None:
-        raise Meaningless("the rank is not known")
+        raise UndefinedExpression("the rank is not known")
     return len(shape)
 
 
 def _spatial(shapes: Shapes) -> int:
     if (count := _rank(shapes) - 2) < 1:
-        raise Meaningless("there are no spatial dimensions")
+        raise UndefinedExpression("there are no spatial dimensions")
     return count
 
 
 def _unequal(draw: Draw, count: int, low: int) -> tuple[int, ...]:
-    """`count` numbers from `low` on, of which at least two differ. Raises Meaningless for fewer than two."""
+    """`count` numbers from `low` on, of which at least two differ. Raises UndefinedExpression for fewer than two."""
     if count < 2:
-        raise Meaningless("one number equals itself")
+        raise UndefinedExpression("one number equals itself")
     numbers = [draw.integer(low, low + 2) for _ in range(count)]
     numbers[-1] = numbers[0] + 1
     return tuple(numbers)
@@ -113,7 +113,7 @@ def _channels(shapes: Shapes) -> int | None:
 
 
 def _undrawn(draw: Draw, shapes: Shapes) -> Attr:
-    raise Meaningless("it follows from the shapes")
+    raise UndefinedExpression("it follows from the shapes")
 
 
 _GROUP: Family = (
@@ -131,7 +131,7 @@ def _place(value: Any, shapes: Shapes) -> int | None:
 
 def _between(draw: Draw, shapes: Shapes) -> Attr:
     if _rank(shapes) < 3:
-        raise Meaningless("there is nothing between")
+        raise UndefinedExpression("there is nothing between")
     return draw.integer(1, _rank(shapes) - 2)
 
 
@@ -160,7 +160,7 @@ def _ordered(perm: tuple[int, ...]) -> bool:
 def _moving(draw: Draw, shapes: Shapes) -> Attr:
     rank = _rank(shapes)
     if rank < 2:
-        raise Meaningless("there is nothing to move")
+        raise UndefinedExpression("there is nothing to move")
     while (perm := draw.permutation(rank))[-1] == rank - 1:
         pass
     return perm
@@ -169,7 +169,7 @@ def _moving(draw: Draw, shapes: Shapes) -> Attr:
 def _keeping(draw: Draw, shapes: Shapes) -> Attr:
     rank = _rank(shapes)
     if rank < 3:
-        raise Meaningless("there is nothing to move")
+        raise UndefinedExpression("there is nothing to move")
     while _ordered(front := draw.permutation(rank - 1)):
         pass
     return (*front, rank - 1)
@@ -198,11 +198,11 @@ _TO: Family = (
 )
 
 
-def _options(default: str, *others: str) -> Family:
+def _options(default: str, *alternatives: str) -> Family:
     def option(text: str) -> Sort:
         return Sort(text, lambda v, s: (v or default) == text, lambda d, s: text)
 
-    return tuple(map(option, (default, *others)))
+    return tuple(map(option, (default, *alternatives)))
 
 
 _BY_NAME: Mapping[str, Family] = {
@@ -270,13 +270,13 @@ def attribute_names(op: str) -> tuple[str, ...]:
 
 
 def _ints(make: Callable[[Draw, int], Sequence[int]]) -> Callable[[Draw, Shapes], Any]:
-    def made(draw: Draw, shapes: Shapes) -> Any:
+    def draw_ints(draw: Draw, shapes: Shapes) -> Any:
         rank = _rank(shapes)
         if not rank:
-            raise Meaningless("there is no axis")
+            raise UndefinedExpression("there is no axis")
         return np.array(make(draw, rank), np.int64)
 
-    return made
+    return draw_ints
 
 
 _AXES: Family = (
@@ -291,40 +291,40 @@ _AXES: Family = (
 def _ones(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
     """Axes of size 1, for a Squeeze."""
 
-    def made(draw: Draw, shapes: Shapes) -> Any:
+    def draw_axes(draw: Draw, shapes: Shapes) -> Any:
         shape = shapes[0] if shapes and shapes[0] is not None else ()
         ones = [i for i, d in enumerate(shape) if d == 1]
         if len(ones) < 1 + several:
-            raise Meaningless("there is nothing to squeeze")
-        chosen = ones if several else [draw.choice(ones)]
-        return np.array([i - len(shape) for i in chosen] if back else chosen, np.int64)
+            raise UndefinedExpression("there is nothing to squeeze")
+        axes = ones if several else [draw.choice(ones)]
+        return np.array([i - len(shape) for i in axes] if back else axes, np.int64)
 
-    return made
+    return draw_axes
 
 
 def _new_axes(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
     """Places of new dimensions, for an Unsqueeze."""
 
-    def made(draw: Draw, shapes: Shapes) -> Any:
+    def draw_axes(draw: Draw, shapes: Shapes) -> Any:
         count = 1 + several
         rank = _rank(shapes) + count
-        chosen = sorted(draw.permutation(rank)[:count])
-        return np.array([i - rank for i in chosen] if back else chosen, np.int64)
+        axes = sorted(draw.permutation(rank)[:count])
+        return np.array([i - rank for i in axes] if back else axes, np.int64)
 
-    return made
+    return draw_axes
 
 
 def _shaped(make: Callable[[Draw, list[int]], None]) -> Callable[[Draw, Shapes], Any]:
     """A target of Reshape: the shape itself with one change, made by `make`."""
 
-    def made(draw: Draw, shapes: Shapes) -> Any:
+    def draw_shape(draw: Draw, shapes: Shapes) -> Any:
         shape = [*(shapes[0] or ())] if shapes else []
         if not shape:
-            raise Meaningless("there is no dimension")
+            raise UndefinedExpression("there is no dimension")
         make(draw, shape)
         return np.array(shape, np.int64)
 
-    return made
+    return draw_shape
 
 
 def _replace_one(number: int) -> Callable[[Draw, list[int]], None]:
@@ -342,21 +342,23 @@ def _copies(value: Any, shapes: Shapes) -> bool:
 
 
 def _indices(rank: int, back: bool = False) -> Callable[[Draw, Shapes], Any]:
-    def made(draw: Draw, shapes: Shapes) -> Any:
+    def draw_indices(draw: Draw, shapes: Shapes) -> Any:
         shape = shapes[0] if shapes else None
         if not shape or not min(shape):
-            raise Meaningless("there is nothing to gather")
+            raise UndefinedExpression("there is nothing to gather")
         size = draw.choice([(), (1,), (2,)]) if back else (2,) * rank
-        least = min(shape)
-        return np.asarray(draw.rng.integers(-least if back else 0, 0 if back else least, size), np.int64)
+        smallest = min(shape)
+        return np.asarray(
+            draw.rng.integers(-smallest if back else 0, 0 if back else smallest, size), np.int64
+        )
 
-    return made
+    return draw_indices
 
 
 def _parts(draw: Draw, shapes: Shapes) -> Any:
     size = (shapes[0] or (0,))[0] if shapes else 0
     if size < 3:
-        raise Meaningless("it is too small")
+        raise UndefinedExpression("it is too small")
     return np.array([1, size - 1], np.int64)
 
 
@@ -419,20 +421,20 @@ def _like(shapes: Shapes, number: int) -> Any:
 
 
 @cache
-def index_family(op: str, place: int) -> Family:
+def index_family(op: str, index: int) -> Family:
     """The kinds of an index input's numbers; empty if the input is data or they are not distinguished."""
-    if place == 1 and op in {f"Reduce{name}" for name in _REDUCTIONS}:
+    if index == 1 and op in {f"Reduce{name}" for name in _REDUCTIONS}:
         return _AXES
-    return _INDICES.get((op, place), ())
+    return _INDICES.get((op, index), ())
 
 
 # Kinds that a graph shows
 
 
-def shown(graph: Graph, wanted: Container[str]) -> Iterator[Kind]:
-    """The kinds that a graph shows: of attributes and index inputs among the subjects `wanted`, of sizes and types."""
+def shown(graph: Graph, subjects: Container[str]) -> Iterator[Kind]:
+    """The kinds that a graph shows: of attributes and index inputs among `subjects`, of sizes and types."""
     for node in graph.nodes():
-        yield from _shown_by(graph, node, wanted)
+        yield from _shown_by(graph, node, subjects)
     for value in graph.inputs:
         type = graph.type(value)
         yield Kind("type", type.dtype.name.lower())
@@ -446,21 +448,21 @@ def shown(graph: Graph, wanted: Container[str]) -> Iterator[Kind]:
                 yield Kind("size", "not known" if dim is None else "a name")
 
 
-def _shown_by(graph: Graph, node: Node, wanted: Container[str]) -> Iterator[Kind]:
+def _shown_by(graph: Graph, node: Node, subjects: Container[str]) -> Iterator[Kind]:
     op, shapes = node.op, list[tuple[int, ...] | None]()
-    for subject, name, place in _subjects(op, len(node.inputs)):
-        if subject not in wanted:
+    for subject, name, index in _subjects(op, len(node.inputs)):
+        if subject not in subjects:
             continue
         shapes = shapes or [_sizes(graph, v) for v in node.inputs]
         if name:
             value: Any = node.attrs.get(name, defaults(op).get(name))
             sorts = family(op, name)
         else:
-            const = graph.const(node.inputs[place]) if node.inputs[place] != ABSENT else None
+            const = graph.const(node.inputs[index]) if node.inputs[index] != ABSENT else None
             if const is None or const.array is None:
                 continue
             value = const.array
-            sorts = index_family(op, place)
+            sorts = index_family(op, index)
         for sort in sorts:
             if sort.holds(value, shapes):
                 yield Kind(subject, sort.name)
@@ -470,16 +472,16 @@ def attribute_subject(op: str, name: str) -> str:
     return f"{op}.{name}"
 
 
-def index_subject(op: str, place: int) -> str:
-    return f"{op} input {place}"
+def index_subject(op: str, index: int) -> str:
+    return f"{op} input {index}"
 
 
 @cache
 def _subjects(op: str, inputs: int) -> tuple[tuple[str, str, int], ...]:
     """Each subject of an operator with its attribute, or with the place of its input."""
     attributes = [(attribute_subject(op, n), n, 0) for n in attribute_names(op) if family(op, n)]
-    places = [(index_subject(op, i), "", i) for i in range(1, inputs) if index_family(op, i)]
-    return (*attributes, *places)
+    index_inputs = [(index_subject(op, i), "", i) for i in range(1, inputs) if index_family(op, i)]
+    return (*attributes, *index_inputs)
 
 
 def _sizes(graph: Graph, value: Value) -> tuple[int, ...] | None:

@@ -66,8 +66,8 @@ def _edges(a: Array, feeds: Feeds, rng: np.random.Generator) -> Array:
     """Indices at the ends of the inputs' dimensions, and just beyond."""
     sizes = sorted({d for x in feeds.values() for d in x.shape}) or [1]
     options = [i for n in sizes for i in (0, n - 1, n, -n, -n - 1)]
-    kept = rng.random(a.shape) < 0.5
-    return np.where(kept, a, rng.choice(options, a.shape)).astype(a.dtype)
+    mask = rng.random(a.shape) < 0.5
+    return np.where(mask, a, rng.choice(options, a.shape)).astype(a.dtype)
 
 
 def _must_fail(case: Case, feeds: Feeds, what: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from xrlflow.ir import FLOATS, Attr, DType, TensorType
 from xrlflow.prover.draw import Draw
-from xrlflow.prover.sketch import Place, Problem, Sketch, SketchConst, SketchNode, Unbuildable, build
+from xrlflow.prover.sketch import Problem, Sketch, SketchConst, SketchNode, Unbuildable, ValueRef, build
 
 _MOST_ELEMENTS = 4096
 _UNARY = ("Relu", "Neg", "Tanh", "Identity", "Exp", "Softmax")
@@ -29,19 +29,19 @@ class _Growing:
     consts: list[SketchConst]
     nodes: list[SketchNode]
 
-    def const(self, numbers: Any, dtype: DType = DType.INT64) -> Place:
+    def const(self, numbers: Any, dtype: DType = DType.INT64) -> ValueRef:
         array = np.asarray(numbers, np.int64 if dtype == DType.INT64 else np.float32)
         self.consts.append(SketchConst(array, dtype))
-        return Place("const", len(self.consts) - 1)
+        return ValueRef("const", len(self.consts) - 1)
 
-    def node(self, op: str, *inputs: Place | None, outputs: int = 1, **attrs: Attr) -> Place:
+    def node(self, op: str, *inputs: ValueRef | None, outputs: int = 1, **attrs: Attr) -> ValueRef:
         self.nodes.append(SketchNode(op, inputs, attrs, outputs))
-        return Place("node", len(self.nodes) - 1)
+        return ValueRef("node", len(self.nodes) - 1)
 
 
 Shape = tuple[int, ...]
 # Adds an operator that reads a value of a given shape.
-Step = Callable[[_Growing, Place, Shape, Draw], Place]
+Step = Callable[[_Growing, ValueRef, Shape, Draw], ValueRef]
 
 
 def grown(problems: Sequence[Problem], draw: Draw) -> Iterator[Problem]:
@@ -76,7 +76,7 @@ def _behind(problem: Problem, draw: Draw) -> Sketch:
         consts=tuple(growing.consts),
         nodes=tuple(growing.nodes),
         outputs=tuple(outputs),
-        drawn=frozenset(),
+        shown_kinds=frozenset(),
         dims={},
     )
 
@@ -86,7 +86,7 @@ class _Input:
     """An input of a sketch that a new operator is to compute. `sizes`: its shape; `axis`: the operator's axis."""
 
     growing: _Growing
-    place: Place
+    ref: ValueRef
     dtype: DType
     sizes: Shape
     axis: int
@@ -98,63 +98,63 @@ class _Input:
 
     def becomes(self, *dims: int) -> None:
         """Give the input another shape, from which an operator makes the old shape."""
-        self.growing.inputs[self.place.index] = TensorType(self.dtype, dims)
+        self.growing.inputs[self.ref.index] = TensorType(self.dtype, dims)
 
     def with_axis(self, *size: int) -> Shape:
         """The shape with another size of the axis, or without it."""
         return (*self.sizes[: self.axis], *size, *self.sizes[self.axis + 1 :])
 
-    def node(self, op: str, *numbers: Sequence[int], outputs: int = 1, **attrs: Attr) -> Place:
+    def node(self, op: str, *numbers: Sequence[int], outputs: int = 1, **attrs: Attr) -> ValueRef:
         """An operator of the input and of constant numbers."""
         consts = [self.growing.const(n) for n in numbers]
-        return self.growing.node(op, self.place, *consts, outputs=outputs, **attrs)
+        return self.growing.node(op, self.ref, *consts, outputs=outputs, **attrs)
 
 
 # Adds an operator behind a changed input. Its output has the old shape of the input.
-Maker = Callable[[_Input, Draw], Place]
+Maker = Callable[[_Input, Draw], ValueRef]
 
 
-def _by_transpose(x: _Input, draw: Draw) -> Place:
+def _by_transpose(x: _Input, draw: Draw) -> ValueRef:
     perm = draw.permutation(len(x.sizes))
     x.becomes(*(x.sizes[perm.index(i)] for i in range(len(x.sizes))))
     return x.node("Transpose", perm=perm)
 
 
-def _by_reshape(x: _Input, draw: Draw) -> Place:
+def _by_reshape(x: _Input, draw: Draw) -> ValueRef:
     x.becomes(*_reshaped(x.sizes, draw))
     return x.node("Reshape", x.sizes)
 
 
-def _by_slice(x: _Input, draw: Draw) -> Place:
+def _by_slice(x: _Input, draw: Draw) -> ValueRef:
     start, more = draw.integer(0, 2), draw.integer(0, 2)
     x.becomes(*x.with_axis(start + x.size + more))
     return x.node("Slice", [start], [start + x.size], [x.axis])
 
 
-def _by_unsqueeze(x: _Input, draw: Draw) -> Place:
+def _by_unsqueeze(x: _Input, draw: Draw) -> ValueRef:
     if x.size != 1:
         return _by_relu(x, draw)
     x.becomes(*x.with_axis())
     return x.node("Unsqueeze", [x.axis])
 
 
-def _by_concat(x: _Input, draw: Draw) -> Place:
+def _by_concat(x: _Input, draw: Draw) -> ValueRef:
     if x.size <= 1:
         return _by_relu(x, draw)
     part = draw.integer(1, x.size - 1)
     x.becomes(*x.with_axis(part))
     inputs = x.growing.inputs
     inputs.append(TensorType(x.dtype, x.with_axis(x.size - part)))
-    return x.growing.node("Concat", x.place, Place("input", len(inputs) - 1), axis=x.axis)
+    return x.growing.node("Concat", x.ref, ValueRef("input", len(inputs) - 1), axis=x.axis)
 
 
-def _by_split(x: _Input, draw: Draw) -> Place:
-    other = draw.integer(1, 3)
-    x.becomes(*x.with_axis(x.size + other))
-    return x.node("Split", [x.size, other], axis=x.axis, outputs=2)
+def _by_split(x: _Input, draw: Draw) -> ValueRef:
+    remainder = draw.integer(1, 3)
+    x.becomes(*x.with_axis(x.size + remainder))
+    return x.node("Split", [x.size, remainder], axis=x.axis, outputs=2)
 
 
-def _by_relu(x: _Input, draw: Draw) -> Place:
+def _by_relu(x: _Input, draw: Draw) -> ValueRef:
     return x.node("Relu")
 
 
@@ -180,24 +180,24 @@ def _before(problem: Problem, draw: Draw) -> Sketch:
     sizes = _sizes(type)
     growing = _Growing(list(sketch.inputs), list(sketch.consts), [])
     make = draw.choice(_MAKERS)
-    place = Place("input", at)
-    made = make(_Input(growing, place, type.dtype, sizes, draw.integer(0, len(sizes) - 1)), draw)
+    ref = ValueRef("input", at)
+    new = make(_Input(growing, ref, type.dtype, sizes, draw.integer(0, len(sizes) - 1)), draw)
 
-    def moved(old: Place | None) -> Place | None:
-        if old == place:
-            return made
+    def shifted(old: ValueRef | None) -> ValueRef | None:
+        if old == ref:
+            return new
         shifts = old is not None and old.kind == "node"
         return replace(old, index=old.index + len(growing.nodes)) if shifts and old is not None else old
 
-    nodes = [*growing.nodes, *(replace(n, inputs=tuple(map(moved, n.inputs))) for n in sketch.nodes)]
-    outputs = tuple(p for o in sketch.outputs if (p := moved(o)) is not None)
+    nodes = [*growing.nodes, *(replace(n, inputs=tuple(map(shifted, n.inputs))) for n in sketch.nodes)]
+    outputs = tuple(p for o in sketch.outputs if (p := shifted(o)) is not None)
     return replace(
         sketch,
         inputs=tuple(growing.inputs),
         consts=tuple(growing.consts),
         nodes=tuple(nodes),
         outputs=outputs,
-        drawn=frozenset(),
+        shown_kinds=frozenset(),
         dims={},
     )
 
@@ -228,11 +228,11 @@ def _reshaped(sizes: Shape, draw: Draw) -> Shape:
     return sizes[::-1] if draw.chance(0.5) else (prod(sizes),)
 
 
-def _transpose(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _transpose(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node("Transpose", x, perm=draw.permutation(len(sizes)))
 
 
-def _reshape(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _reshape(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     numbers = list(_reshaped(sizes, draw))
     if numbers and draw.chance(0.3):
         numbers[draw.integer(0, len(numbers) - 1)] = -1
@@ -241,15 +241,15 @@ def _reshape(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
     return g.node("Reshape", x, g.const(numbers))
 
 
-def _unsqueeze(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _unsqueeze(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node("Unsqueeze", x, g.const([draw.integer(-len(sizes) - 1, len(sizes))]))
 
 
-def _squeeze(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _squeeze(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node("Squeeze", x, g.const([draw.choice([i for i, s in enumerate(sizes) if s == 1])]))
 
 
-def _slice(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _slice(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     axis = draw.integer(0, len(sizes) - 1)
     size, step = sizes[axis], draw.choice([1, 1, 1, 2, 3, -1, -2])
     start, end = draw.integer(-size, size), draw.integer(-size, size + 1)
@@ -258,7 +258,7 @@ def _slice(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
     return g.node("Slice", x, g.const([start]), g.const([end]), g.const([axis]), g.const([step]))
 
 
-def _split(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _split(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     axis = draw.choice([i for i, s in enumerate(sizes) if s > 1])
     parts = [draw.integer(1, sizes[axis] - 1)]
     parts.append(sizes[axis] - parts[0])
@@ -273,28 +273,28 @@ def _split(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
     return g.node("Concat", a, b, axis=axis)
 
 
-def _concat(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _concat(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     axis = draw.integer(0, len(sizes) - 1)
-    other = x if draw.chance(0.4) else g.node("Neg", x)
-    return g.node("Concat", *((x, other) if draw.chance(0.5) else (other, x)), axis=axis)
+    partner = x if draw.chance(0.4) else g.node("Neg", x)
+    return g.node("Concat", *((x, partner) if draw.chance(0.5) else (partner, x)), axis=axis)
 
 
-def _expand(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
-    wanted = [draw.integer(1, 3) if s == 1 else draw.choice([s, 1]) for s in sizes]
+def _expand(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
+    target = [draw.integer(1, 3) if s == 1 else draw.choice([s, 1]) for s in sizes]
     if draw.chance(0.4):
-        wanted = [draw.integer(1, 2), *wanted]
-    return g.node("Expand", x, g.const(wanted))
+        target = [draw.integer(1, 2), *target]
+    return g.node("Expand", x, g.const(target))
 
 
-def _tile(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _tile(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node("Tile", x, g.const([draw.choice([1, 1, 2]) for _ in sizes]))
 
 
-def _pad(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _pad(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node("Pad", x, g.const([draw.choice([0, 0, 1, 2, -1]) for _ in range(2 * len(sizes))]))
 
 
-def _gather(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _gather(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     axis = draw.integer(0, len(sizes) - 1)
     size = sizes[axis]
     kind = draw.integer(0, 3)
@@ -308,30 +308,30 @@ def _gather(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
     return g.node("Gather", x, g.const(indices), axis=axis)
 
 
-def _blocks(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _blocks(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     op = draw.choice(["DepthToSpace", "SpaceToDepth"])
     if op == "SpaceToDepth":
         return g.node(op, x, blocksize=2)
     return g.node(op, x, blocksize=2, mode=draw.choice(["DCR", "CRD"]))
 
 
-def _unary(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _unary(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node(draw.choice(_UNARY), x)
 
 
-def _binary(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _binary(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     shape = tuple(1 if draw.chance(0.5) else s for s in sizes[draw.integer(0, len(sizes)) :])
-    other = g.const(draw.eighths(shape), DType.FLOAT) if draw.chance(0.8) else x
-    pair = (x, other) if draw.chance(0.6) else (other, x)
+    operand = g.const(draw.eighths(shape), DType.FLOAT) if draw.chance(0.8) else x
+    pair = (x, operand) if draw.chance(0.6) else (operand, x)
     return g.node(draw.choice(["Add", "Mul", "Sub", "Div"]), *pair)
 
 
-def _reduce(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _reduce(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     axes = g.const([draw.axis(len(sizes))])
     return g.node(draw.choice(["ReduceSum", "ReduceMean", "ReduceMax"]), x, axes, keepdims=draw.integer(0, 1))
 
 
-def _product(g: _Growing, x: Place, sizes: Shape, draw: Draw) -> Place:
+def _product(g: _Growing, x: ValueRef, sizes: Shape, draw: Draw) -> ValueRef:
     return g.node("MatMul", x, g.const(draw.eighths((sizes[-1], draw.integer(1, 3))), DType.FLOAT))
 
 

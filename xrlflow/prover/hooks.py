@@ -38,15 +38,17 @@ def without(site: Site) -> Iterator[None]:
             raise
 
     file, line = site
-    places = [(vars(m), name) for m in _modules(file) for name, value in vars(m).items() if value is require]
-    if not places:
+    bindings = [
+        (vars(m), name) for m in _modules(file) for name, value in vars(m).items() if value is require
+    ]
+    if not bindings:
         raise LookupError(f"{file}:{line}: nothing there is called as `require`")
-    for names, name in places:
+    for names, name in bindings:
         names[name] = require_others
     try:
         yield
     finally:
-        for names, name in places:
+        for names, name in bindings:
             names[name] = require
 
 
@@ -69,7 +71,7 @@ def watched(show: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _shown(read: Callable[..., Any], show: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *given: show(read(*given))
+    return lambda *arguments: show(read(*arguments))
 
 
 def _replace(stack: ExitStack, owner: type, name: str, value: object) -> None:

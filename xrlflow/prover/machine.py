@@ -1,7 +1,7 @@
 """Machine arithmetic: integers of fixed width, and casts that round as in ONNX Runtime.
 
-In `Reals`, which verification uses, a Cast to half keeps all digits. A proof must round: a rule that ignores what a
-narrow type loses is wrong. Arithmetic between floats stays that of real numbers.
+In `Reals`, which verification uses, a Cast to half keeps all digits. A proof must round, because a rule that ignores
+the rounding of a narrow type is wrong. Other arithmetic of floats is that of real numbers.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Machine(Reals):
         return round_to(a, to)
 
     def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
-        way: np.dtype[Any] = np.dtype("int32" if dtype == np.int32 else _BY_WAY_OF[dtype.itemsize])
-        limit = 2.0 ** (8 * way.itemsize - 1)
-        whole = np.trunc(a)
-        fits = (whole >= -limit) & (whole < limit)  # NaN does not
-        least = np.iinfo(way).min
-        return np.where(fits, np.where(fits, whole, 0).astype(way), least).astype(dtype)
+        register: np.dtype[Any] = np.dtype("int32" if dtype == np.int32 else _BY_WAY_OF[dtype.itemsize])
+        limit = 2.0 ** (8 * register.itemsize - 1)
+        truncated = np.trunc(a)
+        fits = (truncated >= -limit) & (truncated < limit)  # NaN does not
+        indefinite = np.iinfo(register).min
+        return np.where(fits, np.where(fits, truncated, 0).astype(register), indefinite).astype(dtype)
 
     def div(self, a: Any, b: Any) -> Array:
         _refuse_division(a, b)
@@ -78,8 +78,8 @@ def _refuse_division(a: Any, b: Any) -> None:
         return
     if (right == 0).any():
         raise Undefined("a division by zero")
-    least = np.iinfo(left.dtype).min
-    if least and ((left == least) & (right == -1)).any():
+    lowest = np.iinfo(left.dtype).min
+    if lowest and ((left == lowest) & (right == -1)).any():
         raise Undefined("the least integer divided by -1")
 
 
@@ -112,10 +112,10 @@ def with_known_casts(graph: Graph) -> Graph:
 def _known(graph: Graph, node: Node) -> Node:
     if node.op not in ("Cast", "CastLike"):
         return node
-    given, to = graph.type(node.inputs[0]), node.types[0].dtype
-    if given.dtype in FLOATS and (to == given.dtype or to in _HELD.get(given.dtype, ())):
+    source, to = graph.type(node.inputs[0]), node.types[0].dtype
+    if source.dtype in FLOATS and (to == source.dtype or to in _HELD.get(source.dtype, ())):
         return Node("Identity", node.inputs[:1], node.outputs, node.types, NO_ATTRS)
-    attrs = canonical_attrs("Cast", {**node.attrs, "to": int(to)}, [given])
+    attrs = canonical_attrs("Cast", {**node.attrs, "to": int(to)}, [source])
     return Node("Cast", node.inputs[:1], node.outputs, node.types, attrs)
 
 

@@ -57,11 +57,11 @@ class RecordingBuilder(ProofBuilder):
 
     def node(self, name: str, *inputs: Any, **named: Any) -> Any:
         call, self._calls = self._calls, self._calls + 1
-        given = [i for i, v in enumerate(inputs) if v is not None]
+        present = [i for i, v in enumerate(inputs) if v is not None]
         if name not in COMMUTATIVE:
-            pairs = list(pairwise(given))[:_MOST_SWAPS]
+            pairs = list(pairwise(present))[:_MOST_SWAPS]
             self.mutations += [Mutation(call, name, "swap", p) for p in pairs]
-        for i in given:
+        for i in present:
             if isinstance(inputs[i], (list, tuple)):
                 elements = range(min(len(inputs[i]), _MOST_ELEMENTS))
                 self.mutations += [Mutation(call, name, "number", (i, e)) for e in elements]
@@ -76,7 +76,7 @@ class RecordingBuilder(ProofBuilder):
             listed = isinstance(value, (tuple, list)) and not _is_permutation(value)
             elements = range(min(len(value), _MOST_ELEMENTS) if listed else 1)
             self.mutations += [Mutation(call, name, "attribute", (attribute, e)) for e in elements]
-        if given and isinstance(inputs[given[0]], Val) and named.get("outputs", 1) == 1 and sizes is None:
+        if present and isinstance(inputs[present[0]], Val) and named.get("outputs", 1) == 1 and sizes is None:
             self.mutations.append(Mutation(call, name, "omit"))
         return super().node(name, *inputs, **named)
 
@@ -143,18 +143,18 @@ class MutatingBuilder(ProofBuilder):
         return super().edit(rule, replaced, results)
 
 
-def _perturbed_input(op: str, place: int, value: Any, element: int) -> Any:
+def _perturbed_input(op: str, index: int, value: Any, element: int) -> Any:
     if isinstance(value, (list, tuple)):
         numbers = list(value)
         if element < len(numbers):
-            numbers[element] = _next_number(op, place, numbers[element])
+            numbers[element] = _next_number(op, index, numbers[element])
         return numbers
-    return _next_number(op, place, value) if isinstance(value, (int, float)) else value
+    return _next_number(op, index, value) if isinstance(value, (int, float)) else value
 
 
-def _next_number(op: str, place: int, number: float) -> float:
+def _next_number(op: str, index: int, number: float) -> float:
     """Another number, with a different meaning."""
-    if (op, place) == ("Slice", 2):  # an end beyond the dimension: one more or one less changes nothing
+    if (op, index) == ("Slice", 2):  # an end beyond the dimension: one more or one less changes nothing
         return number - 1 if abs(number) < 2**31 - 1 else 1
     if op == "Reshape" and number in (0, -1):  # 0 and -1 can stand for the same size
         return 2

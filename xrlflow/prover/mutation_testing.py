@@ -62,22 +62,22 @@ class Survivor:
 
 
 @dataclass(frozen=True, slots=True)
-class Hunted:
+class HuntResult:
     """The numbers of mutants by kind, the survivors, and the conditions that can be dropped as another one refuses."""
 
-    made: Mapping[str, int]
+    counts: Mapping[str, int]
     survivors: tuple[Survivor, ...]
     redundant: tuple[str, ...]
 
     @property
     def mutants(self) -> int:
-        return sum(self.made.values())
+        return sum(self.counts.values())
 
     @property
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """For each kind the numbers of mutants rejected and made."""
         passed = Counter(s.kind for s in self.survivors)
-        return {kind: (count - passed[kind], count) for kind, count in sorted(self.made.items())}
+        return {kind: (count - passed[kind], count) for kind, count in sorted(self.counts.items())}
 
 
 class Further(Protocol):
@@ -105,11 +105,11 @@ class Hunt:
     more: Further
     _cases: Sequence[Case] | None = field(init=False, default=None)
 
-    def run(self) -> Hunted:
-        made, survivors = self._targets()
-        dropped, kept, redundant = self._conditions()
-        made.update({"condition": dropped} if dropped else {})
-        return Hunted(made, (*survivors, *kept), tuple(redundant))
+    def run(self) -> HuntResult:
+        counts, survivors = self._targets()
+        dropped, without_condition, redundant = self._conditions()
+        counts.update({"condition": dropped} if dropped else {})
+        return HuntResult(counts, (*survivors, *without_condition), tuple(redundant))
 
     @property
     def further(self) -> Sequence[Case]:
@@ -123,59 +123,61 @@ class Hunt:
 
         With `thorough`, for survivors, all tests are run. Otherwise one trial is enough.
         """
-        said = False
+        tested = False
         try:
             if self.rule.proof == "field":
                 for _ in range(4 if thorough else 1):  # dimensions that have a name get other numbers
-                    said |= check_field(case, self.rng, 0.5) is not None
+                    tested |= check_field(case, self.rng, 0.5) is not None
             if thorough:
                 for wide in {False, bool(whole_types(case))}:
-                    said |= check_runtime(case, self.rng, wide) is not None
-                said |= check_ranges(case, self.rng, self.rule)
+                    tested |= check_runtime(case, self.rng, wide) is not None
+                tested |= check_ranges(case, self.rng, self.rule)
                 check_errors(case, self.rng, self.rule)
-            if not said or thorough:
-                said |= check_floats(case, self.rng, self.rule) > 0
+            if not tested or thorough:
+                tested |= check_floats(case, self.rng, self.rule) > 0
         except Wrong:
             return True
         except NotEvaluable:
             return False
-        return False if said or usable(case.problem, self.rng) else None
+        return False if tested or usable(case.problem, self.rng) else None
 
     # Targets
 
     def _targets(self) -> tuple[Counter[str], list[Survivor]]:
         """Test the mutants of the target. Returns the number of each kind, and the survivors."""
-        found: dict[Mutation, None] = {}
-        chosen = self.cases[:: max(1, len(self.cases) // _FIRST)]
-        for case in chosen:
+        mutations: dict[Mutation, None] = {}
+        first = self.cases[:: max(1, len(self.cases) // _FIRST)]
+        for case in first:
             recorder = RecordingBuilder(case.before)
             applied(case.problem, case.match, recorder)
-            found.update(dict.fromkeys(recorder.mutations))
-        others = [c for c in self.cases if c not in chosen]
-        made, survivors = Counter[str](), []
-        for mutation in found:
-            tried = _Tried()
-            if not self._finds_out(mutation, (*chosen, *others), tried) and tried.effective:
-                survivor = self._survivor(mutation, tried.cases[:_THOROUGH])
+            mutations.update(dict.fromkeys(recorder.mutations))
+        later = [c for c in self.cases if c not in first]
+        counts, survivors = Counter[str](), []
+        for mutation in mutations:
+            trials = _Trials()
+            if not self._rejected_on(mutation, (*first, *later), trials) and trials.effective:
+                survivor = self._survivor(mutation, trials.cases[:_THOROUGH])
                 if survivor is not None:
                     survivors.append(survivor)
-            made[mutation.kind] += bool(tried.effective)
-        return +made, survivors
+            counts[mutation.kind] += bool(trials.effective)
+        return +counts, survivors
 
     def _survivor(self, mutation: Mutation, cases: Sequence[Case]) -> Survivor | None:
         """Test a mutant that passed, and changes the graph in these cases, thoroughly. None if it is rejected now."""
-        if self._finds_out(mutation, (*cases, *self.further), tried := _Tried(), thorough=True):
+        if self._rejected_on(mutation, (*cases, *self.further), trials := _Trials(), thorough=True):
             return None
-        survivor = self._explained(mutation, tried)
+        survivor = self._explained(mutation, trials)
         # Cases near those where it makes a difference are the most likely to show that it is wrong.
-        if not survivor.why and self._finds_out(mutation, self.more.cases_near(cases), tried, thorough=True):
+        if not survivor.why and self._rejected_on(
+            mutation, self.more.cases_near(cases), trials, thorough=True
+        ):
             return None
-        return self._explained(mutation, tried)
+        return self._explained(mutation, trials)
 
-    def _finds_out(
-        self, mutation: Mutation, cases: Iterable[Case], tried: _Tried, thorough: bool = False
+    def _rejected_on(
+        self, mutation: Mutation, cases: Iterable[Case], trials: _Trials, thorough: bool = False
     ) -> bool:
-        """Whether one of these cases shows that a mutant is wrong. Records the cases in `tried`."""
+        """Whether one of these cases shows that a mutant is wrong. The cases are recorded in `trials`."""
         for case in cases:
             builder = MutatingBuilder(case.before, mutation)
             try:
@@ -183,53 +185,53 @@ class Hunt:
                 if mutant is not None:
                     _check_fit(mutant)
             except Exception:  # the mutant's nodes do not even fit together
-                tried.effective += 1
+                trials.effective += 1
                 return True
             if not builder.reached or (
                 mutant is not None and mutant.after.fingerprint == case.after.fingerprint
             ):
                 continue
             if mutant is None:
-                tried.effective += 1
-                tried.alike.add("")
+                trials.effective += 1
+                trials.alike.add("")
                 continue
             rejected = self._rejects(mutant, thorough)
             if rejected is None:
                 continue
-            tried.effective += 1
-            tried.cases.append(case)
+            trials.effective += 1
+            trials.cases.append(case)
             if rejected:
                 return True
             if thorough and (alike := _likeness(builder, case, self.rng)) is not None:
-                tried.alike.add(alike)
+                trials.alike.add(alike)
         return False
 
-    def _explained(self, mutation: Mutation, tried: _Tried) -> Survivor:
+    def _explained(self, mutation: Mutation, trials: _Trials) -> Survivor:
         mutant = str(mutation)
         why = self.rule.survivors.get(mutant, "")
-        if not why and tried.alike == {_SAME}:
+        if not why and trials.alike == {_SAME}:
             why = _SAME
-        elif not why and tried.alike and tried.alike <= {_SAME, _BROADCASTS}:
+        elif not why and trials.alike and trials.alike <= {_SAME, _BROADCASTS}:
             why = _BROADCASTS
-        return Survivor(mutant, tried.effective, why, mutation.kind)
+        return Survivor(mutant, trials.effective, why, mutation.kind)
 
     # Conditions
 
     def _conditions(self) -> tuple[int, list[Survivor], list[str]]:
         """Test the mutants without one `require`. Returns their number, the survivors, and the redundant conditions."""
         count, survivors, redundant = 0, [], []
-        for site, kept in self.refused.items():
+        for site, problems in self.refused.items():
             mutant = f"drop: {self.reasons[site]}"
             passed: list[Problem] = []
-            rejected = self._drop(site, kept, passed)
+            rejected = self._drop(site, problems, passed)
             if not rejected:
                 passed.clear()
-                further = chain(kept, self.more.further_refused(site))
+                further = chain(problems, self.more.further_refused(site))
                 rejected = self._drop(site, further, passed, thorough=True)
             why = self.rule.survivors.get(mutant, "")
             if passed and not rejected and not why:
-                near = self.more.refused_near(site, passed)
-                rejected = self._drop(site, near, passed, thorough=True)
+                neighbours = self.more.refused_near(site, passed)
+                rejected = self._drop(site, neighbours, passed, thorough=True)
             if not rejected and not passed:
                 redundant.append(mutant)
                 continue
@@ -257,7 +259,7 @@ class Hunt:
         return False
 
     def _cases_without(self, site: Site, problem: Problem) -> list[Case] | None:
-        """What the rule does to a problem, which was drawn with the condition, without it; None if it fails."""
+        """The rule's cases in a problem without the condition; None if the rule raises."""
         with without(site):
             try:
                 return find_cases(self.library, problem)[0]
@@ -272,8 +274,8 @@ def _check_fit(mutant: Case) -> None:
 
 
 @dataclass(slots=True)
-class _Tried:
-    """The cases in which a mutant makes a difference, and how its operators compare (`_likeness`)."""
+class _Trials:
+    """The cases in which a mutant changes the graph, and how its operators compare (`_likeness`)."""
 
     effective: int = 0
     cases: list[Case] = field(default_factory=list)
@@ -288,15 +290,15 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
     """
     if builder.right is None or builder.wrong is None:
         return ""
-    verdict, drawn = _SAME, 0
+    verdict, comparisons = _SAME, 0
     for turn in range(4 * _DRAWS):
-        drawn_values = _Drawn(rng, wide=turn % 2 == 1)
+        inputs = _RandomInputs(rng, wide=turn % 2 == 1)
         try:
-            right = _alone(case, builder.right, drawn_values)
+            right = _alone(case, builder.right, inputs)
         except Exception:  # the operator does not take the drawn inputs
             continue
         try:
-            wrong = _alone(case, builder.wrong, drawn_values)
+            wrong = _alone(case, builder.wrong, inputs)
             for a, b in zip(right, wrong, strict=True):
                 if a.dtype != b.dtype:
                     return ""
@@ -310,14 +312,14 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
                     return ""
         except Exception:
             return ""
-        drawn += 1
-        if drawn == _DRAWS:
+        comparisons += 1
+        if comparisons == _DRAWS:
             break
-    return verdict if drawn else None
+    return verdict if comparisons else None
 
 
 @dataclass(slots=True)
-class _Drawn:
+class _RandomInputs:
     """Random inputs of operators, and the sizes of dimensions that have a name.
 
     With `wide`, integers are drawn from their whole range, floats are large, and dimensions too.
@@ -347,26 +349,28 @@ class _Drawn:
         return self.rng.integers(0, 2 if dtype.kind == "b" else 4, shape).astype(dtype)
 
 
-def _alone(case: Case, call: Call | Val, drawn: _Drawn) -> tuple[Array, ...]:
+def _alone(case: Case, call: Call | Val, inputs: _RandomInputs) -> tuple[Array, ...]:
     """The outputs of an operator for random inputs, which are drawn once."""
     graph = case.before
     if isinstance(call, Val):
-        return (_number(case, graph, call.value, call.type, drawn),)
+        return (_number(case, graph, call.value, call.type, inputs),)
     scratch = ProofBuilder(graph)
-    made = scratch.node(call.op, *call.inputs, **call.named)
+    outputs = scratch.node(call.op, *call.inputs, **call.named)
     if not scratch.drafts:  # a constant
-        return tuple(promote(REALS, v.array) for v in (made if isinstance(made, tuple) else (made,)))
+        return tuple(promote(REALS, v.array) for v in (outputs if isinstance(outputs, tuple) else (outputs,)))
     draft = scratch.drafts[-1]
     types = {v.value: v.type for v in call.inputs if isinstance(v, Val)}
     arrays = [
-        _number(case, graph, v, types.get(v) or graph.type(v), drawn) if v else None for v in draft.inputs
+        _number(case, graph, v, types.get(v) or graph.type(v), inputs) if v else None for v in draft.inputs
     ]
     return evaluate_node(draft.op, draft.attrs, arrays, len(draft.types))[: len(draft.types)]
 
 
-def _number(case: Case, graph: Graph, value: Value, type: TensorType, drawn: _Drawn) -> Array:
+def _number(case: Case, graph: Graph, value: Value, type: TensorType, inputs: _RandomInputs) -> Array:
     const = graph.leaves.consts.get(value)
-    if value not in drawn.values:
-        known = const is not None and value not in case.problem.opaque
-        drawn.values[value] = promote(REALS, const.numpy()) if known and const is not None else drawn.of(type)
-    return drawn.values[value]
+    if value not in inputs.values:
+        readable = const is not None and value not in case.problem.opaque
+        inputs.values[value] = (
+            promote(REALS, const.numpy()) if readable and const is not None else inputs.of(type)
+        )
+    return inputs.values[value]

@@ -13,9 +13,9 @@ from xrlflow.ops.schema import canonical_attrs, schema
 from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.prover.draw import Draw, Shapes, attribute, attributes, index_input
 from xrlflow.prover.equivalence_classes import (
+    DegenerateSample,
     Family,
     Kind,
-    Unlucky,
     attribute_names,
     attribute_subject,
     family,
@@ -23,7 +23,7 @@ from xrlflow.prover.equivalence_classes import (
     index_subject,
 )
 from xrlflow.prover.machine import integers
-from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode
+from xrlflow.prover.sketch import Sketch, SketchConst, SketchNode, ValueRef
 from xrlflow.rewrite import Rule
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PNode, Var
 from xrlflow.rewrite.rule import VarSpec
@@ -38,10 +38,10 @@ _DIMENSION = "dimension "
 
 def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
     """The kinds that sketches of a rule must show: those of all that its declaration leaves open."""
-    found: dict[Kind, None] = {}
+    kinds: dict[Kind, None] = {}
 
     def note(subject: str, names: Iterable[str]) -> None:
-        found.update(dict.fromkeys(Kind(subject, n) for n in names))
+        kinds.update(dict.fromkeys(Kind(subject, n) for n in names))
 
     for pattern in patterns:
         if pattern.arity is not None:
@@ -55,18 +55,18 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
             if len(node.ops) > 1:
                 note(operator_subject(node), node.ops)
             open = [
-                place
-                for place, value in enumerate(node.inputs)
+                index
+                for index, value in enumerate(node.inputs)
                 if isinstance(value, Var) and any(_undescribed(alt.get(value.name)) for alt in pattern.shapes)
             ]
             for op in node.ops:
-                rest = (
+                uncaptured = (
                     [n for n in attribute_names(op) if n not in node.attrs] if node.rest is not None else []
                 )
-                for attr in (*captured, *rest):
+                for attr in (*captured, *uncaptured):
                     note(attribute_subject(op, attr), (s.name for s in family(op, attr)))
-                for place in open:
-                    note(index_subject(op, place), (s.name for s in index_family(op, place)))
+                for index in open:
+                    note(index_subject(op, index), (s.name for s in index_family(op, index)))
         specs = [alt.get(v.name) for alt in pattern.shapes for v in pattern.variables]
         taps = _taps(pattern)
         for spec in specs:
@@ -77,12 +77,12 @@ def pattern_kinds(patterns: list[Pattern]) -> list[Kind]:
             note("rank", map(str, _RANKS))
     note("size", ("0", "1", "a name", "not known"))
     note("type", (t.name.lower() for t in TYPES))
-    return list(found)
+    return list(kinds)
 
 
 def operator_subject(node: PNode) -> str:
     """The subject for the operator of a pattern's node that may have several."""
-    return f"operator {node.chosen or node.index}"
+    return f"operator {node.op_name or node.index}"
 
 
 def dimension_subject(name: str) -> str:
@@ -139,32 +139,34 @@ class _Sample:
         self.rests: dict[str, dict[str, Attr]] = {}  # all attributes of the last node of an operator
         self.inputs: list[TensorType] = []
         self.consts: list[SketchConst] = []
-        self.places: dict[str, Place | None] = {}
+        self.refs: dict[str, ValueRef | None] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.ops = self._operators()
-        self.absent |= self._not_taken()
-        self.given: dict[int, Any] = {}  # the constant inputs of the node at hand, by their places
+        self.absent |= self._surplus_inputs()
+        self.constant_inputs: dict[int, Any] = {}  # the constant inputs of the node at hand, by position
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
     def _dimension_alike(self, turn: int) -> int | str | None:
         """Another dimension of the same alternative that gets the wished size too; None for no other."""
         dim = dimension_of(self.wish)
         named = [{d for s in a.values() for d in s.dims or ()} for a in self.pattern.shapes]
-        others = (
+        partners = (
             set[int | str]().union(*(dims for dims in named if dim in dims))
             - _taps(self.pattern)
             - {dim or ""}
         )
-        options = [None, *sorted(d for d in others if isinstance(d, str))]
+        options = [None, *sorted(d for d in partners if isinstance(d, str))]
         return options[turn % len(options)]
 
     def _alternatives(self) -> Sequence[Mapping[str, VarSpec]]:
-        """The declared alternatives that have the wished dimensions. Raises Unlucky if there are none."""
-        wanted = {d for d in (dimension_of(self.wish), self.alike) if d is not None}
-        found = [a for a in self.pattern.shapes if wanted <= {d for s in a.values() for d in s.dims or ()}]
-        if not found:
-            raise Unlucky("this pattern has no such dimension")
-        return found
+        """The declared alternatives that have the wished dimensions. Raises DegenerateSample if there are none."""
+        required = {d for d in (dimension_of(self.wish), self.alike) if d is not None}
+        alternatives = [
+            a for a in self.pattern.shapes if required <= {d for s in a.values() for d in s.dims or ()}
+        ]
+        if not alternatives:
+            raise DegenerateSample("this pattern has no such dimension")
+        return alternatives
 
     def _element_type(self) -> DType:
         allowed = self.rule.dtypes
@@ -174,12 +176,12 @@ class _Sample:
         return self.draw.choice(options or [DType.FLOAT])
 
     def _heed(self) -> None:
-        """Set the sizes, types and absences that are wished for. Raises Unlucky for another arity or form."""
+        """Set the sizes, types and absences that are wished for. Raises DegenerateSample for another arity or form."""
         draw, subject, name = self.draw, self.wish.subject, self.wish.name
         if subject == "arity" and name != str(self.pattern.arity):
-            raise Unlucky("another arity is wished for")
+            raise DegenerateSample("another arity is wished for")
         if subject == "form" and name != str(self.pattern.form):
-            raise Unlucky("another form is wished for")
+            raise DegenerateSample("another form is wished for")
         if subject == "rank":
             self.base = tuple(max(draw.dim(), draw.integer(0, 1)) for _ in range(int(name)))
         elif subject == "size" and name in ("0", "1") and self.base:
@@ -196,25 +198,25 @@ class _Sample:
 
     def _operators(self) -> list[str]:
         """An operator for each node. Nodes with one name get the same operator."""
-        drawn = dict[str, str]()
+        operators = dict[str, str]()
         for node in self.pattern.nodes:
             subject = operator_subject(node)
             if subject == self.wish.subject and self.wish.name not in node.ops:
-                raise Unlucky("another operator is wished for")
-            drawn.setdefault(
+                raise DegenerateSample("another operator is wished for")
+            operators.setdefault(
                 subject, self.wish.name if subject == self.wish.subject else self.draw.choice(node.ops)
             )
-        return [drawn[operator_subject(n)] for n in self.pattern.nodes]
+        return [operators[operator_subject(n)] for n in self.pattern.nodes]
 
-    def _not_taken(self) -> set[str]:
+    def _surplus_inputs(self) -> set[str]:
         """The optional inputs that the drawn operators do not have."""
-        places = (
+        inputs = (
             (v, i, schema(op)) for n, op in zip(self.pattern.nodes, self.ops) for i, v in enumerate(n.inputs)
         )
         return {
             v.name
-            for v, i, known in places
-            if isinstance(v, Var) and known is not None and i >= known.max_input
+            for v, i, definition in inputs
+            if isinstance(v, Var) and definition is not None and i >= definition.max_input
         }
 
     def _wished(self, subject: str, sorts: Family) -> Callable[[Draw, Shapes], Any] | None:
@@ -224,12 +226,14 @@ class _Sample:
 
     def sketch(self) -> Sketch:
         nodes = [self._node(node) for node in self.pattern.nodes]
-        outputs = tuple(Place("node", o.node.index, o.index) for o in self.pattern.outputs)
+        outputs = tuple(ValueRef("node", o.node.index, o.index) for o in self.pattern.outputs)
         dims = {str(name): size for name, size in self.dims.items()}
-        drawn = frozenset(self._drawn())
-        return Sketch(tuple(self.inputs), tuple(self.consts), tuple(nodes), outputs, drawn=drawn, dims=dims)
+        shown = frozenset(self._shown())
+        return Sketch(
+            tuple(self.inputs), tuple(self.consts), tuple(nodes), outputs, shown_kinds=shown, dims=dims
+        )
 
-    def _drawn(self) -> Iterator[Kind]:
+    def _shown(self) -> Iterator[Kind]:
         """The kinds of this sketch that cannot be read from its graph."""
         if self.pattern.arity is not None:
             yield Kind("arity", str(self.pattern.arity))
@@ -259,8 +263,8 @@ class _Sample:
                 sizes.append(dim)
             else:
                 if dim not in self.dims:
-                    drawn = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
-                    self.dims[dim] = self.even or drawn
+                    size = self.draw.dim() if dim[:1] != "k" else self.draw.integer(1, 3)
+                    self.dims[dim] = self.even or size
                 sizes.append(self.dims[dim])
         return (*self._variant(), *sizes) if spec.open else tuple(sizes)
 
@@ -272,19 +276,22 @@ class _Sample:
         start = draw.integer(0, len(self.base))
         return tuple(1 if draw.chance(0.3) else d for d in self.base[start:])
 
-    def _variable(self, name: str, op: str, place: int, shapes: list[tuple[int, ...] | None]) -> Place | None:
-        if name in self.places:
-            return self.places[name]
+    def _variable(
+        self, name: str, op: str, position: int, shapes: list[tuple[int, ...] | None]
+    ) -> ValueRef | None:
+        if name in self.refs:
+            return self.refs[name]
         if name in self.absent:
-            self.places[name] = None
+            self.refs[name] = None
             return None
         spec = self.specs.get(name)
-        wished = self._wished(index_subject(op, place), index_family(op, place))
+        wished = self._wished(index_subject(op, position), index_family(op, position))
         if wished is not None and _undescribed(spec):
-            known = [np.shape(a) if (a := self.given.get(i)) is not None else s for i, s in enumerate(shapes)]
-            index = wished(self.draw, known)
+            numbers = self.constant_inputs
+            actual = [np.shape(numbers[i]) if i in numbers else s for i, s in enumerate(shapes)]
+            index = wished(self.draw, actual)
         else:
-            index = index_input(self.draw, op, place, shapes, self.given)
+            index = index_input(self.draw, op, position, shapes, self.constant_inputs)
         if index is not None and spec is not None and spec.dims is not None and op not in ("Clip", "Dropout"):
             index = None
         if index is not None:
@@ -292,27 +299,27 @@ class _Sample:
             dtype = {"i": DType.INT64, "f": self.dtype, "b": DType.BOOL}[array.dtype.kind]
             if dtype in FLOATS or array.dtype.kind != "f":
                 return self._constant(name, array, dtype, False)
-            raise Unlucky(op)
+            raise DegenerateSample(op)
         shape = self._shape_of(spec)
         dtype = self.dtype
         if spec is not None and spec.dtype is not None:
             if spec.dtype == "float":
                 dtype = dtype if dtype in FLOATS else DType.FLOAT
             else:
-                whole = DType.INT32 if dtype == DType.INT32 else DType.INT64
-                dtype = whole if spec.dtype == "int" else DType.BOOL
+                integer = DType.INT32 if dtype == DType.INT32 else DType.INT64
+                dtype = integer if spec.dtype == "int" else DType.BOOL
         self.shapes[name] = shape
         if (spec is not None and spec.const) or (spec is None and self.draw.chance(0.05)):
             return self._constant(name, self._data(shape, dtype), dtype, self.constants == "opaque")
         self.inputs.append(TensorType(dtype, shape))
-        found = self.places[name] = Place("input", len(self.inputs) - 1)
-        return found
+        ref = self.refs[name] = ValueRef("input", len(self.inputs) - 1)
+        return ref
 
-    def _constant(self, name: str, array: Any, dtype: DType, opaque: bool) -> Place:
+    def _constant(self, name: str, array: Any, dtype: DType, opaque: bool) -> ValueRef:
         self.consts.append(SketchConst(np.asarray(array).astype(numpy_dtype(dtype)), dtype, opaque))
         self.shapes[name] = tuple(np.shape(array))
-        found = self.places[name] = Place("const", len(self.consts) - 1)
-        return found
+        ref = self.refs[name] = ValueRef("const", len(self.consts) - 1)
+        return ref
 
     def _data(self, shape: tuple[int, ...], dtype: DType) -> Any:
         draw = self.draw
@@ -330,67 +337,67 @@ class _Sample:
     # Nodes
 
     def _node(self, node: PNode) -> SketchNode:
-        self.given = {}
+        self.constant_inputs = {}
         op = self.ops[node.index]
-        places: list[Place | None] = []
+        refs: list[ValueRef | None] = []
         shapes: list[tuple[int, ...] | None] = []
         types: list[TensorType | None] = []
         for i, value in enumerate(node.inputs):
-            found = (
+            ref = (
                 self._number(node, i, value.value, shapes, types)
                 if isinstance(value, Number)
                 else self._input(op, i, value, shapes)
             )
-            if found is not None and found.kind == "const":
-                self.given[i] = self.consts[found.index].array
-            places.append(found)
-            types.append(self._type(found))
-            shapes.append(None if found is None else self._sizes(found))
+            if ref is not None and ref.kind == "const":
+                self.constant_inputs[i] = self.consts[ref.index].array
+            refs.append(ref)
+            types.append(self._type(ref))
+            shapes.append(None if ref is None else self._sizes(ref))
         attrs = self._attributes(node, shapes)
-        while places and places[-1] is None:
-            places.pop()
+        while refs and refs[-1] is None:
+            refs.pop()
             types.pop()
         try:
             canonical = canonical_attrs(op, attrs, types)
-            data = [self._data_of(p) for p in places]
+            data = [self._data_of(p) for p in refs]
             self.types[node.index] = infer(op, canonical, types, data, node.outputs)
         except (InferenceError, IndexError, ValueError, ArithmeticError) as error:
-            raise Unlucky(str(error)) from error
-        return SketchNode(op, tuple(places), attrs, node.outputs)
+            raise DegenerateSample(str(error)) from error
+        return SketchNode(op, tuple(refs), attrs, node.outputs)
 
     def _input(
         self,
         op: str,
-        place: int,
+        position: int,
         value: Any,
         shapes: list[tuple[int, ...] | None],
-    ) -> Place | None:
+    ) -> ValueRef | None:
         if value is None:
             return None
         if isinstance(value, Out):
-            return Place("node", value.node.index, value.index)
+            return ValueRef("node", value.node.index, value.index)
         assert isinstance(value, Var)
-        return self._variable(value.name, op, place, shapes)
+        return self._variable(value.name, op, position, shapes)
 
     def _number(
         self,
         node: PNode,
-        place: int,
+        position: int,
         number: float,
         shapes: list[tuple[int, ...] | None],
         types: list[TensorType | None],
-    ) -> Place:
+    ) -> ValueRef:
         """A constant of this number: a scalar, or a tensor that broadcasts to the other input."""
         like = next((t.dtype for t in types if t is not None), self.dtype)
-        beside = shapes[0] if place else None
-        if not place and len(node.inputs) > 1 and isinstance(other := node.inputs[-1], Out):
-            beside = self._sizes(Place("node", other.node.index, other.index))
+        partner = shapes[0] if position else None
+        if not position and len(node.inputs) > 1 and isinstance(last_input := node.inputs[-1], Out):
+            partner = self._sizes(ValueRef("node", last_input.node.index, last_input.index))
         shape: tuple[int, ...] = ()
         if self.ops[node.index] != "Clip" and self.draw.chance(0.5):
-            last = (beside or (1,))[-self.draw.integer(1, 3) :]
+            last = (partner or (1,))[-self.draw.integer(1, 3) :]
             shape = tuple(self.draw.choice([1, d]) for d in last)
         self.consts.append(SketchConst(np.full(shape, number).astype(numpy_dtype(like)), like))
-        return Place("const", len(self.consts) - 1)
+        return ValueRef("const", len(self.consts) - 1)
 
     def _attributes(self, node: PNode, shapes: list[tuple[int, ...] | None]) -> dict[str, Attr]:
         op = self.ops[node.index]
@@ -405,14 +412,14 @@ class _Sample:
         for name, value in node.attrs.items():
             if isinstance(value, Capture):
                 if value.name not in self.captured:
-                    drawn = attribute(self.draw, op, name, shapes)
-                    single = {} if drawn is None else {name: drawn}
+                    value_ = attribute(self.draw, op, name, shapes)
+                    single = {} if value_ is None else {name: value_}
                     self._insist(op, single, [name], shapes)
                     self.captured[value.name] = single.get(name)
-                drawn = self.captured[value.name]
+                value_ = self.captured[value.name]
                 out.pop(name, None)
-                if drawn is not None:
-                    out[name] = drawn
+                if value_ is not None:
+                    out[name] = value_
             else:
                 out[name] = value
         return out
@@ -424,28 +431,28 @@ class _Sample:
             if make is not None and name != "group":  # the group follows from the shapes
                 give(attrs, name, make(self.draw, shapes))
 
-    def _type(self, place: Place | None) -> TensorType | None:
-        if place is None:
+    def _type(self, ref: ValueRef | None) -> TensorType | None:
+        if ref is None:
             return None
-        if place.kind == "input":
-            return self.inputs[place.index]
-        if place.kind == "const":
-            const = self.consts[place.index]
+        if ref.kind == "input":
+            return self.inputs[ref.index]
+        if ref.kind == "const":
+            const = self.consts[ref.index]
             return TensorType(const.dtype, tuple(const.array.shape), True)
-        return self.types[place.index][place.output]
+        return self.types[ref.index][ref.output]
 
-    def _data_of(self, place: Place | None) -> Const | None:
-        if place is None or place.kind != "const":
+    def _data_of(self, ref: ValueRef | None) -> Const | None:
+        if ref is None or ref.kind != "const":
             return None
-        const = self.consts[place.index]
-        type = self._type(place)
+        const = self.consts[ref.index]
+        type = self._type(ref)
         assert type is not None
         return Const(type, ArrayHandle(const.array), const.array)
 
-    def _sizes(self, place: Place) -> tuple[int, ...]:
-        type = self._type(place)
+    def _sizes(self, ref: ValueRef) -> tuple[int, ...]:
+        type = self._type(ref)
         if type is None or type.shape is None:
-            raise Unlucky("a rank is not known")
+            raise DegenerateSample("a rank is not known")
         return tuple(d if isinstance(d, int) else 1 for d in type.shape)
 
 
@@ -455,13 +462,13 @@ def give(attrs: dict[str, Attr], name: str, value: Attr | None) -> None:
     if value is None:
         return
     attrs[name] = value
-    for other in {"pads": ("auto_pad",), "auto_pad": ("pads", "output_padding")}.get(name, ()):
+    for contradicting in {"pads": ("auto_pad",), "auto_pad": ("pads", "output_padding")}.get(name, ()):
         if value != "NOTSET":
-            attrs.pop(other, None)
+            attrs.pop(contradicting, None)
 
 
 def draw_pattern(
     rule: Rule, patterns: list[Pattern], draw: Draw, wish: Kind | None = None, turn: int = 0
 ) -> Sketch:
-    """Draw one sketch of the rule's left side. `turn`: how many were drawn for this wish before. Raises Unlucky."""
+    """Draw a sketch of the rule's left side. `turn`: how many this wish has had before. Raises DegenerateSample."""
     return _Sample(rule, draw.choice(patterns), draw, wish, turn).sketch()

@@ -57,8 +57,8 @@ class PrimeField(Field):
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
         """Uniformly distributed elements."""
-        drawn: Array = rng.integers(0, self.prime, shape).astype(np.float64)
-        return drawn
+        elements: Array = rng.integers(0, self.prime, shape).astype(np.float64)
+        return elements
 
     def lift(self, array: Array) -> Array:
         kind = array.dtype.kind
@@ -69,9 +69,9 @@ class PrimeField(Field):
             raise NotEvaluable("a number that is not finite")
         # Every float is an integer times a power of two.
         mantissa, exponent = np.frexp(wide)
-        whole = (mantissa * float(1 << 53)).astype(np.int64) % self.prime
+        integers = (mantissa * float(1 << 53)).astype(np.int64) % self.prime
         power = _powers_of_two(self.prime)[exponent - _LEAST_EXPONENT]
-        return (whole * power % self.prime).astype(np.float64)  # type: ignore[no-any-return]
+        return (integers * power % self.prime).astype(np.float64)  # type: ignore[no-any-return]
 
     def constant(self, value: Number) -> Any:
         if isinstance(value, float) and not np.isfinite(value):
@@ -167,9 +167,9 @@ class PrimeField(Field):
     ) -> Array:
         """Reduce along axes, one element after the other."""
         reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
-        kept = [i for i in range(a.ndim) if i not in reduced]
-        shape = [a.shape[i] for i in kept]
-        flat = a.transpose([*kept, *reduced]).reshape([*shape, -1])
+        remaining = [i for i in range(a.ndim) if i not in reduced]
+        shape = [a.shape[i] for i in remaining]
+        flat = a.transpose([*remaining, *reduced]).reshape([*shape, -1])
         out = np.full(shape, empty)
         for i in range(flat.shape[-1]):
             out = flat[..., 0] if i == 0 else merge(out, flat[..., i])
@@ -235,9 +235,9 @@ class PrimeField(Field):
             function = np.max if name == "max" else np.min
             return np.asarray(function(a, axis=axes, keepdims=keepdims))
         reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
-        kept = [i for i in range(a.ndim) if i not in reduced]
-        shape = [a.shape[i] for i in kept]
-        flat = np.sort(a.transpose([*kept, *reduced]).reshape([*shape, -1]), axis=-1)
+        remaining = [i for i in range(a.ndim) if i not in reduced]
+        shape = [a.shape[i] for i in remaining]
+        flat = np.sort(a.transpose([*remaining, *reduced]).reshape([*shape, -1]), axis=-1)
         if flat.shape[-1] == 0:
             raise NotEvaluable("the extreme of nothing")
         if flat.shape[-1] == 1:

@@ -49,14 +49,14 @@ from xrlflow.prover.cases import (
 )
 from xrlflow.prover.coverage import Coverage, example_kinds, grant, matched, own_conditions
 from xrlflow.prover.draw import Draw, T
-from xrlflow.prover.equivalence_classes import Kind, Meaningless, Unlucky
+from xrlflow.prover.equivalence_classes import DegenerateSample, Kind, UndefinedExpression
 from xrlflow.prover.errors import check_errors
-from xrlflow.prover.mutation_testing import Hunt, Hunted, Survivor
+from xrlflow.prover.mutation_testing import Hunt, HuntResult, Survivor
 from xrlflow.prover.patterns import dimension_of, draw_pattern, pattern_kinds
 from xrlflow.prover.ranges import at_sizes, check_ranges, converted
 from xrlflow.prover.rounding import check_rounding
 from xrlflow.prover.sketch import Problem, Sketch, Unbuildable, build, sketch_of
-from xrlflow.prover.thresholds import limits, watch, written
+from xrlflow.prover.thresholds import integers_in_code, limits, watch
 from xrlflow.prover.variations import (
     at_limit,
     at_number,
@@ -73,7 +73,7 @@ from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
 from xrlflow.workers import Crew, Place
 
-# The greatest number of sketches, the wanted number of cases, and the least number of cases of a proof.
+# The greatest number of sketches, the number of cases at which drawing stops, and the least number of cases of a proof.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
 # For each integer type so many cases more are run in ONNX Runtime, with integers of its whole range.
@@ -83,15 +83,15 @@ _RUNTIME_OF_TYPE = 4
 _KEPT, _MISSES, _FURTHER = 24, 600, 300
 # The most cases or refused graphs to find near those where a surviving mutant makes a difference.
 _MOST_NEAR = 300
-# For each condition, and for admitted graphs: in so many graphs numbers and sizes around limits are tried.
+# In so many graphs of each condition, and in so many admitted graphs, numbers and sizes near limits are tried.
 _AT_LIMITS = 3
-# So many of these graphs with large tensors are tested.
+# The number of these variants with large tensors that are tested.
 _LARGE = 8
-# So many of these graphs are tried: half for numbers of the rule, half for numbers of its cases.
+# The number of these variants that are tried: half with numbers of the rule, half with numbers of its cases.
 _AROUND_LIMITS = 600
-# So many graphs are tried with sizes beyond what narrow types hold.
+# The number of graphs that are tried with sizes beyond the range of narrow types.
 _AT_RANGES = 96
-# These numbers are always tried, for limits that are computed and written nowhere.
+# These numbers are always tried, because a rule may compute a limit that is not a literal in its code.
 _WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
 # A case may lose at most so many bits of float32. A case that seems to lose more is run again so many times.
 MOST_BITS, _RUNS = 2.0, 16
@@ -158,7 +158,7 @@ class Proof:
     own_rng: np.random.Generator = field(init=False)
     source: Source = field(init=False)
     coverage: Coverage = field(init=False)
-    seen: set[object] = field(default_factory=set)
+    keys: set[object] = field(default_factory=set)
     bases: list[Base] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -177,8 +177,8 @@ class Proof:
     large: int = 0
     at_their_limits: bool = False
     ranged: list[Case] = field(default_factory=list)
-    tried: list[Problem] = field(default_factory=list)
-    whole: Counter[DType] = field(default_factory=Counter)
+    problems: list[Problem] = field(default_factory=list)
+    runtime_cases_of_type: Counter[DType] = field(default_factory=Counter)
     in_runtime: bool = True
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class Proof:
         self.conditions = own_conditions(self.rule)
 
     def gather(self) -> None:
-        """Find cases and test them: first random ones, then for open kinds, unreached conditions and limits."""
+        """Find cases and test them: random ones first, then cases for open kinds, unreached conditions and limits."""
         for problem in self.source.problems():
             self.take(problem)
             if self.failures or len(self.cases) >= CASES or self.sketches >= MOST_SKETCHES:
@@ -202,14 +202,14 @@ class Proof:
             while not tally.settled and not self.failures:
                 turn, tally.attempts = tally.attempts, tally.attempts + 1
                 try:
-                    drawn = self.source.problem(kind, self.bases, turn)
-                except Meaningless:
+                    wished = self.source.problem(kind, self.bases, turn)
+                except UndefinedExpression:
                     tally.meaningless += 1
                     continue
-                if drawn is not None:
-                    self.take(drawn)
-        known = [sketch for sketch, _ in self.source.examples or self.bases[:_KEPT]]
-        for problem in chain(self.neighbours(known), self.directed(_MISSES)):
+                if wished is not None:
+                    self.take(wished)
+        bases = [sketch for sketch, _ in self.source.examples or self.bases[:_KEPT]]
+        for problem in chain(self.neighbours(bases), self.directed(_MISSES)):
             if self.failures or not self.unreached:
                 break
             self.take(problem)
@@ -221,15 +221,15 @@ class Proof:
         self.at_ranges()
 
     def at_ranges(self) -> None:
-        """Test graphs with sizes beyond what the narrow types hold that a case converts integers into."""
+        """If cases convert integers to a narrower type, test graphs with sizes beyond the range of that type."""
         kinds: dict[object, list[Case]] = {}
         for case in self.cases:
             if types := converted(case):
                 kinds.setdefault((types, bool(symbols(case.problem))), []).append(case)
-        chosen = [c for alike in kinds.values() for c in alike[:_AT_LIMITS]]
+        selected = [c for alike in kinds.values() for c in alike[:_AT_LIMITS]]
         draw = Draw(self.seed)
-        for problem in islice(in_turn(*(at_sizes(c, draw) for c in chosen)), _AT_RANGES):
-            cases, refusals = self.found(problem)
+        for problem in islice(in_turn(*(at_sizes(c, draw) for c in selected)), _AT_RANGES):
+            cases, refusals = self.matches(problem)
             self.refused.update(map(str, refusals))
             for case in cases[:1] if not self.failures else ():
                 try:
@@ -239,24 +239,24 @@ class Proof:
                     self.fail(str(error), case.before)
 
     def at_limits(self) -> Iterator[Problem]:
-        """Graphs with numbers and sizes around those that the rule compares with and those of admitted cases."""
-        near = [p for kept in self.sites.values() for p in kept[:_AT_LIMITS] if p.sketch.varied]
-        known = [s for s, _ in (*self.source.examples, *self.bases[:_AT_LIMITS])]
+        """Graphs with numbers and sizes near those that the rule's conditions compare with or admitted cases have."""
+        near_misses = [p for refused in self.sites.values() for p in refused[:_AT_LIMITS] if p.sketch.varied]
+        bases = [s for s, _ in (*self.source.examples, *self.bases[:_AT_LIMITS])]
         with watch() as notes:
-            for problem in [*near, *self.source.fixed, *(p for _, p in self.bases[:_AT_LIMITS])]:
-                self.found(problem, conditions_only=True)
-        numbers = limits(written(self.rule) | set(notes))
-        known += [p.sketch for p in near]
-        found = [at_number(s, n, attributes=False) for s in known for n in _WHATEVER_IS_WRITTEN]
-        found += [at_limit(s, n, self.draw) for s in known for n in numbers]
-        yield from islice(filter(None, map(self.source.built, in_turn(*found))), _AROUND_LIMITS // 2)
-        seen = set[int]()
+            for problem in [*near_misses, *self.source.fixed, *(p for _, p in self.bases[:_AT_LIMITS])]:
+                self.matches(problem, conditions_only=True)
+        numbers = limits(integers_in_code(self.rule) | set(notes))
+        bases += [p.sketch for p in near_misses]
+        sources = [at_number(s, n, attributes=False) for s in bases for n in _WHATEVER_IS_WRITTEN]
+        sources += [at_limit(s, n, self.draw) for s in bases for n in numbers]
+        yield from islice(filter(None, map(self.source.built, in_turn(*sources))), _AROUND_LIMITS // 2)
+        numbers_seen = set[int]()
         for case in reversed(self.cases):  # cases at the rule's own numbers come first
             sketch = case.problem.sketch
             for number in limits(numbers_of(sketch)) if sketch.varied else ():
-                if number not in seen:
+                if number not in numbers_seen:
                     yield from filter(None, map(self.source.built, of_sizes(sketch, number, self.draw)))
-                seen.add(number)
+                numbers_seen.add(number)
 
     def directed(self, count: int) -> Iterator[Problem]:
         """At most `count` graphs near the left side. Every second draw is meant to show a kind, each kind in turn."""
@@ -266,7 +266,7 @@ class Proof:
             wish = kinds[number] if kinds and i % 2 else None
             try:
                 problem = self.source.problem(wish, self.bases, turn)
-            except Meaningless:
+            except UndefinedExpression:
                 continue
             if problem is not None:
                 yield problem
@@ -280,10 +280,13 @@ class Proof:
 
         They differ in one number, in one kind, or at random. `problems` may grow during the iteration.
         """
-        known = [s for s, _ in self.source.examples or self.bases[:_KEPT]]
-        given = [p.sketch for p in problems[:_KEPT] if p.sketch.varied]
+        bases = [s for s, _ in self.source.examples or self.bases[:_KEPT]]
+        sketches = [p.sketch for p in problems[:_KEPT] if p.sketch.varied]
         return in_turn(
-            self.neighbours(known), self.neighbours(given), self.drawn_near(problems), self.of_kinds(problems)
+            self.neighbours(bases),
+            self.neighbours(sketches),
+            self.drawn_near(problems),
+            self.of_kinds(problems),
         )
 
     def drawn_near(self, problems: Sequence[Problem]) -> Iterator[Problem]:
@@ -304,7 +307,7 @@ class Proof:
                 problem = self.source.problem(
                     kinds[number], [(base.sketch, base)] if own else self.bases, 1 if own else turn // 2
                 )
-            except Meaningless:
+            except UndefinedExpression:
                 continue
             if problem is not None:
                 yield problem
@@ -312,7 +315,7 @@ class Proof:
     def take(self, problem: Problem, always: bool = False) -> None:
         """Find the cases in a graph. Test them if cases are too few, if they show a new kind, or if `always`."""
         self.sketches += 1
-        self.tried.append(problem)
+        self.problems.append(problem)
         kinds = self.coverage.shown_by(problem)
         try:
             cases, refusals = find_cases(self.library, problem)
@@ -324,20 +327,20 @@ class Proof:
         for refused in refusals:
             self.refused[str(refused)] += 1
             if refused.site is not None:
-                kept = self.sites.setdefault(refused.site, [])
+                sample = self.sites.setdefault(refused.site, [])
                 self.reasons[refused.site] = str(refused)
-                if len(kept) < _KEPT:
-                    kept.append(problem)
+                if len(sample) < _KEPT:
+                    sample.append(problem)
                 elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # keep a random sample
                     at = self.draw.integer(0, _KEPT - 1)
-                    if kept[at] not in self.source.fixed:  # keep the near misses that the rule names
-                        kept[at] = problem
+                    if sample[at] not in self.source.fixed:  # keep the near misses that the rule names
+                        sample[at] = problem
         if not cases:
             self.coverage.count(kinds, "refused" if refusals else "beside")
             return
         key = key_of(problem)
-        new = key not in self.seen
-        self.seen.add(key)
+        new = key not in self.keys
+        self.keys.add(key)
         more, dims = matched(cases[0])
         kinds |= more & self.coverage.tallies.keys()
         if always and large(problem):
@@ -364,39 +367,39 @@ class Proof:
 
     def check(self, case: Case) -> bool:
         """Run all three tests. Returns whether at least one gave a result. Raises Wrong, RuleError."""
-        said = False
+        tested = False
         if self.rule.proof == "field":
-            found = check_field(case, self.rng)
-            if found is not None:
-                said = True
-                self.trials += found.trials
+            result = check_field(case, self.rng)
+            if result is not None:
+                tested = True
+                self.trials += result.trials
                 self.field_cases += 1
                 if not self.at_their_limits:  # large sizes give degrees that are too great for a bound
-                    self.bound = max(self.bound, found.bound)
+                    self.bound = max(self.bound, result.bound)
         try:
             draws = check_floats(case, self.rng, self.rule)
         except NotEvaluable:
             draws = 0
         self.float_draws += draws
-        said |= draws > 0
+        tested |= draws > 0
         if self.rule.assumes != "approximate" and len(self.cases) < CASES:
-            lost = check_rounding(case, self.own_rng, self.rule, len(self.cases))
-            self.lost = max(self.lost, lost or 1.0)
+            factor = check_rounding(case, self.own_rng, self.rule, len(self.cases))
+            self.lost = max(self.lost, factor or 1.0)
         check_errors(case, self.own_rng, self.rule)
-        said |= check_ranges(case, self.own_rng, self.rule)
-        whole = whole_types(case)
-        wide = any(self.whole[t] < _RUNTIME_OF_TYPE for t in whole)
+        tested |= check_ranges(case, self.own_rng, self.rule)
+        types = whole_types(case)
+        wide = any(self.runtime_cases_of_type[t] < _RUNTIME_OF_TYPE for t in types)
         if self.in_runtime and (self.runtime_cases < _RUNTIME_CASES or wide):
             runtime = check_runtime(case, self.rng, wide)
             if runtime is not None:
-                said = True
+                tested = True
                 self.runtime_cases += 1
-                self.whole.update(whole)
+                self.runtime_cases_of_type.update(types)
                 for _ in range(_RUNS if runtime.bits > MOST_BITS else 0):
                     if (again := check_runtime(case, self.rng)) is not None:
                         runtime = runtime.joined(again)
                 self.bits = max(self.bits, runtime.bits)
-        return said
+        return tested
 
     def fail(self, reason: str, graph: Graph) -> None:
         self.failures.append(f"{reason}\n{text(graph)}")
@@ -423,9 +426,9 @@ class Proof:
             self.failures.append('no case can be evaluated over a field: declare proof = "numeric"')
         elif self.rule.proof == "field" and self.bound >= 1e-12:
             self.failures.append(f"a false rule would pass with probability {self.bound:.1e}")
-        if untested := self.coverage.left("untested"):
+        if untested := self.coverage.with_verdict("untested"):
             self.failures.append(f"admitted, but never tested: {'; '.join(map(str, untested))}")
-        unbuilt = [k for k in self.coverage.left("unbuilt") if k.subject not in ("rank", "type")]
+        unbuilt = [k for k in self.coverage.with_verdict("unbuilt") if k.subject not in ("rank", "type")]
         if unbuilt and isinstance(self.rule, Rule):
             self.failures.append(f"never tried: {'; '.join(map(str, unbuilt))}")
         if unreached := self.unreached:
@@ -437,7 +440,7 @@ class Proof:
         """More cases, for mutants of the target that survive the first ones."""
         cases = list(self.ranged)
         for problem in self.directed(_FURTHER):
-            cases += self.found(problem)[0][:1]
+            cases += self.matches(problem)[0][:1]
             if len(cases) >= len(self.ranged) + CASES:
                 break
         return cases
@@ -445,14 +448,14 @@ class Proof:
     def cases_near(self, cases: Sequence[Case]) -> Iterator[Case]:
         """More cases, which differ a little from one of `cases`."""
         problems = different(self.around([c.problem for c in cases]))
-        found = (self.found(p)[0][:1] for p in problems)
-        return islice(chain.from_iterable(found), _MOST_NEAR)
+        cases_of = (self.matches(p)[0][:1] for p in problems)
+        return islice(chain.from_iterable(cases_of), _MOST_NEAR)
 
     def further_refused(self, site: Site) -> Iterator[Problem]:
         """More graphs that a condition refuses: near each known one in turn, and others."""
-        known = [p.sketch for p in self.sites[site] if p.sketch.varied]
-        near = filter(None, map(self.source.near, islice(cycle(known), _FURTHER)))
-        return islice(self.refused_by(site, chain(near, self.directed(_FURTHER))), CASES)
+        sketches = [p.sketch for p in self.sites[site] if p.sketch.varied]
+        varied = filter(None, map(self.source.near, islice(cycle(sketches), _FURTHER)))
+        return islice(self.refused_by(site, chain(varied, self.directed(_FURTHER))), CASES)
 
     def refused_near(self, site: Site, problems: Sequence[Problem]) -> Iterator[Problem]:
         """More graphs that a condition refuses, which differ a little from one of `problems`.
@@ -462,9 +465,9 @@ class Proof:
         return islice(self.refused_by(site, different(self.around(problems))), _MOST_NEAR)
 
     def refused_by(self, site: Site, problems: Iterable[Problem]) -> Iterator[Problem]:
-        return (p for p in problems if any(r.site == site for r in self.found(p)[1]))
+        return (p for p in problems if any(r.site == site for r in self.matches(p)[1]))
 
-    def found(self, problem: Problem, conditions_only: bool = False) -> tuple[list[Case], list[Refused]]:
+    def matches(self, problem: Problem, conditions_only: bool = False) -> tuple[list[Case], list[Refused]]:
         try:
             if conditions_only:
                 match_all(problem.graph, self.library)
@@ -477,9 +480,9 @@ class Proof:
         begin = time.perf_counter()
         self.gather()
         self.judge()
-        found = Hunted({}, (), ())
+        hunt = HuntResult({}, (), ())
         if not self.failures:
-            found = Hunt(self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self).run()
+            hunt = Hunt(self.rule, self.library, self.rng, self.cases, self.sites, self.reasons, self).run()
         return Certificate(
             name=self.rule.name,
             proof=self.rule.proof,
@@ -494,11 +497,11 @@ class Proof:
             runtime_cases=self.runtime_cases,
             bits=self.bits if math.isfinite(self.bits) else None,
             lost=self.lost,
-            mutants=found.mutants,
-            mutants_rejected=found.mutants - len(found.survivors),
-            mutants_by_kind=found.by_kind,
-            survivors=found.survivors,
-            redundant=found.redundant,
+            mutants=hunt.mutants,
+            mutants_rejected=hunt.mutants - len(hunt.survivors),
+            mutants_by_kind=hunt.by_kind,
+            survivors=hunt.survivors,
+            redundant=hunt.redundant,
             covered=self.coverage.summary(),
             failures=tuple(self.failures),
             seconds=time.perf_counter() - begin,
@@ -517,7 +520,7 @@ def prove_all(rules: Iterable[AnyRule], seed: int = 0) -> Iterator[Certificate]:
 
 
 class Prover:
-    """A worker's hand that proves rules, which are given, or named among those that `load` returns."""
+    """Proves rules in a worker. Each rule is passed itself, or by its name among those that `load` returns."""
 
     def __init__(self, seed: int, load: Callable[[], Iterable[AnyRule]] | None = None) -> None:
         self._named = {} if load is None else {rule.name: rule for rule in load()}
@@ -534,7 +537,7 @@ def prove_by(
     workers: int,
     load: Callable[[], Iterable[AnyRule]] | None = None,
 ) -> Iterator[Certificate]:
-    """The certificates of rules, from workers of a place, in the order in which they finish.
+    """The certificates of rules, from workers on the machines of `place`, in the order in which they finish.
 
     `load` loads rules that cannot be pickled, because their module is a file. Raises WorkerError if a worker fails.
     """
@@ -600,7 +603,7 @@ class Source:
         """Draw a graph near the left side; None if the draw fails.
 
         It is meant to show the kind `wish`. In every second `turn` it is one of `bases`, changed to show that kind.
-        Raises Meaningless if the shapes have no value of the kind.
+        Raises UndefinedExpression if the shapes have no value of the kind.
         """
         try:
             if wish is not None and (dim := dimension_of(wish)) is not None:
@@ -610,9 +613,9 @@ class Source:
             if wish is not None and bases and turn % 2:
                 return build(self._granted(*self.draw.choice(bases), wish))
             return build(self._sketch(wish, turn // 2))
-        except Meaningless:
+        except UndefinedExpression:
             raise
-        except (Unlucky, Unbuildable):
+        except (DegenerateSample, Unbuildable):
             return None
 
     def near(self, sketch: Sketch) -> Problem | None:
@@ -637,7 +640,7 @@ class Source:
     def _sketch(self, wish: Kind | None, turn: int) -> Sketch:
         draw = self.draw
         if not self.patterns and not self.examples:
-            raise Unlucky("there is nothing to vary")
+            raise DegenerateSample("there is nothing to vary")
         # An example has no names for its dimensions.
         drawn_only = not self.examples or (wish is not None and dimension_of(wish) is not None)
         if self.patterns and (drawn_only or not draw.chance(0.3)):
@@ -657,29 +660,29 @@ class Source:
 
 
 def key_of(problem: Problem) -> object:
-    """A key that is equal for equal problems."""
+    """A key: equal problems have equal keys."""
     graph = problem.graph
     return (graph.fingerprint, *(graph.type(v) for v in graph.inputs), *problem.opaque.values())
 
 
 def different(problems: Iterable[Problem]) -> Iterator[Problem]:
     """Each problem once."""
-    seen = set[object]()
+    keys = set[object]()
     for problem in problems:
-        if (key := key_of(problem)) not in seen:
-            seen.add(key)
+        if (key := key_of(problem)) not in keys:
+            keys.add(key)
             yield problem
 
 
 def in_turn(*sources: Iterator[T]) -> Iterator[T]:
     """The first item of each source, then the second of each, and so on until all have ended."""
-    left = list(sources)
-    while left:
-        for source in tuple(left):
+    remaining = list(sources)
+    while remaining:
+        for source in tuple(remaining):
             try:
                 yield next(source)
             except StopIteration:
-                left.remove(source)
+                remaining.remove(source)
 
 
 def parse(graph: str) -> onnx.ModelProto:

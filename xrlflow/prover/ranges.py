@@ -1,4 +1,4 @@
-"""Tests numbers and sizes around what each element type holds.
+"""Tests numbers and sizes near the limits of each element type.
 
 An index goes through int8 unharmed up to 127, a size through float16 up to 2,048. No small graph shows more. So if a
 side converts integers or booleans into a narrower type, dimensions get sizes just beyond what that type holds, and
@@ -76,24 +76,24 @@ Filling = Literal["high", "low", "mixed"]
 
 def counted(graph: Graph) -> frozenset[DType]:
     """The narrow types into which a graph converts integers or booleans, or what is computed from them."""
-    whole = {v for v in graph.inputs if graph.type(v).dtype not in FLOATS}
-    found = set[DType]()
+    integer_inputs = {v for v in graph.inputs if graph.type(v).dtype not in FLOATS}
+    dtypes = set[DType]()
     for node in graph.topological():
         if node.const:
             continue
-        read = [v for i, v in enumerate(node.inputs) if v in whole and not _selects(node.op, i)]
+        operands = [v for i, v in enumerate(node.inputs) if v in integer_inputs and not _selects(node.op, i)]
         types = {graph.type(v).dtype for v in node.inputs if v}
         for value, type in zip(node.outputs, node.types):
-            if read or type.dtype not in FLOATS:
-                whole.add(value)
+            if operands or type.dtype not in FLOATS:
+                integer_inputs.add(value)
                 if type.dtype in HOLDS and type.dtype not in types:
-                    found.add(type.dtype)
-    return frozenset(found)
+                    dtypes.add(type.dtype)
+    return frozenset(dtypes)
 
 
-def _selects(op: str, place: int) -> bool:
-    """Whether an input says which elements are taken, and is not computed with."""
-    return (op, place) in (("Where", 0), ("Compress", 1)) or (says_where(op, place) and op != "Range")
+def _selects(op: str, index: int) -> bool:
+    """Whether an input selects elements (an index), and its numbers are not data."""
+    return (op, index) in (("Where", 0), ("Compress", 1)) or (says_where(op, index) and op != "Range")
 
 
 @lru_cache(maxsize=256)
@@ -103,7 +103,7 @@ def converted(case: Case) -> frozenset[DType]:
 
 
 def counts(case: Case) -> bool:
-    """Whether a size or a place becomes a number on a side of a case, or a number says where something is."""
+    """Whether a size or a position becomes data on a side of a case, or data become a size or a position."""
     nodes = (*case.before.nodes(), *case.after.nodes())
     return any(n.op in _COUNTS or n.op.startswith("Reduce") for n in nodes) or any(
         case.before.type(v).dtype in INTEGERS for v in placing(case.problem) & set(case.before.inputs)
@@ -111,7 +111,7 @@ def counts(case: Case) -> bool:
 
 
 def beyond(types: frozenset[DType]) -> list[int]:
-    """Sizes at which a number or a place no longer fits one of these types, in ascending order."""
+    """Sizes at which a number or a position no longer fits one of these types, in ascending order."""
     return sorted({HOLDS[t] + more for t in types for more in (1, 2)})
 
 
@@ -126,9 +126,9 @@ def at_sizes(case: Case, draw: Draw) -> Iterator[Problem]:
             yield from _named(problem, name, size)
         if sketch.varied:
             for at, type in enumerate(sketch.inputs):
-                for place, dim in enumerate(type.shape or ()):
+                for axis, dim in enumerate(type.shape or ()):
                     if isinstance(dim, int) and at not in sketch.hidden:
-                        yield from _built(with_dimension(sketch, at, place, size))
+                        yield from _built(with_dimension(sketch, at, axis, size))
             for old in all_sizes(sketch):
                 yield from _built(resize_to(sketch, old, size, draw))
 
@@ -143,7 +143,7 @@ def _built(sketch: Sketch) -> Iterator[Problem]:
 
 
 def _named(problem: Problem, name: str, size: int) -> Iterator[Problem]:
-    """The problem with `size` for the dimension `name`, and 1 for all other names. The graph is not told."""
+    """The problem with `size` for the dimension `name`, and 1 for all other names. The graph keeps the names."""
     graph = problem.graph
     actual = {v: _bound(problem.type(v), name, size) for v in graph.inputs}
     if not problem.sketch.varied:
@@ -170,20 +170,20 @@ def _bound(type: TensorType, name: str, size: int) -> TensorType:
 def _affordable(problem: Problem, full: Problem) -> bool:
     """Whether the sizes of `full` can be evaluated. What nothing but Shape and Size reads takes no memory."""
     nodes = full.graph.topological()
-    read = {v for n in nodes if n.op not in _SIZES for v in n.inputs}
-    types = [t for v in full.graph.inputs if v in read for t in [full.type(v)]] + [
+    operands = {v for n in nodes if n.op not in _SIZES for v in n.inputs}
+    types = [t for v in full.graph.inputs if v in operands for t in [full.type(v)]] + [
         t for n in nodes for t in n.types
     ]
-    most = max((prod(d for d in t.shape or () if isinstance(d, int)) for t in types), default=0)
+    largest = max((prod(d for d in t.shape or () if isinstance(d, int)) for t in types), default=0)
     cheap = len(nodes) <= _MOST_NODES and all(n.op in _CHEAP for n in nodes)
-    return most <= (_MOST_CHEAP if cheap else _MOST_ELEMENTS)
+    return largest <= (_MOST_CHEAP if cheap else _MOST_ELEMENTS)
 
 
 # The test
 
 
 def check_ranges(case: Case, rng: np.random.Generator, rule: AnyRule) -> bool:
-    """Compare both sides for numbers and places at the ends of what the narrow types of a case hold.
+    """Compare both sides for numbers and positions at the limits of the narrow types of a case.
 
     Returns whether the left side has a value for some of them. Raises Wrong.
     """
@@ -194,7 +194,7 @@ def check_ranges(case: Case, rng: np.random.Generator, rule: AnyRule) -> bool:
 
 
 def _checked(case: Case, types: frozenset[DType], rng: np.random.Generator, rule: AnyRule) -> bool:
-    said = False
+    compared = False
     fillings: tuple[Filling, ...] = ("high", "low", "mixed", "mixed")
     if elements(case.problem) > _MOST_ELEMENTS:
         fillings = fillings[:2]
@@ -213,22 +213,22 @@ def _checked(case: Case, types: frozenset[DType], rng: np.random.Generator, rule
             case.before.topological(), case.before.inputs, (*case.before.outputs, *floats), case.before.leaves
         )
         try:
-            found = evaluation(inner).run(feeds, MACHINE)
+            results = evaluation(inner).run(feeds, MACHINE)
         except NotEvaluable:
             raise
         except Exception:  # NumPy may raise anything for inputs that do not fit
             continue
-        said = True
+        compared = True
         count = len(case.before.outputs)
-        left = found[:count]
-        _compare(left, _right(case.after, feeds), _ROUNDED, rule)
-        given = [(feeds[v], case.before.type(v).dtype) for v in feeds]
-        made = zip(found[count:], (case.before.type(v).dtype for v in floats), strict=True)
-        pairs = [(a, t) for a, t in (*given, *made) if t in _UNIT]
+        expected = results[:count]
+        _compare(expected, _right(case.after, feeds), _ROUNDED, rule)
+        fed = [(feeds[v], case.before.type(v).dtype) for v in feeds]
+        computed = zip(results[count:], (case.before.type(v).dtype for v in floats), strict=True)
+        pairs = [(a, t) for a, t in (*fed, *computed) if t in _UNIT]
         if all(np.array_equal(round_to(a, t), a, equal_nan=True) for a, t in pairs):
             unit = max((_UNIT[t] for _, t in pairs), default=0.0)
-            _compare(left, _right(rounding(case.after), feeds), _UNITS * unit, rule)
-    return said
+            _compare(expected, _right(rounding(case.after), feeds), _UNITS * unit, rule)
+    return compared
 
 
 def _right(graph: Graph, feeds: Feeds) -> list[Array]:
@@ -267,17 +267,17 @@ def _double(type: TensorType) -> TensorType:
 
 
 def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.random.Generator) -> Feeds | None:
-    """Inputs with the greatest counts, places and indices ("high"), with their opposites, or with a mixture."""
+    """Inputs with the greatest counts, positions and indices ("high"), with the least ones, or with a mixture."""
     problem, graph = case.problem, case.before
     numbers = bindings(problem, rng)
-    given = [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]
-    shapes = {v: shape_of(t, numbers) for v, t in given}
-    read = {v for g in (graph, case.after) for n in g.nodes() if n.op not in _SIZES for v in n.inputs}
+    inputs = [*((v, problem.type(v)) for v in graph.inputs), *problem.opaque.items()]
+    shapes = {v: shape_of(t, numbers) for v, t in inputs}
+    operands = {v for g in (graph, case.after) for n in g.nodes() if n.op not in _SIZES for v in n.inputs}
     longest = max((d for s in shapes.values() for d in s), default=1)
     indices, feeds = placing(problem), Feeds()
-    for value, type in given:
+    for value, type in inputs:
         shape, dtype = shapes[value], numpy_dtype(type.dtype)
-        if value not in read:
+        if value not in operands:
             feeds[value] = np.broadcast_to(np.zeros((), np.float64 if type.dtype in FLOATS else dtype), shape)
         elif prod(shape) > _MOST_CHEAP:
             return None
@@ -288,8 +288,8 @@ def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.rando
                 rng.random(shape) < 0.5 if filling == "mixed" else np.full(shape, filling == "high")
             )
         elif filling != "mixed":
-            most = longest - 1 if value in indices else 1
-            feeds[value] = np.full(shape, most if filling == "high" else 0).astype(dtype)
+            limit = longest - 1 if value in indices else 1
+            feeds[value] = np.full(shape, limit if filling == "high" else 0).astype(dtype)
         elif value in indices:
             feeds[value] = rng.choice([0, 1, -1, longest - 1, longest], shape).astype(dtype)
         else:
@@ -300,13 +300,13 @@ def _filled(case: Case, filling: Filling, types: frozenset[DType], rng: np.rando
 def _floats(
     shape: tuple[int, ...], filling: Filling, types: frozenset[DType], rng: np.random.Generator
 ) -> Array:
-    """Numbers of one sign with the extreme one at the last place, or numbers around what types hold."""
+    """Numbers of one sign with the extreme one at the last position, or numbers near the limits of types."""
     if filling == "mixed":
         ends = [n for t in types for n in (HOLDS[t], HOLDS[t] + 1, HOLDS[t] + 0.5, _GREATEST.get(t, 0.0))]
         return np.asarray(rng.choice([0.0, 1.0, *ends], shape) * rng.choice([-1.0, 1.0], shape))
-    drawn = np.ones(shape)
-    drawn.reshape(-1)[-1:] = 2.0
-    return drawn if filling == "high" else -drawn
+    numbers = np.ones(shape)
+    numbers.reshape(-1)[-1:] = 2.0
+    return numbers if filling == "high" else -numbers
 
 
 def _integers(
@@ -315,6 +315,8 @@ def _integers(
     """Integers of the whole range of a type, half of them around what narrower types hold."""
     info = np.iinfo(dtype)
     ends = {s * (HOLDS[t] + more) for t in types for more in (-1, 0, 1, 2) for s in (-1, 1)}
-    near = np.array([n for n in sorted(ends) if info.min <= n <= info.max] or [0], dtype)
-    drawn: Array = np.where(rng.random(shape) < 0.5, rng.choice(near, shape), integers(rng, shape, dtype))
-    return drawn
+    extremes = np.array([n for n in sorted(ends) if info.min <= n <= info.max] or [0], dtype)
+    numbers: Array = np.where(
+        rng.random(shape) < 0.5, rng.choice(extremes, shape), integers(rng, shape, dtype)
+    )
+    return numbers

@@ -16,7 +16,7 @@ _LINES: dict[Line, Line] = {}
 @contextmanager
 def lines_run(home: str) -> Iterator[set[Line]]:
     """Collect the lines of package `home` that this thread runs while the context lasts."""
-    found: set[Line] = set()
+    lines: set[Line] = set()
     files: dict[str, bool] = {}
 
     def of_home(frame: FrameType) -> bool:
@@ -27,7 +27,7 @@ def lines_run(home: str) -> Iterator[set[Line]]:
 
     def within(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         line = (frame.f_code.co_filename, frame.f_lineno)
-        found.add(_LINES.setdefault(line, line))
+        lines.add(_LINES.setdefault(line, line))
         return within
 
     def called(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
@@ -36,6 +36,6 @@ def lines_run(home: str) -> Iterator[set[Line]]:
     before = sys.gettrace()
     sys.settrace(called)
     try:
-        yield found
+        yield lines
     finally:
         sys.settrace(before)

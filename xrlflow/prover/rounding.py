@@ -28,9 +28,9 @@ Side = list[Array]
 _UNIT = 2.0**-24
 # What a Cast to a narrower type rounds.
 _CAST = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-# The right side's error may be so many times that of the left side.
+# The greatest ratio of the right side's error to that of the left side.
 MOST_LOST = 64.0
-# So many times each side is computed, and so many more times where that error seems to be larger.
+# How many times each side is computed, and how many more times if the ratio seems to be larger.
 _SAMPLES, _MORE = 3, 24
 # Functions that ONNX defines, and runtimes compute, as exp(x) - 1 or log(exp(x) + 1): small results lose digits.
 _NEAR_ONE = frozenset({"celu", "elu", "selu", "softplus"})
@@ -64,8 +64,8 @@ class Rounding(Machine):
             return a
         if self._always:
             return self._off(a)
-        held = (np.float32(a) == a) & exact
-        return a if held.all() else np.where(held, a, self._off(a))
+        representable = (np.float32(a) == a) & exact
+        return a if representable.all() else np.where(representable, a, self._off(a))
 
     def perturbed(self, feeds: Feeds) -> Feeds:
         """The inputs, each off by up to one rounding."""
@@ -76,12 +76,12 @@ class Rounding(Machine):
         return np.where(round_to(a, to) == a, a, self._off(a, _CAST.get(to, _UNIT)))
 
     def add(self, a: Any, b: Any) -> Array:
-        made = super().add(a, b)
-        return self._rounded(made, np.subtract(made, a) == b)  # type: ignore[no-any-return]
+        total = super().add(a, b)
+        return self._rounded(total, np.subtract(total, a) == b)  # type: ignore[no-any-return]
 
     def sub(self, a: Any, b: Any) -> Array:
-        made = super().sub(a, b)
-        return self._rounded(made, np.subtract(a, made) == b)  # type: ignore[no-any-return]
+        difference = super().sub(a, b)
+        return self._rounded(difference, np.subtract(a, difference) == b)  # type: ignore[no-any-return]
 
     def mul(self, a: Any, b: Any) -> Array:
         return self._rounded(super().mul(a, b))  # type: ignore[no-any-return]
@@ -111,14 +111,14 @@ class Rounding(Machine):
         return self._rounded(super().cumsum(self._off(a), axis))  # type: ignore[no-any-return]
 
     def unary(self, name: str, a: Any, *parameters: Any) -> Array:
-        made = self._rounded(super().unary(name, a, *parameters))
-        if name in _NEAR_ONE and np.asarray(made).dtype.kind == "f":
+        result = self._rounded(super().unary(name, a, *parameters))
+        if name in _NEAR_ONE and np.asarray(result).dtype.kind == "f":
             # exp(x) is about 1, and then multiplied by a parameter.
-            most = np.minimum(_UNIT * max(map(abs, parameters), default=1.0), np.abs(made))
-            made = made + np.where(
-                np.asarray(a) < 0, most * self._rng.uniform(-1.0, 1.0, np.shape(made)), 0.0
+            change = np.minimum(_UNIT * max(map(abs, parameters), default=1.0), np.abs(result))
+            result = result + np.where(
+                np.asarray(a) < 0, change * self._rng.uniform(-1.0, 1.0, np.shape(result)), 0.0
             )
-        return made  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
     def binary(self, name: str, a: Any, b: Any) -> Array:
         return self._rounded(super().binary(name, a, b))  # type: ignore[no-any-return]
@@ -154,10 +154,10 @@ def _base(case: Case, rng: np.random.Generator) -> float:
     if rng.random() < 0.5:
         return 1.0
     consts = case.before.leaves.consts
-    read = {v for n in case.before.nodes() for v in n.inputs}
+    inputs = {v for n in case.before.nodes() for v in n.inputs}
     arrays = [
         c.array
-        for v in sorted(read & consts.keys())
+        for v in sorted(inputs & consts.keys())
         if v not in case.problem.opaque and (c := consts[v]).array is not None and c.type.dtype in FLOATS
     ]
     numbers = [float(n) for a in arrays for n in np.ravel(a)[:8]]
@@ -176,28 +176,28 @@ _CANCELLING = {
 def _cancel(case: Case, feeds: Feeds, rng: np.random.Generator) -> None:
     """Set an operand of a sum or a difference of the left side so that it nearly cancels the other one."""
     graph = case.before
-    places = [
-        (n.op, n.inputs[at], n.inputs[other], sign)
+    operands = [
+        (n.op, n.inputs[at], n.inputs[partner], sign)
         for n in graph.nodes()
-        for at, other, sign in _CANCELLING.get(n.op, ())
-        if n.inputs[at] in feeds and n.inputs[at] != n.inputs[other] and n.types[0].dtype in FLOATS
+        for at, partner, sign in _CANCELLING.get(n.op, ())
+        if n.inputs[at] in feeds and n.inputs[at] != n.inputs[partner] and n.types[0].dtype in FLOATS
     ]
-    if not places:
+    if not operands:
         return
-    op, operand, other, sign = places[int(rng.integers(len(places)))]
-    inner = Graph.make(graph.topological(), graph.inputs, (other,), graph.leaves)
+    op, operand, partner, sign = operands[int(rng.integers(len(operands)))]
+    inner = Graph.make(graph.topological(), graph.inputs, (partner,), graph.leaves)
     shape = feeds[operand].shape
     try:
         (value,) = evaluation(inner).run(feeds, MACHINE)
         if op == "BatchNormalization":
             value = value.reshape(-1, *(1,) * (len(shape) - 2))
         value = value[(0,) * max(value.ndim - len(shape), 0)]
-        kept = shape[len(shape) - value.ndim :]
-        value = np.broadcast_to(value[tuple(slice(1 if d == 1 else None) for d in kept)], shape)
+        broadcast = shape[len(shape) - value.ndim :]
+        value = np.broadcast_to(value[tuple(slice(1 if d == 1 else None) for d in broadcast)], shape)
     except Exception:  # the left side has no value: its own run says so
         return
-    near = sign * value * (1.0 + _APART * rng.standard_normal(shape))
-    feeds[operand] = np.asarray(near, np.float32).astype(np.float64)
+    cancelling = sign * value * (1.0 + _APART * rng.standard_normal(shape))
+    feeds[operand] = np.asarray(cancelling, np.float32).astype(np.float64)
 
 
 def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: int = 0) -> float | None:
@@ -206,37 +206,37 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
     In turn, by `turn`, all are nearly equal; or they are far apart in magnitude; or one operand cancels another one.
 
     Returns by what factor the right side's error exceeds the left side's (at least 1), or None if there is nothing to
-    compare. Raises Wrong if that is more than `MOST_LOST`, unless the rule may round inputs, and the right side's error
-    is no more than so many times what a rounding of each input does to the left side.
+    compare. Raises Wrong if the factor is more than `MOST_LOST`. If the rule may round inputs, the right side's error
+    is also compared with what rounding each input does to the left side; one of the two factors must be in the limit.
     """
-    found = _drawn(case, rng, turn)
-    if found is None:
+    draw = _drawn(case, rng, turn)
+    if draw is None:
         return None
-    feeds, left, right = found
+    feeds, left, right = draw
     # The left side's errors are those that an analysis has to expect; the right side's are those that it has.
     field, before = Rounding(rng, always=True), evaluation(case.before)
     declared = rule.may_round_inputs
     try:
         own = _errors(before, feeds, left, field, _SAMPLES)
         new = _errors(evaluation(case.after), feeds, right, Rounding(rng, always=False), _SAMPLES)
-        lost = _lost((left, right), own, new)
-        if lost <= MOST_LOST:
-            return lost
-        # A left side that was exact by luck, or a jump that one side alone made: another look at the same inputs.
+        factor = _lost((left, right), own, new)
+        if factor <= MOST_LOST:
+            return factor
+        # The left side may have been exact by luck, or one side alone may have jumped: sample the same inputs again.
         own = _greatest(own, _errors(before, feeds, left, field, _MORE))
-        lost = _lost((left, right), own, new)
-        if lost <= MOST_LOST:
-            return lost
+        factor = _lost((left, right), own, new)
+        if factor <= MOST_LOST:
+            return factor
         if declared:
             own = _greatest(own, _errors(before, feeds, left, field, _MORE, perturbed=True))
             again = _lost((left, right), own, new)
             if again <= MOST_LOST:
-                return lost
-            lost = again
+                return factor
+            factor = again
     except (NotEvaluable, Unusable):
         return None
     than = "a rounding of each input would make" if declared else "the left side makes"
-    raise Wrong(f"its rounding errors are {lost:.3g} times those that {than}: digits cancel")
+    raise Wrong(f"its rounding errors are {factor:.3g} times those that {than}: digits cancel")
 
 
 def _drawn(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds, Side, Side] | None:
@@ -263,22 +263,22 @@ def _errors(
     errors = [np.zeros(a.shape) for a in exact]
     for _ in range(samples):
         try:
-            found = side.run(field.perturbed(feeds) if perturbed else feeds, field)
+            results = side.run(field.perturbed(feeds) if perturbed else feeds, field)
         except NotEvaluable:
             raise
         except Exception as error:  # a size or an index that depends on rounded numbers
             raise Unusable(str(error)) from error
-        for most, a, b in zip(errors, exact, found, strict=True):
+        for greatest, a, b in zip(errors, exact, results, strict=True):
             if a.dtype.kind == "f":
                 if a.shape != b.shape:
                     raise Unusable("a size depends on rounded numbers")
                 with np.errstate(invalid="ignore"):
-                    np.maximum(most, np.abs(b - a), out=most)
+                    np.maximum(greatest, np.abs(b - a), out=greatest)
     return errors
 
 
-def _greatest(one: Side, other: Side) -> Side:
-    return [np.maximum(a, b) for a, b in zip(one, other, strict=True)]
+def _greatest(one: Side, another: Side) -> Side:
+    return [np.maximum(a, b) for a, b in zip(one, another, strict=True)]
 
 
 def _lost(exact: tuple[Side, Side], own: Side, new: Side) -> float:

@@ -41,7 +41,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValueRef:
     """Where a value comes from: an input, a constant, or an output of a node, by index."""
 
     kind: str  # "input", "const", "node"
@@ -61,17 +61,17 @@ class SketchConst:
 @dataclass(frozen=True, slots=True)
 class SketchNode:
     op: str
-    inputs: tuple[Place | None, ...]
+    inputs: tuple[ValueRef | None, ...]
     attrs: dict[str, Attr] = field(default_factory=dict)
     outputs: int = 1
 
 
-def _says_less(told: TensorType, full: TensorType) -> bool:
-    """Whether every tensor of the type `full` is one of the type `told`."""
-    if told.dtype != full.dtype or told.shape is None or full.shape is None:
-        return told.dtype == full.dtype
-    return len(told.shape) == len(full.shape) and all(
-        t == f or t is None or isinstance(t, str) for t, f in zip(told.shape, full.shape)
+def _admits(declared: TensorType, full: TensorType) -> bool:
+    """Whether every tensor of the type `full` also has the type `declared`."""
+    if declared.dtype != full.dtype or declared.shape is None or full.shape is None:
+        return declared.dtype == full.dtype
+    return len(declared.shape) == len(full.shape) and all(
+        t == f or t is None or isinstance(t, str) for t, f in zip(declared.shape, full.shape)
     )
 
 
@@ -79,26 +79,26 @@ def _says_less(told: TensorType, full: TensorType) -> bool:
 class Sketch:
     """A graph without inferred types. `nodes` are in topological order.
 
-    `hidden`: the full types of inputs whose types in the graph say less, by index. `drawn`: kinds that the sketch is
-    known to show. `dims`: the sizes of the dimensions that a rule's declaration names. Raises ValueError if a hidden
-    type contradicts what the graph says.
+    `hidden`: the full types of inputs whose declared types are less precise, by index. `shown_kinds`: kinds that the
+    sketch is known to show. `dims`: the sizes of the dimensions that a rule's declaration names. Raises ValueError if a
+    hidden type contradicts the declared one.
     """
 
     inputs: tuple[TensorType, ...]
     consts: tuple[SketchConst, ...]
     nodes: tuple[SketchNode, ...]
-    outputs: tuple[Place, ...]
+    outputs: tuple[ValueRef, ...]
     hidden: Mapping[int, TensorType] = field(default_factory=dict)
-    drawn: frozenset[Kind] = frozenset()
+    shown_kinds: frozenset[Kind] = frozenset()
     dims: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for at, full in self.hidden.items():
-            if not _says_less(self.inputs[at], full):
+            if not _admits(self.inputs[at], full):
                 raise ValueError(f"input {at} is {self.inputs[at]} for the graph, but {full}")
 
     def with_inputs(self, inputs: Iterable[TensorType]) -> Sketch:
-        """The sketch with other types of inputs. The full types of those that change are forgotten."""
+        """The sketch with other types of inputs. The full types of those that change are dropped."""
         new = tuple(inputs)
         hidden = {at: full for at, full in self.hidden.items() if new[at] == self.inputs[at]}
         return replace(self, inputs=new, hidden=hidden)
@@ -113,8 +113,8 @@ class Sketch:
 class Problem:
     """A built sketch.
 
-    `opaque`: the constants that the proof draws, with their types. `actual`: the full types of inputs whose types in
-    the graph say less. `arguments`: the types of the inputs of each sketched node.
+    `opaque`: the constants that the proof draws, with their types. `actual`: the full types of inputs whose declared
+    types are less precise. `arguments`: the types of the inputs of each sketched node.
     """
 
     graph: Graph
@@ -151,28 +151,28 @@ def build(sketch: Sketch) -> Problem:
         else:
             value = leaves.intern(const.array.astype(numpy_dtype(const.dtype)), const.dtype)
         consts.append(value)
-    made: list[tuple[Value, ...]] = []
+    results: list[tuple[Value, ...]] = []
     types: dict[Value, TensorType] = {}
     nodes: list[Node] = []
-    taken: set[Value] = set()
+    used: set[Value] = set()
 
-    def find(place: Place | None) -> Value:
-        if place is None:
+    def find(ref: ValueRef | None) -> Value:
+        if ref is None:
             return ABSENT
-        if place.kind == "input":
-            return inputs[place.index]
-        return consts[place.index] if place.kind == "const" else made[place.index][place.output]
+        if ref.kind == "input":
+            return inputs[ref.index]
+        return consts[ref.index] if ref.kind == "const" else results[ref.index][ref.output]
 
     arguments: list[tuple[TensorType | None, ...]] = []
     for sketched in sketch.nodes:
         values = tuple(map(find, sketched.inputs))
         arguments.append(tuple(None if v == ABSENT else types.get(v) or leaves.types[v] for v in values))
-        outs, node = _node(sketched, values, leaves, types, taken)
+        outs, node = _node(sketched, values, leaves, types, used)
         if node is not None:
             nodes.append(node)
             types.update(zip(node.outputs, node.types))
-            taken.update(node.outputs)
-        made.append(outs)
+            used.update(node.outputs)
+        results.append(outs)
     outputs = tuple(map(find, sketch.outputs))
     graph = Graph.make(_needed(nodes, outputs), tuple(inputs), outputs, leaves)
     actual = {inputs[i]: type for i, type in sketch.hidden.items()}
@@ -183,34 +183,34 @@ def _node(
     sketched: SketchNode,
     values: tuple[Value, ...],
     leaves: Leaves,
-    made: dict[Value, TensorType],
-    taken: set[Value],
+    types_of: dict[Value, TensorType],
+    used: set[Value],
 ) -> tuple[tuple[Value, ...], Node | None]:
     """The outputs of a node, and the node. The node is None if it was folded, as the importer would do."""
     while values and values[-1] == ABSENT:
         values = values[:-1]
-    types = [None if v == ABSENT else made.get(v) or leaves.types[v] for v in values]
+    types = [None if v == ABSENT else types_of.get(v) or leaves.types[v] for v in values]
     try:
         attrs = canonical_attrs(sketched.op, sketched.attrs, types)
         _check_ranks(sketched.op, attrs, types)
         check_types(sketched.op, types)
         data = [leaves.consts.get(v) for v in values]
-        found = infer(sketched.op, attrs, types, data, sketched.outputs)
+        out_types = infer(sketched.op, attrs, types, data, sketched.outputs)
     except (InferenceError, IndexError, ValueError, ArithmeticError) as error:  # a size may be too large
         raise Unbuildable(str(error)) from error
-    if any(t is UNKNOWN for t in found):
+    if any(t is UNKNOWN for t in out_types):
         raise Unbuildable(f"{sketched.op} is not known")
-    if found[0].const and all(v == ABSENT or v in leaves.consts for v in values):
+    if out_types[0].const and all(v == ABSENT or v in leaves.consts for v in values):
         try:
-            arrays = evaluate_small(sketched.op, attrs, data, found)
+            arrays = evaluate_small(sketched.op, attrs, data, out_types)
         except (ArithmeticError, IndexError, ValueError) as error:  # a size may be too large
             raise Unbuildable(str(error)) from error
         if arrays is not None:
-            return tuple(leaves.intern(a, t.dtype) for a, t in zip(arrays, found)), None
+            return tuple(leaves.intern(a, t.dtype) for a, t in zip(arrays, out_types)), None
     key, salt = node_key(sketched.op, attrs, values), 0
-    while (outs := tuple(output_key(key, k, salt) for k in range(sketched.outputs)))[0] in taken:
+    while (outs := tuple(output_key(key, k, salt) for k in range(sketched.outputs)))[0] in used:
         salt += 1
-    return outs, Node(sketched.op, values, outs, found, attrs)
+    return outs, Node(sketched.op, values, outs, out_types, attrs)
 
 
 def check_types(op: str, types: Sequence[TensorType | None]) -> None:
@@ -241,10 +241,10 @@ def _check_ranks(op: str, attrs: Attrs, types: Sequence[TensorType | None]) -> N
         return
     if not attrs:
         return
-    wanted = {**dict.fromkeys(_PER_DIMENSION, rank), **dict.fromkeys(_PER_SPATIAL, rank - 2)}
+    expected = {**dict.fromkeys(_PER_DIMENSION, rank), **dict.fromkeys(_PER_SPATIAL, rank - 2)}
     if op in ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool"):
-        wanted["pads"] = 2 * (rank - 2)
-    for name, count in wanted.items():
+        expected["pads"] = 2 * (rank - 2)
+    for name, count in expected.items():
         value = attrs.get(name)
         if isinstance(value, tuple) and len(value) != count:
             raise Unbuildable(f"{op}: {name} has {len(value)} numbers")
@@ -260,36 +260,36 @@ def _onnx_name(dtype: DType) -> str:
 
 def _needed(nodes: list[Node], outputs: tuple[Value, ...]) -> list[Node]:
     """The nodes that the outputs depend on."""
-    wanted = set(outputs)
-    kept = []
+    required = set(outputs)
+    needed = []
     for node in reversed(nodes):
-        if not wanted.isdisjoint(node.outputs):
-            wanted.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
+        if not required.isdisjoint(node.outputs):
+            required.update(node.inputs)
+            needed.append(node)
+    return needed[::-1]
 
 
 def sketch_of(graph: Graph) -> Sketch:
     """The sketch of a graph."""
-    places: dict[Value, Place] = {v: Place("input", i) for i, v in enumerate(graph.inputs)}
+    refs: dict[Value, ValueRef] = {v: ValueRef("input", i) for i, v in enumerate(graph.inputs)}
     consts: list[SketchConst] = []
     nodes: list[SketchNode] = []
 
-    def place(value: Value) -> Place | None:
+    def ref_of(value: Value) -> ValueRef | None:
         if value == ABSENT:
             return None
-        if value not in places:
+        if value not in refs:
             const = graph.leaves.consts[value]
-            places[value] = Place("const", len(consts))
+            refs[value] = ValueRef("const", len(consts))
             consts.append(SketchConst(np.asarray(const.numpy()), const.type.dtype))
-        return places[value]
+        return refs[value]
 
     for node in graph.topological():
-        inputs = tuple(place(v) for v in node.inputs)
+        inputs = tuple(ref_of(v) for v in node.inputs)
         for k, out in enumerate(node.outputs):
-            places[out] = Place("node", len(nodes), k)
+            refs[out] = ValueRef("node", len(nodes), k)
         nodes.append(SketchNode(node.op, inputs, dict(node.attrs), len(node.outputs)))
-    outputs = tuple(p for v in graph.outputs if (p := place(v)) is not None)
+    outputs = tuple(p for v in graph.outputs if (p := ref_of(v)) is not None)
     return Sketch(tuple(graph.type(v) for v in graph.inputs), tuple(consts), tuple(nodes), outputs)
 
 

@@ -47,14 +47,14 @@ class Watched(int):
 
     @classmethod
     def of(cls, number: int, notes: dict[int, int], back: Callable[[int], int] = int) -> Watched:
-        made = cls(number)
-        made.notes, made.back = notes, back
-        return made
+        result = cls(number)
+        result.notes, result.back = notes, back
+        return result
 
     def _note(self, other: Any) -> None:
         if isinstance(other, (int, float, np.integer, np.floating)) and abs(number := float(other)) < _WIDEST:
-            found = self.back(int(number))
-            self.notes[found] = self.notes.get(found, 0) + 1
+            original = self.back(int(number))
+            self.notes[original] = self.notes.get(original, 0) + 1
             if sum(self.notes.values()) > _MOST_COMPARISONS:
                 raise TooMany
 
@@ -136,29 +136,29 @@ def watch() -> Iterator[dict[int, int]]:
         yield notes
 
 
-def written(rule: AnyRule, types: bool = True) -> set[int]:
+def integers_in_code(rule: AnyRule, types: bool = True) -> set[int]:
     """The integers in a rule's code, in the functions of its package that it calls, and in the tables that it reads.
 
     `types`: whether integers that stand for element types count too.
     """
-    written = _Written(type(rule).__module__.partition(".")[0], types)
+    collector = _Collector(type(rule).__module__.partition(".")[0], types)
     for kind in type(rule).__mro__:
         if kind in (Rule, RegionRule) or kind in Rule.__mro__ or kind in RegionRule.__mro__:
             continue
         for name, value in vars(kind).items():
             if not name.startswith("__") and name not in ("examples", "near_misses", "shapes", "survivors"):
-                written.collect(value)
-    return written.found
+                collector.collect(value)
+    return collector.integers
 
 
 @dataclass(slots=True)
-class _Written:
+class _Collector:
     """Collects the integers in values, and in the functions of package `home` that these refer to."""
 
     home: str
     types: bool
-    found: set[int] = field(default_factory=set)
-    seen: dict[int, Any] = field(default_factory=dict)
+    integers: set[int] = field(default_factory=set)
+    visited: dict[int, Any] = field(default_factory=dict)
     """Visited values by `id`. The reference keeps the value alive, so that its `id` stays unique."""
 
     def collect(self, value: Any) -> None:
@@ -167,15 +167,15 @@ class _Written:
             return
         if isinstance(value, (int, float, np.integer, np.floating)):
             if abs(number := float(value)) < _WIDEST and number.is_integer():
-                self.found.add(int(number))
+                self.integers.add(int(number))
             return
         if isinstance(value, str):
             if value.isdigit() and len(value) < _MOST_DIGITS:
-                self.found.add(int(value))
+                self.integers.add(int(value))
             return
-        if id(value) in self.seen:
+        if id(value) in self.visited:
             return
-        self.seen[id(value)] = value
+        self.visited[id(value)] = value
         if isinstance(value, Mapping):
             self.collect((*value, *value.values()))
         elif isinstance(value, (tuple, list, set, frozenset)):

@@ -17,7 +17,7 @@ from xrlflow.ir import FLOATS, Attr, Dim, DType, TensorType
 from xrlflow.ir.dims import LARGEST
 from xrlflow.ops.schema import defaults, schema
 from xrlflow.prover.draw import ATTRIBUTES, Draw, attribute
-from xrlflow.prover.sketch import Place, Sketch, SketchConst, SketchNode, with_const, with_node
+from xrlflow.prover.sketch import Sketch, SketchConst, SketchNode, ValueRef, with_const, with_node
 from xrlflow.prover.thresholds import around
 
 # Groups of operators that can replace each other.
@@ -59,7 +59,7 @@ _LIKE: dict[str, tuple[str, ...]] = {op: group for group in CLASSES for op in gr
 
 def vary(sketch: Sketch, draw: Draw) -> Sketch:
     """Make one to three random changes. Some changes may have no effect."""
-    sketch = replace(sketch, drawn=frozenset(), dims={})  # the changes may make them untrue
+    sketch = replace(sketch, shown_kinds=frozenset(), dims={})  # the changes may make them untrue
     for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
         sketch = draw.choice(_CHANGES)(sketch, draw)
     return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the others look at the shapes
@@ -70,40 +70,42 @@ def neighbours(sketch: Sketch) -> Iterator[Sketch]:
 
     A dimension gets another size or a name. Or the graph does not know it, or the rank; the input keeps its full type.
     """
-    sketch = replace(sketch, drawn=frozenset(), dims={})
+    sketch = replace(sketch, shown_kinds=frozenset(), dims={})
     for at, node in enumerate(sketch.nodes):
         for op in _LIKE.get(node.op, ()):
             if op != node.op:
                 yield with_node(sketch, at, op=op)
     for at, const in enumerate(sketch.consts):
         if const.dtype == DType.INT64 and const.array.size <= _MOST_NUMBERS:
-            for place, number in enumerate(const.array.ravel().tolist()):
-                for other in (number - 1, number + 1):
-                    if abs(other) < 2**63:
+            for index, number in enumerate(const.array.ravel().tolist()):
+                for changed in (number - 1, number + 1):
+                    if abs(changed) < 2**63:
                         array = const.array.copy()
-                        array.reshape(-1)[place] = other
+                        array.reshape(-1)[index] = changed
                         yield with_const(sketch, at, array=array)
     for at, type in enumerate(sketch.inputs):
         if type.shape is None or at in sketch.hidden:
             continue
-        yield _told(sketch, at, TensorType(type.dtype, None))
-        for place, old in enumerate(type.shape):
-            others = {*_SIZES, old + 1 if isinstance(old, int) else 2} - {old}
-            for new in sorted(others, key=str):
-                told = replace_dims(type, (*type.shape[:place], new, *type.shape[place + 1 :]))
-                yield _told(sketch, at, told) if new is None else _with_input(sketch, at, told)
+        yield _with_declared(sketch, at, TensorType(type.dtype, None))
+        for index, old in enumerate(type.shape):
+            sizes = {*_SIZES, old + 1 if isinstance(old, int) else 2} - {old}
+            for new in sorted(sizes, key=str):
+                declared = replace_dims(type, (*type.shape[:index], new, *type.shape[index + 1 :]))
+                yield (
+                    _with_declared(sketch, at, declared) if new is None else _with_input(sketch, at, declared)
+                )
 
 
 def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[Sketch]:
     """All sketches with `number` in one place of an integer constant, or of an attribute that is no flag."""
-    sketch = replace(sketch, drawn=frozenset(), dims={})
+    sketch = replace(sketch, shown_kinds=frozenset(), dims={})
     for at, const in enumerate(sketch.consts):
         if const.dtype not in (DType.INT64, DType.INT32) or const.array.size > _MOST_NUMBERS:
             continue
         if number <= np.iinfo(const.array.dtype).max:
-            for place in range(const.array.size):
+            for index in range(const.array.size):
                 array = const.array.copy()
-                array.reshape(-1)[place] = number
+                array.reshape(-1)[index] = number
                 yield with_const(sketch, at, array=array)
     for at, node in enumerate(sketch.nodes if attributes else ()):
         for name, value in node.attrs.items():
@@ -111,9 +113,9 @@ def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[
             if isinstance(value, int) and not flag and name not in ("to", "dtype"):
                 yield with_node(sketch, at, attrs={**node.attrs, name: number})
             elif isinstance(value, tuple) and value and all(isinstance(v, int) for v in value):
-                for place in range(len(value)):
-                    other = (*value[:place], number, *value[place + 1 :])
-                    yield with_node(sketch, at, attrs={**node.attrs, name: other})
+                for index in range(len(value)):
+                    changed = (*value[:index], number, *value[index + 1 :])
+                    yield with_node(sketch, at, attrs={**node.attrs, name: changed})
 
 
 def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
@@ -122,8 +124,8 @@ def at_limit(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
         yield from at_number(sketch, number)
     yield from of_sizes(sketch, limit, draw)
     for number in (limit, limit + 1):
-        for other in at_number(sketch, number):
-            yield from of_sizes(other, limit, draw)
+        for varied in at_number(sketch, number):
+            yield from of_sizes(varied, limit, draw)
     if limit <= _MOST_RANK:
         for rank in around(limit):
             yield of_rank(sketch, rank, draw)
@@ -137,45 +139,45 @@ def of_rank(sketch: Sketch, rank: int, draw: Draw) -> Sketch:
         if shape is not None and at not in sketch.hidden:
             type = replace_dims(type, (*(draw.integer(1, 2) for _ in range(rank - len(shape))), *shape))
         inputs.append(type)
-    return replace(sketch.with_inputs(inputs), drawn=frozenset(), dims={})
+    return replace(sketch.with_inputs(inputs), shown_kinds=frozenset(), dims={})
 
 
 def of_sizes(sketch: Sketch, limit: int, draw: Draw) -> Iterator[Sketch]:
     """All sketches in which one dimension, or all of one size, has the size `limit` or one next to it."""
-    sketch = replace(sketch, drawn=frozenset(), dims={})
+    sketch = replace(sketch, shown_kinds=frozenset(), dims={})
     for size in (n for n in around(limit) if n <= LARGEST):
         for old in all_sizes(sketch):
             yield resize_to(sketch, old, size, draw)
         for at, type in enumerate(sketch.inputs):
             shape = type.shape if at not in sketch.hidden else None
-            for place in range(len(shape or ())):
-                yield with_dimension(sketch, at, place, size)
+            for axis in range(len(shape or ())):
+                yield with_dimension(sketch, at, axis, size)
 
 
-def with_dimension(sketch: Sketch, at: int, place: int, size: int) -> Sketch:
+def with_dimension(sketch: Sketch, at: int, axis: int, size: int) -> Sketch:
     """The sketch with another size for one dimension of one input."""
     type = sketch.inputs[at]
     dims = type.shape or ()
-    return _with_input(sketch, at, replace_dims(type, (*dims[:place], size, *dims[place + 1 :])))
+    return _with_input(sketch, at, replace_dims(type, (*dims[:axis], size, *dims[axis + 1 :])))
 
 
 def numbers_of(sketch: Sketch) -> set[int]:
     """The integers in a sketch's short integer constants and in its attributes."""
-    found = set[int]()
+    numbers = set[int]()
     for const in sketch.consts:
         if const.dtype in (DType.INT64, DType.INT32) and const.array.size <= _MOST_NUMBERS:
-            found.update(const.array.ravel().tolist())
+            numbers.update(const.array.ravel().tolist())
     for node in sketch.nodes:
         for name, value in node.attrs.items():
             if name not in ("to", "dtype"):
-                found.update(v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int)
-    return found
+                numbers.update(v for v in (value if isinstance(value, tuple) else (value,)) if type(v) is int)
+    return numbers
 
 
-def _told(sketch: Sketch, at: int, told: TensorType) -> Sketch:
-    """Give an input the type `told`, which says less, and keep its full type in `hidden`."""
+def _with_declared(sketch: Sketch, at: int, declared: TensorType) -> Sketch:
+    """Give an input the less precise type `declared`, and keep its full type in `hidden`."""
     hidden = {**sketch.hidden, at: sketch.inputs[at]}
-    return replace(_with_input(sketch, at, told), hidden=hidden)
+    return replace(_with_input(sketch, at, declared), hidden=hidden)
 
 
 def replace_dims(type: TensorType, dims: tuple[Dim, ...]) -> TensorType:
@@ -191,11 +193,11 @@ def forget(sketch: Sketch, draw: Draw) -> Sketch:
     type = sketch.inputs[at]
     shape = type.shape or ()
     if not shape or draw.chance(0.5):
-        told = TensorType(type.dtype, None)
+        declared = TensorType(type.dtype, None)
     else:
-        place = draw.integer(0, len(shape) - 1)
-        told = replace_dims(type, (*shape[:place], None, *shape[place + 1 :]))
-    return _told(sketch, at, told)
+        axis = draw.integer(0, len(shape) - 1)
+        declared = replace_dims(type, (*shape[:axis], None, *shape[axis + 1 :]))
+    return _with_declared(sketch, at, declared)
 
 
 def resize(sketch: Sketch, draw: Draw) -> Sketch:
@@ -260,11 +262,11 @@ def _change_size(sketch: Sketch, draw: Draw) -> Sketch:
 
 def _change_rank(sketch: Sketch, draw: Draw) -> Sketch:
     """Add or remove one dimension of one input, or of all."""
-    chosen = (
+    selected = (
         range(len(sketch.inputs)) if draw.chance(0.4) else [draw.integer(0, max(len(sketch.inputs) - 1, 0))]
     )
     more, at_front = draw.chance(0.6), draw.chance(0.7)
-    for i in chosen:
+    for i in selected:
         if i >= len(sketch.inputs) or sketch.inputs[i].shape is None:
             continue
         shape = sketch.inputs[i].shape or ()
@@ -343,19 +345,19 @@ def _change_number(sketch: Sketch, draw: Draw) -> Sketch:
     array = sketch.consts[at].array.copy()
     if not array.size:
         return sketch
-    place = draw.integer(0, array.size - 1)
+    index = draw.integer(0, array.size - 1)
     flat = array.reshape(-1)
     if array.dtype.kind in "iu":
         if array.size > 1 and draw.chance(0.3):
             flat[:] = draw.rng.permutation(flat)
         else:
             limits = np.iinfo(array.dtype)
-            changed = int(flat[place]) + draw.choice([-1, 1, -2, 2])
-            flat[place] = min(max(changed, limits.min), limits.max)
+            changed = int(flat[index]) + draw.choice([-1, 1, -2, 2])
+            flat[index] = min(max(changed, limits.min), limits.max)
     elif array.dtype.kind == "b":
-        flat[place] = not flat[place]
+        flat[index] = not flat[index]
     else:
-        flat[place] = flat[place] * draw.choice([0.5, 2.0, -1.0]) + draw.choice([0.0, 0.0, 1.0])
+        flat[index] = flat[index] * draw.choice([0.5, 2.0, -1.0]) + draw.choice([0.0, 0.0, 1.0])
     return with_const(sketch, at, array=array)
 
 
@@ -396,10 +398,10 @@ def _change_length(sketch: Sketch, draw: Draw) -> Sketch:
 
 
 def _change_operator(sketch: Sketch, draw: Draw) -> Sketch:
-    known = [i for i, n in enumerate(sketch.nodes) if n.op in _LIKE]
-    if not known:
+    options = [i for i, n in enumerate(sketch.nodes) if n.op in _LIKE]
+    if not options:
         return sketch
-    at = draw.choice(known)
+    at = draw.choice(options)
     return with_node(sketch, at, op=draw.choice(_LIKE[sketch.nodes[at].op]))
 
 
@@ -420,9 +422,9 @@ def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
     node = sketch.nodes[at]
     if not node.inputs:
         return sketch
-    options = [Place("input", i) for i in range(len(sketch.inputs))]
-    options += [Place("const", i) for i in range(len(sketch.consts))]
-    options += [Place("node", i, k) for i in range(at) for k in range(sketch.nodes[i].outputs)]
+    options = [ValueRef("input", i) for i in range(len(sketch.inputs))]
+    options += [ValueRef("const", i) for i in range(len(sketch.consts))]
+    options += [ValueRef("node", i, k) for i in range(at) for k in range(sketch.nodes[i].outputs)]
     inputs = list(node.inputs)
     inputs[draw.integer(0, len(inputs) - 1)] = draw.choice(options)
     return with_node(sketch, at, inputs=tuple(inputs))
@@ -431,16 +433,16 @@ def _rewire(sketch: Sketch, draw: Draw) -> Sketch:
 def _give_out(sketch: Sketch, draw: Draw) -> Sketch:
     """Make an inner value an output of the graph too."""
     at = draw.integer(0, len(sketch.nodes) - 1)
-    place = Place("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
-    return sketch if place in sketch.outputs else replace(sketch, outputs=(*sketch.outputs, place))
+    ref = ValueRef("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
+    return sketch if ref in sketch.outputs else replace(sketch, outputs=(*sketch.outputs, ref))
 
 
 def _read_again(sketch: Sketch, draw: Draw) -> Sketch:
     """Add an operator that reads an inner value."""
     at = draw.integer(0, len(sketch.nodes) - 1)
-    place = Place("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
-    extra = SketchNode("Neg", (place,))
-    last = Place("node", len(sketch.nodes))
+    ref = ValueRef("node", at, draw.integer(0, sketch.nodes[at].outputs - 1))
+    extra = SketchNode("Neg", (ref,))
+    last = ValueRef("node", len(sketch.nodes))
     return replace(sketch, nodes=(*sketch.nodes, extra), outputs=(*sketch.outputs, last))
 
 
@@ -448,24 +450,24 @@ def _insert(sketch: Sketch, draw: Draw) -> Sketch:
     """Insert an operator between a value and one of its readers."""
     at = draw.integer(0, len(sketch.nodes) - 1)
     node = sketch.nodes[at]
-    places = [i for i, p in enumerate(node.inputs) if p is not None]
-    if not places:
+    positions = [i for i, p in enumerate(node.inputs) if p is not None]
+    if not positions:
         return sketch
-    chosen = draw.choice(places)
-    inserted = SketchNode(draw.choice(["Neg", "Relu", "Tanh"]), (node.inputs[chosen],))
+    position = draw.choice(positions)
+    inserted = SketchNode(draw.choice(["Neg", "Relu", "Tanh"]), (node.inputs[position],))
 
-    def moved(place: Place | None) -> Place | None:
-        later = place is not None and place.kind == "node" and place.index >= at
-        return replace(place, index=place.index + 1) if later and place is not None else place
+    def shifted(ref: ValueRef | None) -> ValueRef | None:
+        later = ref is not None and ref.kind == "node" and ref.index >= at
+        return replace(ref, index=ref.index + 1) if later and ref is not None else ref
 
     nodes = list(sketch.nodes[:at])
     nodes.append(inserted)
     for n in sketch.nodes[at:]:
-        inputs = [moved(p) for p in n.inputs]
+        inputs = [shifted(p) for p in n.inputs]
         if n is node:
-            inputs[chosen] = Place("node", at)
+            inputs[position] = ValueRef("node", at)
         nodes.append(replace(n, inputs=tuple(inputs)))
-    outputs = tuple(p for o in sketch.outputs if (p := moved(o)) is not None)
+    outputs = tuple(p for o in sketch.outputs if (p := shifted(o)) is not None)
     return replace(sketch, nodes=tuple(nodes), outputs=outputs)
 
 
@@ -483,7 +485,9 @@ def _make_constant(sketch: Sketch, draw: Draw) -> Sketch:
     opaque = draw.chance(0.5)
     array = draw.normals(shape) if opaque else draw.eighths(shape)
     const = SketchConst(array, sketch.inputs[at].dtype, opaque)
-    return _replaced(sketch, Place("input", at), Place("const", len(sketch.consts)), (*sketch.consts, const))
+    return _replaced(
+        sketch, ValueRef("input", at), ValueRef("const", len(sketch.consts)), (*sketch.consts, const)
+    )
 
 
 def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
@@ -493,7 +497,7 @@ def _make_input(sketch: Sketch, draw: Draw) -> Sketch:
     at = draw.integer(0, len(sketch.consts) - 1)
     const = sketch.consts[at]
     sketch = replace(sketch, inputs=(*sketch.inputs, TensorType(const.dtype, tuple(const.array.shape))))
-    return _replaced(sketch, Place("const", at), Place("input", len(sketch.inputs) - 1), sketch.consts)
+    return _replaced(sketch, ValueRef("const", at), ValueRef("input", len(sketch.inputs) - 1), sketch.consts)
 
 
 def _hide(sketch: Sketch, draw: Draw) -> Sketch:
@@ -502,7 +506,7 @@ def _hide(sketch: Sketch, draw: Draw) -> Sketch:
     return replace(sketch, consts=consts)
 
 
-def _replaced(sketch: Sketch, old: Place, new: Place, consts: tuple[SketchConst, ...]) -> Sketch:
+def _replaced(sketch: Sketch, old: ValueRef, new: ValueRef, consts: tuple[SketchConst, ...]) -> Sketch:
     nodes = tuple(replace(n, inputs=tuple(new if p == old else p for p in n.inputs)) for n in sketch.nodes)
     outputs = tuple(new if p == old else p for p in sketch.outputs)
     return replace(sketch, nodes=nodes, consts=consts, outputs=outputs)

@@ -39,7 +39,7 @@ _attrs_memo: dict[tuple[Any, ...], Attrs] = {}
 class Draft:
     """A node whose outputs are not named yet."""
 
-    __slots__ = ("attrs", "captured", "inputs", "left", "names", "op", "temporary", "types")
+    __slots__ = ("attrs", "captured", "inputs", "names", "on_runtime", "op", "temporary", "types")
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Draft:
         types: tuple[TensorType, ...],
         temporary: tuple[Value, ...],
         captured: int = 0,
-        left: bool | None = None,
+        on_runtime: bool | None = None,
     ) -> None:
-        """`left`: as of a node; None: as of the nodes that the edit replaces."""
+        """`on_runtime`: as of a node; None: as of the nodes that the edit replaces."""
         self.op = op
         self.inputs = inputs
         self.attrs = attrs
         self.types = types
         self.temporary = temporary
         self.captured = captured
-        self.left = left
+        self.on_runtime = on_runtime
         self.names: tuple[Value, ...] = ()
 
 
@@ -149,15 +149,17 @@ class GraphBuilder(Op):
         self.next -= outputs
         captured = sum([len(a.captured) for a in full_attrs.values() if a.__class__ is Body])
         self.drafts.append(Draft(name, values, full_attrs, out_types, temporary, captured))
-        made = tuple([Val(self.graph, v, t) for v, t in zip(temporary, out_types)])
-        return made[0] if outputs == 1 else made
+        returned = tuple([Val(self.graph, v, t) for v, t in zip(temporary, out_types)])
+        return returned[0] if outputs == 1 else returned
 
-    def again(self, node: Node, left: bool, changed: Mapping[Value, Val]) -> tuple[Val, ...]:
-        """A node of the graph once more, with another `left`, reading `changed` values. Returns its outputs."""
+    def again(self, node: Node, on_runtime: bool, changed: Mapping[Value, Val]) -> tuple[Val, ...]:
+        """A node of the graph once more, with another `on_runtime`, reading `changed` values. Returns its outputs."""
         inputs = tuple([changed[v].value if v in changed else v for v in node.inputs])
         temporary = tuple([Value(self.next - k) for k in range(len(node.outputs))])
         self.next -= len(node.outputs)
-        self.drafts.append(Draft(node.op, inputs, node.attrs, node.types, temporary, node.captured, left))
+        self.drafts.append(
+            Draft(node.op, inputs, node.attrs, node.types, temporary, node.captured, on_runtime)
+        )
         return tuple([Val(self.graph, v, t) for v, t in zip(temporary, node.types)])
 
     @staticmethod
@@ -172,8 +174,8 @@ class GraphBuilder(Op):
             tuple(types),
             *((k, tuple(v) if isinstance(v, list) else v) for k, v in named.items()),
         )
-        found = _attrs_memo.get(key)
-        if found is None:
+        cached = _attrs_memo.get(key)
+        if cached is None:
             merged: dict[str, Attr] = dict(attrs or {})
             for k, v in named.items():
                 if v is None:
@@ -182,8 +184,8 @@ class GraphBuilder(Op):
                     merged[k] = v.text
                 else:
                     merged[k] = tuple(v) if isinstance(v, list) else v
-            found = _attrs_memo[key] = canonical_attrs(name, merged, types)
-        return found
+            cached = _attrs_memo[key] = canonical_attrs(name, merged, types)
+        return cached
 
     def _fold(
         self, op: str, attrs: Attrs, inputs: tuple[Value, ...], types: tuple[TensorType, ...]
@@ -201,12 +203,12 @@ class GraphBuilder(Op):
         for old, new in zip(replaced, results):
             if new.value < 0 and new.value not in adopted:
                 adopted[new.value] = old
-        taken = set(adopted.values())
+        adopted_values = set(adopted.values())
         named: dict[Value, Value] = {}
         nodes: list[Node] = []
         fresh: dict[Value, Node] = {}
-        # What replaces nodes that are left to the runtime is left to it.
-        all_left = all(v in graph.producers and graph.producers[v].left for v in replaced)
+        # If ONNX Runtime runs all replaced nodes, it also runs the new ones.
+        all_on_runtime = all(v in graph.producers and graph.producers[v].on_runtime for v in replaced)
         for draft in self._live(results):
             inputs = tuple([named[i] if i < 0 else i for i in draft.inputs])
             key = node_key(draft.op, draft.attrs, inputs)
@@ -215,12 +217,14 @@ class GraphBuilder(Op):
                 salt = 0
                 while True:
                     outs = tuple([output_key(key, k, salt) for k in range(len(draft.temporary))])
-                    known = fresh.get(outs[0]) or graph.producers.get(outs[0])
-                    if known is None and all(o not in graph.producers for o in outs):
+                    existing = fresh.get(outs[0]) or graph.producers.get(outs[0])
+                    if existing is None and all(o not in graph.producers for o in outs):
                         break
-                    same = known is not None and known.key == key and known.outputs == outs
-                    if same and taken.isdisjoint(outs):
-                        reuse = known  # the same node exists: share it, unless this edit replaces its outputs
+                    same = existing is not None and existing.key == key and existing.outputs == outs
+                    if same and adopted_values.isdisjoint(outs):
+                        reuse = (
+                            existing  # the same node exists: share it, unless this edit replaces its outputs
+                        )
                         break
                     salt += 1
             else:
@@ -234,8 +238,8 @@ class GraphBuilder(Op):
                     for o, t, temp in zip(outs, draft.types, draft.temporary)
                 ]
             )
-            left = all_left if draft.left is None else draft.left
-            node = Node(draft.op, inputs, outs, types, draft.attrs, draft.captured, left)
+            on_runtime = all_on_runtime if draft.on_runtime is None else draft.on_runtime
+            node = Node(draft.op, inputs, outs, types, draft.attrs, draft.captured, on_runtime)
             nodes.append(node)
             for o in outs:
                 fresh[o] = node
@@ -257,11 +261,11 @@ class GraphBuilder(Op):
 
     def _live(self, results: Sequence[Val]) -> list[Draft]:
         """The drafts that the results need, in order."""
-        needed = {r.value for r in results}
+        required = {r.value for r in results}
         live: list[Draft] = []
         for draft in reversed(self.drafts):
-            if not needed.isdisjoint(draft.temporary):
-                needed.update(draft.inputs)
+            if not required.isdisjoint(draft.temporary):
+                required.update(draft.inputs)
                 live.append(draft)
         return live[::-1]
 
@@ -270,12 +274,12 @@ def _aliases(rule: str, replaced: Sequence[Value], targets: Sequence[Value]) -> 
     """For each replaced value, the value that its readers read instead. Raises RuleError for a circle."""
     aliases = {old: target for old, target in zip(replaced, targets) if target != old}
     for old in aliases:  # the value that replaces `old` may itself be replaced
-        seen = {old}
+        visited = {old}
         while aliases[old] in aliases:
             aliases[old] = aliases[aliases[old]]
-            if aliases[old] in seen:
+            if aliases[old] in visited:
                 raise RuleError(f"{rule}: its results stand for each other in a circle")
-            seen.add(aliases[old])
+            visited.add(aliases[old])
     return aliases
 
 

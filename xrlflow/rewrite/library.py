@@ -45,7 +45,7 @@ class MatchSignature:
     """What matching sees of a node and its inputs alone. Many nodes of a graph share a signature.
 
     `types` are the types of the inputs, `above` the operators that make the inputs (None: no operator does). `key`
-    holds both, the operator, the attributes, the output types, which inputs are the same value, and `Node.left`.
+    holds both, the operator, the attributes, the output types, which inputs are the same value, and `Node.on_runtime`.
     """
 
     types: tuple[TensorType | None, ...]
@@ -61,7 +61,7 @@ class MatchSignature:
         above = tuple([None if (p := producers.get(v)) is None else p.op for v in inputs])
         same = tuple(map(inputs.index, inputs)) if len(set(inputs)) < len(inputs) else None
         return MatchSignature(
-            types, above, (node.op, node.attrs.digest, types, above, node.types, same, node.left)
+            types, above, (node.op, node.attrs.digest, types, above, node.types, same, node.on_runtime)
         )
 
 
@@ -84,15 +84,15 @@ class Plans:
 
     def of(self, node: Node, around: MatchSignature) -> list[Plan]:
         """The plans that may find a match from a node. The caller may remove from the list plans that cannot."""
-        found = self._fitting.get(around.key)
-        if found is None:
-            found = [
+        plans = self._fitting.get(around.key)
+        if plans is None:
+            plans = [
                 plan
                 for plan in self.by_op.get(node.op, ())
                 if may_start(plan.pattern, plan.start, node, around.types, around.above)
             ]
-            self._fitting[around.key] = found
-        return found
+            self._fitting[around.key] = plans
+        return plans
 
 
 class Regions:
@@ -127,15 +127,15 @@ class Regions:
         return [
             rule
             for rule in self.by_op.get(node.op, ())
-            if (wanted := self.wanted.get(rule.name)) is None or not wanted.isdisjoint(around.above)
+            if (required := self.wanted.get(rule.name)) is None or not required.isdisjoint(around.above)
         ]
 
     def of(self, node: Node, around: MatchSignature) -> list[RegionRule]:
         """The rules that may find a region from a node. The caller may remove from the list rules that cannot."""
-        found = self._fitting.get(around.key)
-        if found is None:
-            found = self._fitting[around.key] = self.demanded(node, around)
-        return found
+        rules = self._fitting.get(around.key)
+        if rules is None:
+            rules = self._fitting[around.key] = self.demanded(node, around)
+        return rules
 
 
 class Library:
@@ -146,7 +146,7 @@ class Library:
     the seconds of each rule. Without `thorough` it does not count a refusal that is known from a node of the same
     signature. If `refusals` is a list, refusals are appended to it. `least_size`: what the smallest size of an open
     dimension is, 0 or 1; matches are refused whose operators would not run there (`xrlflow.ops.empty`) although the
-    graph does. None: nobody asks, as in proofs.
+    graph does. None: this is not checked, as in proofs.
     """
 
     refusals: list[Refused] | None = None
@@ -212,8 +212,8 @@ class Library:
 
     def only(self, names: Iterable[str]) -> Library:
         """The library with only the rules of these names."""
-        wanted = set(names)
-        return self._part(r for r in self.rules.values() if r.name in wanted)
+        requested = set(names)
+        return self._part(r for r in self.rules.values() if r.name in requested)
 
     def extended(self, rules: Iterable[AnyRule]) -> Library:
         """The library with further rules."""

@@ -50,7 +50,7 @@ _MOST_FORMS, _MOST_CHOICES = 64, 4096
 class PNode:
     """A node of a pattern. `attrs` must match; all other attributes must be default unless `rest` captures them.
 
-    `ops` are the operators that the node may have; all are matched in the same way. `chosen` is the name under which
+    `ops` are the operators that the node may have; all are matched in the same way. `op_name` is the name under which
     `any_of` captures the operator.
     """
 
@@ -60,7 +60,7 @@ class PNode:
     outputs: int
     attrs: dict[str, Attr | Capture]
     rest: str | None
-    chosen: str | None = None
+    op_name: str | None = None
 
     @property
     def op(self) -> str:
@@ -70,8 +70,8 @@ class PNode:
     @property
     def matched_as(self) -> object:
         """A key: operators with equal keys are matched in the same way."""
-        found = schema(self.op)
-        single = found is not None and found.max_output == 1
+        definition = schema(self.op)
+        single = definition is not None and definition.max_output == 1
         return self.op in COMMUTATIVE, single, *(repr(default_of(self.op, name)) for name in self.attrs)
 
 
@@ -88,7 +88,7 @@ class Pattern:
     shapes: Sequence[Mapping[str, VarSpec]]
     captures: list[str] = field(default_factory=list)
     # By the name of an `either`: the index of the alternative that this pattern has.
-    chosen: Mapping[str, int] = field(default_factory=dict)
+    alternatives: Mapping[str, int] = field(default_factory=dict)
     # Its number among the patterns of its arity, if there are several.
     form: int | None = None
     # What follows from the types of the variables and the captured attributes alone: a refusal, or None if `shapes`
@@ -112,8 +112,8 @@ class Pattern:
     @cached_property
     def asked_at_start(self) -> bool:
         """Whether `plan.may_start` already checks that the variables of a match have declared types."""
-        (first, *others) = self.nodes
-        return not others and not (first.op in COMMUTATIVE and len(first.inputs) == 2)
+        (first, *more) = self.nodes
+        return not more and not (first.op in COMMUTATIVE and len(first.inputs) == 2)
 
 
 class _Tracer(Op):
@@ -131,18 +131,18 @@ class _Tracer(Op):
     def _choose(self, options: Sequence[Any]) -> int:
         if not options:
             raise RuleError("a choice of nothing: give either and any_of something to choose from")
-        place = len(self.counts)
+        index = len(self.counts)
         self.counts.append(len(options))
-        return self.choices[place] if place < len(self.choices) else 0
+        return self.choices[index] if index < len(self.choices) else 0
 
     def either(self, *alternatives: Any, name: str | None = None) -> Any:
-        place = self._choose(alternatives)
-        chosen = alternatives[place]
+        index = self._choose(alternatives)
+        alternative = alternatives[index]
         if name is not None:
-            if not isinstance(chosen, Out):
+            if not isinstance(alternative, Out):
                 raise RuleError(f"either(name={name!r}) is for outputs of operators")
-            self.named.append((name, place, chosen.node))
-        return chosen
+            self.named.append((name, index, alternative.node))
+        return alternative
 
     def any_of(self, ops: Iterable[str], name: str | None = None) -> Callable[..., Any]:
         options = sorted(ops)
@@ -150,7 +150,7 @@ class _Tracer(Op):
 
         def call(*inputs: Any, **named: Any) -> Any:
             outputs = self[op](*inputs, **named)
-            self.nodes[-1].chosen = name
+            self.nodes[-1].op_name = name
             return outputs
 
         return call
@@ -159,23 +159,23 @@ class _Tracer(Op):
         def call(
             *inputs: PInput | float | int, attrs: str | None = None, outputs: int = 1, **named: object
         ) -> Out | tuple[Out, ...]:
-            wanted: dict[str, Attr | Capture] = {}
+            expected: dict[str, Attr | Capture] = {}
             for key, value in named.items():
                 if isinstance(value, str):
-                    wanted[key] = Capture(value)
+                    expected[key] = Capture(value)
                 elif isinstance(value, Lit):
-                    wanted[key] = value.text
+                    expected[key] = value.text
                 elif isinstance(value, (list, tuple)):
-                    wanted[key] = tuple(value)
+                    expected[key] = tuple(value)
                 elif isinstance(value, (int, float, bytes)):
-                    wanted[key] = value
+                    expected[key] = value
                 else:
                     raise RuleError(f"{name}: attribute {key}={value!r} cannot be matched")
             parts = tuple(
                 Number(float(i)) if isinstance(i, (int, float)) else i  # a plain number stands for a constant
                 for i in inputs
             )
-            node = PNode(len(self.nodes), (name,), parts, outputs, wanted, attrs)
+            node = PNode(len(self.nodes), (name,), parts, outputs, expected, attrs)
             self.nodes.append(node)
             outs = tuple(Out(node, i) for i in range(outputs))
             return outs[0] if outputs == 1 else outs
@@ -212,16 +212,16 @@ def trace_patterns(rule: Rule) -> list[Pattern]:
 
 def _forms(rule: Rule, arity: int | None) -> list[Pattern]:
     """The different patterns that the combinations of choices give. Raises RuleError if there are too many."""
-    found: dict[object, Pattern] = {}
+    variants: dict[object, Pattern] = {}
     choices: list[int] | None = []
     while choices is not None:
         tracer = _Tracer(choices)
         pattern = _trace(rule, arity, tracer)
-        found.setdefault(_form(pattern), pattern)
-        if len(found) > _MOST_CHOICES:
+        variants.setdefault(_form(pattern), pattern)
+        if len(variants) > _MOST_CHOICES:
             raise RuleError(f"{rule.name}: more than {_MOST_CHOICES} choices: write a RegionRule")
         choices = _next([*choices, *[0] * len(tracer.counts)][: len(tracer.counts)], tracer.counts)
-    patterns = _together(list(found.values()))
+    patterns = _together(list(variants.values()))
     if len(patterns) > _MOST_FORMS:
         raise RuleError(f"{rule.name}: more than {_MOST_FORMS} forms: write a RegionRule")
     for number, pattern in enumerate(patterns if len(patterns) > 1 else ()):
@@ -235,16 +235,16 @@ def _together(patterns: list[Pattern]) -> list[Pattern]:
         alike: dict[object, list[Pattern]] = {}
         for pattern in patterns:
             node = pattern.nodes[index] if index < len(pattern.nodes) else None
-            ops, way = ((), None) if node is None else (node.ops, node.matched_as)
+            ops, matched_as = ((), None) if node is None else (node.ops, node.matched_as)
             if node is not None:
                 node.ops = ()
-            alike.setdefault((_form(pattern), way), []).append(pattern)
+            alike.setdefault((_form(pattern), matched_as), []).append(pattern)
             if node is not None:
                 node.ops = ops
-        for first, *others in alike.values():
-            if others:
+        for first, *more in alike.values():
+            if more:
                 first.nodes[index].ops = tuple(
-                    sorted({o for p in (first, *others) for o in p.nodes[index].ops})
+                    sorted({o for p in (first, *more) for o in p.nodes[index].ops})
                 )
         patterns = [first for first, *_ in alike.values()]
     return patterns
@@ -252,9 +252,9 @@ def _together(patterns: list[Pattern]) -> list[Pattern]:
 
 def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
     """The next combination of choices; the last choice changes fastest. None after the last combination."""
-    for place in reversed(range(len(choices))):
-        if choices[place] + 1 < counts[place]:
-            return [*choices[:place], choices[place] + 1]
+    for index in reversed(range(len(choices))):
+        if choices[index] + 1 < counts[index]:
+            return [*choices[:index], choices[index] + 1]
     return None
 
 
@@ -263,7 +263,7 @@ def _form(pattern: Pattern) -> object:
     nodes = [
         (
             n.ops,
-            n.chosen,
+            n.op_name,
             tuple((i.node.index, i.index) if isinstance(i, Out) else getattr(i, "name", i) for i in n.inputs),
             n.outputs,
             tuple(sorted((k, repr(v)) for k, v in n.attrs.items())),
@@ -274,7 +274,7 @@ def _form(pattern: Pattern) -> object:
     return (
         tuple(nodes),
         tuple((o.node.index, o.index) for o in pattern.outputs),
-        tuple(pattern.chosen.items()),
+        tuple(pattern.alternatives.items()),
     )
 
 
@@ -298,14 +298,14 @@ def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
     for node in nodes:
         if node.rest is not None:
             captures.append(node.rest)
-        if node.chosen is not None and node.chosen not in captures:
-            captures.append(node.chosen)
+        if node.op_name is not None and node.op_name not in captures:
+            captures.append(node.op_name)
         for value in node.attrs.values():
             if isinstance(value, Capture) and value.name not in captures:
                 captures.append(value.name)
     pattern = Pattern(
         rule, arity, nodes, variables, outputs, frozenset(rule.optional), shapes, captures,
-        chosen={name: chosen for name, chosen, node in op.named if node in nodes},
+        alternatives={name: index for name, index, node in op.named if node in nodes},
     )  # fmt: skip
     _check_roots(pattern)
     return pattern
@@ -313,16 +313,16 @@ def _trace(rule: Rule, arity: int | None, op: _Tracer) -> Pattern:
 
 def _read(nodes: Sequence[PNode], outputs: Sequence[Out]) -> list[PNode]:
     """The nodes that the outputs depend on, numbered anew. Nodes of alternatives not chosen are left out."""
-    wanted, pending = set[int](), [out.node for out in outputs]
+    required, pending = set[int](), [out.node for out in outputs]
     while pending:
         node = pending.pop()
-        if node.index not in wanted:
-            wanted.add(node.index)
+        if node.index not in required:
+            required.add(node.index)
             pending += [i.node for i in node.inputs if isinstance(i, Out)]
-    kept = [node for node in nodes if node.index in wanted]
-    for index, node in enumerate(kept):
+    live = [node for node in nodes if node.index in required]
+    for index, node in enumerate(live):
         node.index = index
-    return kept
+    return live
 
 
 def _check_roots(pattern: Pattern) -> None:
@@ -339,8 +339,8 @@ def _check_roots(pattern: Pattern) -> None:
             raise RuleError(
                 f"{pattern.name}: {name} is not read by every root: declare it constant, or write a RegionRule"
             )
-    used = {i.name for n in pattern.nodes for i in n.inputs if isinstance(i, Var)}
-    if missing := {v.name for v in pattern.variables} - used:
+    mentioned = {i.name for n in pattern.nodes for i in n.inputs if isinstance(i, Var)}
+    if missing := {v.name for v in pattern.variables} - mentioned:
         raise RuleError(f"{pattern.name}: the source does not use {', '.join(sorted(missing))}")
 
 

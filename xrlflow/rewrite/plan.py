@@ -19,7 +19,7 @@ from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.rewrite.pattern import Capture, Number, Out, Pattern, PInput, PNode, Var, default_of
 from xrlflow.rewrite.rule import DTYPE_FLAGS, VarSpec
 
-# run(start, producers, uses, outputs, graph, found): calls found(nodes, values, attributes) for each match.
+# run(start, producers, uses, outputs, graph, report): calls report(nodes, values, attributes) for each match.
 PlanFunction = Callable[[Node, Any, Any, frozenset[Value], Graph, Callable[..., None]], None]
 
 
@@ -29,27 +29,27 @@ def may_start(
     """Whether the plan from pattern node `start` may find a match from `node`.
 
     `types` are the types of the node's inputs, `above` the operators that make them (None: no operator does). The
-    node's operator is taken to fit. The answer depends only on `types`, `above`, the node's operator and attributes,
+    node's operator is assumed to fit. The result depends only on `types`, `above`, the node's operator and attributes,
     and on which inputs are absent or equal. `MatchSignature.key` holds all of these.
     """
-    wanted = pattern.nodes[start]
-    if not _attributes_fit(wanted, node):
+    pattern_node = pattern.nodes[start]
+    if not _attributes_fit(pattern_node, node):
         return False
-    inputs = wanted.inputs
+    inputs = pattern_node.inputs
     if len(node.inputs) > len(inputs):
         return False
     missing = len(inputs) - len(node.inputs)
     got = [*zip(node.inputs, types, above), *[(ABSENT, None, None)] * missing]
-    orders = [got, got[::-1]] if wanted.op in COMMUTATIVE and len(inputs) == 2 else [got]
+    orders = [got, got[::-1]] if pattern_node.op in COMMUTATIVE and len(inputs) == 2 else [got]
     return any(_inputs_fit(pattern, inputs, order) for order in orders)
 
 
-def _attributes_fit(wanted: PNode, node: Node) -> bool:
-    if wanted.rest is None and not wanted.attrs.keys() >= node.attrs.keys():
+def _attributes_fit(pattern_node: PNode, node: Node) -> bool:
+    if pattern_node.rest is None and not pattern_node.attrs.keys() >= node.attrs.keys():
         return False
-    for name, value in wanted.attrs.items():
+    for name, value in pattern_node.attrs.items():
         if not isinstance(value, Capture):
-            default = default_of(wanted.op, name)
+            default = default_of(pattern_node.op, name)
             if node.attrs.get(name, default) != _comparable(value, default):
                 return False
     return True
@@ -61,22 +61,22 @@ def _inputs_fit(
     got: Sequence[tuple[Value, TensorType | None, str | None]],
 ) -> bool:
     bound: dict[str, tuple[Value, TensorType | None]] = {}
-    for wanted, (value, type, op) in zip(inputs, got):
-        if isinstance(wanted, Var):
-            if bound.setdefault(wanted.name, (value, type))[0] != value:
+    for expected, (value, type, op) in zip(inputs, got):
+        if isinstance(expected, Var):
+            if bound.setdefault(expected.name, (value, type))[0] != value:
                 return False
-            if value == ABSENT and wanted.name not in pattern.optional:
+            if value == ABSENT and expected.name not in pattern.optional:
                 return False
-        elif isinstance(wanted, Out):
-            if op not in wanted.node.ops:
+        elif isinstance(expected, Out):
+            if op not in expected.node.ops:
                 return False
-        elif isinstance(wanted, Number):
+        elif isinstance(expected, Number):
             if type is None or not type.const:
                 return False
         elif value != ABSENT:
             return False
-    known = {name: type for name, (_, type) in bound.items()}
-    return any(not mismatch(alternative, known) for alternative in pattern.shapes)
+    variables = {name: type for name, (_, type) in bound.items()}
+    return any(not mismatch(alternative, variables) for alternative in pattern.shapes)
 
 
 def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | None]) -> str:
@@ -100,46 +100,46 @@ def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | N
             return f"the rank of {name} is not known"
         if len(shape) < len(spec.dims) if spec.open else len(shape) != len(spec.dims):
             return f"{name} has {len(shape)} dimensions"
-        for wanted, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
-            if isinstance(wanted, int):
-                if wanted != got:
-                    return f"a dimension of {name} is {got}, not {wanted}"
-            elif wanted in sizes:
-                if got is None or sizes[wanted] != got:
-                    return f"dimension {wanted} of {name} differs, or is not known"
+        for expected, got in zip(spec.dims, shape[len(shape) - len(spec.dims) :]):
+            if isinstance(expected, int):
+                if expected != got:
+                    return f"a dimension of {name} is {got}, not {expected}"
+            elif expected in sizes:
+                if got is None or sizes[expected] != got:
+                    return f"dimension {expected} of {name} differs, or is not known"
             else:
-                sizes[wanted] = got
+                sizes[expected] = got
     return ""
 
 
-# The greatest relative difference between a float32 constant and the number that is meant. Exporters round this way.
+# The greatest relative difference between a float32 constant and the number it stands for: exporters round to float32.
 _CLOSE = 1e-6
 
 
-def _is(found: float, number: float, dtype: DType) -> bool:
-    """Whether the constant `found` is `number` rounded to `dtype`."""
-    if found == number:
+def _is(constant: float, number: float, dtype: DType) -> bool:
+    """Whether `constant` is `number` rounded to `dtype`."""
+    if constant == number:
         return True
     if dtype == DType.FLOAT:
-        return abs(found - number) <= _CLOSE * abs(number) < math.inf
-    return dtype in (DType.FLOAT16, DType.BFLOAT16) and found == float(numpy_dtype(dtype).type(number))
+        return abs(constant - number) <= _CLOSE * abs(number) < math.inf
+    return dtype in (DType.FLOAT16, DType.BFLOAT16) and constant == float(numpy_dtype(dtype).type(number))
 
 
-def is_number(graph: Graph, value: Value, number: float, beside: Value) -> bool:
+def is_number(graph: Graph, value: Value, number: float, partner: Value) -> bool:
     """Whether a value is a small constant all of whose elements are `number`, rounded to its type.
 
-    It may have dimensions, as long as broadcasting with it does not change the shape of the value `beside`.
+    It may have dimensions, as long as broadcasting with it does not change the shape of the value `partner`.
     """
     const = graph.leaves.consts.get(value)
     if const is None or const.type.dtype == DType.BOOL:
         return False
-    found = graph.leaves.uniform(value)
-    if found is None or not _is(found, number, const.type.dtype):
+    constant = graph.leaves.uniform(value)
+    if constant is None or not _is(constant, number, const.type.dtype):
         return False
     own = const.type.shape or ()
     if not own:
         return True
-    shape = graph.type(beside).shape or ()
+    shape = graph.type(partner).shape or ()
     tail = shape[len(shape) - len(own) :]
     return len(own) <= len(shape) and all(n == 1 or n == d for n, d in zip(own, tail))
 
@@ -170,7 +170,7 @@ class _Writer:
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
         self.lines = [
-            "def plan(START, producers, uses, outputs, graph, found):",
+            "def plan(START, producers, uses, outputs, graph, report):",
             "  for _ in (0,):",
         ]
         self.depth = 2
@@ -198,8 +198,8 @@ class _Writer:
         """Write the checks of all nodes of the pattern, from `start` on."""
         self.emit(f"n{start.index} = START")
         self.node(start)
-        while rest := [n for n in self.pattern.nodes if n not in self.bound]:
-            node, value = next(found for n in rest if (found := self.anchor(n)) is not None)
+        while unbound := [n for n in self.pattern.nodes if n not in self.bound]:
+            node, value = next(anchor for n in unbound if (anchor := self.anchor(n)) is not None)
             self.loop(f"u{node.index} in uses.get({value}, ())")
             self.in_order(node, f"u{node.index}")
             self.emit(f"n{node.index} = producers[u{node.index}]")
@@ -217,10 +217,10 @@ class _Writer:
         results = [out.node for out in self.pattern.outputs] if self.pattern.rule.symmetric else []
         if p not in results:
             return
-        for other in results:
-            if other in self.bound:
-                sign = ">=" if results.index(p) < results.index(other) else "<="
-                self.unless(f"{id} {sign} n{other.index}.outputs[0]")
+        for result in results:
+            if result in self.bound:
+                sign = ">=" if results.index(p) < results.index(result) else "<="
+                self.unless(f"{id} {sign} n{result.index}.outputs[0]")
 
     def anchor(self, node: PNode) -> tuple[PNode, str] | None:
         """`node` and the code of a bound value that it reads; None if it reads none."""
@@ -238,89 +238,89 @@ class _Writer:
         `ordered`: `in_order` was already called for the node.
         """
         n = f"n{p.index}"
-        for other in self.bound:
-            if not set(other.ops).isdisjoint(p.ops):
-                self.unless(f"{n} is n{other.index}")
+        for bound in self.bound:
+            if not set(bound.ops).isdisjoint(p.ops):
+                self.unless(f"{n} is n{bound.index}")
         if not ordered:
             self.in_order(p, f"{n}.outputs[0]")
         self.bound.append(p)
         self.unless(f"{n}.types[0].const")
-        found = schema(p.op)
+        definition = schema(p.op)
         if p.outputs > 1:
             self.unless(f"len({n}.outputs) != {p.outputs}")
-        elif found is None or found.max_output > 1:
+        elif definition is None or definition.max_output > 1:
             self.unless(f"len({n}.outputs) > 1 and any(o in uses or o in outputs for o in {n}.outputs[1:])")
         self.attributes(p, n)
         self.inputs(p, n)
 
     def attributes(self, p: PNode, n: str) -> None:
-        if p.chosen is not None and p.chosen in self.captured:
-            self.unless(f"{n}.op != a_{p.chosen}")
-        elif p.chosen is not None:
-            self.captured.add(p.chosen)
-            self.emit(f"a_{p.chosen} = {n}.op")
+        if p.op_name is not None and p.op_name in self.captured:
+            self.unless(f"{n}.op != a_{p.op_name}")
+        elif p.op_name is not None:
+            self.captured.add(p.op_name)
+            self.emit(f"a_{p.op_name} = {n}.op")
         if not p.attrs and p.rest is None:
             self.unless(f"{n}.attrs.digest")
             return
         if p.rest is None:
             names = self.constant(frozenset(p.attrs))
             self.unless(f"{n}.attrs.digest and not {names}.issuperset({n}.attrs)")
-        for name, wanted in p.attrs.items():
+        for name, expected in p.attrs.items():
             default = default_of(p.op, name)
             got = f"{n}.attrs.get({name!r}, {self.constant(default)})"
-            if isinstance(wanted, Capture):
-                if wanted.name in self.captured:
-                    self.unless(f"{got} != a_{wanted.name}")
+            if isinstance(expected, Capture):
+                if expected.name in self.captured:
+                    self.unless(f"{got} != a_{expected.name}")
                 else:
-                    self.captured.add(wanted.name)
-                    self.emit(f"a_{wanted.name} = {got}")
+                    self.captured.add(expected.name)
+                    self.emit(f"a_{expected.name} = {got}")
             else:
-                self.unless(f"{got} != {self.constant(_comparable(wanted, default))}")
+                self.unless(f"{got} != {self.constant(_comparable(expected, default))}")
         if p.rest is not None:
             self.captured.add(p.rest)
             self.emit(f"a_{p.rest} = {n}.attrs")
 
     def inputs(self, p: PNode, n: str) -> None:
         i = f"i{p.index}"
-        least = len(p.inputs)
-        while least and self.may_be_absent(p.inputs[least - 1]):
-            least -= 1
+        minimum = len(p.inputs)
+        while minimum and self.may_be_absent(p.inputs[minimum - 1]):
+            minimum -= 1
         self.emit(f"{i} = {n}.inputs")
-        if least == len(p.inputs):
-            self.unless(f"len({i}) != {least}")
+        if minimum == len(p.inputs):
+            self.unless(f"len({i}) != {minimum}")
         else:
-            self.unless(f"not {least} <= len({i}) <= {len(p.inputs)}")
+            self.unless(f"not {minimum} <= len({i}) <= {len(p.inputs)}")
             self.emit(f"if len({i}) < {len(p.inputs)}: {i} += ({ABSENT},) * ({len(p.inputs)} - len({i}))")
         if p.op in COMMUTATIVE and len(p.inputs) == 2:
             self.loop(f"{i} in ({i}, {i}[::-1])")
         later: list[PNode] = []
-        for k, wanted in enumerate(p.inputs):
+        for k, expected in enumerate(p.inputs):
             got = f"{i}[{k}]"
-            if wanted is None:
+            if expected is None:
                 self.unless(f"{got} != {ABSENT}")
-            elif isinstance(wanted, Number):
-                beside = f"{i}[{0 if k else len(p.inputs) - 1}]"
-                self.unless(f"not is_number(graph, {got}, {self.constant(wanted.value)}, {beside})")
-            elif isinstance(wanted, Var):
-                if wanted.name in self.vars:
-                    self.unless(f"{got} != v_{wanted.name}")
+            elif isinstance(expected, Number):
+                partner = f"{i}[{0 if k else len(p.inputs) - 1}]"
+                self.unless(f"not is_number(graph, {got}, {self.constant(expected.value)}, {partner})")
+            elif isinstance(expected, Var):
+                if expected.name in self.vars:
+                    self.unless(f"{got} != v_{expected.name}")
                     continue
-                self.vars.add(wanted.name)
-                self.emit(f"v_{wanted.name} = {got}")
-                if not self.may_be_absent(wanted):
-                    self.unless(f"not v_{wanted.name}")
-                if all(wanted.name in a and a[wanted.name].const for a in self.pattern.shapes):
-                    self.unless(f"v_{wanted.name} and not is_const(graph, v_{wanted.name})")
-            elif wanted.node in self.bound:
-                self.unless(f"{got} != n{wanted.node.index}.outputs[{wanted.index}]")
+                self.vars.add(expected.name)
+                self.emit(f"v_{expected.name} = {got}")
+                if not self.may_be_absent(expected):
+                    self.unless(f"not v_{expected.name}")
+                if all(expected.name in a and a[expected.name].const for a in self.pattern.shapes):
+                    self.unless(f"v_{expected.name} and not is_const(graph, v_{expected.name})")
+            elif expected.node in self.bound:
+                self.unless(f"{got} != n{expected.node.index}.outputs[{expected.index}]")
             else:
-                child = f"n{wanted.node.index}"
+                child = f"n{expected.node.index}"
                 self.emit(f"{child} = producers.get({got})")
-                self.unless(f"{child} is None or {self.another(child, wanted.node)}")
+                self.unless(f"{child} is None or {self.another(child, expected.node)}")
                 self.unless(
-                    f"len({child}.outputs) <= {wanted.index} or {child}.outputs[{wanted.index}] != {got}"
+                    f"len({child}.outputs) <= {expected.index} or {child}.outputs[{expected.index}] != {got}"
                 )
-                later.append(wanted.node)
+                later.append(expected.node)
         for child_node in later:
             if child_node not in self.bound:
                 self.node(child_node)
@@ -335,8 +335,8 @@ class _Writer:
             for node in pattern.nodes:
                 for index in range(node.outputs):
                     readers = sum(
-                        any(isinstance(i, Out) and i.node is node and i.index == index for i in other.inputs)
-                        for other in pattern.nodes
+                        any(isinstance(i, Out) and i.node is node and i.index == index for i in reader.inputs)
+                        for reader in pattern.nodes
                     )
                     if (node.index, index) in replaced or not readers:
                         continue
@@ -345,11 +345,11 @@ class _Writer:
         nodes = "".join(f"n{n.index}, " for n in pattern.nodes)
         values = "".join(f"v_{v.name}, " for v in pattern.variables)
         attrs = "".join(f"a_{c}, " for c in pattern.captures)
-        self.emit(f"found(({nodes}), ({values}), ({attrs}))")
+        self.emit(f"report(({nodes}), ({values}), ({attrs}))")
 
 
-def _comparable(wanted: Attr, default: Attr | None) -> Attr:
-    """The wanted value as ONNX stores it: a float attribute is rounded to float32."""
-    if isinstance(wanted, (int, float)) and isinstance(default if default is not None else wanted, float):
-        return float(np.float32(wanted))
-    return wanted
+def _comparable(expected: Attr, default: Attr | None) -> Attr:
+    """The expected value as ONNX stores it: a float attribute is rounded to float32."""
+    if isinstance(expected, (int, float)) and isinstance(default if default is not None else expected, float):
+        return float(np.float32(expected))
+    return expected

@@ -105,8 +105,8 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
         return edit
     after = graph
     applied = False
-    done = 0
-    while looked and done < _MOST:
+    changes = 0
+    while looked and changes < _MOST:
         if not applied:
             after, applied = apply_edit(graph, edit)[0], True
         folded: dict[Value, Value] = {}
@@ -116,17 +116,19 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
             if node is None or node.outputs[0] != value or node.const:
                 continue
             try:
-                found = _inferred(after, node)
+                types = _inferred(after, node)
             except InferenceError:  # it fails when it runs, if it does (in a branch): no rule may see it
                 if (op := opaque(node.op)) != node.op:
                     refined.append(replace(node, op=op))
                 continue
-            constants = None if found is None else _evaluated(after, node, found)
+            constants = None if types is None else _evaluated(after, node, types)
             if constants is not None:
                 folded.update(zip(node.outputs, constants))
-            elif found is not None and found != node.types:
+            elif types is not None and types != node.types:
                 refined.append(
-                    Node(node.op, node.inputs, node.outputs, found, node.attrs, node.captured, node.left)
+                    Node(
+                        node.op, node.inputs, node.outputs, types, node.attrs, node.captured, node.on_runtime
+                    )
                 )
         if folded:  # before types: a refined node may read a folded value
             more = plan_edit(after, edit.rule, (), folded)
@@ -142,7 +144,7 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
             looked = {user for v in changed for user in after.uses.get(v, ())}
         else:
             break
-        done += len(folded) + len(refined)
+        changes += len(folded) + len(refined)
         after = apply_edit(after, more)[0]
         edit = _both(edit, more)
     return edit
@@ -150,14 +152,14 @@ def propagated(graph: Graph, edit: Edit) -> Edit:
 
 def _readers_of_news(graph: Graph, edit: Edit) -> set[Value]:
     """First outputs of nodes that after the edit read a value of another type than before."""
-    made = {v: t for n in edit.added for v, t in zip(n.outputs, n.types)}
+    types = {v: t for n in edit.added for v, t in zip(n.outputs, n.types)}
     looked: set[Value] = set()
-    for value, type in made.items():
+    for value, type in types.items():
         if value in graph.producers and graph.type(value) is not type:
             looked.update(graph.uses.get(value, ()))
     for old, new in edit.rewired:
         for before, after in zip(old.inputs, new.inputs):
-            if before != after and (made.get(after) or graph.type(after)) is not graph.type(before):
+            if before != after and (types.get(after) or graph.type(after)) is not graph.type(before):
                 looked.add(new.outputs[0])
     return looked
 
@@ -171,8 +173,8 @@ def _inferred(graph: Graph, node: Node) -> tuple[TensorType, ...] | None:
         return None
     types = [None if v == ABSENT else graph.type(v) for v in node.inputs]
     data = [None if v == ABSENT else graph.const(v) for v in node.inputs]
-    found = infer(node.op, node.attrs, types, data, len(node.outputs))
-    return tuple(more_precise(old, new) for old, new in zip(node.types, found))
+    inferred = infer(node.op, node.attrs, types, data, len(node.outputs))
+    return tuple(more_precise(old, new) for old, new in zip(node.types, inferred))
 
 
 def more_precise(declared: TensorType, inferred: TensorType) -> TensorType:
@@ -190,9 +192,9 @@ def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> tuple
         if dims is None:
             return None
         start, end = node.attrs.get("start", 0), node.attrs.get("end")
-        kept = dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
-        numbers = tuple(d for d in kept if isinstance(d, int))
-        return (graph.leaves.numbers(numbers),) if len(numbers) == len(kept) else None
+        selected = dims[start if isinstance(start, int) else 0 : end if isinstance(end, int) else None]
+        numbers = tuple(d for d in selected if isinstance(d, int))
+        return (graph.leaves.numbers(numbers),) if len(numbers) == len(selected) else None
     if node.op == "Size" and (size := graph.type(node.inputs[0]).size) is not None:
         return (graph.leaves.intern(np.array(size, np.int64), DType.INT64),)
     if not types[0].const:
@@ -204,13 +206,13 @@ def _evaluated(graph: Graph, node: Node, types: tuple[TensorType, ...]) -> tuple
 
 def _both(first: Edit, second: Edit) -> Edit:
     """One edit that does what `first` and then `second` do. `second` applies to the graph that `first` gives."""
-    gone = {id(n): n for n in _leaving(first)}
+    removed = {id(n): n for n in _leaving(first)}
     come = {id(n): n for n in _coming(first)}
     for node in _leaving(second):
         if come.pop(id(node), None) is None:
-            gone[id(node)] = node
+            removed[id(node)] = node
     come.update((id(n), n) for n in _coming(second))
-    return Edit(first.rule, tuple(gone.values()), tuple(come.values()), (), second.outputs)
+    return Edit(first.rule, tuple(removed.values()), tuple(come.values()), (), second.outputs)
 
 
 def _leaving(edit: Edit) -> Iterable[Node]:

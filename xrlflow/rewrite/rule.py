@@ -133,10 +133,10 @@ class Val:
     @property
     def array(self) -> npt.NDArray[Any]:
         """The numbers of a small constant; refuses the match if there are none to read."""
-        found = self.array_or_none
-        if found is None:
+        elements = self.array_or_none
+        if elements is None:
             raise Refused("a value is not a small constant")
-        return found
+        return elements
 
     @property
     def uniform(self) -> float | None:
@@ -237,10 +237,10 @@ def parse_shapes(text: str, arity: int | None) -> Sequence[Mapping[str, VarSpec]
     for alternative in text.split("|"):
         specs: dict[str, VarSpec] = {}
         for word in alternative.split():
-            found = _VAR.match(word)
-            if not found:
+            match = _VAR.match(word)
+            if not match:
                 raise RuleError(f"shapes: {word!r} is not name[dims]:flags")
-            name, star, dims, flags = found.groups()
+            name, star, dims, flags = match.groups()
             flag_set = set(flags.split(":")) - {""}
             unknown = flag_set - {"const", *DTYPE_FLAGS}
             if unknown:
@@ -383,32 +383,32 @@ class Rule(_Declared):
         fixed = [name for name, star in self.variables if not star]
         if unknown := [name for name in named if name not in fixed]:
             raise RuleError(f"{self.name}: {function} takes {', '.join(unknown)}, which the source does not")
-        places = [fixed.index(name) for name in named]
+        indices = [fixed.index(name) for name in named]
         starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
         if starred:
-            places += [i for i, name in enumerate(fixed) if name not in named]
-        return Takes(captures, tuple(places), len(fixed), starred)
+            indices += [i for i, name in enumerate(fixed) if name not in named]
+        return Takes(captures, tuple(indices), len(fixed), starred)
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
     """Which parts of a match a function of a rule takes as arguments.
 
-    `captures`: whether it takes the captures. `places`: the indices of the variables that it takes. `starred`: whether
+    `captures`: whether it takes the captures. `indices`: the indices of the variables that it takes. `starred`: whether
     it also takes the starred variables, whose values follow the first `fixed` ones.
     """
 
     captures: bool
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     fixed: int
     starred: bool
 
     def of(self, captures: Captures, values: Sequence[T]) -> list[Captures | T]:
-        given: list[Captures | T] = [captures] if self.captures else []
-        given += [values[i] for i in self.places]
+        arguments: list[Captures | T] = [captures] if self.captures else []
+        arguments += [values[i] for i in self.indices]
         if self.starred:
-            given += values[self.fixed :]
-        return given
+            arguments += values[self.fixed :]
+        return arguments
 
 
 class Captures:
@@ -584,11 +584,11 @@ def common_source(reader: Reader, values: Sequence[Value], limit: int = 6) -> bo
 
 def check_rules(rules: Iterable[AnyRule]) -> None:
     """Raises RuleError if two rules have the same name or a rule has no equation."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for rule in rules:
-        if rule.name in seen:
+        if rule.name in names:
             raise RuleError(f"two rules are called {rule.name}")
-        seen.add(rule.name)
+        names.add(rule.name)
         if not rule.equation:
             raise RuleError(f"{rule.name} has no docstring with its equation")
 

@@ -55,8 +55,8 @@ _CONSIDERED = 1024
 """Matches of one pattern at one node whose conditions are evaluated."""
 
 
-class _Enough(Exception):
-    """A pattern has as many matches at a node as are wanted."""
+class _EnoughMatches(Exception):
+    """A pattern has reached the maximum number of matches at a node."""
 
 
 # Not frozen: freezing would take most of the time to make a match, and thousands are made.
@@ -73,10 +73,10 @@ class Match:
     key: Key
     # The captured attributes of a pattern, or the region that `find` returned.
     pattern: Pattern | None
-    found: Any
+    binding: Any
     reads: tuple[Value, ...]
     delta: float = 0.0
-    # What the edit adds to the fingerprint, unless other edits have since changed its surroundings.
+    # What the edit adds to the fingerprint, unless other edits have since changed the nodes around it.
     shift: int = 0
 
 
@@ -121,9 +121,9 @@ class RewriteState:
             )
             finder = _match_all(graph, library, delta, filled, until)
             finder.settle(until)
-            gaining = Map((match, None) for match in finder.found.values() if match.delta < 0)
+            gaining = Map((match, None) for match in finder.admitted.values() if match.delta < 0)
             index = Map(finder.index({}))
-            return RewriteState(graph, library, delta, index, len(finder.found), gaining, filled)
+            return RewriteState(graph, library, delta, index, len(finder.admitted), gaining, filled)
 
     @property
     def fingerprint(self) -> int:
@@ -139,11 +139,11 @@ class RewriteState:
             if e.__class__ is Match and e.reads[0] == value
         ]
 
-    def gains_most(self, least: float, but: Callable[[Match], bool] | None = None) -> Match | None:
-        """The candidate with the greatest gain above `least` that `but` does not exclude; None if there is none."""
+    def gains_most(self, threshold: float, but: Callable[[Match], bool] | None = None) -> Match | None:
+        """The candidate with the greatest gain above `threshold` that `but` does not exclude; None if there is none."""
         best: Match | None = None
         for match in self.gaining:
-            if match.delta >= -least or (
+            if match.delta >= -threshold or (
                 best is not None and (match.delta, match.key) >= (best.delta, best.key)
             ):
                 continue
@@ -167,10 +167,10 @@ class RewriteState:
         finder = _Finder(
             self.graph, self.library.only(frozenset({rule.name})), self.delta, self.filled, many=None
         )
-        finder.look(node, finder.library.plans)
+        finder.match_at(node, finder.library.plans)
         finder.matches = [match for match in finder.matches if match.key == key]
         finder.settle()
-        return finder.found.get(key)
+        return finder.admitted.get(key)
 
     def edit(self, match: Match) -> Edit:
         """The edit that applies a candidate."""
@@ -179,8 +179,8 @@ class RewriteState:
     def priced(self, match: Match) -> tuple[Edit, float]:
         """The edit that applies a candidate, and what it changes the cost by in this graph.
 
-        `match.delta` is from when the candidate was found. Since then, edits beside it may have changed its price: a
-        cost model may price nodes where they stand, and nodes that the edit removes may have changed.
+        `match.delta` is from when the candidate was found. Since then, edits of neighbouring nodes may have changed
+        its price: a cost model may price a node by its context, and nodes that the edit removes may have changed.
         """
         edit = self.edit(match)
         return edit, match.delta if self.delta is None else float(self.delta(self.graph, edit))
@@ -199,7 +199,7 @@ class RewriteState:
         finder = _Finder(graph, self.library, self.delta, self.filled)
         self._look_again(finder, dirty, fallen)
         finder.settle()
-        return self._successor(finder, fallen, dirty.gone)
+        return self._successor(finder, fallen, dirty.removed)
 
     def _fallen(self, dirty: Dirty) -> set[Entry]:
         """The matches and attempts that an edit invalidates."""
@@ -223,45 +223,45 @@ class RewriteState:
             node = producers.get(value)
             if node is None or node.outputs[0] != value:
                 continue
-            finder.look(node, plans)
+            finder.match_at(node, plans)
             finder.look_for_regions(node, None)
             for anchor, rule in finder.without_trace(node, dirty.nodes):
                 live = [e for e in index.get(anchor, ()) if e.rule is rule and e.reads[0] == anchor]
                 if all(e in fallen for e in live):
                     anchors.setdefault(anchor, set()).add(rule.name)
         for value in dirty.producers:
-            finder.look(producers[value], plans)
+            finder.match_at(producers[value], plans)
         for value, names in anchors.items():
             node = producers.get(value)
             if node is not None and value not in dirty.nodes:
                 finder.look_for_regions(node, names)
 
-    def _successor(self, finder: _Finder, fallen: set[Entry], gone: set[Value]) -> RewriteState:
+    def _successor(self, finder: _Finder, fallen: set[Entry], removed: set[Value]) -> RewriteState:
         """The state of the finder's graph.
 
-        Its index is that of this state, without the entries in `fallen` and the ids in `gone`, and with the entries
+        Its index is that of this state, without the entries in `fallen` and the ids in `removed`, and with the entries
         that the finder found.
         """
         index, gaining = self.index, self.gaining.mutate()
-        touched: dict[Value, list[Entry]] = {}
-        lost = 0
+        entries_of: dict[Value, list[Entry]] = {}
+        fallen_matches = 0
         for entry in fallen:
             if entry.__class__ is Match:
-                lost += 1
+                fallen_matches += 1
                 gaining.pop(entry, None)
             for value in entry.reads:
-                if value not in touched:
-                    touched[value] = [e for e in index[value] if e not in fallen]
+                if value not in entries_of:
+                    entries_of[value] = [e for e in index[value] if e not in fallen]
         mutation = index.mutate()
-        for value, entries in finder.index(touched, index).items():
+        for value, entries in finder.index(entries_of, index).items():
             if entries:
                 mutation[value] = entries
             elif value in mutation:
                 del mutation[value]
-        for value in gone:
+        for value in removed:
             if value in mutation:
                 del mutation[value]
-        for match in finder.found.values():
+        for match in finder.admitted.values():
             if match.delta < 0:
                 gaining[match] = None
         return RewriteState(
@@ -269,7 +269,7 @@ class RewriteState:
             self.library,
             self.delta,
             mutation.finish(),
-            self.count - lost + len(finder.found),
+            self.count - fallen_matches + len(finder.admitted),
             gaining.finish(),
             self.filled,
         )
@@ -292,7 +292,7 @@ def _match_all(
     for node in graph.nodes():
         if time.monotonic() >= until:
             break
-        finder.look(node, library.root_plans)
+        finder.match_at(node, library.root_plans)
         finder.look_for_regions(node, None)
     return finder
 
@@ -318,13 +318,13 @@ class Dirty:
 
     `nodes`: ids of nodes that were added, removed or rewired, or that read a value whose type became more precise.
     `uses`: keys (`uses_key`) of values whose readers changed. `producers`: ids of otherwise unchanged nodes that make
-    those values. `gone`: ids that no longer name a node.
+    those values. `removed`: ids that no longer name a node.
     """
 
     nodes: set[Value]
     uses: set[Value]
     producers: set[Value]
-    gone: set[Value]
+    removed: set[Value]
 
     @staticmethod
     def of(old: Graph, new: Graph, edit: Edit, reread: Iterable[Value]) -> Dirty:
@@ -341,7 +341,7 @@ class Dirty:
                 # Conditions read types, so the readers of a value with a more precise type are matched again.
                 if out in old.producers and old.type(out) is not type:
                     nodes.update(new.uses.get(out, ()))
-        gone = {value for value in nodes if value not in producers or producers[value].outputs[0] != value}
+        removed = {value for value in nodes if value not in producers or producers[value].outputs[0] != value}
         uses: set[Value] = set()
         makers: set[Value] = set()
         for value in reread:
@@ -349,11 +349,11 @@ class Dirty:
             producer = producers.get(value)
             if producer is not None and producer.outputs[0] not in nodes:
                 makers.add(producer.outputs[0])
-        return Dirty(nodes, uses, makers, gone)
+        return Dirty(nodes, uses, makers, removed)
 
 
 def _captured(pattern: Pattern, attributes: Sequence[Any]) -> Captures:
-    return Captures({**pattern.chosen, **dict(zip(pattern.captures, attributes))})
+    return Captures({**pattern.alternatives, **dict(zip(pattern.captures, attributes))})
 
 
 def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) -> Edit:
@@ -361,13 +361,13 @@ def build_edit(graph: Graph, match: Match, builder: GraphBuilder | None = None) 
     builder = builder or GraphBuilder(graph)
     rule = match.rule
     if isinstance(rule, RegionRule):
-        region: Region = match.found
+        region: Region = match.binding
         results = rule.target(builder, region, *(builder.val(v) for v in region.inputs))
         replaced = region.outputs
     else:
         assert match.pattern is not None
         values = [builder.val(v) for v in match.values]
-        captures = _captured(match.pattern, match.found)
+        captures = _captured(match.pattern, match.binding)
         results = rule.target(builder, *rule.target_takes.of(captures, values))
         replaced = tuple(match.nodes[o.node.index].outputs[o.index] for o in match.pattern.outputs)
     listed = list(results) if isinstance(results, (list, tuple)) else [results]
@@ -388,8 +388,8 @@ class _Types(dict[Value, TensorType | None]):
         self._graph = graph
 
     def __missing__(self, value: Value) -> TensorType:
-        found = self[value] = self._graph.type(value)
-        return found
+        tensor_type = self[value] = self._graph.type(value)
+        return tensor_type
 
 
 class _Finder:
@@ -411,7 +411,7 @@ class _Finder:
         self.filled = filled
         self.outputs = frozenset(graph.outputs)
         self.matches: list[Match] = []
-        self.found: dict[Key, Match] = {}
+        self.admitted: dict[Key, Match] = {}
         self.seen: set[Key] = set()
         self.attempts: dict[tuple[Value, str], Attempt] = {}
         self._around: dict[Value, MatchSignature] = {}
@@ -421,12 +421,14 @@ class _Finder:
         self._before = 0  # matches before the running plan
 
     def around(self, node: Node) -> MatchSignature:
-        found = self._around.get(node.outputs[0])
-        if found is None:
-            found = self._around[node.outputs[0]] = MatchSignature.of(node, self.graph.producers, self._types)
-        return found
+        signature = self._around.get(node.outputs[0])
+        if signature is None:
+            signature = self._around[node.outputs[0]] = MatchSignature.of(
+                node, self.graph.producers, self._types
+            )
+        return signature
 
-    def look(self, node: Node, plans: Plans) -> None:
+    def match_at(self, node: Node, plans: Plans) -> None:
         """Run the plans that start at a node."""
         if node.types[0].const or node.op not in plans.by_op:
             return
@@ -438,9 +440,9 @@ class _Finder:
             begin = time.perf_counter() if library.timed else 0.0
             self.refused_by_types = self.considered = 0
             self._before = len(self.matches)
-            found = partial(self.consider, pattern)
-            with suppress(_Enough):
-                run(node, graph.producers, graph.uses, self.outputs, graph, found)
+            on_match = partial(self.consider, pattern)
+            with suppress(_EnoughMatches):
+                run(node, graph.producers, graph.uses, self.outputs, graph, on_match)
             if len(pattern.nodes) == 1 and 0 < self.considered == self.refused_by_types:
                 hopeless.append(plan)
             if library.timed:
@@ -457,16 +459,16 @@ class _Finder:
         if self.many is not None and (
             self.considered >= _CONSIDERED or len(self.matches) - self._before >= self.many
         ):
-            raise _Enough
+            raise _EnoughMatches
         types = tuple(map(self._types.__getitem__, values))
         self.considered += 1
-        asked = (types, attrs)
+        situation = (types, attrs)
         verdicts = pattern.verdicts
-        known = verdicts.get(asked, _NOT_ASKED)
-        if known.__class__ is Refused:  # most matches end here: it has to be quick
+        verdict = verdicts.get(situation, _NOT_ASKED)
+        if verdict.__class__ is Refused:  # most matches end here: it has to be quick
             stats.matched += 1
             self.refused_by_types += 1
-            self.library.refuse(rule, known)
+            self.library.refuse(rule, verdict)
             return
         ids = tuple([n.outputs[0] for n in nodes])
         key = (rule.name, ids + values)
@@ -475,20 +477,20 @@ class _Finder:
         if len(self.seen) == before:
             return
         stats.matched += 1
-        if known is None and pattern.unconditional:
+        if verdict is None and pattern.unconditional:
             self.matches.append(Match(rule, nodes, values, key, pattern, attrs, ids))
             return
         graph, watch = self.graph, [False]
         try:
-            if known is _NOT_ASKED:
+            if verdict is _NOT_ASKED:
                 declared = pattern.asked_at_start and not self.library.thorough
                 if not declared and (wrong := _undeclared(pattern, types)):
                     raise Refused(wrong)
-                verdicts[asked] = None
+                verdicts[situation] = None
             if rule.has_where:
                 vals = [None if t is None else WatchedVal(graph, v, t, watch) for v, t in zip(values, types)]
                 rule.where(*rule.where_takes.of(_captured(pattern, attrs), vals))
-            watch[0] = True  # what is left depends on more than the types of the variables
+            watch[0] = True  # the conditions below depend on more than the types of the variables
             if rule.dtypes is not None:
                 out = pattern.outputs[0]
                 if nodes[out.node.index].types[out.index].dtype not in rule.dtypes:
@@ -497,7 +499,7 @@ class _Finder:
         except Refused as reason:
             self.library.refuse(rule, reason)
             if not watch[0] and not self.library.thorough:
-                verdicts[asked] = reason.bare()
+                verdicts[situation] = reason.bare()
                 self.refused_by_types += 1
 
     def look_for_regions(self, node: Node, names: set[str] | None) -> None:
@@ -550,15 +552,15 @@ class _Finder:
         left out.
         """
         graph, regions = self.graph, self.library.regions
-        found: list[tuple[Value, RegionRule]] = []
+        pairs: list[tuple[Value, RegionRule]] = []
         for user in {u for out in node.outputs for u in graph.uses.get(out, ())} - but:
             for rule in regions.below.get((graph.producers[user].op, node.op), ()):
-                found.append((user, rule))
+                pairs.append((user, rule))
         for rule in regions.paired.get(node.op, ()):
             for partner in rule.partners(graph, node):
                 if partner not in but:
-                    found.append((partner, rule))
-        return found
+                    pairs.append((partner, rule))
+        return pairs
 
     @staticmethod
     def _reads(anchor: Value, reader: Reader) -> tuple[Value, ...]:
@@ -596,22 +598,22 @@ class _Finder:
             match.shift = shift
             if self.delta is not None:
                 match.delta = self.delta(self.graph, edit)
-            self.found[match.key] = match
+            self.admitted[match.key] = match
             stats.admitted += 1
             if self.library.timed:
                 stats.seconds += time.perf_counter() - begin
 
-    def _check_sizes(self, edit: Edit, least: int) -> None:
+    def _check_sizes(self, edit: Edit, minimum: int) -> None:
         """Raise Refused if an operator of an edit does not run at a size at which the graph does."""
         if not any(node.op in NEEDING for node in edit.added):
             return
-        made = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
-        known = self.filled.union(_needs(self.graph, edit.removed))
-        for size in _needs(self.graph, edit.added, made):
-            if size in known:
+        new_types = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
+        nonempty = self.filled.union(_needs(self.graph, edit.removed))
+        for size in _needs(self.graph, edit.added, new_types):
+            if size in nonempty:
                 continue
             of = None if isinstance(size, tuple) else size
-            if not (dims.filled(of) if least else dims.positive(of, known)):
+            if not (dims.filled(of) if minimum else dims.positive(of, nonempty)):
                 raise Refused(MAY_BE_EMPTY)
 
     def _keep_trying(self, match: Match) -> None:
@@ -620,32 +622,32 @@ class _Finder:
             self.attempts[(match.reads[0], match.rule.name)] = Attempt(match.rule, match.reads)
 
     def index(
-        self, touched: dict[Value, list[Entry]], old: Map[Value, tuple[Entry, ...]] | None = None
+        self, entries_of: dict[Value, list[Entry]], old: Map[Value, tuple[Entry, ...]] | None = None
     ) -> dict[Value, tuple[Entry, ...]]:
         """The new index entries under each key that a new or fallen entry depends on.
 
-        `touched` holds the entries that remain under the keys of fallen entries, and gets those that are new. `old` is
-        the previous index.
+        `entries_of` holds the entries that remain under the keys of fallen entries; the new ones are added to it. `old`
+        is the previous index.
         """
-        entries: list[Entry] = [*self.found.values(), *self.attempts.values()]
+        entries: list[Entry] = [*self.admitted.values(), *self.attempts.values()]
         for entry in entries:
             for value in entry.reads:
-                if value not in touched:
-                    touched[value] = list(old.get(value, ())) if old is not None else []
-                touched[value].append(entry)
-        return {value: tuple(kept) for value, kept in touched.items()}
+                if value not in entries_of:
+                    entries_of[value] = list(old.get(value, ())) if old is not None else []
+                entries_of[value].append(entry)
+        return {value: tuple(of_value) for value, of_value in entries_of.items()}
 
 
 def _needs(
-    graph: Graph, nodes: Iterable[Node], made: Mapping[Value, TensorType] | None = None
+    graph: Graph, nodes: Iterable[Node], new_types: Mapping[Value, TensorType] | None = None
 ) -> Iterator[Size]:
-    """The sizes that are at least 1 wherever these nodes run. `made`: types of values that the graph lacks; with it,
-    sizes without which the nodes might not run."""
-    surely = made is None
-    known = {} if made is None else made
+    """The sizes that are at least 1 wherever these nodes run. `new_types`: types of values that the graph lacks; with
+    it, sizes without which the nodes might not run."""
+    surely = new_types is None
+    types_of = {} if new_types is None else new_types
     for node in nodes:
         if node.op in NEEDING:
-            types = [None if v == ABSENT else known.get(v) or graph.type(v) for v in node.explicit_inputs]
+            types = [None if v == ABSENT else types_of.get(v) or graph.type(v) for v in node.explicit_inputs]
             for index, axis in needed(node.op, node.attrs, types, surely):
                 shape = None if (type := types[index]) is None else type.shape
                 size = None if shape is None else shape[axis]
@@ -654,10 +656,10 @@ def _needs(
 
 def _may_be_empty(graph: Graph, edit: Edit) -> bool:
     """Whether a value that an edit reads or makes may be empty although no input of the model is."""
-    made = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
+    new_types = {value: type for node in edit.added for value, type in zip(node.outputs, node.types)}
     for node in (*edit.removed, *edit.added):
-        read = [made.get(v) or graph.type(v) for v in node.inputs if v != ABSENT]
-        for type in (*node.types, *read):
+        input_types = [new_types.get(v) or graph.type(v) for v in node.inputs if v != ABSENT]
+        for type in (*node.types, *input_types):
             if any(isinstance(d, str) and not dims.filled(d) for d in type.shape or ()):
                 return True
     return False

@@ -278,15 +278,7 @@ def calibrate(
 
 
 def _spearman(a: Doubles, b: Doubles) -> float:
-    ranks = [_ranks(x) for x in (a, b)]
-    if min(float(np.std(r)) for r in ranks) == 0.0:
-        return math.nan
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    from scipy.stats import rankdata
 
-
-def _ranks(values: Doubles) -> Doubles:
-    """Ranks; equal values share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    found: Doubles = (ends - (counts - 1) / 2)[inverse]
-    return found
+    ranks = rankdata([a, b], axis=1)  # equal values share the mean of their ranks
+    return math.nan if ranks.std(axis=1).min() == 0.0 else float(np.corrcoef(ranks)[0, 1])

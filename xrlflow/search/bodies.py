@@ -77,4 +77,4 @@ def _with_bodies(
     if not changed:
         return node
     inputs = (*node.explicit_inputs, *captured)
-    return Node(node.op, inputs, node.outputs, node.types, Attrs(attrs), len(captured), node.left)
+    return Node(node.op, inputs, node.outputs, node.types, Attrs(attrs), len(captured), node.on_runtime)

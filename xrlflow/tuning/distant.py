@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import platform
-import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xrlflow.cost.machine import cpu_name
 from xrlflow.storage.exclusive import measuring
-from xrlflow.tuning.crew import ForkServer, LocalCrew, PoolError, Work
-from xrlflow.tuning.worker import Answer, Build, Built, Failed, Job, moved, paths_of
+from xrlflow.tuning.crew import JobCrew, PoolError, Work, fork_server, local_crew
+from xrlflow.tuning.worker import Answer, Build, Built, Job, moved, paths_of
 from xrlflow.workers import Crew, Kind, Place, WorkerError
 
 
@@ -52,8 +51,8 @@ class Bench:
                 f"it would take times on {cpu_name()}, and they are wanted for {processor}: give `latency` to nodes "
                 "with that processor only"
             )
-        self._server = ForkServer()
-        self._crew = LocalCrew(self._server, 1, work)
+        self._server = fork_server()
+        self._crew = local_crew(self._server, 1, work)
         self._measures = processor is not None
 
     def do(self, order: _Sent) -> _Received:
@@ -73,47 +72,32 @@ class Bench:
                 Path(path).unlink(missing_ok=True)
 
 
-class DistantCrew:
-    """Workers of a place for one kind of job."""
+class DistantCrew(JobCrew):
+    """Workers of a place for one kind of job. Libraries travel with jobs and answers."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
-        self.seconds = 0.0
+    def __init__(self, crew: Crew, work: Work) -> None:
+        super().__init__(crew, work)
+        self._paths: list[str] = []
 
-    def work(self, jobs: Iterator[Job], until: float = math.inf) -> Generator[tuple[int, Answer], None, None]:
-        paths: list[str] = []
-        with contextlib.closing(self._crew.work(_sent(jobs, paths), until)) as answers:
-            while True:
-                start = time.monotonic()
-                try:
-                    found = next(answers, None)
-                except WorkerError as error:
-                    raise PoolError(str(error)) from error
-                finally:
-                    self.seconds += time.monotonic() - start
-                if found is None:
-                    return
-                number, received = found
-                if isinstance(received.answer, Failed) and received.answer.fatal:
-                    raise PoolError(received.answer.error)
-                if received.library is not None:
-                    Path(paths[number]).write_bytes(received.library)
-                yield number, received.answer
+    def _orders(self, jobs: Iterator[Job]) -> Iterator[_Sent]:
+        self._paths = []
+        for job in jobs:
+            needed = paths_of(job)
+            self._paths.append(needed[0])
+            read = () if isinstance(job, Build) else needed
+            yield _Sent(job, {path: Path(path).read_bytes() for path in read})
+
+    def _answer(self, number: int, received: _Received) -> Answer:
+        if received.library is not None:
+            Path(self._paths[number]).write_bytes(received.library)
+        return received.answer
+
+    def _given_up(self, order: Any, error: WorkerError) -> Any:
+        """What ends worker after worker is no fault of a candidate: those of a node have given up on it before."""
+        raise error
 
     def settle(self) -> None:
         """Workers of other machines disturb nothing here."""
-
-    def close(self) -> None:
-        self._crew.close()
-
-
-def _sent(jobs: Iterator[Job], paths: list[str]) -> Iterator[_Sent]:
-    """What is sent for jobs, whose paths are noted."""
-    for job in jobs:
-        needed = paths_of(job)
-        paths.append(needed[0])
-        read = () if isinstance(job, Build) else needed
-        yield _Sent(job, {path: Path(path).read_bytes() for path in read})
 
 
 def distant_crew(place: Place, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:
@@ -121,4 +105,4 @@ def distant_crew(place: Place, work: Work, count: int, kind: Kind = Kind.COMPUTE
     processor = cpu_name() if kind is Kind.MEASURE else None
     make = functools.partial(Bench, work, platform.machine(), processor)
     name = "runner" if kind is Kind.MEASURE else "builder"
-    return DistantCrew(Crew(place, make, max(1, count), name, kind))
+    return DistantCrew(Crew(place, make, max(1, count), name, kind), work)

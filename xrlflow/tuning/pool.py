@@ -26,7 +26,7 @@ from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError
 from xrlflow.backends.tvm.devices.remote import PATIENCE, Remote, count_devices
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
-from xrlflow.tuning.crew import Crew, ForkServer, LocalCrew, PoolError, Work
+from xrlflow.tuning.crew import JobCrew, PoolError, Work, fork_server, local_crew
 from xrlflow.tuning.distant import distant_crew
 from xrlflow.tuning.tuners.protocol import Measurement
 from xrlflow.tuning.worker import (
@@ -110,27 +110,27 @@ class Pool:
 
     def __init__(self, options: PoolOptions | None = None) -> None:
         self.options = options if options is not None else PoolOptions()
-        self._server = ForkServer()
-        self._end = weakref.finalize(self, self._server.end)
+        self._server = fork_server()
+        self._end = weakref.finalize(self, self._server.close)
         self._builders = self._crew_of_builders()
         self._runners = self._crew_of_runners()
         self._built = 0
 
-    def _crew_of_builders(self) -> Crew:
+    def _crew_of_builders(self) -> JobCrew:
         options = self.options
         work = Work("building", 1, options.uses, options.build_seconds)
         if options.place is None:
-            return LocalCrew(self._server, options.builders, work)
+            return local_crew(self._server, options.builders, work)
         return distant_crew(options.place, work, options.builders)
 
-    def _crew_of_runners(self) -> Crew:
+    def _crew_of_runners(self) -> JobCrew:
         options, remote = self.options, self.options.remote
         work = Work("running", options.threads, options.uses, options.run_seconds)
         if remote is not None:  # the device ends slow runs itself; if it does not, it is gone
             work = replace(work, seconds=options.run_seconds + 2 * PATIENCE, device=options.device)
-            return LocalCrew(self._server, count_devices(remote), work)
+            return local_crew(self._server, count_devices(remote), work)
         if options.place is None:
-            return LocalCrew(self._server, 1, work)
+            return local_crew(self._server, 1, work)
         return distant_crew(options.place, work, options.place.measuring, Kind.MEASURE)
 
     @property

@@ -1,11 +1,8 @@
-"""The processes that build and run candidates for a pool: workers, and the fork server that they are forked from.
+"""What is done in the processes that build and run candidates for a pool.
 
-The fork server loads TVM once (3 s, 400 MB) and runs no candidate itself. It has a single thread, because a process
-with several cannot be forked safely. Forking a worker takes a few milliseconds, so a candidate that kills its worker
-costs little.
-
-A worker sends `Ready`, then one answer for each job. It answers `Failed` if the job raises an exception. The pool
-notices crashes and hangs.
+They are forked from a process that has loaded TVM (3 s, 400 MB) and runs no candidate itself. Forking a worker takes a
+few milliseconds, so a candidate that kills its worker costs little. The answer to a job is `Failed` if it raises an
+exception. The pool notices crashes and hangs.
 """
 
 from __future__ import annotations
@@ -13,23 +10,17 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import functools
-import gc
 import importlib
 import math
 import os
-import pickle
 import shutil
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +31,7 @@ from xrlflow.backends.protocol import Array, BackendError, one_line
 from xrlflow.backends.tvm.devices.remote import DeviceError, Remote, connect, use_threads, what_happened
 from xrlflow.backends.tvm.toolchain.import_tvm import from_json, tvm
 from xrlflow.backends.tvm.toolchain.target import compiler, linker
+from xrlflow.workers import Unable
 
 Argument: TypeAlias = tuple[str, tuple[int, ...]]
 """The data type and shape of a kernel's parameter."""
@@ -132,13 +124,6 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker is ready for jobs. `process`: its process id."""
-
-    process: int
-
-
-@dataclass(frozen=True, slots=True)
 class Built:
     """The data types and shapes of the kernel's parameters."""
 
@@ -175,7 +160,7 @@ class Failed:
 
 
 Job: TypeAlias = Build | Run | RunThere | Turns | Evaluate
-Answer: TypeAlias = Ready | Built | Ran | RanInTurns | Evaluated | Failed
+Answer: TypeAlias = Built | Ran | RanInTurns | Evaluated | Failed
 
 
 def paths_of(job: Job) -> tuple[str, ...]:
@@ -466,19 +451,8 @@ def _filled(kind: str, shape: tuple[int, ...], device: Any) -> Any:
     return package.runtime.tensor(values, device)
 
 
-def serve(connection: Connection[Answer, Job]) -> None:
-    """Do jobs until the pool closes the connection."""
-    try:
-        started = _start()
-        connection.send(replace(started, process=os.getpid()) if isinstance(started, Ready) else started)
-        while True:
-            connection.send(_done(connection.recv()))
-    except (EOFError, BrokenPipeError):
-        return
-
-
 @functools.cache
-def _start() -> Ready | Failed:
+def load() -> Failed | None:
     """Load everything that workers need, so that it is in memory when they are forked."""
     try:
         tvm()
@@ -490,26 +464,38 @@ def _start() -> Ready | Failed:
     # Kernels call libm, but the plain linker does not record that in the library.
     if name := ctypes.util.find_library("m"):
         ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    return Ready(0)
+    return None
 
 
-def _done(job: Job) -> Answer:
-    try:
-        match job:
-            case Build():
-                return build(job)
-            case Run():
-                return run(job)
-            case RunThere():
-                return run_there(job)
-            case Turns():
-                return run_in_turns(job)
-            case Evaluate():
-                return evaluate(job)
-    except BackendError as error:
-        return Failed(str(error), fatal=isinstance(error, (ToolError, DeviceError)))
-    except Exception as error:  # TVM raises exceptions of many types for schedules that it cannot compile
-        return Failed(one_line(f"{type(error).__name__}: {_gist(str(error))}"))
+class JobHand:
+    """A worker's hand that does jobs. `threads`: of kernels that it runs."""
+
+    def __init__(self, threads: int) -> None:
+        for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
+            os.environ[name] = str(threads)
+        os.environ["TVM_BIND_THREADS"] = "1"  # see _keep_apart
+
+    def do(self, order: Job) -> Answer:
+        if (failed := load()) is not None:
+            return failed
+        try:
+            match order:
+                case Build():
+                    return build(order)
+                case Run():
+                    return run(order)
+                case RunThere():
+                    return run_there(order)
+                case Turns():
+                    return run_in_turns(order)
+                case Evaluate():
+                    return evaluate(order)
+        except DeviceError as error:
+            raise Unable(str(error)) from error
+        except BackendError as error:
+            return Failed(str(error), fatal=isinstance(error, ToolError))
+        except Exception as error:  # TVM raises exceptions of many types for schedules that it cannot compile
+            return Failed(one_line(f"{type(error).__name__}: {_gist(str(error))}"))
 
 
 def _gist(text: str) -> str:
@@ -518,96 +504,3 @@ def _gist(text: str) -> str:
     return next(
         (line for line in lines if not line.startswith(("File ", "Traceback", "Stack"))), "no message"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Fork a worker whose kernels run with `threads` threads.
-
-    Two file descriptors come with the message: the worker's end of a pipe, and the file that its output goes to.
-    """
-
-    threads: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reap:
-    """Wait `patience` seconds for a worker to exit, then kill it. The reply is its status as `os.waitpid` gives it."""
-
-    process: int
-    patience: float
-
-
-def serve_forks(descriptor: int, folder: str) -> None:
-    """The fork server: fork a worker for each request that the pool sends through the socket.
-
-    When the socket closes, the pool has ended. Then all processes of this group are killed, also those in endless
-    loops, and the folder is removed.
-    """
-    # The pool handles Ctrl-C, which may be pressed before anything is loaded.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pool = socket.socket(fileno=descriptor)
-    try:
-        _start()
-        gc.freeze()  # a collection would write to shared pages, and copy them
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(pool, REQUEST_BYTES, 2)
-            if not data:
-                return
-            match pickle.loads(data):
-                case Fork(threads):
-                    _fork(pool, threads, *descriptors)
-                    for descriptor in descriptors:
-                        os.close(descriptor)
-                case Reap(process, patience):
-                    pool.sendall(pickle.dumps(_reap(process, patience)))
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGTERM)
-        time.sleep(0.05)  # none of them writes any more
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-
-REQUEST_BYTES = 512
-"""The size of every request: requests are padded, so that each is received whole."""
-
-
-def request(message: Fork | Reap) -> bytes:
-    """A message to the fork server."""
-    return pickle.dumps(message).ljust(REQUEST_BYTES, b"\0")
-
-
-def _fork(pool: socket.socket, threads: int, pipe: int, log: int) -> None:
-    try:
-        process = os.fork()
-    except OSError:  # out of memory: the pool sees the pipe close
-        traceback.print_exc()
-        return
-    if process != 0:
-        return
-    status = 1
-    try:
-        pool.close()
-        os.dup2(log, 2)
-        for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
-            os.environ[name] = str(threads)
-        os.environ["TVM_BIND_THREADS"] = "1"  # see _keep_apart
-        serve(Connection(pipe))
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        os._exit(status)  # a worker runs none of the exit handlers of the fork server
-
-
-def _reap(process: int, patience: float) -> int:
-    end = time.monotonic() + patience
-    while True:
-        found, status = os.waitpid(process, os.WNOHANG)
-        if found:
-            return status
-        if time.monotonic() >= end:
-            os.kill(process, signal.SIGKILL)
-            return os.waitpid(process, 0)[1]
-        time.sleep(0.002)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +37,7 @@ class Body:
         try:
             self._hand = make()
         except Exception as error:
-            self._failure = _failure(error)
+            self._failure = Failure.of(error)
 
     def do(self, order: Any, names: Sequence[str], *arrays: Any) -> Any:
         """Carry out an order whose fields `names` are `arrays`."""
@@ -47,8 +46,4 @@ class Body:
         try:
             return self._hand.do(replace(order, **dict(zip(names, arrays))) if names else order)
         except Exception as error:
-            return _failure(error)
-
-
-def _failure(error: Exception) -> Failure:
-    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+            return Failure.of(error)

@@ -200,7 +200,7 @@ class RayWorker:
 
     def __init__(self, cluster: Cluster, actor: Any, make: MakeHand, name: str, kind: Kind) -> None:
         self.name, self.kind = name, kind
-        self.lost = False
+        self.lost, self.ready = False, True  # as far as is known
         self.node = ""
         self.order: Any = None
         self._cluster, self._actor = cluster, actor
@@ -235,6 +235,13 @@ class RayWorker:
         if isinstance(found, Failure):
             raise found.as_error(self.name)
         return found
+
+    def said(self) -> list[Any]:
+        """What is told on another machine stays there."""
+        return []
+
+    def release(self) -> None:
+        """Ray ends workers one by one."""
 
     def look(self) -> None:
         """Is it waiting in vain for a core that others use?"""

@@ -1,10 +1,46 @@
-"""How processes of this package are started: with Python, this package, and this process's environment."""
+"""Workers in processes of this machine that may crash, hang or be killed: how they are started, asked and ended.
+
+A process has Python, this package, the environment and the modules' path of this one. It leads a session of its own:
+Ctrl-C does not reach it, and what it starts is ended with it. It ends when this process ends, however that happens.
+What it writes to standard error goes to a file, and its last words are part of the reason why a worker is lost.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from xrlflow.common.text import printable, shortened
+from xrlflow.workers import serving
+from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLate, WorkerLost
+from xrlflow.workers.serving import FORK, KILLED, REQUEST, STATUS, Ready, Told
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DYING = 5.0
+"""Seconds that a process may take to end after it has closed its connection."""
+_LAST = 1 << 16
+# glog: "F1125 10:31:03.766393   11234 file.cc:744] message". C++: "terminate called after ...", then "  what():  ...".
+_GLOG = re.compile(r"F\d{4} \S+ +\d+ \S+\] (.*)")
+_FATAL = re.compile(r"terminate called|Fatal Python error|\S*Error\b")
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -15,10 +51,334 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
-def command(module: str, function: str, *arguments: int | str) -> list[str]:
+def command(module: str, function: str, *arguments: float | str) -> list[str]:
     """The command of a process that calls a function of a module of ours.
 
     The working directory is not searched for modules: a file there may have the name of one.
     """
     path = "import sys; sys.path[:] = filter(None, sys.path)"
     return [sys.executable, "-c", f"{path}; from {module} import {function}; {function}(*{arguments!r})"]
+
+
+class Process(Protocol):
+    """A process that a worker works in. `pid`: 0 as long as it is not known. `logs`: what it writes; the first one that
+    says something counts."""
+
+    pid: int
+    logs: Sequence[IO[bytes]]
+
+    def end(self, patience: float) -> int | None:
+        """Wait `patience` seconds for its end, then kill it. How it ended, as `Popen.returncode`; None: it was killed
+        now. A second call is harmless."""
+        ...
+
+    def close(self) -> None:
+        """Remove its files, when it has ended."""
+        ...
+
+
+class Started:
+    """A process that calls a function of `serving` with a socket, whose other end is `socket`, a folder for temporary
+    files ("": none of its own), and further arguments. Raises WorkerError where no process can be started."""
+
+    def __init__(
+        self, function: Callable[..., None], variables: Mapping[str, str], folder: str, *arguments: float
+    ) -> None:
+        self.folder = folder
+        self.socket, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
+        self.logs: Sequence[IO[bytes]] = (log,)
+        if folder:
+            variables = {"TMPDIR": folder, **variables}
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command(function.__module__, function.__name__, theirs.fileno(), folder, *arguments),
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, pass_fds=(theirs.fileno(),),
+                    start_new_session=True, env=environment(**variables),
+                )  # fmt: skip
+        except OSError as error:
+            self.socket.close()
+            self.close()
+            raise WorkerError(f"no process can be started ({error.strerror})") from error
+        self.pid = self._process.pid
+
+    def end(self, patience: float) -> int | None:
+        ended = self.ends(patience)
+        if self._process.returncode is None:
+            # As long as its status is not taken, no other group can have its number.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        return self._process.returncode if ended else None
+
+    def ends(self, patience: float) -> bool:
+        """Whether it ends within so many seconds."""
+        until = time.monotonic() + patience
+        while self._process.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def close(self) -> None:
+        for log in self.logs:
+            log.close()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class ProcessWorker:
+    """A worker in a process of its own. `patience`: seconds that the process has to clean up when it is ended.
+
+    Several orders may be begun: they are carried out, and answered, one after another. `connection`: is readable when
+    there is a message. `lost`: what `begin` and `answer` raise, since it has ended, or was ended.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        connection: Connection[Any, Any],
+        make: MakeHand,
+        name: str,
+        patience: float = 0.0,
+    ) -> None:
+        self.name, self.ready = name, False
+        self.process, self.connection, self._patience = process, connection, patience
+        self._answers: deque[Any] = deque()
+        self._said: list[Any] = []
+        self.lost: WorkerLost | None = None
+        self._send(make)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended, or has been ended."""
+        while self.lost is None and self.connection.poll():
+            self.answered()
+        return self.lost is not None
+
+    def begin(self, order: Any) -> None:
+        if self.closed or not self._send(order):
+            while not self.closed:
+                wait([self.connection])
+            if not self.ready and self._answers:  # its hand could not be made
+                self.answer()
+            assert self.lost is not None
+            raise self.lost
+
+    def _send(self, content: Any) -> bool:
+        data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(data)
+            return True
+        return False
+
+    def answered(self) -> bool:
+        """Take the message that is there. Whether `answer` need not wait any more."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            self._lose(self._end(DYING))
+            return True
+        match message:
+            case Ready(pid):
+                self.process.pid, self.ready = pid, True
+            case Told(text):
+                self._said.append(text)
+            case _:
+                self._answers.append(message)
+        return bool(self._answers)
+
+    def answer(self, until: float = math.inf) -> Any:
+        """See `Worker.answer`. If there is none at `until` (time.monotonic), it is closed: raises WorkerLate."""
+        try:
+            while not self._answers:
+                if self.lost is not None:
+                    raise self.lost
+                left = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
+                if not wait([self.connection], left):
+                    self._end(0.0)
+                    self.lost = WorkerLost(f"{self.name} is closed")
+                    raise WorkerLate(f"{self.name} was ended: its time was over")
+                self.answered()
+        except WorkerLost:
+            raise
+        except (
+            BaseException
+        ):  # Ctrl-C, and what cannot be read: answers that still come belong to no later order
+            self.close()
+            raise
+        found = self._answers.popleft()
+        if isinstance(found, Failure):
+            raise found.as_error(self.name)
+        return found.content
+
+    def said(self) -> list[Any]:
+        found, self._said = self._said, []
+        return found
+
+    def release(self) -> None:
+        """Let it end. `close` then waits for less."""
+        self.connection.close()
+
+    def close(self) -> None:
+        if self.lost is None:
+            self._end(self._patience)
+            self.lost = WorkerLost(f"{self.name} is closed")
+
+    def _lose(self, how: str) -> None:
+        self.lost = WorkerLost(f"{self.name} ended {how}", how)
+
+    def _end(self, patience: float) -> str:
+        """End it. How the process ended, and its last words."""
+        self.connection.close()
+        how = manner(self.process.end(patience))
+        said = next(filter(None, map(last_words, self.process.logs)), "")
+        self.process.close()
+        return f"{how}: {said}" if said else how
+
+
+def manner(status: int | None) -> str:
+    """How a process ended: "by SIGILL", or "with status 3"."""
+    if status is None:
+        return "without a status"
+    if status == -signal.SIGKILL:
+        return "by SIGKILL: there may not be enough memory"
+    if status >= 0:
+        return f"with status {status}"
+    names = {s.value: s.name for s in signal.Signals}
+    return f"by {names.get(-status, f'signal {-status}')}"
+
+
+def last_words(log: IO[bytes]) -> str:
+    """The last error in a log, or its last line, as one line."""
+    log.seek(max(log.seek(0, os.SEEK_END) - _LAST, 0))
+    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    found = next((number for number in reversed(range(len(lines))) if _gist(lines[number])), None)
+    if found is None:
+        return shortened(printable(lines[-1]), SAID) if lines else ""
+    more = [line for line in lines[found + 1 : found + 2] if line.lstrip().startswith("what():")]
+    return shortened(printable(" ".join([_gist(lines[found]), *more])), SAID)
+
+
+SAID = 300
+"""The longest last words, in characters."""
+
+
+def _gist(line: str) -> str:
+    """What a line says about an error that ends a process; empty if it does not."""
+    if found := _GLOG.match(line):
+        return found[1]
+    return line if _FATAL.match(line) else ""
+
+
+class Local:
+    """A place on this machine."""
+
+    measuring = 1
+
+    def __init__(self, cores: int | None = None) -> None:
+        self.cores = cores or os.cpu_count() or 1
+
+    def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+        mine = [worker for worker in workers if isinstance(worker, ProcessWorker)]
+        there = [worker for worker in mine if worker.lost is None]
+        ready = wait([worker.connection for worker in there], seconds if len(there) == len(mine) else 0.0)
+        return [w for w in mine if w.lost is not None or (w.connection in ready and w.answered())]
+
+    def close(self) -> None:
+        pass
+
+
+class Processes(Local):
+    """Makes workers in processes of this machine. `cores`: how many may compute at a time; by default all.
+
+    `variables`: of their environment. `patience`: seconds that a process has to clean up when it is ended; it then has
+    a folder of its own for temporary files, which is removed whatever becomes of it.
+    """
+
+    def __init__(
+        self, cores: int | None = None, variables: Mapping[str, str] | None = None, patience: float = 0.0
+    ) -> None:
+        super().__init__(cores)
+        self._variables, self._patience = variables or {}, patience
+
+    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
+        folder = tempfile.mkdtemp(prefix="xrlflow-worker-") if self._patience else ""
+        process = Started(serving.serve, self._variables, folder, self._patience)
+        connection: Connection[Any, Any] = Connection(process.socket.detach())
+        made = pickle.dumps(make, pickle.HIGHEST_PROTOCOL)
+        with contextlib.suppress(OSError):
+            connection.send(_modules(name, b"__main__" in made))
+        return ProcessWorker(process, connection, make, name, self._patience)
+
+
+class Forks(Local):
+    """Makes workers that are forked, in milliseconds, from one process that has called `prepare` before.
+
+    Workers share its group and its folder for temporary files. They end, and the folder is removed, when the place is
+    closed, or this process ends. What `prepare` does must start no thread: a process with several cannot be forked
+    safely, and `variables` of the environment keep libraries from it. Raises WorkerError.
+    """
+
+    def __init__(self, prepare: Callable[[], object], variables: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.folder = tempfile.mkdtemp(prefix="xrlflow-worker-")
+        with open(os.path.join(self.folder, serving.PREPARE), "wb") as file:
+            made = pickle.dumps(prepare, pickle.HIGHEST_PROTOCOL)
+            file.write(pickle.dumps(_modules("forks", b"__main__" in made)) + made)
+        self.server = Started(serving.serve_forks, variables or {}, self.folder)
+        self._owner = os.getpid()
+
+    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
+        ours, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
+        with theirs, contextlib.suppress(OSError):  # if the server is dead, the connection closes
+            socket.send_fds(self.server.socket, [REQUEST.pack(FORK, 0.0)], [theirs.fileno(), log.fileno()])
+        return ProcessWorker(_Forked(self.server, log), Connection(ours.detach()), make, name)
+
+    def close(self) -> None:
+        if os.getpid() == self._owner:  # a forked process must not end its parent's workers
+            self.server.socket.close()
+            self.server.end(0.0)
+            self.server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Forked:
+    """A process that was forked from a server, which alone can wait for it."""
+
+    def __init__(self, server: Started, log: IO[bytes]) -> None:
+        self.pid = 0
+        self.logs: Sequence[IO[bytes]] = (log, *server.logs)
+        self._server = server
+
+    def end(self, patience: float) -> int | None:
+        with contextlib.suppress(OSError):  # the server is dead
+            if self.pid:
+                self._server.socket.sendall(REQUEST.pack(self.pid, patience))
+                if reply := self._server.socket.recv(STATUS.size):
+                    self.pid = 0
+                    (status,) = STATUS.unpack(reply)
+                    return None if status == KILLED else int(status)
+        # Where it never said who it is, it ends when it finds its connection closed.
+        return self._server.end(0.0) if self._server.ends(min(patience, 1.0)) else None
+
+    def close(self) -> None:
+        self.logs[0].close()
+
+
+def _modules(name: str, main: bool) -> dict[str, Any]:
+    """Where modules are. `main`: and what this process's own one is, if a hand is defined there."""
+    keys = ("sys_path", "init_main_from_name", "init_main_from_path") if main else ("sys_path",)
+    found = spawn.get_preparation_data(name)
+    return {key: found[key] for key in keys if key in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +15,28 @@ class WorkerError(RuntimeError):
 
 
 class WorkerLost(WorkerError):
-    """A worker's process or machine ended. Another worker can be given what it was asked."""
+    """A worker's process or machine ended. Another worker can be given what it was asked.
+
+    `how`: how the process ended, if that is known: what follows "it ended", such as "by SIGSEGV" or "with status 3: its
+    last words".
+    """
+
+    def __init__(self, text: str, how: str = "") -> None:
+        super().__init__(text)
+        self.how = how
+
+
+class WorkerLate(WorkerLost):
+    """A worker was ended, because it took too long."""
+
+
+class Unable(Exception):
+    """A hand can do nothing more, because what it works with is gone, and its worker is not replaced. The workers that
+    are left may do what it was asked."""
+
+
+class WorkerUnable(WorkerError):
+    """A worker's hand raised Unable."""
 
 
 class Hand(Protocol):
@@ -40,9 +62,10 @@ class Kind(Enum):
 
 
 class Worker(Protocol):
-    """Carries out one order at a time: call `begin`, then `answer`."""
+    """Carries out one order at a time: call `begin`, then `answer`. `ready`: its hand is made, as far as is known."""
 
     name: str
+    ready: bool
 
     def begin(self, order: Any) -> None:
         """Give it an order. Raises WorkerLost if it is gone."""
@@ -50,6 +73,14 @@ class Worker(Protocol):
 
     def answer(self) -> Any:
         """Wait for the answer. Raises WorkerLost if the worker is gone, WorkerError if the order or the hand failed."""
+        ...
+
+    def said(self) -> list[Any]:
+        """What its hand has told (see `tell`) since the last call."""
+        ...
+
+    def release(self) -> None:
+        """Say that it is not needed any more. It still has to be closed."""
         ...
 
     def close(self) -> None:
@@ -76,7 +107,7 @@ class Place(Protocol):
 
     def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         """Wait until some of these, which all have an order, need not be waited for, and return those; none after
-        `seconds`."""
+        `seconds`, or when one has only become ready or told something."""
         ...
 
     def close(self) -> None:
@@ -90,9 +121,18 @@ class Failure:
 
     error: str
     traceback: str
+    unable: bool = False
+
+    @staticmethod
+    def of(error: Exception) -> Failure:
+        if isinstance(error, Unable):
+            return Failure(str(error), "", unable=True)
+        return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def as_error(self, name: str) -> WorkerError:
         """The error as the side that asked reports it."""
+        if self.unable:
+            return WorkerUnable(self.error)
         failed = WorkerError(f"{name} failed: {self.error}")
         if sys.version_info >= (3, 11):
             failed.add_note(self.traceback)

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import select
-import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from xrlflow.backends.decision import FEWEST, Answer, confirm, pooled, settle
 from xrlflow.backends.interleave import SETTLE_BELOW
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
-from xrlflow.backends.onnxruntime.timing import Sample, sample
-from xrlflow.backends.onnxruntime.wire import from_json, save_feeds
+from xrlflow.backends.onnxruntime.timing import Sample
+from xrlflow.backends.onnxruntime.worker import Sampler, Setup, prepare
 from xrlflow.backends.pairs import Estimate, errors, estimate
-from xrlflow.backends.protocol import BackendError, Feeds, ModelSource, one_line
+from xrlflow.backends.protocol import BackendError, Feeds, ModelSource
 from xrlflow.backends.results import Latency, RepeatedComparison, SpeedUp, Verdict
 from xrlflow.backends.statistics import SPREAD, pool
-from xrlflow.workers.process import command, environment
+from xrlflow.workers import Forks, WorkerError, WorkerLate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-WORKER = "xrlflow.backends.onnxruntime.worker"
 GRACE = 0.03
 """A process may exceed the time limit by this part of it if it was begun in time."""
 _MOST_PROCESSES = 80
@@ -93,9 +86,15 @@ def measure_in_fresh_processes(
     """
     started = time.monotonic()
     threads = resolve_threads(threads, session_options)
-    setup = _Setup(before, after, feeds, threads, optimization, session_options)
+    setup = Setup(before, after, feeds, threads, optimization, session_options)
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(FreshProcesses(setup)).sample if setup.portable else setup.sample_here
+        if setup.portable:
+            source: Source = stack.enter_context(FreshProcesses(setup)).sample
+        else:
+
+            def source(index: int, turns: int | None, deadline: float) -> Sample:
+                return setup.sample(index, turns)
+
         drawing = _Drawing(source, started + time_limit, GRACE * time_limit)
         answer: Answer | SpeedUp | None = None
         if deciding is not None:
@@ -234,151 +233,40 @@ def _latency(samples: Sequence[Sample], model: int) -> Latency | None:
     return Latency(median, p10, p90, len(seconds))
 
 
-@dataclass(frozen=True, slots=True)
-class _Setup:
-    """What all processes of a comparison share."""
-
-    before: ModelSource
-    after: ModelSource
-    feeds: Feeds
-    threads: int
-    optimization: Optimization
-    session_options: Mapping[str, str] | Any | None
-
-    @property
-    def portable(self) -> bool:
-        """Whether everything can be sent to another process."""
-        return self.session_options is None or isinstance(self.session_options, Mapping)
-
-    def sample_here(self, index: int, turns: int | None, deadline: float) -> Sample:
-        """A `Source` with sessions in this process. It ignores the deadline."""
-        return sample(
-            (self.before, self.after),
-            self.feeds,
-            turns=turns,
-            swapped=index % 2 == 1,
-            threads=self.threads,
-            optimization=self.optimization,
-            session_options=self.session_options,
-        )
-
-    def write(self, folder: Path) -> None:
-        setup = {
-            "models": [
-                _as_path(self.before, folder / "before.onnx"),
-                _as_path(self.after, folder / "after.onnx"),
-            ],
-            "feeds": save_feeds(folder / "feeds.npz", self.feeds),
-            "threads": self.threads,
-            "optimization": self.optimization.value,
-            "session_options": dict(self.session_options) if self.session_options is not None else None,
-        }
-        (folder / "setup.json").write_text(json.dumps(setup))
-
-
 class FreshProcesses:
     """Processes in which two models are loaded and timed, one process at a time. See `worker`."""
 
-    def __init__(self, setup: _Setup) -> None:
-        self._stack = contextlib.ExitStack()
-        self._setup = setup
-        self._server: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+    def __init__(self, setup: Setup) -> None:
+        # A process with NumPy's threads could not be forked safely.
+        variables = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        try:
+            self.place = Forks(partial(prepare, setup), variables)
+        except WorkerError as error:
+            raise BackendError(str(error)) from error
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xrlflow-measure-")))
-            self._setup.write(folder)
-            self._log = stack.enter_context(tempfile.TemporaryFile())
-            self._server = subprocess.Popen(
-                command(WORKER, "main", str(folder)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                bufsize=0,
-                start_new_session=True,
-                # A process with NumPy's threads could not be forked safely.
-                env=environment(OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1"),
-            )
-            stack.callback(self._end)
-            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
-
-    @property
-    def process(self) -> int:
-        """The process id of the fork server."""
-        assert self._server is not None
-        return self._server.pid
+        self.place.close()
 
     def sample(self, index: int, turns: int | None, deadline: float) -> Sample | None:
         """The turns of a new process. Every other one (odd `index`) begins with the new model.
 
-        None if it was not over at `deadline` (time.monotonic); then no further sample can be taken. Raises
-        BackendError.
+        None if it was not over at `deadline` (time.monotonic). Raises BackendError.
         """
-        assert self._server is not None
-        assert self._server.stdin is not None
-        request = {"turns": turns, "swapped": index % 2 == 1, "seed": index}
+        worker = self.place.worker(Sampler, "a measuring process")
         try:
-            self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        except BrokenPipeError:
-            self._server.wait()
-            raise self._crashed(self._server.returncode) from None
-        line = self._answer(deadline)
-        if line is None:
-            self._end()
+            worker.begin((index, turns))
+            found: Sample | BackendError = worker.answer(deadline)
+        except WorkerLate:
             return None
-        if not line:
-            raise self._crashed(self._server.wait())
-        answer = json.loads(line)
-        if "error" in answer:
-            raise BackendError(answer["error"])
-        if "status" in answer:
-            raise self._crashed(answer["status"])
-        return from_json(answer["sample"])
-
-    def _answer(self, deadline: float) -> bytes | None:
-        """A line of output; empty at its end, None at the deadline."""
-        assert self._server is not None
-        assert self._server.stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            left = max(deadline - time.monotonic(), 0.0)
-            ready, _, _ = select.select([self._server.stdout], [], [], left)
-            if not ready:
-                return None
-            part = os.read(self._server.stdout.fileno(), 1 << 16)
-            if not part:
-                return b""
-            line += part
-        return line
-
-    def _crashed(self, status: int) -> BackendError:
-        assert self._log is not None
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(size - 300, 0))
-        tail = one_line(self._log.read().decode(errors="replace")) or "it said nothing"
-        return BackendError(f"a measuring process ended with status {status}: {tail}")
-
-    def _end(self) -> None:
-        """Kill the fork server and its child."""
-        server = self._server
-        assert server is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        for pipe in (server.stdin, server.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def _as_path(model: ModelSource, path: Path) -> str:
-    if isinstance(model, bytes):
-        path.write_bytes(model)
-        return str(path)
-    return os.path.abspath(model)
+        except WorkerError as error:
+            raise BackendError(str(error)) from error
+        finally:
+            worker.close()
+        if isinstance(found, BackendError):
+            raise found
+        return found

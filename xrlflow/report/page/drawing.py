@@ -183,7 +183,7 @@ class _Drawer:
         name = label.name if label is not None and label.name else graph.leaves.names.get(node.id, "")
         consts = (graph.type(v) for v in node.explicit_inputs if v != ABSENT and graph.const(v) is not None)
         attributes = [f"{k}={_attribute(v)}" for k, v in node.attrs.items() if not isinstance(v, Body)]
-        if node.left:
+        if node.on_runtime:
             attributes.append("run by ONNX Runtime, not by a generated kernel")
         return Box(
             one_line(node.op), one_line(name), type_text(node.types[0]), shortened(", ".join(attributes), 300),

@@ -338,7 +338,7 @@ def test_devices_of_one_key_take_times_together(tmp_path: Path) -> None:
             time.sleep(0.1)
         task = matmul(8)
         with Pool(PoolOptions(1, 1, QUICK, remote=own.remote)) as pool:
-            assert len(pool._runners._workers) == 2  # type: ignore[attr-defined]
+            assert pool._runners.crew.count == 2
             crashed, *good = pool.measure(task, [calls("abort"), *(scheduled(task, n) for n in (1, 2, 4, 8))])
         assert "ended: its process died, or the network" in (crashed.error or "")
         assert [outcome.error for outcome in good] == [None] * 4

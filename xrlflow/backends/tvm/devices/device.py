@@ -8,20 +8,15 @@ one client at a time.
 from __future__ import annotations
 
 import os
-import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from xrlflow.backends.children import serve_in_child
 from xrlflow.backends.interleave import interleave
-from xrlflow.backends.protocol import Array, BackendError, Feeds, one_line
+from xrlflow.backends.protocol import Array, BackendError, Feeds
 from xrlflow.backends.results import Comparison
 from xrlflow.backends.system_load import Reading
 from xrlflow.backends.tvm.devices.remote import (
@@ -34,6 +29,7 @@ from xrlflow.backends.tvm.devices.remote import (
 )
 from xrlflow.backends.tvm.lowering.compiled import Interface, arguments_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
+from xrlflow.workers import Processes, WorkerError, WorkerLate, WorkerLost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -106,10 +102,10 @@ class Device:
     def __init__(self, remote: Remote, threads: int | None = None, *, patience: float = 0.0) -> None:
         """`patience`: seconds in which the device may appear that the tracker does not know."""
         self.remote = remote
-        self._connection, theirs = Pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (what it says is read when it has died)
-        self._process = serve_in_child(serve, theirs.fileno(), log=self._log)
-        theirs.close()
+        try:
+            self._worker = Processes().worker(_Session, "its process")
+        except WorkerError as error:
+            raise DeviceError(str(error)) from error
         try:
             self.about: About = self._ask(
                 _Open(remote, threads, patience), _START_SECONDS + PATIENCE + patience
@@ -145,12 +141,8 @@ class Device:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the session. A second call does nothing."""
-        self._connection.close()
-        if self._process.poll() is None:
-            self._process.kill()  # the socket closes, and the device ends its side
-            self._process.wait()
-        self._log.close()
+        """End the session: the socket closes, and the device ends its side. A second call does nothing."""
+        self._worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -162,28 +154,17 @@ class Device:
 
     def _ask(self, message: object, seconds: float | None = None) -> Any:
         seconds = ANSWER_SECONDS if seconds is None else seconds
-        if self._connection.closed:
-            raise DeviceError(f"the session with remote device {self.remote} is closed")
         try:
-            self._connection.send(message)
-            if not self._connection.poll(seconds):
-                self.close()
-                raise DeviceError(f"remote device {self.remote} has not answered for {seconds:g} s")
-            answer = self._connection.recv()
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            raise DeviceError(
-                f"the session with remote device {self.remote} died: {self._last_words()}"
-            ) from error
+            self._worker.begin(message)
+            answer = self._worker.answer(time.monotonic() + seconds)
+        except WorkerLate:
+            raise DeviceError(f"remote device {self.remote} has not answered for {seconds:g} s") from None
+        except WorkerLost as lost:
+            what = f"died: its process ended {lost.how}" if lost.how else "is closed"
+            raise DeviceError(f"the session with remote device {self.remote} {what}") from lost
         if isinstance(answer, _Trouble):
             raise DeviceError(answer.text) if answer.device else BackendError(answer.text)
         return answer
-
-    def _last_words(self) -> str:
-        status = self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        self.close()
-        return one_line(lines[-1] if lines else f"its process ended with status {status}")
 
 
 class RemoteModel:
@@ -211,36 +192,25 @@ class RemoteModel:
         """Nothing: the session owns the model."""
 
 
-def serve(descriptor: int) -> None:
-    """What the process that talks to the device does: answer requests until the other end is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection: Connection[Any, Any] = Connection(descriptor)
-    session = _Session()
-    try:
-        while True:
-            message = connection.recv()
-            try:
-                answer = session.answer(message)
-            except DeviceError as error:
-                answer = _Trouble(str(error), device=True)
-            except BackendError as error:
-                answer = _Trouble(str(error), device=False)
-            except Exception as error:  # whatever TVM's client raises about a connection or a model
-                answer = _Trouble(what_happened(error, session.remote), device=True)
-            connection.send(answer)
-    except (EOFError, BrokenPipeError):
-        os._exit(0)  # TVM's client may wait for the device at the interpreter's end
-
-
 class _Session:
-    """The other side of Device."""
+    """The other side of Device: the hand of the process that talks to it."""
 
     def __init__(self) -> None:
         self.remote: Remote | None = None
         self._session: Any = None
         self._models: list[Any] = []
 
-    def answer(self, message: object) -> object:
+    def do(self, order: object) -> object:
+        try:
+            return self._answer(order)
+        except DeviceError as error:
+            return _Trouble(str(error), device=True)
+        except BackendError as error:
+            return _Trouble(str(error), device=False)
+        except Exception as error:  # whatever TVM's client raises about a connection or a model
+            return _Trouble(what_happened(error, self.remote), device=True)
+
+    def _answer(self, message: object) -> object:
         match message:
             case _Open(remote, threads, patience):
                 return self._open(remote, threads, patience)

@@ -11,7 +11,7 @@ from typing import Any
 
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm.toolchain import functions, powers, stack, unaligned
+from xrlflow.backends.tvm.toolchain import functions, gathers, powers, stack, unaligned
 
 # Tensor intrinsics of other targets. MetaSchedule imports them all, and parsing their scripts takes 25 s in every fresh
 # process. They are replaced by empty modules.
@@ -65,6 +65,7 @@ def _load() -> Any:
             f"TVM cannot be loaded ({one_line(error)}): install it with `pip install 'xrlflow[tvm]'`"
         ) from error
     functions.register()
+    gathers.register()
     powers.register()
     stack.register()
     unaligned.register()

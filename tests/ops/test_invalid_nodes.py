@@ -1,4 +1,4 @@
-"""What ONNX's inference does not say of operands, inference says all the same."""
+"""Nodes that ONNX's inference accepts although a runtime refuses them: our inference refuses them, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit an operator although ONNX's inference does not say so: a runtime refuses it when it runs."""
+"""Nodes that a runtime refuses when it runs them, although ONNX's type inference accepts them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _Types = Sequence[TensorType | None]
 _Data = Sequence[Const | None]
 
 
-def misfit(op: str, attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
-    """What is wrong, or None. The arguments are those of `infer`."""
+def why_invalid(op: str, attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
+    """What is wrong with a node, or None. The arguments are those of `infer`."""
     check = _CHECKS.get(op)
     return None if check is None or not types else check(attrs, types, data, outputs)
 
@@ -44,15 +44,15 @@ def _concat(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | Non
 
 
 def _gemm(attrs: Attrs, types: _Types, data: _Data, outputs: int) -> str | None:
-    """ONNX does not look at the third operand."""
+    """ONNX does not check the third operand."""
     shapes = [None if t is None else t.shape for t in types]
     if len(shapes) < 3 or any(s is None for s in shapes):
         return None
     a, b, c = (s for s in shapes if s is not None)
     if len(a) != 2 or len(b) != 2:
         return None  # ONNX says that
-    made = (a[1 if attrs.get("transA") else 0], b[0 if attrs.get("transB") else 1])
-    pairs = zip(reversed(made), reversed(c))
+    product = (a[1 if attrs.get("transA") else 0], b[0 if attrs.get("transB") else 1])
+    pairs = zip(reversed(product), reversed(c))
     if len(c) > 2 or any(isinstance(m, int) and isinstance(d, int) and d not in (1, m) for m, d in pairs):
         return f"Gemm of {types[0]} and {types[1]} adds {types[2]}"
     return None
@@ -67,12 +67,12 @@ def _convolution(weight: int) -> Callable[[Attrs, _Types, _Data, int], str | Non
             return None
         if image is not None and image.rank is not None and image.rank != len(kernel.shape):
             return f"a convolution of {image} with {kernel}"
-        said = attrs.get("kernel_shape")
-        if isinstance(said, tuple) and (
-            len(said) != len(kernel.shape) - 2
-            or any(isinstance(d, int) and d != n for d, n in zip(kernel.shape[2:], said))
+        declared = attrs.get("kernel_shape")
+        if isinstance(declared, tuple) and (
+            len(declared) != len(kernel.shape) - 2
+            or any(isinstance(d, int) and d != n for d, n in zip(kernel.shape[2:], declared))
         ):
-            return f"a convolution with {kernel} has the kernel_shape {list(said)}"
+            return f"a convolution with {kernel} has the kernel_shape {list(declared)}"
         return None
 
     return check

@@ -1,0 +1,311 @@
+"""Workers in processes of this machine: what they say of their end, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.workers.hands import Doing, aborting, never_made
+from xrlflow.workers import (
+    Crew,
+    Forks,
+    Place,
+    Processes,
+    Terms,
+    WorkerError,
+    WorkerLate,
+    WorkerLost,
+    tell,
+)
+from xrlflow.workers.process import environment, last_words, manner
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks(time.monotonic) as place:
+        yield place
+
+
+@pytest.fixture(params=["started", "forked"])
+def place(request: pytest.FixtureRequest, forks: Forks) -> Place:
+    return Processes() if request.param == "started" else forks
+
+
+@pytest.mark.parametrize(
+    ("order", "how"),
+    [
+        ("abort", r"by SIGABRT: terminate called after throwing an instance of 'std::x' what\(\): no luck$"),
+        ("leave", "with status 3: the last line$"),
+        ("kill", "by SIGKILL: there may not be enough memory$"),
+    ],
+)
+def test_a_lost_worker_says_how_it_ended(place: Place, order: str, how: str) -> None:
+    worker = place.worker(Doing, "worker 7")
+    worker.begin(order)
+    with pytest.raises(WorkerLost, match=f"worker 7 ended {how}") as lost:
+        worker.answer()
+    assert f"worker 7 ended {lost.value.how}" == str(lost.value)
+    worker.close()
+
+
+def test_an_error_ends_no_worker(place: Place) -> None:
+    worker = place.worker(Doing, "worker 7")
+    worker.begin("fail")
+    worker.begin("process")
+    with pytest.raises(WorkerError, match="worker 7 failed: KeyError: 'a mistake'") as failed:
+        worker.answer()
+    assert not isinstance(failed.value, WorkerLost)
+    pid = worker.answer()
+    assert psutil.pid_exists(pid)
+    worker.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error(place: Place) -> None:
+    worker = place.worker(Doing, "worker 7")
+    worker.begin("lambda")
+    with pytest.raises(WorkerError, match="pickle"):
+        worker.answer()
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("one\n\ntwo\n", "two"),
+        ("", ""),
+        (
+            "F1125 10:31:03.766393   11234 file.cc:744] Check failed: x\n  @ 0x1 somewhere\n",
+            "Check failed: x",
+        ),
+        ("Traceback (most recent call last):\n  x\nValueError: no\n", "ValueError: no"),
+        ("Fatal Python error: Aborted\n\nCurrent thread\n  File x\n", "Fatal Python error: Aborted"),
+        ("\x1b[31mred\n", r"\x1b[31mred"),
+    ],
+)
+def test_the_last_words_are_the_last_error(log: str, said: str) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(log.encode())
+        assert last_words(file) == said
+
+
+def test_signals_have_names() -> None:
+    assert manner(-signal.SIGILL) == "by SIGILL"
+    assert manner(-63) == "by signal 63"
+    assert manner(None) == "without a status"
+
+
+def test_what_is_late_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    worker = Processes().worker(Doing, "worker 7")
+    worker.begin(tmp_path / "pids")
+    await_that((tmp_path / "pids").exists)
+    with pytest.raises(WorkerLate, match="worker 7 was ended: its time was over"):
+        worker.answer(time.monotonic() + 0.1)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    await_that(lambda: not any(map(runs, pids)))
+
+
+def test_a_forked_worker_that_is_late_is_ended(forks: Forks) -> None:
+    worker = forks.worker(Doing, "worker 7")
+    worker.begin("process")
+    pid = worker.answer()
+    worker.begin("sleep")
+    with pytest.raises(WorkerLate):
+        worker.answer(time.monotonic() + 0.1)
+    assert not psutil.pid_exists(pid)
+
+
+def test_crews_give_up_what_takes_too_long_or_ends_its_worker(place: Place) -> None:
+    terms = Terms(seconds=1.0, attempts=1)
+    with Crew(place, Doing, 2, "worker", terms=terms) as crew:
+        found = dict(
+            crew.work(iter(["process", "abort", "sleep", "process"]), instead=lambda order, error: error)
+        )
+    assert isinstance(found[0], int)
+    assert isinstance(found[3], int)
+    assert "SIGABRT" in found[1].how
+    assert isinstance(found[2], WorkerLate)
+    assert str(found[2]).endswith("took longer than 1 s")
+
+
+def test_worn_workers_are_replaced(place: Place) -> None:
+    with Crew(place, Doing, 1, terms=Terms(uses=2)) as crew:
+        pids = [pid for _, pid in crew.work(iter(["process"] * 5))]
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+
+
+def test_an_idle_worker_that_was_killed_is_nobodys_fault(place: Place) -> None:
+    with Crew(place, Doing, 1, terms=Terms(attempts=1)) as crew:
+        crew.settle()
+        (worker,) = crew.workers
+        ((_, pid),) = crew.work(iter(["process"]))
+        os.kill(pid, signal.SIGKILL)
+        await_that(lambda: not runs(pid))
+        ((_, other),) = crew.work(iter(["process"]))
+        assert other != pid
+        assert crew.workers != [worker]
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(aborting, "no worker can be started: worker . ended"), (never_made, "it did not start in 0.2 s")],
+)
+def test_workers_that_do_not_start_are_an_error(place: Place, make: Any, why: str) -> None:
+    with Crew(place, make, 1, terms=Terms(start=0.2 if make is never_made else 60.0)) as crew:
+        with pytest.raises(WorkerError, match=why):
+            list(crew.work(iter(["process"])))
+        with pytest.raises(WorkerError, match=why):
+            crew.settle()
+
+
+def test_what_is_told_is_heard_and_a_sign_of_life() -> None:
+    heard: list[tuple[int, str]] = []
+
+    def note(number: int, content: str) -> float:
+        heard.append((number, content))
+        return 5.0
+
+    with Crew(Processes(), Doing, 1, terms=Terms(seconds=0.5)) as crew:
+        ((_, answer),) = crew.work(iter(["tell"]), heard=note)
+    assert answer == "told"
+    assert heard == [(0, "one"), (0, "two")]
+    tell("nobody")  # of a process that is no worker
+
+
+def test_a_hand_that_is_unable_is_not_replaced(tmp_path: Path, place: Place) -> None:
+    with Crew(place, partial(Doing, str(tmp_path / "gone")), 2) as crew:
+        found = dict(crew.work(iter(["unable", "process", "process", "unable"])))
+        assert found[0] == found[3] == "able"
+        assert crew.count == 1
+        (tmp_path / "gone").unlink()
+        with pytest.raises(WorkerError, match=r"^it is gone$"):
+            list(crew.work(iter(["unable"])))
+
+
+def test_what_is_scarce_is_not_used_up(tmp_path: Path) -> None:
+    terms = Terms(seconds=1.0, scarce=True)
+    with Crew(Processes(), partial(Doing, str(tmp_path / "slow")), 2, terms=terms) as crew:
+        assert list(crew.work(iter(["once"]))) == [(0, "in time")]
+        assert crew.count == 1
+
+
+HOLDER = """
+import os, signal, sys, time
+from functools import partial
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from tests.workers.hands import Doing
+from xrlflow.workers import Forks, Processes
+place = Processes(patience=10.0) if sys.argv[1] == "started" else Forks(time.monotonic)
+worker = place.worker(partial(Doing, "left"), "it")
+worker.begin("leave behind")
+print(worker.answer(), flush=True)
+worker.begin("busy")
+worker.answer()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kind", ["started", "forked"])
+def test_nothing_stays_when_the_parent_ends(kind: str, how: int, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, kind], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, env=environment(TMPDIR=str(tmp_path)),
+    ) as holder:  # fmt: skip
+        assert holder.stdout is not None
+        pids = [int(pid) for pid in holder.stdout.readline().split()]
+        assert len(pids) == 2
+        assert list(tmp_path.iterdir())
+        holder.send_signal(how)
+        assert holder.wait(30.0) != 0
+    await_that(lambda: not any(map(runs, pids)))
+    await_that(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_tidy_worker_unwinds(tmp_path: Path) -> None:
+    worker = Processes(patience=10.0).worker(partial(Doing, str(tmp_path)), "it")
+    worker.begin("unwind")
+    await_that((tmp_path / "begun").exists)
+    worker.close()
+    assert (tmp_path / "unwound").exists()
+
+
+def test_a_hand_of_the_program_itself(tmp_path: Path) -> None:
+    """As with processes that multiprocessing spawns."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from xrlflow.workers import Forks, Processes\n"
+        "class Hand:\n"
+        "    def do(self, order): return 2 * order\n"
+        "def nothing(): pass\n"
+        "if __name__ == '__main__':\n"
+        "    for place in (Processes(), Forks(nothing)):\n"
+        "        worker = place.worker(Hand, 'it')\n"
+        "        worker.begin(21)\n"
+        "        print(worker.answer())\n"
+        "        worker.close()\n"
+        "        place.close()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("42\n42\n", "")
+
+
+def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*arguments: object, **given: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", none)
+    with pytest.raises(
+        WorkerError, match=r"^no process can be started \(Resource temporarily unavailable\)$"
+    ):
+        Processes().worker(Doing, "it")
+
+
+def test_a_killed_server_is_an_error_and_no_hang() -> None:
+    with Forks(time.monotonic) as place, Crew(place, Doing, 1) as crew:
+        os.kill(place.server.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"no worker can be started: worker 2 ended by SIGKILL"):
+            list(crew.work(iter(["process"])))
+
+
+def test_a_server_that_cannot_prepare_says_why() -> None:
+    with (
+        Forks(never_prepared) as place,
+        Crew(place, Doing, 1) as crew,
+        pytest.raises(WorkerError, match="ValueError: not prepared"),
+    ):
+        list(crew.work(iter(["process"])))
+
+
+def never_prepared() -> None:
+    raise ValueError("not prepared")
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and is not only a status that nobody has asked for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def await_that(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.02)
