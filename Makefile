@@ -68,7 +68,7 @@ proofs: install
 test-python:
 	test -x .venv-$(PY)/bin/python || python$(PY) -m venv .venv-$(PY)
 	.venv-$(PY)/bin/pip install --quiet --disable-pip-version-check -e ".[test]"
-	.venv-$(PY)/bin/python -m pytest -n 2
+	.venv-$(PY)/bin/python -m pytest -n 2 -m "not whole"
 
 # Models with libraries of kernels in several ONNX Runtimes, each in an environment of its own.
 RUNTIMES := 1.16.3 1.17.3 1.20.1 1.23.2 1.27.0 1.31.1

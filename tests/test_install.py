@@ -21,7 +21,7 @@ import onnx
 import pytest
 from packaging.requirements import Requirement
 
-from tests.conftest import EXTRAS as TESTED
+from conftest import EXTRAS as TESTED
 from tests.rules.harness import model
 
 pytestmark = pytest.mark.process

@@ -23,14 +23,18 @@ from xrlflow.storage.sqlite import cache_directory
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
 EXTRAS = {
-    "torch": ("learn", "rl", "tuning"),
-    "tvm": ("backends/tvm", "tuning"),
-    "jax": ("models/test_hlo.py", "passes/test_xla.py"),
-    "matplotlib": ("report/test_plots.py",),
-    "gymnasium": ("passes/test_agents.py", "passes/test_environment.py", "passes/test_orders.py"),
-    "ray": ("workers/test_cluster.py",),
-    "psycopg": ("test_postgres.py",),
-    "mkdocs": ("repository/test_docs.py",),
+    "torch": ("tests/learn", "tests/rl", "tests/tuning", "bench/tests"),
+    "tvm": ("tests/backends/tvm", "tests/tuning", "bench/tests"),
+    "jax": ("tests/models/test_hlo.py", "tests/passes/test_xla.py", "bench/tests"),
+    "matplotlib": ("tests/report/test_plots.py", "bench/tests"),
+    "gymnasium": (
+        "tests/passes/test_agents.py",
+        "tests/passes/test_environment.py",
+        "tests/passes/test_orders.py",
+    ),
+    "ray": ("tests/workers/test_cluster.py",),
+    "psycopg": ("tests/storage/test_postgres.py",),
+    "mkdocs": ("tests/repository/test_docs.py",),
 }
 collect_ignore = [path for package, paths in EXTRAS.items() if find_spec(package) is None for path in paths]
 
