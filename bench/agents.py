@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 import models
 from bench import pages
 from models import training, wheels
-from models.valleys import FAMILIES, Charted, catalogue, valley_library
+from models.valleys import FAMILIES, ValleyRecord, catalogue, valley_library
 from rewrite_rules import LIBRARY
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.cost import Roofline
@@ -202,7 +202,7 @@ def within(seconds: float) -> Limits:
     return Limits(ENDLESS, time.monotonic() + seconds)
 
 
-def until(known: Charted, seconds: float) -> Limits:
+def until(known: ValleyRecord, seconds: float) -> Limits:
     """Limits that end after `seconds`, or when the optimum is reached."""
 
     def stop(expanded: int, best: float) -> None:
@@ -291,7 +291,7 @@ def valleys(arguments: argparse.Namespace) -> str:
     return valley_table([r for r in rows.rows if r["graph"] in charted], charted)
 
 
-def valley_table(rows: Sequence[Row], charted: Mapping[str, Charted]) -> str:
+def valley_table(rows: Sequence[Row], charted: Mapping[str, ValleyRecord]) -> str:
     """How many instances of a family reach their optimum, by method, with the range over the seeds of a method."""
     methods = ordered(rows, "method")
 

@@ -5,8 +5,8 @@
     model = models.build("bert", depth=100, width=64)   # many nodes, few weights
     model = models.small("bert")                        # a second to build, a few MB: for tests
 
-Weights are random, keep activations in range, and differ from layer to layer, because the runtime would merge equal
-ones. A seed fixes them.
+Weights are random, with magnitudes that keep activations in range. They differ from layer to layer, because the runtime
+would merge equal ones. A seed fixes them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Model:
     """Of the paper: the number of repeated blocks (layers, cells, time steps)."""
     small_depth: int
     small_options: Mapping[str, int] = field(repr=False)
-    """What makes a build quick and small, besides the depth."""
+    """The options of a quick and small build."""
     description: str
 
     @property

@@ -1,7 +1,7 @@
 """Transformers: BERT, ViT, GPT-2, DALL-E's decoder and the Transformer Transducer.
 
-BERT, ViT and GPT-2 have the dimensions of their configurations in `transformers`, and the form that PyTorch's exporter
-gives them at opset 18 with eager attention. `models.exported` makes the exports themselves; a test compares both.
+BERT, ViT and GPT-2 have the dimensions of their configurations in `transformers`, and the nodes that PyTorch's exporter
+writes at opset 18 with eager attention. `models.exported` exports the originals; a test compares both.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def _pre_norm_layer(
 
 
 def _table(net: Net, name: str, rows: int, features: int, std: float = 0.5) -> str:
-    """An embedding."""
+    """The table of an embedding."""
     return net.weight(name, net.normal((rows, features), std))
 
 
 def _causal_mask(net: Net, length: int) -> str:
-    """[1,1,length,length], added to scores: position i sees up to i."""
+    """[1,1,length,length], added to scores: position i attends to positions up to i."""
     mask = np.triu(np.full((1, 1, length, length), _MASKED, np.float32), 1)
     return net.weight("causal_mask", mask)
 
 
 def _windowed_mask(net: Net, length: int, left: int, right: int) -> str:
-    """[1,1,length,length], added to scores: position i sees from i - left to i + right."""
+    """[1,1,length,length], added to scores: position i attends to positions from i - left to i + right."""
     offset = np.arange(length)[None, :] - np.arange(length)[:, None]
     mask = np.where((offset >= -left) & (offset <= right), 0, _MASKED).astype(np.float32)
     return net.weight("window_mask", mask[None, None])
@@ -101,15 +101,15 @@ def _bert(net: Net, depth: int, width: int, tokens: int, vocabulary: int | None)
         words = net.node("Gather", _table(net, "words", vocabulary, width), ids, axis=0)
         segment = net.node("GatherElements", segments, positions, axis=1)
         types = net.node("Gather", _table(net, "token_types", 2, width), segment, axis=0)
-        places = net.node("Gather", _table(net, "positions", 512, width), positions, axis=0)
-        x = _norm(net, net.add(net.add(words, types), places), 1e-12)
+        position = net.node("Gather", _table(net, "positions", 512, width), positions, axis=0)
+        x = _norm(net, net.add(net.add(words, types), position), 1e-12)
     with net.scope("mask"):
         index = np.stack([np.zeros(tokens, np.int64), np.arange(tokens)], -1).reshape(1, 1, 1, tokens, 2)
-        seen = net.node(
+        visible = net.node(
             "GatherND", net.node("Cast", padding, to=TensorProto.BOOL), net.weight("index", index)
         )
-        seen = net.node("And", net.weight("square", np.ones((1, 1, tokens, 1), np.bool_)), seen)
-        mask = net.node("Where", seen, net.scalar(0), net.scalar(_MASKED))
+        visible = net.node("And", net.weight("square", np.ones((1, 1, tokens, 1), np.bool_)), visible)
+        mask = net.node("Where", visible, net.scalar(0), net.scalar(_MASKED))
     for layer in range(depth):
         with net.scope("layer", layer):
             with net.scope("attention"):
@@ -164,9 +164,9 @@ def _vit(net: Net, depth: int, width: int, image: int, patch: int) -> str:
         x = net.transpose(net.reshape(x, 1, width, patches), 0, 2, 1)
         x = net.concat(net.weight("cls_token", net.normal((1, 1, width), 0.5)), x)
         x = net.add(x, net.weight("positions", net.normal((1, patches + 1, width), 0.5)))
-    with net.scope("mask"):  # nothing is masked, yet the exporter leaves the selection in the graph
-        seen = net.weight("square", np.ones((1, 1, patches + 1, patches + 1), np.bool_))
-        mask = net.node("Where", seen, net.scalar(0), net.scalar(_MASKED))
+    with net.scope("mask"):  # nothing is masked, but the exporter writes the selection nevertheless
+        visible = net.weight("square", np.ones((1, 1, patches + 1, patches + 1), np.bool_))
+        mask = net.node("Where", visible, net.scalar(0), net.scalar(_MASKED))
     for layer in range(depth):
         with net.scope("layer", layer):
             x = _pre_norm_layer(net, x, 4 * width, mask=mask, epsilon=1e-12)
@@ -238,10 +238,10 @@ def gpt2(
     with net.scope("embeddings"):
         causal = _causal_mask(net, tokens)
         words = _table(net, "words", vocabulary, width, 0.05)
-        places = _table(net, "positions", 1024, width, 0.05)
+        table = _table(net, "positions", 1024, width, 0.05)
         positions = net.weight("position_ids", np.arange(tokens)[None])
         x = net.node("Gather", words, net.reshape(ids, -1, tokens), axis=0)
-        x = net.add(x, net.node("Gather", places, positions, axis=0))
+        x = net.add(x, net.node("Gather", table, positions, axis=0))
     for i in range(depth):
         with net.scope("layer", i):
             x = layer(x)
@@ -264,8 +264,8 @@ def dalle(
 
     X-RLflow's size: 16 text tokens, 768 features, 8 layers. One causal transformer over the text and the image tokens
     after it, as the open PyTorch implementation has it: one linear layer without bias for query, key and value,
-    gated Gelu, and a learned scale on every residual branch. A smaller width has smaller vocabularies. With `last` only
-    the logits of the last token are given out.
+    gated Gelu, and a learned scale on every residual branch. A smaller width has smaller vocabularies. With `last`, the
+    output is only the logits of the last token.
     """
     net = Net("dalle", seed)
     tokens = text + image
@@ -317,8 +317,8 @@ def transformer_transducer(
 ) -> onnx.ModelProto:
     """Transformer Transducer (Zhang et al., 2020): audio[1,80,512], labels[1,20] -> logits[1,80,20,128].
 
-    `depth` audio encoder layers (12) that see ten frames back and two ahead, a label encoder of a sixth as many causal
-    ones (2), and a joint network that adds every frame to every label. Positions are added, not relative.
+    `depth` audio encoder layers (12) that attend to ten frames back and two ahead, a label encoder of a sixth as many
+    causal layers (2), and a joint network that adds every frame to every label. Positions are added, not relative.
     """
     net = Net("transformer-transducer", seed)
 

@@ -1,9 +1,8 @@
 """`Net`: a small builder of ONNX graphs with random weights.
 
-It builds the networks of the zoo in the form of PyTorch's exporter
-(`torch.onnx.export(dynamo=True, opset_version=18)`). Methods take and return value names. ONNX's shape inference runs
-at each node, so `net.shape(x)` is always known. All weights come from one generator in the order of the calls, so a
-seed fixes them.
+It builds the networks of the zoo as PyTorch's exporter writes them (`torch.onnx.export(dynamo=True,
+opset_version=18)`). Methods take and return value names. ONNX's shape inference runs at each node, so `net.shape(x)` is
+always known. All weights come from one generator in the order of the calls, so a seed fixes them.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Net:
         self._literals: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._data: dict[str, TensorProto] = {}
         self._scope: list[str] = []
-        self._taken: Counter[str] = Counter()
+        self._name_counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- names, inputs, outputs
 
@@ -76,8 +75,8 @@ class Net:
 
     def _name(self, stem: str) -> str:
         path = ".".join([*self._scope, stem])
-        self._taken[path] += 1
-        return path if self._taken[path] == 1 else f"{path}_{self._taken[path] - 1}"
+        self._name_counts[path] += 1
+        return path if self._name_counts[path] == 1 else f"{path}_{self._name_counts[path] - 1}"
 
     def input(self, name: str, shape: Sequence[int], dtype: int = TensorProto.FLOAT) -> str:
         """Declare a graph input."""
@@ -239,8 +238,8 @@ class Net:
         """x[b,c,h,w] -> [b,channels,h',w']; padded to keep the size unless `padding` is given.
 
         With `norm` a BatchNormalization follows whose scales lie around that number. It is folded into the weights,
-        as PyTorch's exporter does in evaluation mode, unless the net was made with `fold_batchnorm=False`. Both
-        forms draw the same numbers, so they are the same function.
+        as PyTorch's exporter does in evaluation mode, unless the net has `fold_batchnorm=False`. Both variants draw the
+        same numbers, so they are the same function.
         """
         kh, kw = pair(kernel)
         ph, pw = pair(padding) if padding is not None else (kh // 2, kw // 2)
@@ -290,7 +289,7 @@ class Net:
         return self.node("ReduceMean", x, self.ints(-1, -2), keepdims=1)
 
     def gemm(self, x: str, features: int, gain: float = 1.0) -> str:
-        """A linear layer on x[b,k] -> [b,features]: Gemm with the weight as PyTorch keeps it."""
+        """A linear layer on x[b,k] -> [b,features]: Gemm with a transposed weight, as in PyTorch."""
         fan_in = self.shape(x)[-1]
         weight = self.weight("weight", self.normal((features, fan_in), gain / math.sqrt(fan_in)))
         bias = self.weight("bias", self.normal((features,), 0.05))

@@ -1,4 +1,4 @@
-"""Networks whose output has a place for each pixel: a UNet of a diffusion model, and a detector like YOLOv8."""
+"""Networks with outputs for each pixel or position: a UNet of a diffusion model, and a detector like YOLOv8."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def unet(depth: int, seed: int, *, width: int = 128, image: int = 32) -> onnx.Mo
     x = net.input("latent", (1, 4, image, image))
     time = net.input("embedding", (1, 4 * width))
     x = net.conv(x, width, 3)
-    kept = [x]
+    skips = [x]
     for level, channels in enumerate((width, 2 * width)):
         with net.scope("down", level):
             if level:
                 x = net.conv(x, width, 3, stride=2)
-                kept.append(x)
+                skips.append(x)
             for block in range(depth):
                 with net.scope(block):
                     x = _residual(net, x, time, channels)
-                kept.append(x)
+                skips.append(x)
     with net.scope("middle"):
         x = _residual(net, x, time, 2 * width)
         x = _residual(net, _pixel_attention(net, x), time, 2 * width)
@@ -40,7 +40,7 @@ def unet(depth: int, seed: int, *, width: int = 128, image: int = 32) -> onnx.Mo
         with net.scope("up", level):
             for block in range(depth + 1):
                 with net.scope(block):
-                    x = _residual(net, net.concat(x, kept.pop()), time, channels)
+                    x = _residual(net, net.concat(x, skips.pop()), time, channels)
             if not level:
                 with net.scope("resize"):
                     x = net.conv(_twice(net, x), channels, 3)
@@ -50,7 +50,7 @@ def unet(depth: int, seed: int, *, width: int = 128, image: int = 32) -> onnx.Mo
 
 
 def _norm(net: Net, x: str) -> str:
-    """GroupNorm, as the exporter spells it out: an instance normalisation of the groups, a scale and a shift."""
+    """GroupNorm, as the exporter decomposes it: an instance normalisation of the groups, a scale and a shift."""
     batch, channels, *sizes = net.shape(x)
     groups = min(_GROUPS, channels // 4)
     ones, zeros = net.literal(np.ones(groups), np.float32), net.literal(np.zeros(groups), np.float32)
@@ -85,7 +85,7 @@ def _pixel_attention(net: Net, x: str) -> str:
 
 
 def _twice(net: Net, x: str) -> str:
-    """Each pixel four times."""
+    """Repeat each pixel four times: an image of twice the height and width."""
     batch, channels, height, wide = net.shape(x)
     return net.node(
         "Resize",
@@ -109,27 +109,27 @@ def yolo(
 ) -> onnx.ModelProto:
     """A detector like YOLOv8n (Jocher et al., 2023): pixels[1,3,640,640] -> boxes[1,84,8400].
 
-    Backbone of `depth` residual blocks, pyramid of features, heads at three scales; for each place a box (left, top,
+    Backbone of `depth` residual blocks, pyramid of features, heads at three scales; for each position a box (left, top,
     right, bottom as distances, means over 16 bins) and scores of 80 classes.
     """
     net = Net("yolo", seed, fold_batchnorm=fold_batchnorm)
     ratio = width / 16
     x = net.input("pixels", (1, 3, image, image))
     x = _unit(net, x, width, 3, 2)
-    found = []
+    outputs = []
     for level, ((channels, _), blocks) in enumerate(zip(_STAGES, spread(depth, [n for _, n in _STAGES]))):
         with net.scope("stage", level):
             width_here = divisible(channels * ratio)
             x = _stage(net, _unit(net, x, width_here, 3, 2), width_here, blocks, add=True)
-        found.append(x)
+        outputs.append(x)
     with net.scope("sppf"):
         half = _unit(net, x, net.shape(x)[1] // 2)
         pools = [half]
         for _ in range(3):
             pools.append(net.pool("MaxPool", pools[-1], 5, 1, 2))
-        found[-1] = _unit(net, net.concat(*pools), net.shape(x)[1])
+        outputs[-1] = _unit(net, net.concat(*pools), net.shape(x)[1])
     with net.scope("pyramid"):
-        scales = _pyramid(net, *found[1:])
+        scales = _pyramid(net, *outputs[1:])
     heads = []
     for level, features in enumerate(scales):
         with net.scope("head", level):
@@ -140,11 +140,11 @@ def yolo(
         boxes, classes = net.nodes(
             "Split", net.concat(*heads, axis=2), net.ints(4 * _BINS, 80), outputs=2, axis=1
         )
-        places = net.shape(boxes)[2]
-        bins = net.transpose(net.reshape(boxes, 1, 4, _BINS, places), 0, 2, 1, 3)
+        positions = net.shape(boxes)[2]
+        bins = net.transpose(net.reshape(boxes, 1, 4, _BINS, positions), 0, 2, 1, 3)
         weights = net.literal(np.arange(_BINS).reshape(1, _BINS, 1, 1), np.float32)
         means = net.node("Conv", net.node("Softmax", bins, axis=1), weights, kernel_shape=(1, 1))
-        net.output(net.concat(net.reshape(means, 1, 4, places), net.sigmoid(classes)), "boxes")
+        net.output(net.concat(net.reshape(means, 1, 4, positions), net.sigmoid(classes)), "boxes")
     return net.model()
 
 
@@ -165,7 +165,7 @@ def _stage(net: Net, x: str, channels: int, blocks: int, add: bool) -> str:
 
 
 def _pyramid(net: Net, small: str, middle: str, large: str) -> tuple[str, str, str]:
-    """Features of three scales, each with those of the others mixed in: from coarse to fine, and back."""
+    """Features of three scales, each combined with those of the others: from coarse to fine, and back."""
     sizes = [net.shape(f)[1] for f in (small, middle, large)]
     middle = _stage(net, net.concat(_twice(net, large), middle), sizes[1], 1, add=False)
     small = _stage(net, net.concat(_twice(net, middle), small), sizes[0], 1, add=False)

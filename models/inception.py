@@ -15,7 +15,7 @@ def inceptionv3(
 ) -> onnx.ModelProto:
     """pixels[1,3,299,299] -> logits[1,1000]; `depth` modules of the kinds A, C and E (3, 4 and 2 in the paper).
 
-    The two modules that halve the image always stand between them. `width` is the channels of the first convolution;
+    Between them there are always two modules that halve the image. `width` is the channels of the first convolution;
     all others scale with it. `image` is at least 75.
     """
     net = Net("inceptionv3", seed, fold_batchnorm=fold_batchnorm)

@@ -75,7 +75,7 @@ def _inverted_residuals(
 ) -> None:
     """Stem, `depth` blocks of expand, depthwise, (squeeze and excite,) project, and the head.
 
-    `gain` is what a BatchNormalization before the activation scales by to keep the magnitude.
+    `gain`: the scale of a BatchNormalization before an activation, which keeps the magnitude.
     """
     ratio = width / 32
     branch = gain / math.sqrt(depth)

@@ -1,4 +1,4 @@
-"""NasNet-A (Zoph et al., 2017), in the form that TASO and its successors measure."""
+"""NasNet-A (Zoph et al., 2017), as TASO and its successors measure it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _residual_net(
     With `cardinality` > 1 the bottleneck's 3x3 convolution has that many groups and twice the planes.
     """
     net = Net(name, seed, fold_batchnorm=fold_batchnorm)
-    branch = 1 / math.sqrt(depth)  # what a block adds, so that any number of blocks keeps its magnitude
+    branch = 1 / math.sqrt(depth)  # the scale of what a block adds, which keeps the magnitude at any depth
     x = net.input("pixels", (1, 3, image, image))
     with net.scope("stem"):
         x = net.relu(net.conv(x, width, 7, stride=2, norm=1.0))

@@ -1,12 +1,13 @@
-"""Random graphs made of the sources of rules, so that training also sees rules that match in no network.
+"""Random graphs that consist of the sources of rules, so that training also covers rules that match in no network.
 
     from models.rule_graphs import rule_graph
     graph = rule_graph(LIBRARY, seed=7)        # an xrlflow Graph, in which some of the rules apply
 
 A piece is a small graph to which one rule applies. For a pattern rule it is drawn as for the rule's proof, from the
-rule's `shapes` and from what its operators take, but with larger sizes, so that costs mean something. For a region
-rule, and now and then for a pattern rule, it is one of the rule's `examples` with other sizes. Several pieces become
-one graph: outputs of earlier pieces feed inputs of later ones, through a Reshape if only the number of elements fits.
+rule's `shapes` and from the types that its operators accept, but with larger sizes, so that costs are realistic. For a
+region rule, and in one of four attempts for a pattern rule, it is one of the rule's `examples` with other sizes.
+Several pieces become one graph: outputs of earlier pieces feed inputs of later ones, through a Reshape if only the
+number of elements fits.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ _ELEMENTS = 1 << 18
 _SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # The most draws of one rule, and the most rules that are tried for a piece.
 _DRAWS, _RULES = 60, 40
-# The share of an example's sizes that change. It falls from draw to draw, because a size may stand for something else.
+# The share of an example's sizes that change. It falls from draw to draw, because a number may have another meaning.
 _SIZED = (0.8, 0.5, 0.2, 0.0)
 
 
 class RuleGraphError(ValueError):
-    """No graph can be made of these rules."""
+    """No graph can be drawn from these rules."""
 
 
 class Sizes(Draw):
-    """Draws sizes as real tensors have them. Sizes of earlier pieces are drawn again, so that pieces fit together."""
+    """Draws typical sizes of tensors, and sizes of earlier pieces again, so that pieces fit together."""
 
-    def __init__(self, seed: int, known: Sequence[int] = ()) -> None:
+    def __init__(self, seed: int, earlier_sizes: Sequence[int] = ()) -> None:
         super().__init__(seed)
-        self.known = tuple(known)
+        self.earlier_sizes = tuple(earlier_sizes)
         self.room = _ELEMENTS
 
     def dim(self) -> int:
-        options = self.known if self.known and self.chance(0.5) else _SIZES
+        options = self.earlier_sizes if self.earlier_sizes and self.chance(0.5) else _SIZES
         size = self.choice([s for s in options if s <= self.room] or [1])
         self.room //= max(size, 1)
         return size
@@ -73,10 +74,10 @@ def _compiled(rule: AnyRule) -> tuple[Library, tuple[Pattern, ...]]:
     return Library([rule], backend=rule.backend, contrib=True, assuming=assuming), patterns
 
 
-def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | None:
-    """A piece of a rule; None if none was found in `_DRAWS` draws. `known`: the sizes of earlier pieces."""
+def draw_piece(rule: AnyRule, seed: int, earlier_sizes: Sequence[int] = ()) -> Piece | None:
+    """A piece of a rule; None if `_DRAWS` draws gave none."""
     library, patterns = _compiled(rule)
-    draw = Sizes(seed, known)
+    draw = Sizes(seed, earlier_sizes)
     for attempt in range(_DRAWS):
         draw.room = _ELEMENTS
         try:
@@ -101,7 +102,7 @@ def draw_piece(rule: AnyRule, seed: int, known: Sequence[int] = ()) -> Piece | N
 def resized(sketch: Sketch, draw: Sizes, part: float) -> Sketch:
     """The sketch with other sizes: for all symbols, and for the share `part` of the numbers.
 
-    A number is replaced wherever it stands, in constant shapes too.
+    A number is replaced everywhere, in constant shapes too.
     """
     dims = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, str)}
     numbers = {d for t in sketch.inputs for d in t.shape or () if isinstance(d, int) and d > 1}
@@ -159,7 +160,7 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
         first_const, first_node = len(consts), len(nodes)
         consts += sketch.consts
 
-        def moved(
+        def shifted(
             ref: ValueRef | None,
             fed: list[ValueRef] = fed,
             first_const: int = first_const,
@@ -171,8 +172,8 @@ def glue(pieces: Sequence[Piece], draw: Draw) -> Sketch:
                 return fed[ref.index]
             return replace(ref, index=ref.index + (first_const if ref.kind == "const" else first_node))
 
-        nodes += [replace(n, inputs=tuple(map(moved, n.inputs))) for n in sketch.nodes]
-        outputs = [(moved(p), t) for p, t in zip(sketch.outputs, piece.types)]
+        nodes += [replace(n, inputs=tuple(map(shifted, n.inputs))) for n in sketch.nodes]
+        outputs = [(shifted(p), t) for p, t in zip(sketch.outputs, piece.types)]
         loose += [(p, t) for p, t in outputs if p is not None and p.kind == "node"]
     return Sketch(tuple(inputs), tuple(consts), tuple(nodes), tuple(dict.fromkeys(p for p, _ in loose)))
 
@@ -204,21 +205,21 @@ def rule_graph(rules: Sequence[AnyRule], seed: int, pieces: int = 3) -> Graph:
     """
     draw = Draw(seed)
     rules = [r for r in rules if r.backend in (None, "onnxruntime")]
-    chosen: list[Piece] = []
+    selected: list[Piece] = []
     for _ in range(_RULES * pieces):
-        if len(chosen) == pieces or not rules:
+        if len(selected) == pieces or not rules:
             break
-        known = {
-            int(d) for p in chosen for t in p.types for d in t.shape or () if isinstance(d, int) and d > 1
+        earlier_sizes = {
+            int(d) for p in selected for t in p.types for d in t.shape or () if isinstance(d, int) and d > 1
         }
-        piece = draw_piece(draw.choice(rules), draw.integer(0, 1 << 30), sorted(known))
+        piece = draw_piece(draw.choice(rules), draw.integer(0, 1 << 30), sorted(earlier_sizes))
         if piece is None:
             continue
         try:
-            build(glue([*chosen, piece], Draw(seed)))
+            build(glue([*selected, piece], Draw(seed)))
         except Unbuildable:
             continue
-        chosen.append(piece)
-    if not chosen:
+        selected.append(piece)
+    if not selected:
         raise RuleGraphError("none of the rules could be drawn")
-    return build(glue(chosen, Draw(seed))).graph
+    return build(glue(selected, Draw(seed))).graph

@@ -3,10 +3,10 @@
     sources = training_sources()
     curriculum = curriculum(seed=0)     # makes the task of xrlflow.rl.train.train
 
-The graphs are networks at small depth (also scrambled, and then without composite rules), half of the exported ones,
-random graphs of rules' sources, and valleys. Tests use what training never sees: the architectures in `UNSEEN`, the
-exports in `exports.HELD_OUT`, networks of more than four blocks, the held-out family of valleys, and every instance of
-`models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
+The graphs are networks at small depth (also scrambled, and then without composite rules), half of the exported
+networks, random graphs of rules' sources, and valleys. Tests use graphs that are not in training: the architectures in
+`UNSEEN`, the exports in `exports.HELD_OUT`, networks of more than four blocks, the held-out family of valleys, and all
+instances of `models.valleys.catalogue`, whose seeds are below `_FIRST_SEED`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from types import MappingProxyType
 import models
 from models import exports
 from models.rule_graphs import rule_graph
-from models.valleys import COMPOSITES, FAMILIES, LEFT_OUT, Valley
+from models.valleys import COMPOSITES, EXCLUDED, FAMILIES, Valley
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Machine
 from xrlflow.ir import Graph
 from xrlflow.onnxio import load
 from xrlflow.rl.curriculum import Curriculum, Source, mixed, split
 
-# Architectures that no training sees.
+# Architectures that are held out of all training.
 UNSEEN = frozenset({"inceptionv3", "mobilenetv2", "gru-unrolled", "dalle", "unet", "yolo"})
 
-# Sizes besides those of `models.small`; of depths, all from the network's small one to four blocks.
+# Sizes besides those of `models.small`. Depths are all from that of `models.small` to four blocks.
 _WIDER: Mapping[str, tuple[Mapping[str, int], ...]] = MappingProxyType(
     {
         "resnet18": ({"width": 32, "image": 56},),
@@ -48,11 +48,11 @@ _WIDER: Mapping[str, tuple[Mapping[str, int], ...]] = MappingProxyType(
         "transformer-transducer": ({"width": 256, "frames": 48, "labels": 8},),
     }
 )
-_MOST_DEPTH = 4
+_MAX_DEPTH = 4
 # Seeds of valleys that are trained on; those of the catalogue are below.
 _FIRST_SEED, _SEEDS = 1000, 24
 _RULE_GRAPHS = 1500
-# Of the problems of a training run.
+# The kinds of problems of a training run.
 SHARES: Mapping[str, float] = MappingProxyType({"zoo": 0.3, "rules": 0.3, "valleys": 0.4})
 
 
@@ -80,17 +80,17 @@ def random_rules(seed: int, pieces: int) -> Graph:
 
 
 def zoo_sources() -> Iterator[Source]:
-    """Networks of up to four blocks (or as many as they have at least), in several sizes, also scrambled."""
+    """Networks of up to four blocks (or the fewest possible), in several sizes, also scrambled."""
     for name, model in models.ZOO.items():
         if name in UNSEEN:
             continue
         for options in (model.small_options, *_WIDER.get(name, ())):
-            for depth in range(model.small_depth, max(model.small_depth, _MOST_DEPTH) + 1):
+            for depth in range(model.small_depth, max(model.small_depth, _MAX_DEPTH) + 1):
                 sizes = tuple(sorted(options.items()))
                 for folded in (True, False) if "fold_batchnorm" in model.options else (True,):
-                    given = sizes if folded else (*sizes, ("fold_batchnorm", 0))
-                    label = "-".join(f"{k}{v}" for k, v in given)
-                    build = functools.partial(network, name, depth, given)
+                    settings = sizes if folded else (*sizes, ("fold_batchnorm", 0))
+                    label = "-".join(f"{k}{v}" for k, v in settings)
+                    build = functools.partial(network, name, depth, settings)
                     yield Source(f"{name}-{depth}-{label}", "zoo", build)
                     yield Source(
                         f"{name}-{depth}-{label}-scrambled", "zoo", build, 6, without=frozenset(COMPOSITES)
@@ -98,7 +98,7 @@ def zoo_sources() -> Iterator[Source]:
 
 
 def export_sources() -> Iterator[Source]:
-    """Exported networks at small size, but for those that no training sees; also scrambled."""
+    """Exported networks at small size, without the held-out ones; also scrambled."""
     for name in exports.EXPORTS:
         if name not in exports.HELD_OUT:
             build = functools.partial(exported, name)
@@ -114,7 +114,7 @@ def rule_sources(count: int = _RULE_GRAPHS) -> Iterator[Source]:
 
 
 def valley_sources() -> Iterator[Source]:
-    """Instances of the families that are trained on."""
+    """Instances of the families that are not held out."""
     for family in FAMILIES.values():
         if family.held_out:
             continue
@@ -125,7 +125,7 @@ def valley_sources() -> Iterator[Source]:
                     "valleys",
                     functools.partial(valley, family.name, depth, width, seed),
                     machine=functools.partial(machine, family.name),
-                    without=LEFT_OUT,
+                    without=EXCLUDED,
                 )
 
 

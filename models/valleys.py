@@ -1,9 +1,9 @@
 """Valleys: networks that no single substitution improves, although a chain of substitutions does.
 
     from models.valleys import FAMILIES, Valley, catalogue
-    for charted in catalogue():             # every instance whose optimum is known
-        start = charted.valley.start()      # its state and cost, under the library and machine of this file
-        ...                                 # search; charted.optimum is what can be reached
+    for record in catalogue():              # every instance whose optimum is known
+        start = record.valley.start()       # its state and cost, under the library and machine of this file
+        ...                                 # search; record.optimum is the lowest known cost
 
 A family is a builder `build(depth, width, seed)`. The network has `depth` valleys, each of which begins with `width`
 substitutions that increase the cost; `seed` draws the sizes. Some families are pieces of networks in use (`real`), the
@@ -11,11 +11,11 @@ others are artificial. One family is held out of all training. Costs come from t
 are the same everywhere.
 
 The composite rules in `COMPOSITES` cross a valley in one step. No search may use them here, nor the substitutes for
-slow operators (`LEFT_OUT`). `python -m models.valleys` writes the known instances to `valleys.json` (see `chart`). An
-instance is listed only if, with every rule of the library except `LEFT_OUT`,
+slow operators (`EXCLUDED`). `python -m models.valleys` writes the known instances to `valleys.json` (see `chart`). An
+instance is listed only if, with every rule of the library except `EXCLUDED`,
 
 - each candidate of the start increases the cost, so that greedy search stops at once;
-- no state reached without climbing by 2% is better (among the `searched` states, see `Charted`);
+- no state reached without climbing by 2% is better (among the `searched` states, see `ValleyRecord`);
 - the chain to the first better graph begins with 1 to 4 steps up, each by 2% to 20% of the start's cost.
 """
 
@@ -50,8 +50,8 @@ COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {r.name: r.composite_of for r in LIBRARY if r.composite_of}
 )
 
-# What no search may use here: composites, and substitutes for slow operators, which are steps down beside a valley.
-LEFT_OUT = frozenset({*COMPOSITES, *(r.name for r in declared_in(substitutes))})
+# Rules that no search may use here: composites, and substitutes for slow operators, which gain next to a valley.
+EXCLUDED = frozenset({*COMPOSITES, *(r.name for r in declared_in(substitutes))})
 
 # Vectors of 2,048 bits (64 floats), the widest of Arm's SVE. A group of a convolution that fills fewer lanes reaches
 # less of the peak: 0.58 of the speed with half as many channels, as measured on machines with narrower vectors.
@@ -73,27 +73,27 @@ SLOW = replace(
 
 
 def valley_library() -> Library:
-    """The library without what is `LEFT_OUT`, for all searches in valleys."""
-    return Library(r for r in LIBRARY if r.name not in LEFT_OUT)
+    """The library without the EXCLUDED rules, for all searches in valleys."""
+    return Library(r for r in LIBRARY if r.name not in EXCLUDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Networks whose valleys are of one kind.
-
-    `shapes`: the pairs of depth and width that have valleys. `rules`: the rules of the chains that lead through.
-    `count`: the number of instances wanted in the catalogue.
-    """
+    """Networks whose valleys are of one kind."""
 
     name: str
-    build: Callable[[int, int, int], onnx.ModelProto]
+    build: Callable[[int, int, int], onnx.ModelProto]  # by depth, width and seed
     description: str
-    rules: frozenset[str]
-    shapes: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (3, 1))
-    real: bool = False
+    rules: frozenset[str]  # of the chains that lead through a valley
+    shapes: tuple[tuple[int, int], ...] = (
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    )  # pairs of depth and width that have valleys
+    real: bool = False  # pieces of networks in use
     held_out: bool = False
     machine: Machine = REFERENCE
-    count: int = 30
+    count: int = 30  # of instances that the catalogue should have
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,8 @@ def fire(depth: int, width: int, seed: int) -> onnx.ModelProto:
 def downsampling(depth: int, width: int, seed: int) -> onnx.ModelProto:
     """Sums of two 1x1 convolutions, as over scales in HRNet and in ResNet's projections.
 
-    One is strided, with `width` 2 both are. A strided one must become a plain one of a Slice before they can be merged.
+    One is strided; with `width` 2 both are. Before they can be merged, a strided convolution must become a plain one
+    that reads a Slice.
     """
     net, draw = Net("downsampling", seed), _sizes(seed, depth, width, 3)
     out, image = draw((32, 48, 64, 96, 128)), draw((7, 10, 14, 20, 28))
@@ -243,7 +244,7 @@ def adapters(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def layouts(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """What converters from TensorFlow leave: an image is transposed to meet a factor with its channels last, and back.
+    """Transposes as converters from TensorFlow write them: of an image, for a factor with channels last, and back.
 
     If the factor is transposed instead, the image need not be.
     """
@@ -294,8 +295,8 @@ def _tree(net: Net, leaves: Sequence[Callable[[], str]], op: str) -> str:
 def gates(depth: int, width: int, seed: int) -> onnx.ModelProto:
     """Sums of two gated towers: (f(x @ u) * (x @ v)) @ w + (f(x @ u') * (x @ v')) @ w'.
 
-    Before one product can make both towers, each operand of them must be joined with its counterpart by a Concat. A
-    tower has 2^(width - 1) operands; with 1 there is no gate. The operator may be a maximum instead of the product.
+    Before one product can compute both towers, each of their operands must be joined with its counterpart by a Concat.
+    A tower has 2^(width - 1) operands; with 1 there is no gate. The operator may be a maximum instead of the product.
     """
     net, draw = Net("gates", seed), _sizes(seed, depth, width, 8)
     rows = draw((64, 96, 128, 192, 256))
@@ -319,7 +320,7 @@ def gates(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def forks(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """As `gates`, with 1x1 convolutions of an image in the place of products; the operator may be a difference."""
+    """As `gates`, with 1x1 convolutions of an image instead of products; the operator may be a difference."""
     net, draw = Net("forks", seed), _sizes(seed, depth, width, 9)
     image = draw((10, 14, 20, 28))
     x = net.input("x", (1, draw((1, 2, 3, 4)), image, image))
@@ -342,7 +343,7 @@ def forks(depth: int, width: int, seed: int) -> onnx.ModelProto:
 
 
 def factored(depth: int, width: int, seed: int) -> onnx.ModelProto:
-    """Two 1x1 convolutions with nothing between them, as over-parameterised training leaves them.
+    """Two 1x1 convolutions with nothing between them, as after over-parameterised training.
 
     They must become products of matrices before their weights can be multiplied.
     """
@@ -427,78 +428,69 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )  # fmt: skip
 
-# The least and the greatest step up, as parts of the start's cost, and the most with which a chain may begin.
-LEAST_STEP, MOST_STEP, MOST_STEPS = 0.02, 0.20, 4
-# The least gain of an optimum, as a part of the start's cost.
-LEAST_GAIN = 0.02
+# The smallest and the largest step up, as parts of the start's cost, and the largest number of steps up of a chain.
+MIN_STEP, MAX_STEP, MAX_STEPS = 0.02, 0.20, 4
+# The smallest gain of an optimum, as a part of the start's cost.
+MIN_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Explored:
-    """The states reached, in the order of the highest cost on the way to each.
-
-    `better`: the first state that costs less than the start; `climb`: the highest cost on the way to it; `exhausted`:
-    whether all reachable states were visited.
-    """
+class Exploration:
+    """The result of visiting states in the order of the highest cost on the path to each."""
 
     best: SearchNode
-    better: SearchNode | None
-    climb: float
-    states: int
-    exhausted: bool
+    better: SearchNode | None  # the first state that costs less than the start
+    climb: float  # the highest cost on the path to `better`, in seconds
+    states: int  # visited
+    exhausted: bool  # all reachable states were visited
 
 
-def explore(start: SearchNode, ceiling: float, budget: int) -> Explored:
+def explore(start: SearchNode, ceiling: float, budget: int) -> Exploration:
     """Visit up to `budget` states whose cost, and that of all states on the way, is at most `ceiling`.
 
-    Ways that climb less come first (Dijkstra's algorithm with the maximum in place of the sum). So the way to `better`
-    climbs least.
+    Paths that climb less come first (Dijkstra's algorithm with the maximum instead of the sum). So no path to a better
+    state climbs less than that to `better`.
     """
     start = SearchNode(start.state, None, start.cost)
     best, better, climb = start, None, math.inf
-    seen = {start.state.fingerprint}
+    visited = {start.state.fingerprint}
     order = itertools.count()
     queue: list[tuple[float, int, SearchNode, Match | None]] = [(start.cost, next(order), start, None)]
     states = 0
     while queue and states < budget:
-        height, _, found, match = heapq.heappop(queue)
+        height, _, node, match = heapq.heappop(queue)
         if match is not None:
-            state = found.state.apply(match)
-            if state.fingerprint in seen:
+            state = node.state.apply(match)
+            if state.fingerprint in visited:
                 continue
-            seen.add(state.fingerprint)
-            cost = found.cost + match.delta
-            found = SearchNode(state, extend(found.path, match, cost), cost)
+            visited.add(state.fingerprint)
+            cost = node.cost + match.delta
+            node = SearchNode(state, extend(node.path, match, cost), cost)
         states += 1
-        if found.cost < best.cost * (1 - 1e-9):
-            best = found
+        if node.cost < best.cost * (1 - 1e-9):
+            best = node
             if better is None:
-                better, climb = found, height
-        for candidate in found.state.candidates:
-            expected = (found.state.fingerprint + candidate.shift) & FINGERPRINT_MASK
-            top = max(height, found.cost + candidate.delta)
-            if expected not in seen and top <= ceiling:
-                heapq.heappush(queue, (top, next(order), found, candidate))
-    return Explored(best, better, climb, states, not queue)
+                better, climb = node, height
+        for candidate in node.state.candidates:
+            expected = (node.state.fingerprint + candidate.shift) & FINGERPRINT_MASK
+            top = max(height, node.cost + candidate.delta)
+            if expected not in visited and top <= ceiling:
+                heapq.heappush(queue, (top, next(order), node, candidate))
+    return Exploration(best, better, climb, states, not queue)
 
 
 @dataclass(frozen=True, slots=True)
-class Charted:
-    """What is known of an instance.
-
-    `cost`: of the start, in seconds. `optimum`: the least cost that is known, and `chain` the rules that lead there
-    with the cost after each. `climbs`: the steps up at the beginning of the chain to a better graph that climbs least,
-    as parts of `cost`. `searched`: the number of states visited. `exhausted`: whether they include all states that are
-    reached without climbing by `LEAST_STEP`.
-    """
+class ValleyRecord:
+    """An instance with its optimum, as the catalogue lists it. Costs are in seconds."""
 
     valley: Valley
-    cost: float
-    optimum: float
-    chain: tuple[tuple[str, float], ...]
+    cost: float  # of the start
+    optimum: float  # the lowest known cost
+    chain: tuple[tuple[str, float], ...]  # the rules that lead to the optimum, with the cost after each
+    # The steps up at the beginning of the chain to a better graph that climbs least, as parts of `cost`.
     climbs: tuple[float, ...]
-    searched: int
-    exhausted: bool
+    searched: int  # states
+    exhausted: bool  # they include all states that are reached without climbing by `MIN_STEP`
 
     @property
     def height(self) -> float:
@@ -514,7 +506,7 @@ class NoValley(Exception):
     """The drawn sizes do not make a valley. The message says why."""
 
 
-def chart(valley: Valley, budget: int = 400) -> Charted:
+def chart(valley: Valley, budget: int = 400) -> ValleyRecord:
     """Search for an instance's optimum and the chain to it. Raises NoValley.
 
     First the rules of the family alone are tried, in up to 10 * `budget` states. From the best state found, searches
@@ -525,61 +517,61 @@ def chart(valley: Valley, budget: int = 400) -> Charted:
     cost = start.cost
     if min((m.delta for m in start.state.candidates), default=1.0) <= 1e-9 * cost:
         raise NoValley("a first step does not cost more")
-    near = explore(start, cost * (1 + LEAST_STEP), budget)
-    if near.better is not None:
-        raise NoValley("there is a way without climbing")
+    flat = explore(start, cost * (1 + MIN_STEP), budget)
+    if flat.better is not None:
+        raise NoValley("there is a path without climbing")
     narrow = Library(r for r in valley_library().rules.values() if r.name in valley.family.rules)
     guided = explore(valley.start(narrow), math.inf, 10 * budget)
     if guided.better is None:
         raise NoValley("the family's rules do not lead to anything better")
     climbs = _climbs(guided.better, cost)
-    if not 1 <= len(climbs) <= MOST_STEPS:
+    if not 1 <= len(climbs) <= MAX_STEPS:
         raise NoValley(f"{len(climbs)} steps up")
-    if not all(LEAST_STEP <= c <= MOST_STEP for c in climbs):
+    if not all(MIN_STEP <= c <= MAX_STEP for c in climbs):
         raise NoValley(f"steps of {', '.join(f'{c:.1%}' for c in climbs)}")
     best, searched = _settled(_with_all_rules(start, guided.best), budget)
     direct = taso(start.state, cost, Limits(2 * budget), alpha=1.3)
     if direct.best.cost < best.cost * (1 - 1e-6):
         best, more = _settled(direct.best, budget)
         searched += more
-    searched += near.states + guided.states + direct.expanded
-    if best.cost > (1 - LEAST_GAIN) * cost:
+    searched += flat.states + guided.states + direct.expanded
+    if best.cost > (1 - MIN_GAIN) * cost:
         raise NoValley("little is gained")
     chain = tuple((s.rule, s.cost) for s in best.trace)
-    return Charted(valley, cost, best.cost, chain, climbs, searched, near.exhausted)
+    return ValleyRecord(valley, cost, best.cost, chain, climbs, searched, flat.exhausted)
 
 
-def _climbs(found: SearchNode, cost: float) -> tuple[float, ...]:
+def _climbs(node: SearchNode, cost: float) -> tuple[float, ...]:
     """The steps up at the beginning of a chain, in parts of the start's cost."""
-    costs = [cost, *(s.cost for s in found.trace)]
+    costs = [cost, *(s.cost for s in node.trace)]
     steps = [(b - a) / cost for a, b in itertools.pairwise(costs)]
     return tuple(itertools.takewhile(lambda step: step > 1e-9, steps))
 
 
-def _with_all_rules(start: SearchNode, found: SearchNode) -> SearchNode:
-    """A state that was found with some rules, now with the candidates of all rules."""
+def _with_all_rules(start: SearchNode, node: SearchNode) -> SearchNode:
+    """A state from a search with some rules, now with the candidates of all rules."""
     state = start.state
-    for step in found.trace:
+    for step in node.trace:
         match = state.find(step.key)
         assert match is not None, "a narrower library has no other candidates"
         state = state.apply(match)
-    return SearchNode(state, found.path, found.cost)
+    return SearchNode(state, node.path, node.cost)
 
 
-def _settled(found: SearchNode, budget: int) -> tuple[SearchNode, int]:
-    """The best state near a state, found repeatedly, and the number of states visited."""
+def _settled(node: SearchNode, budget: int) -> tuple[SearchNode, int]:
+    """The best state that repeated searches around a state find, and the number of states visited."""
     searched = 0
     while True:
-        wide = taso(found.state, found.cost, Limits(budget), alpha=1.2)
-        near = explore(found, found.cost * 1.1, budget)
-        searched += wide.expanded + near.states
-        best = min((wide.best, near.best), key=lambda f: f.cost)
-        if best.cost >= found.cost * (1 - 1e-6):
-            return found, searched
-        path = found.path
+        wide = taso(node.state, node.cost, Limits(budget), alpha=1.2)
+        local = explore(node, node.cost * 1.1, budget)
+        searched += wide.expanded + local.states
+        best = min((wide.best, local.best), key=lambda f: f.cost)
+        if best.cost >= node.cost * (1 - 1e-6):
+            return node, searched
+        path = node.path
         for step in best.trace:
             path = append(path, step)
-        found = replace(best, path=path)
+        node = replace(best, path=path)
 
 
 # The catalogue
@@ -587,10 +579,10 @@ def _settled(found: SearchNode, budget: int) -> tuple[SearchNode, int]:
 CATALOGUE = Path(__file__).with_name("valleys.json")
 
 
-def catalogue(path: Path = CATALOGUE) -> tuple[Charted, ...]:
+def catalogue(path: Path = CATALOGUE) -> tuple[ValleyRecord, ...]:
     """Every instance whose optimum is known."""
     return tuple(
-        Charted(
+        ValleyRecord(
             Valley(FAMILIES[row["family"]], row["depth"], row["width"], row["seed"]),
             row["cost"],
             row["optimum"],
@@ -603,34 +595,36 @@ def catalogue(path: Path = CATALOGUE) -> tuple[Charted, ...]:
     )
 
 
-def draws(family: Family, depth: int, width: int, count: int, tries: int, budget: int) -> Iterator[Charted]:
+def draws(
+    family: Family, depth: int, width: int, count: int, tries: int, budget: int
+) -> Iterator[ValleyRecord]:
     """The first `count` instances among the seeds from 0 to `tries` - 1."""
-    found = 0
+    number = 0
     for seed in range(tries):
         try:
-            charted = chart(Valley(family, depth, width, seed), budget)
+            record = chart(Valley(family, depth, width, seed), budget)
         except NoValley:
             continue
-        yield charted
-        found += 1
-        if found == count:
+        yield record
+        number += 1
+        if number == count:
             return
 
 
-def as_row(charted: Charted) -> dict[str, Any]:
+def as_row(record: ValleyRecord) -> dict[str, Any]:
     """An instance as a row of the catalogue."""
-    valley = charted.valley
+    valley = record.valley
     return {
         "family": valley.family.name,
         "depth": valley.depth,
         "width": valley.width,
         "seed": valley.seed,
-        "cost": charted.cost,
-        "optimum": charted.optimum,
-        "climbs": [round(c, 4) for c in charted.climbs],
-        "chain": [list(step) for step in charted.chain],
-        "searched": charted.searched,
-        "exhausted": charted.exhausted,
+        "cost": record.cost,
+        "optimum": record.optimum,
+        "climbs": [round(c, 4) for c in record.climbs],
+        "chain": [list(step) for step in record.chain],
+        "searched": record.searched,
+        "exhausted": record.exhausted,
     }
 
 
@@ -640,17 +634,15 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=60, help="seeds to look at for each depth and width")
     parser.add_argument("--budget", type=int, default=400, help="states of each search")
     arguments = parser.parse_args()
-    chosen = arguments.families or list(FAMILIES)
-    rows = (
-        [as_row(c) for c in catalogue() if c.valley.family.name not in chosen] if CATALOGUE.exists() else []
-    )
-    for name in chosen:
+    names = arguments.families or list(FAMILIES)
+    rows = [as_row(c) for c in catalogue() if c.valley.family.name not in names] if CATALOGUE.exists() else []
+    for name in names:
         family = FAMILIES[name]
         each = math.ceil(family.count / len(family.shapes))
         for depth, width in family.shapes:
-            made = list(draws(family, depth, width, each, arguments.tries, arguments.budget))
-            print(f"{name} {depth}x{width}: {len(made)} of {each}", flush=True)
-            rows += [as_row(c) for c in made]
+            records = list(draws(family, depth, width, each, arguments.tries, arguments.budget))
+            print(f"{name} {depth}x{width}: {len(records)} of {each}", flush=True)
+            rows += [as_row(c) for c in records]
     order = list(FAMILIES)
     rows.sort(key=lambda r: (order.index(r["family"]), r["depth"], r["width"], r["seed"]))
     CATALOGUE.write_text("[\n" + ",\n".join(json.dumps(r) for r in rows) + "\n]\n", encoding="utf-8")

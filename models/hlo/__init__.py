@@ -73,7 +73,7 @@ class Kind(str, Enum):
 
 
 class Variant(str, Enum):
-    """How a network differs from the usual one of its family."""
+    """How a network differs from the standard one of its family."""
 
     USUAL = ""
     DROPOUT = "dropout"
@@ -96,7 +96,7 @@ _POSSIBLE: Mapping[Variant, frozenset[tuple[Family, Kind]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One program, which is lowered when its text is asked for. Raises ZooError for one that cannot be."""
+    """One program, which is lowered when its text is requested. Raises ZooError for an impossible combination."""
 
     family: Family
     layers: int

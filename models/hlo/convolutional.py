@@ -32,7 +32,7 @@ STEPS = 1000
 
 
 class _BatchNorms:
-    """The batch normalisations of one pass through a network, which leaves the next running statistics."""
+    """The batch normalisations of one pass through a network; `next` collects the new running statistics."""
 
     def __init__(self, weights: Weights, running: Weights, training: bool) -> None:
         self.weights, self.running, self.training = weights, running, training
@@ -52,7 +52,7 @@ class _BatchNorms:
 
 
 def _residual(convs: Weights, norm: _BatchNorms, name: str, x: Array, stride: int) -> Array:
-    """A basic block or a bottleneck, by the kernels that there are; a projection where the shape changes."""
+    """A basic block (two kernels) or a bottleneck (three); a projection if the shape changes."""
     names = sorted(key for key in convs if key != "project")
     widest = 1 if len(names) == 3 else 0  # the 3x3 convolution with the stride
     y = x
@@ -203,8 +203,8 @@ def unet(benchmark: Benchmark, source: Source) -> Network:
         return conv(p["head"], jax.nn.silu(group_norm(p["norm"], x)))
 
     def loss(p: Weights, state: Weights, x: Array, noise: Array, steps: Array) -> tuple[Array, Weights]:
-        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, STEPS))[steps][:, None, None, None]
-        noisy = jnp.sqrt(kept) * x + jnp.sqrt(1 - kept) * noise
+        signal = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, STEPS))[steps][:, None, None, None]
+        noisy = jnp.sqrt(signal) * x + jnp.sqrt(1 - signal) * noise
         return jnp.mean((predict(p, state, noisy, steps) - noise) ** 2), state
 
     x, noise, steps = source.normal(2, 16, 16, 3), source.normal(2, 16, 16, 3), source.ids(2, below=STEPS)

@@ -1,6 +1,6 @@
 """The layers of the programs, as functions of their weights, and the source of the weights.
 
-Weights are dicts of arrays. A layer `thing(p, x)` has its weights made by `thing_weights(source, ...)`.
+Weights are dicts of arrays. `thing_weights(source, ...)` creates the weights `p` of a layer `thing(p, x)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Weights = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Makes the arguments of a program: random arrays, or without a generator their shapes and types alone."""
+    """Creates the arguments of a program: random arrays, or without a generator their shapes and types alone."""
 
     rng: np.random.Generator | None
 
@@ -106,5 +106,5 @@ def dropout(key: Array | None, x: Array, rate: float = 0.1) -> Array:
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Of logits[..., classes] and labels[...], for each label: [...]."""
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
-    return -jnp.squeeze(chosen, -1)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
+    return -jnp.squeeze(log_probs, -1)

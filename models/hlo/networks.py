@@ -1,4 +1,4 @@
-"""Which function makes the network of which family."""
+"""The functions that build the networks, by family."""
 
 from __future__ import annotations
 

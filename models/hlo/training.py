@@ -21,7 +21,7 @@ EPSILON_ROOT = 0.0
 
 @dataclass(frozen=True)
 class Network:
-    """What a family's module gives for one benchmark."""
+    """The network of one benchmark: its weights, functions and their arguments."""
 
     weights: Weights
     batch: tuple[Array, ...]
@@ -58,8 +58,8 @@ def adam(gradients: Weights, state: Weights, weights: Weights) -> tuple[Weights,
     b1, b2 = DECAY
     mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, gradients, state["mu"])
     nu = jax.tree.map(lambda g, v: (1 - b2) * g**2 + b2 * v, gradients, state["nu"])
-    most = np.iinfo(np.int32).max
-    count = jnp.where(state["count"] < most, state["count"] + 1, most)
+    maximum = np.iinfo(np.int32).max
+    count = jnp.where(state["count"] < maximum, state["count"] + 1, maximum)
     mu_correction, nu_correction = 1 - b1**count, 1 - b2**count
     mu_hat = jax.tree.map(lambda m: m / mu_correction, mu)
     nu_hat = jax.tree.map(lambda v: v / nu_correction, nu)

@@ -103,7 +103,9 @@ def test_pieces_are_fed_to_each_other() -> None:
 
 def test_a_reshape_stands_between_pieces_of_other_shapes() -> None:
     pieces = [
-        p for seed in range(40) if (p := draw_piece(RemoveIdentity(), seed, known=(2, 4, 8))) is not None
+        p
+        for seed in range(40)
+        if (p := draw_piece(RemoveIdentity(), seed, earlier_sizes=(2, 4, 8))) is not None
     ]
     reshaped = 0
     for first, second in itertools.combinations(pieces, 2):

@@ -12,17 +12,17 @@ import pytest
 import models
 from models.valleys import (
     COMPOSITES,
+    EXCLUDED,
     FAMILIES,
-    LEAST_GAIN,
-    LEAST_STEP,
-    LEFT_OUT,
-    MOST_STEP,
-    MOST_STEPS,
+    MAX_STEP,
+    MAX_STEPS,
+    MIN_GAIN,
+    MIN_STEP,
     SLOW,
     WIDE,
-    Charted,
     NoValley,
     Valley,
+    ValleyRecord,
     catalogue,
     chart,
     explore,
@@ -41,7 +41,7 @@ SAMPLE = [
 ]
 
 
-def named(sample: list[Charted]) -> pytest.MarkDecorator:
+def named(sample: list[ValleyRecord]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("charted", sample, ids=[c.valley.name for c in sample])
 
 
@@ -66,15 +66,15 @@ def test_composites_are_rules_and_so_are_their_parts() -> None:
     assert (
         valley_library().rules.keys()
         == {r.name for r in LIBRARY if not r.contrib and not r.assumes and r.backend in (None, "onnxruntime")}
-        - LEFT_OUT
+        - EXCLUDED
     )
 
 
 def test_hills_are_what_was_asked_for() -> None:
     for charted in CATALOGUE:
-        assert 1 <= len(charted.climbs) <= MOST_STEPS
-        assert all(LEAST_STEP <= c <= MOST_STEP for c in charted.climbs)
-        assert charted.optimum <= (1 - LEAST_GAIN) * charted.cost
+        assert 1 <= len(charted.climbs) <= MAX_STEPS
+        assert all(MIN_STEP <= c <= MAX_STEP for c in charted.climbs)
+        assert charted.optimum <= (1 - MIN_GAIN) * charted.cost
         assert charted.reached(charted.optimum)
         assert not charted.reached(charted.cost)
     assert {len(c.climbs) for c in CATALOGUE} == {1, 2, 3, 4}
@@ -83,7 +83,7 @@ def test_hills_are_what_was_asked_for() -> None:
 
 
 @named(SAMPLE)
-def test_greedy_is_stuck_and_every_first_step_costs_more(charted: Charted) -> None:
+def test_greedy_is_stuck_and_every_first_step_costs_more(charted: ValleyRecord) -> None:
     start = charted.valley.start()
     assert start.cost == pytest.approx(charted.cost)
     assert start.state.candidates
@@ -92,7 +92,7 @@ def test_greedy_is_stuck_and_every_first_step_costs_more(charted: Charted) -> No
 
 
 @named(SAMPLE)
-def test_the_optimum_is_reached_by_the_chain(charted: Charted) -> None:
+def test_the_optimum_is_reached_by_the_chain(charted: ValleyRecord) -> None:
     found = charted.valley.start()
     assert charted.chain
     ways = [found]
@@ -112,15 +112,15 @@ def test_the_optimum_is_reached_by_the_chain(charted: Charted) -> None:
 
 
 @named([c for c in SAMPLE if c.valley.depth == 1])
-def test_nothing_better_is_reached_without_climbing(charted: Charted) -> None:
+def test_nothing_better_is_reached_without_climbing(charted: ValleyRecord) -> None:
     start = charted.valley.start()
-    near = explore(start, start.cost * (1 + LEAST_STEP), 200)
+    near = explore(start, start.cost * (1 + MIN_STEP), 200)
     assert near.better is None
     assert near.best.cost == start.cost
 
 
 @named([c for c in SAMPLE if c.height > 0.3][:2])
-def test_taso_does_not_pass_a_hill_above_its_alpha(charted: Charted) -> None:
+def test_taso_does_not_pass_a_hill_above_its_alpha(charted: ValleyRecord) -> None:
     start = charted.valley.start()
     result = taso(start.state, start.cost, Limits(300), alpha=1.3)
     assert not charted.reached(result.best.cost)
