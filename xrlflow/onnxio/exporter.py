@@ -31,7 +31,7 @@ from xrlflow.onnxio import declared, protos, versions
 from xrlflow.onnxio.errors import GrowthError, ModelError
 from xrlflow.onnxio.external_data import replacing_model
 from xrlflow.onnxio.inference import REFUSED, infer_shapes
-from xrlflow.onnxio.model import LEFT, ImportedModel, Recipe
+from xrlflow.onnxio.model import ON_RUNTIME, ImportedModel, Recipe
 from xrlflow.onnxio.shapes import without_computed
 from xrlflow.onnxio.tensors import raw_data, tensor_proto
 from xrlflow.onnxio.wire import StreamedTensor, write_model
@@ -504,7 +504,7 @@ class _Writer:
             for key, value in label.metadata:
                 proto.metadata_props.add(key=key, value=value)
         if node.on_runtime:
-            proto.metadata_props.add(key=LEFT, value="1")
+            proto.metadata_props.add(key=ON_RUNTIME, value="1")
         if later:
             self.later[versions.title(proto)] = later
         return proto

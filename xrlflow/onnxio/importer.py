@@ -42,7 +42,7 @@ from xrlflow.onnxio.declared import Contradiction
 from xrlflow.onnxio.errors import ModelError
 from xrlflow.onnxio.inference import infer_shapes
 from xrlflow.onnxio.malformed import check_functions, check_inputs, check_structure, reading
-from xrlflow.onnxio.model import LEFT, ImportedModel, NodeLabel, Recipe
+from xrlflow.onnxio.model import ON_RUNTIME, ImportedModel, NodeLabel, Recipe
 from xrlflow.onnxio.nodes import check_nodes, check_types
 from xrlflow.onnxio.tensors import ConstPool, TensorStore, array_const, map_file
 from xrlflow.onnxio.wire import NestedError, WireError, strip_model
@@ -471,10 +471,12 @@ class _Importer:
         node = self._add(spec, [t.as_const(is_const) for t in types], scope)
         if not is_const:
             self._compute_elements(spec, node, types[0], scope)
-        if any(p.key == LEFT for p in proto.metadata_props):
+        if any(p.key == ON_RUNTIME for p in proto.metadata_props):
             scope.nodes[-1] = node.with_runtime(True)
         if proto.name or proto.doc_string or proto.metadata_props:
-            metadata = tuple((_text(p.key), _text(p.value)) for p in proto.metadata_props if p.key != LEFT)
+            metadata = tuple(
+                (_text(p.key), _text(p.value)) for p in proto.metadata_props if p.key != ON_RUNTIME
+            )
             self.labels[node.id] = NodeLabel(op, proto.name, _text(proto.doc_string), metadata)
 
     def _spec(self, op: str, proto: onnx.NodeProto, scope: _Scope) -> _NodeSpec:

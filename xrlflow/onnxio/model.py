@@ -10,7 +10,7 @@ import onnx
 from xrlflow.ir import Attrs, Const, Graph, Value
 from xrlflow.onnxio.tensors import TensorStore
 
-LEFT = "xrlflow.left"
+ON_RUNTIME = "xrlflow.left"
 """The metadata key of nodes that ONNX Runtime runs even in a model with generated kernels (`Node.on_runtime`)."""
 
 

@@ -27,7 +27,7 @@ from xrlflow.backends.tvm.lowering.value_types import types_of
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.onnxio import ModelError, load, to_proto
 from xrlflow.onnxio.exporter import EXTERNAL_ABOVE
-from xrlflow.onnxio.model import LEFT
+from xrlflow.onnxio.model import ON_RUNTIME
 from xrlflow.onnxio.region_digest import region_digest
 from xrlflow.onnxio.regions import (
     Region,
@@ -332,7 +332,7 @@ def _fitting(types: Mapping[str, TypeProto]) -> Callable[[NodeProto], bool]:
     """
 
     def fits(node: NodeProto) -> bool:
-        if any(entry.key == LEFT for entry in node.metadata_props):
+        if any(entry.key == ON_RUNTIME for entry in node.metadata_props):
             return False
         if node.op_type in _LEFT or unsupported([(node.domain, node.op_type)]):
             return False
