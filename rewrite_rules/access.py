@@ -159,36 +159,36 @@ class _Stock:
     def __init__(self, digits: Sequence[Digit]) -> None:
         self.digits = list(digits)
 
-    def take(self, wanted: int | Sequence[Digit], front: bool) -> tuple[Digit, ...]:
-        """Take digits for `wanted` elements, or for as many as the given digits have, from the front or the back."""
-        taken: list[Digit] = []
-        if isinstance(wanted, int):
-            self._elements(wanted, front, taken)
+    def take(self, request: int | Sequence[Digit], front: bool) -> tuple[Digit, ...]:
+        """Take digits for `request` elements, or for as many as the given digits have, from the front or the back."""
+        digits_: list[Digit] = []
+        if isinstance(request, int):
+            self._elements(request, front, digits_)
         else:
-            for d in wanted if front else reversed(wanted):
+            for d in request if front else reversed(request):
                 if not d.name:
-                    self._elements(d.size, front, taken)
+                    self._elements(d.size, front, digits_)
                     continue
                 if not self.digits or not _is_symbol(self.digits[0 if front else -1], d):
                     raise Unmappable("a symbolic dimension is taken apart")
-                taken.append(self.digits.pop(0 if front else -1))
-        return merged(taken if front else taken[::-1])
+                digits_.append(self.digits.pop(0 if front else -1))
+        return merged(digits_ if front else digits_[::-1])
 
-    def _elements(self, count: int, front: bool, taken: list[Digit]) -> None:
-        place = 0 if front else -1
+    def _elements(self, count: int, front: bool, result: list[Digit]) -> None:
+        end = 0 if front else -1
         while count > 1:
             if not self.digits:
                 raise Unmappable("the number of elements changes")
-            d = self.digits[place]
+            d = self.digits[end]
             if d.name:
                 raise Unmappable("a symbolic dimension is taken apart")
             if count % d.size == 0:
-                taken.append(self.digits.pop(place))
+                result.append(self.digits.pop(end))
                 count //= d.size
             elif d.size % count == 0:
                 outer, inner = d.split(d.size // count if front else count)
-                taken.append(outer if front else inner)
-                self.digits[place] = inner if front else outer
+                result.append(outer if front else inner)
+                self.digits[end] = inner if front else outer
                 count = 1
             else:
                 raise Unmappable("a reshape cuts across what was moved")
@@ -265,25 +265,25 @@ class AccessMap:
 
     def reshape(self, shape: Sequence[int]) -> AccessMap:
         """Reshape, with 0 and -1 as in ONNX."""
-        wanted: list[int | Sequence[Digit] | None] = []
+        request: list[int | Sequence[Digit] | None] = []
         copied: set[int] = set()
         for i, n in enumerate(shape):
             if n == 0:
                 dim = self._at(i)
                 symbols = {d.step for d in dim if d.name}
                 copied |= symbols
-                wanted.append(dim if symbols else size_of(dim))
+                request.append(dim if symbols else size_of(dim))
             elif n < -1:
                 raise Unmappable("a dimension is negative")
             else:
-                wanted.append(None if n == -1 else n)
-        if wanted.count(None) > 1:
+                request.append(None if n == -1 else n)
+        if request.count(None) > 1:
             raise Unmappable("two dimensions are to be inferred")
-        hole = wanted.index(None) if None in wanted else len(wanted)
+        hole = request.index(None) if None in request else len(request)
         stock = _Stock(merged(self.digits))
-        head = [stock.take(w, True) for w in wanted[:hole] if w is not None]
-        tail = [stock.take(w, False) for w in wanted[:hole:-1] if w is not None]
-        if hole == len(wanted):
+        head = [stock.take(w, True) for w in request[:hole] if w is not None]
+        tail = [stock.take(w, False) for w in request[:hole:-1] if w is not None]
+        if hole == len(request):
             if stock.digits:
                 raise Unmappable("the number of elements changes")
             return replace(self, dims=tuple(head))
@@ -309,8 +309,8 @@ class AccessMap:
 
     def unsqueeze(self, axes: Sequence[int]) -> AccessMap:
         rank = len(self.dims) + len(axes)
-        rest = iter(self.dims)
-        return replace(self, dims=tuple(() if i in axes else next(rest) for i in range(rank)))
+        dims_ = iter(self.dims)
+        return replace(self, dims=tuple(() if i in axes else next(dims_) for i in range(rank)))
 
     def flatten(self, axis: int) -> AccessMap:
         return self._joined(range(axis), range(axis, len(self.dims)))
@@ -343,12 +343,12 @@ class AccessMap:
             raise Unmappable("an index is out of range, or there is none")
         if len(indices) > LONGEST:
             raise Unmappable("a dimension is too long")
-        places = [i % size for i in indices]
+        positions = [i % size for i in indices]
         if len(dim) == 1 and not dim[0].values:
-            values = [i * dim[0].step for i in places]
+            values = [i * dim[0].step for i in positions]
         else:
             every = offsets_of(dim)
-            values = [every[i] for i in places]
+            values = [every[i] for i in positions]
         line = AccessMap((factored(values),)).reshape(shape)
         return self._with(axis, *line.dims, offset=values[0])
 
@@ -417,8 +417,8 @@ class AccessMap:
     def concat(parts: Sequence[AccessMap], axis: int) -> AccessMap:
         first = parts[0]
         first._at(axis)
-        rest = _comparable(first.dims, axis)
-        if any(_comparable(p.dims, axis) != rest for p in parts[1:]):
+        expected = _comparable(first.dims, axis)
+        if any(_comparable(p.dims, axis) != expected for p in parts[1:]):
             raise Unmappable("the parts are moved in different ways")
         if sum(size_of(p.dims[axis]) for p in parts) > LONGEST:
             raise Unmappable("a dimension is too long")
@@ -459,38 +459,40 @@ class Step:
 class Price:
     """The cost of a chain: elements read and written, operators, and views."""
 
-    moved: int = 0
+    elements: int = 0
     operators: int = 0
     views: int = 0
 
     def __add__(self, other: Price) -> Price:
-        return Price(self.moved + other.moved, self.operators + other.operators, self.views + other.views)
+        return Price(
+            self.elements + other.elements, self.operators + other.operators, self.views + other.views
+        )
 
     def total(self, scale: int = 1) -> int:
         """The price in elements. `scale` multiplies the elements, since symbolic dimensions count as 1.
 
         A call of an operator takes as long as moving some ten thousand numbers.
         """
-        return scale * self.moved + 12_000 * self.operators + 3_000 * self.views
+        return scale * self.elements + 12_000 * self.operators + 3_000 * self.views
 
 
 _VIEW = Price(0, 0, 1)
 
 
-def price(op: str, taken: int, made: int, shuffles: bool = False) -> Price:
-    """The price of an operator that reads `taken` and writes `made` elements; `shuffles`: it separates neighbours."""
+def price(op: str, elements_read: int, elements_written: int, shuffles: bool = False) -> Price:
+    """The price of an operator that reads and writes so many elements; `shuffles`: it separates neighbours."""
     if op in ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"):
         return _VIEW
     if op in ("Slice", "Gather", "Pick", "Split", "Concat"):
-        taken = made
+        elements_read = elements_written
     # A Gather also reads its indices, so it costs as much as Reshape, Transpose, Reshape.
-    return Price((taken + made) * (3 if shuffles else 1), 1, 2 if op == "Gather" else 0)
+    return Price((elements_read + elements_written) * (3 if shuffles else 1), 1, 2 if op == "Gather" else 0)
 
 
 def shuffles(perm: Sequence[int], unit: Callable[[int], bool]) -> bool:
     """Whether a Transpose moves the innermost dimension; those for which `unit` holds do not count."""
-    moved = [p for p in perm if not unit(p)]
-    return bool(moved) and moved[-1] != max(moved)
+    order = [p for p in perm if not unit(p)]
+    return bool(order) and order[-1] != max(order)
 
 
 # A dimension: its size without symbols, and the sorted source axes of its symbols.
@@ -535,8 +537,8 @@ class _Chain:
         return out
 
     def _add(self, op: str, shape: Sequence[Extent], *numbers: Sequence[int], torn: bool = False) -> None:
-        taken, made = prod(n for n, _ in self.shape), prod(n for n, _ in shape)
-        self.price += price(op, taken, made, torn)
+        elements_read, elements_written = prod(n for n, _ in self.shape), prod(n for n, _ in shape)
+        self.price += price(op, elements_read, elements_written, torn)
         self.steps.append(Step(op, tuple(tuple(n) for n in numbers)))
         self.shapes.append(self.shape)
         self.shape = tuple(shape)
@@ -545,7 +547,7 @@ class _Chain:
         while self.steps and self.steps[-1].op in ("Reshape", "Squeeze", "Unsqueeze"):
             self.steps.pop()
             self.shape = self.shapes.pop()
-            self.price = Price(self.price.moved, self.price.operators, self.price.views - 1)
+            self.price = Price(self.price.elements, self.price.operators, self.price.views - 1)
         if tuple(shape) == self.shape:
             return
         try:
@@ -683,10 +685,10 @@ def _views(shape: Sequence[int | str], m: AccessMap) -> Iterator[list[_Axis]]:
     own = _own(shape)
     ends = {c for d in m.digits if not d.name for c in (d.common, d.common * d.size)}
     cuts = sorted(ends)
-    seen: list[list[_Axis]] = []
+    views: list[list[_Axis]] = []
     for view in (own, _fused(own), _refined(own, cuts), _refined(_fused(own), cuts)):
-        if view not in seen:
-            seen.append(view)
+        if view not in views:
+            views.append(view)
             yield view
 
 
@@ -761,28 +763,28 @@ def _chains(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
 
 def best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int = 1, limit: float = inf) -> Plan:
     """The cheapest chain with a price below `limit`. Raises Unmappable if there is none."""
-    found = _best(shape, core, blocks, scale, limit)
-    if found is None:
+    plan = _best(shape, core, blocks, scale, limit)
+    if plan is None:
         raise Unmappable("no chain of operators has this map, or not for less")
-    return found
+    return plan
 
 
 @lru_cache(maxsize=4096)  # the layers of a network ask the same repeatedly
 def _best(shape: tuple[int | str, ...], core: Core, blocks: bool, scale: int, limit: float) -> Plan | None:
-    least = (core.price + cheapest(shape, core.map)).total(scale)
-    found: Plan | None = None
+    lower_bound = (core.price + cheapest(shape, core.map)).total(scale)
+    cheapest_plan: Plan | None = None
     lowest = limit
 
     def below(p: Price) -> bool:
         return p.total(scale) < lowest
 
-    if least < limit:
+    if lower_bound < limit:
         for plan in plans(shape, core, blocks, below):
             if below(plan.price):
-                found, lowest = plan, plan.price.total(scale)
-            if lowest == least:
+                cheapest_plan, lowest = plan, plan.price.total(scale)
+            if lowest == lower_bound:
                 break
-    return found
+    return cheapest_plan
 
 
 def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
@@ -795,10 +797,10 @@ def cheapest(shape: Sequence[int | str], m: AccessMap) -> Price:
     if not m.offset and merged(m.digits) == merged(source.digits):
         return Price()
     repeated = any(d.repeats for d in m.digits)
-    least = Price(m.volume if repeated else 2 * m.volume, 1)
+    bound = Price(m.volume if repeated else 2 * m.volume, 1)
     if (repeated or m.volume != source.volume) and _reordered(shape, m):
-        least += Price(0, 1)
-    return least
+        bound += Price(0, 1)
+    return bound
 
 
 def _reordered(shape: Sequence[int | str], m: AccessMap) -> bool:
@@ -842,17 +844,17 @@ def _attempts(
     """Chains that read the source as `axes`, cut these, then transpose and repeat the rest."""
     m = _divided(m, axes)
     digits = m.digits
-    held: list[list[int]] = [[] for _ in axes]
+    digits_of: list[list[int]] = [[] for _ in axes]
     for k, d in enumerate(digits):
         if d.repeats:
             continue
         for j, axis in enumerate(axes):
             if d.name:
-                found = bool(axis.name) and axis.unit == d.step
+                belongs = bool(axis.name) and axis.unit == d.step
             else:
-                found = not axis.name and d.common % axis.unit == 0
-            if found:
-                held[j].append(k)
+                belongs = not axis.name and d.common % axis.unit == 0
+            if belongs:
+                digits_of[j].append(k)
                 break
         else:
             return
@@ -862,16 +864,16 @@ def _attempts(
         if axis.name:
             continue
         start = m.offset // axis.unit % axis.size
-        run = merged([digits[k] for k in sorted(held[j], key=lambda k: -digits[k].common)])
+        run = merged([digits[k] for k in sorted(digits_of[j], key=lambda k: -digits[k].common)])
         if len(run) > 1 or (run and run[0].values):
             if size_of(run) > MOST_INDICES:
                 return
-            indices = [start + v // axis.unit for v in offsets_of([digits[k] for k in held[j]])]
+            indices = [start + v // axis.unit for v in offsets_of([digits[k] for k in digits_of[j]])]
             if not all(0 <= i < axis.size for i in indices):
                 return
             picks.append((j, indices))
             continue
-        held[j].sort(key=lambda k: -digits[k].common)
+        digits_of[j].sort(key=lambda k: -digits[k].common)
         count, step = (run[0].size, run[0].step // axis.unit) if run else (1, 1)
         if not 0 <= start + step * (count - 1) < axis.size:
             return
@@ -879,21 +881,21 @@ def _attempts(
             cuts.append((j, start, count, step))
     own = [a.extent for a in _own(shape)]
     viewed = [a.extent for a in axes]
-    order = [k for ks in held for k in ks]
-    wanted = sorted(order)
-    rest = Price(operators=bool(cuts) + len(picks), views=int(own != viewed))
-    if order != wanted:
+    order = [k for ks in digits_of for k in ks]
+    ascending = sorted(order)
+    remaining = Price(operators=bool(cuts) + len(picks), views=int(own != viewed))
+    if order != ascending:
         volume = size_of([digits[k] for k in order])
-        rest += price("Transpose", volume, volume, order[-1] != wanted[-1])
-    if not below(rest):
+        remaining += price("Transpose", volume, volume, order[-1] != ascending[-1])
+    if not below(remaining):
         return
     chain = _Chain(own, m.filled)
     chain.reshape(viewed)
     chain.slice(cuts)
     for j, indices in picks:
         chain.gather(j, indices)
-    if all(len(ks) <= 1 for ks in held) and len(wanted) == len(digits):
-        yield from _by_axes(chain, m, {k: j for j, ks in enumerate(held) for k in ks})
+    if all(len(ks) <= 1 for ks in digits_of) and len(ascending) == len(digits):
+        yield from _by_axes(chain, m, {k: j for j, ks in enumerate(digits_of) for k in ks})
     else:
         yield from _by_digits(chain, m, order)
 
@@ -907,9 +909,9 @@ def _numbered(m: AccessMap) -> list[list[int]]:
 def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Chain]:
     """The end of a chain that moves whole dimensions; `home` maps each digit to its dimension."""
     out = [extent_of(dim) for dim in m.dims]
-    wanted = [home[k] for ks in _numbered(m) for k in ks]
-    units = [j for j in range(len(chain.shape)) if j not in wanted]
-    if wanted == sorted(wanted):
+    order = [home[k] for ks in _numbered(m) for k in ks]
+    units = [j for j in range(len(chain.shape)) if j not in order]
+    if order == sorted(order):
         chain.reshape(out)
         yield chain
         return
@@ -918,7 +920,7 @@ def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Cha
         spare = iter(units)
         exact.transpose([home[ks[0]] if ks else next(spare) for ks in _numbered(m)])
         yield exact
-    chain.transpose([*units, *wanted])
+    chain.transpose([*units, *order])
     chain.reshape(out)
     yield chain
 
@@ -926,18 +928,18 @@ def _by_axes(chain: _Chain, m: AccessMap, home: dict[int, int]) -> Iterator[_Cha
 def _by_digits(chain: _Chain, m: AccessMap, order: Sequence[int]) -> Iterator[_Chain]:
     """The end of a chain that first splits dimensions into digits; `order` is their order in the source."""
     digits, numbered = m.digits, _numbered(m)
-    wanted = [k for ks in numbered for k in ks if not digits[k].repeats]
-    repeats = len(wanted) < len(digits)
-    if list(order) != wanted:
-        place = {k: i for i, k in enumerate(order)}
+    target = [k for ks in numbered for k in ks if not digits[k].repeats]
+    repeats = len(target) < len(digits)
+    if list(order) != target:
+        index_of = {k: i for i, k in enumerate(order)}
         exact = not repeats and all(len(ks) <= 1 for ks in numbered)
         groups: list[list[int]] = []
-        for k in wanted:
-            if not exact and groups and place[groups[-1][-1]] + 1 == place[k]:
+        for k in target:
+            if not exact and groups and index_of[groups[-1][-1]] + 1 == index_of[k]:
                 groups[-1].append(k)
             else:
                 groups.append([k])
-        stored = sorted(groups, key=lambda g: place[g[0]])
+        stored = sorted(groups, key=lambda g: index_of[g[0]])
         after = numbered if exact else groups
         before = stored + [[] for g in after if not g]
         chain.reshape([extent_of([digits[k] for k in g]) for g in before])
@@ -968,8 +970,8 @@ def _shortened(shape: Sequence[int | str], chain: _Chain) -> Plan:
         starts, _, axes, *_ = chain.steps[0].numbers
         extents = [a.extent for a in _own(shape)]
         if len(axes) == 1 and chain.shape == (*extents[: axes[0]], *extents[axes[0] + 1 :]):
-            moved = prod(n for n, _ in chain.shape)
-            return Plan((Step("Pick", (axes, starts)),), price("Pick", moved, moved))
+            elements = prod(n for n, _ in chain.shape)
+            return Plan((Step("Pick", (axes, starts)),), price("Pick", elements, elements))
     return chain.plan()
 
 
@@ -977,11 +979,11 @@ def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
     """DepthToSpace or SpaceToDepth, if the map is one; SpaceToDepth also with a new order of its channels."""
     if len(shape) != 4 or len(m.dims) != 4 or not isinstance(shape[1], int):
         return
-    channels, others = size_of(m.dims[1]), shape[1]
+    channels, out_channels = size_of(m.dims[1]), shape[1]
     source = AccessMap.source(shape)
-    if source.volume != m.volume or channels == others:
+    if source.volume != m.volume or channels == out_channels:
         return
-    many, few = max(channels, others), min(channels, others)
+    many, few = max(channels, out_channels), min(channels, out_channels)
     block = isqrt(many // few)
     if block * block * few != many:
         return
@@ -994,13 +996,13 @@ def _blocks(shape: Sequence[int | str], m: AccessMap, below: Below) -> Iterator[
                         price("DepthToSpace", m.volume, m.volume),
                     )
             return
-        made = source.space_to_depth(block)
+        unblocked = source.space_to_depth(block)
         first = Plan((Step("SpaceToDepth", ((block,),)),), price("SpaceToDepth", m.volume, m.volume))
-        if made.same_as(m):
+        if unblocked.same_as(m):
             yield first
             return
-        blocked = [dim[0].name if dim and dim[0].name else size_of(dim) for dim in made.dims]
-        for plan in _chains(blocked, _after(m, made), below):
+        blocked = [dim[0].name if dim and dim[0].name else size_of(dim) for dim in unblocked.dims]
+        for plan in _chains(blocked, _after(m, unblocked), below):
             yield Plan((*first.steps, *plan.steps), first.price + plan.price)
     except Unmappable:
         return
@@ -1047,10 +1049,10 @@ def _translated(d: Digit, radix: Sequence[tuple[int, int, int]]) -> list[Digit]:
 # Several sources
 
 
-def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]] | None:
+def pieces(m: AccessMap, maximum: int = 8) -> tuple[int, list[tuple[int, int, int]]] | None:
     """A dimension along which the sources are concatenated: its axis, and (start, count, source) of each piece.
 
-    None if there is no such dimension, or there are more than `most` pieces.
+    None if there is no such dimension, or there are more than `maximum` pieces.
     """
     low, high = m.reach
     if high >= FILL // 2:
@@ -1059,13 +1061,13 @@ def pieces(m: AccessMap, most: int = 8) -> tuple[int, list[tuple[int, int, int]]
         if any(d.name for d in dim) or not dim:
             continue
         values = offsets_of(dim)
-        least = min(values)
-        spread = (high - low) - (max(values) - least)  # of the addresses for one value of this dimension
-        if (low + spread) // _APART != low // _APART:
+        lowest = min(values)
+        span = (high - low) - (max(values) - lowest)  # of the addresses for one value of this dimension
+        if (low + span) // _APART != low // _APART:
             continue
-        sources = [(low + v - least) // _APART for v in values]
+        sources = [(low + v - lowest) // _APART for v in values]
         starts = [i for i, s in enumerate(sources) if i == 0 or s != sources[i - 1]]
-        if 1 < len(starts) <= most:
+        if 1 < len(starts) <= maximum:
             return axis, [(a, b - a, sources[a]) for a, b in pairwise([*starts, len(values)])]
     return None
 
@@ -1084,29 +1086,31 @@ def best_joined(
     shapes: Sequence[tuple[int | str, ...]], m: AccessMap, blocks: bool, scale: int = 1
 ) -> Joined:
     """The cheapest way to make a map of several sources by one chain for each. Raises Unmappable if there is none."""
-    found: list[Joined] = []
+    candidates: list[Joined] = []
     apart = AccessMap(tuple((d,) for d in m.digits), m.offset, m.filled)
-    for form in (m, apart):
+    for layout in (m, apart):
         try:
-            found.append(_joined(shapes, form, m, blocks, scale))
+            candidates.append(_joined(shapes, layout, m, blocks, scale))
         except Unmappable:
             continue
-    if not found:
+    if not candidates:
         raise Unmappable("the sources do not stand one behind the other")
-    return min(found, key=lambda j: j.price.total(scale))
+    return min(candidates, key=lambda j: j.price.total(scale))
 
 
 def _joined(
-    shapes: Sequence[tuple[int | str, ...]], form: AccessMap, m: AccessMap, blocks: bool, scale: int
+    shapes: Sequence[tuple[int | str, ...]], layout: AccessMap, m: AccessMap, blocks: bool, scale: int
 ) -> Joined:
-    """The pieces of `form`, which are `m` but for a Reshape."""
-    cut = pieces(form)
+    """The pieces of `layout`, which are `m` but for a Reshape."""
+    cut = pieces(layout)
     if cut is None:
         raise Unmappable("the sources do not stand one behind the other")
     axis, runs = cut
-    cores = [Core(source, form.slice(axis, start, count, 1).within(source)) for start, count, source in runs]
+    cores = [
+        Core(source, layout.slice(axis, start, count, 1).within(source)) for start, count, source in runs
+    ]
     parts = tuple((core.source, best(shapes[core.source], core, blocks, scale)) for core in cores)
     price_of_all = sum((plan.price for _, plan in parts), price("Concat", m.volume, m.volume))
-    chain = _Chain([extent_of(dim) for dim in form.dims], m.filled)
+    chain = _Chain([extent_of(dim) for dim in layout.dims], m.filled)
     chain.reshape([extent_of(dim) for dim in m.dims])
     return Joined(axis, parts, tuple(chain.steps), price_of_all + chain.price)

@@ -1,4 +1,4 @@
-"""Activations spelt out, and other spellings of them: Relu and its kin, Clip, sigmoids, Gelu, HardSwish."""
+"""Decomposed activations become single operators: Relu and its variants, Clip, sigmoids, Gelu, HardSwish."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewrite_rules.reading import (
     COMPARISONS,
     between,
     is_number,
-    number_beside,
+    number_for,
     number_of,
     only_reader,
     operands,
@@ -32,7 +32,7 @@ from xrlflow.rewrite import Captures, Op, Reader, Region, RegionRule, Rule, Val,
 class _Choice:
     """where(x < bound, below, above), or the same by another comparison.
 
-    `equal_below`: at the bound itself `below` is taken; `nan_below`: where x is NaN.
+    `equal_below`: at the bound itself the result is `below`; `nan_below`: the same where x is NaN.
     """
 
     x: Value
@@ -72,13 +72,13 @@ def _exponential(reader: Reader, value: Value, x: Value) -> float | None:
     for inner, c in operands(node):
         number = number_of(reader, c, inner)
         if number is not None:
-            found = _exponential(reader, inner, x)
-            return None if found is None else found * number
+            factor = _exponential(reader, inner, x)
+            return None if factor is None else factor * number
     return None
 
 
 def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | None:
-    """c, if a value is c * (exp(x) - 1), the product taken apart or not."""
+    """c, if a value is c * (exp(x) - 1) or c * exp(x) - c."""
     node = made_by(reader, value, "Add", "Sub", "Mul")
     if node is None:
         return None
@@ -87,11 +87,11 @@ def _exponential_less_one(reader: Reader, value: Value, x: Value) -> float | Non
         if number is None:
             continue
         if node.op == "Mul":
-            found = _exponential_less_one(reader, inner, x)
-            return None if found is None else found * number
-        found = _exponential(reader, inner, x)
+            factor = _exponential_less_one(reader, inner, x)
+            return None if factor is None else factor * number
+        factor = _exponential(reader, inner, x)
         less = number if node.op == "Sub" else -number
-        return found if found is not None and math.isclose(found, less, rel_tol=1e-6) else None
+        return factor if factor is not None and math.isclose(factor, less, rel_tol=1e-6) else None
     return None
 
 
@@ -121,10 +121,10 @@ class _ReplaceWhere(RegionRule, family="idioms"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         choice = _choice(reader, node)
-        found = None if choice is None else self.read(reader, choice)
-        if found is None:
+        match = None if choice is None else self.read(reader, choice)
+        if match is None:
             return None
-        inputs, data = found
+        inputs, data = match
         return Region(node.outputs, inputs, between(reader, node.outputs[0], inputs), data)
 
 
@@ -284,7 +284,7 @@ class ReplaceMaxByClip(Rule, family="idioms"):
         return op.Max(x, c)
 
     def where(self, x: Val, c: Val) -> None:
-        number_beside(c, x)
+        number_for(c, x)
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
         return op.Clip(x, c.uniform, math.inf)  # without an upper bound infinity would become a number
@@ -354,7 +354,7 @@ class ReplacePReluByLeakyRelu(Rule, family="idioms"):
         return op.PRelu(x, a)
 
     def where(self, x: Val, a: Val) -> None:
-        number_beside(a, x)
+        number_for(a, x)
 
     def target(self, op: Op, x: Val, a: Val) -> Any:
         return op.LeakyRelu(x, alpha=a.uniform)
@@ -404,7 +404,7 @@ class FuseLeakyReluFromMax(Rule, family="idioms"):
         return op.Max(x, op.Mul(x, a))
 
     def where(self, x: Val, a: Val) -> None:
-        require(0 < number_beside(a, x) < 1, "the slope is not between 0 and 1")
+        require(0 < number_for(a, x) < 1, "the slope is not between 0 and 1")
 
     def target(self, op: Op, x: Val, a: Val) -> Any:
         return op.LeakyRelu(x, alpha=a.uniform)
@@ -548,18 +548,20 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
         return None
     a, b = node.inputs
     exponent = number_of(reader, b, a) if node.op == "Pow" else None
-    left = _coefficients(reader, a, b, x, depth)
-    if left is None or (node.op == "Pow" and (exponent not in (2.0, 3.0) or len(left) != 1)):
+    coefficients = _coefficients(reader, a, b, x, depth)
+    if coefficients is None or (node.op == "Pow" and (exponent not in (2.0, 3.0) or len(coefficients) != 1)):
         return None
     if exponent is not None:
-        return {p * int(exponent): c ** int(exponent) for p, c in left.items()}
+        return {p * int(exponent): c ** int(exponent) for p, c in coefficients.items()}
     right = _coefficients(reader, b, a, x, depth)
     if right is None or (node.op == "Div" and not (right.keys() == {0} and right[0])):
         return None
-    terms = [*left.items(), *right.items()]
+    terms = [*coefficients.items(), *right.items()]
     if node.op != "Add":
         terms = [
-            (p + q, k / m if node.op == "Div" else k * m) for p, k in left.items() for q, m in right.items()
+            (p + q, k / m if node.op == "Div" else k * m)
+            for p, k in coefficients.items()
+            for q, m in right.items()
         ]
     out: dict[int, float] = {}
     for power, factor in terms:
@@ -568,10 +570,10 @@ def _polynomial(reader: Reader, value: Value, x: Value, depth: int = 6) -> dict[
 
 
 def _coefficients(
-    reader: Reader, value: Value, beside: Value, x: Value, depth: int
+    reader: Reader, value: Value, partner: Value, x: Value, depth: int
 ) -> dict[int, float] | None:
-    """A number, or a polynomial of x: one side of an operator, with `beside` on the other."""
-    number = number_of(reader, value, beside)
+    """A number, or a polynomial of x: one side of an operator, with `partner` on the other."""
+    number = number_of(reader, value, partner)
     return _polynomial(reader, value, x, depth - 1) if number is None else {0: number}
 
 
@@ -609,13 +611,13 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
         if not self._shifted(reader, node.outputs[0]):
             return None
         for x in self._leaves(reader, node.inputs[0]):
-            found = _polynomial(reader, node.inputs[0], x)
+            polynomial = _polynomial(reader, node.inputs[0], x)
             root = math.sqrt(2 / math.pi)
-            if found is None or set(found) != {1, 3}:
+            if polynomial is None or set(polynomial) != {1, 3}:
                 continue
-            if not math.isclose(found[1], root, rel_tol=1e-6):
+            if not math.isclose(polynomial[1], root, rel_tol=1e-6):
                 continue
-            require(math.isclose(found[3], root * 0.044715, rel_tol=1e-6), "the cube has another factor")
+            require(math.isclose(polynomial[3], root * 0.044715, rel_tol=1e-6), "the cube has another factor")
             out = self._product(reader, node.outputs[0], x)
             if out is not None:
                 return Region((out,), (x,), between(reader, out, (x,)))
@@ -624,15 +626,15 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
     @staticmethod
     def _leaves(reader: Reader, value: Value) -> list[Value]:
         """The values of which `value` may be a polynomial."""
-        found: dict[Value, None] = {}
+        leaves: dict[Value, None] = {}
         work = [(value, 0)]
         while work:
             at, depth = work.pop()
-            found[at] = None
+            leaves[at] = None
             node = made_by(reader, at, "Add", "Mul", "Pow", "Div") if depth < 6 else None
             if node is not None:
                 work.extend((v, depth + 1) for v in node.inputs if not reader.is_const(v))
-        return list(found)
+        return list(leaves)
 
     @staticmethod
     def _shifted(reader: Reader, at: Value) -> Value | None:
@@ -650,9 +652,9 @@ class FuseTanhGeluOfPolynomial(RegionRule, family="idioms"):
             return None
         at, power, factor = shifted, 0, 1.0
         while (step := only_reader(reader, at)) is not None and step.op == "Mul":
-            other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
-            number = number_of(reader, other, at)
-            term = {0: number} if number is not None else _polynomial(reader, other, x)
+            cofactor = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+            number = number_of(reader, cofactor, at)
+            term = {0: number} if number is not None else _polynomial(reader, cofactor, x)
             if term is None or len(term) != 1:
                 return None
             ((p, c),) = term.items()
@@ -813,8 +815,8 @@ class SplitHardSwish(Rule, family="normalisation"):
 
 def _bounds(x: Val, low: Val | None, high: Val | None) -> tuple[float, float]:
     """A bound that is absent is the type's least or greatest number, not infinite."""
-    most = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
-    return (-most if low is None else low.scalar, most if high is None else high.scalar)
+    highest = float(ml_dtypes.finfo(numpy_dtype(x.dtype)).max)  # type: ignore[no-untyped-call]
+    return (-highest if low is None else low.scalar, highest if high is None else high.scalar)
 
 
 class MergeClips(Rule, family="identity"):
@@ -831,14 +833,14 @@ class MergeClips(Rule, family="identity"):
         return op.Clip(op.Clip(x, a, b), c, d)
 
     def target(self, op: Op, x: Val, a: Val | None, b: Val | None, c: Val | None, d: Val | None) -> Any:
-        (low, high), (least, most) = _bounds(x, a, b), _bounds(x, c, d)
-        return _clip(op, x, float(np.clip(low, least, most)), float(np.clip(high, least, most)))
+        (low, high), (low2, high2) = _bounds(x, a, b), _bounds(x, c, d)
+        return _clip(op, x, float(np.clip(low, low2, high2)), float(np.clip(high, low2, high2)))
 
 
 def _clip(op: Op, x: Val, low: float, high: float) -> Any:
     """A Clip without bounds that are the default anyway."""
-    least, most = _bounds(x, None, None)
-    return op.Clip(x, None if low == least else low, None if high == most else high)
+    lowest, highest = _bounds(x, None, None)
+    return op.Clip(x, None if low == lowest else low, None if high == highest else high)
 
 
 class _ClipAndRelu(Rule, family="identity"):

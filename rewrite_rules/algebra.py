@@ -119,20 +119,20 @@ class AssociateSharedMatMuls(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        for place, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs):
             inner = reader.producer(value)
             if inner is None or inner.op != "MatMul" or inner.const:
                 continue
-            other = node.inputs[1 - place]
+            factor = node.inputs[1 - index]
             if read_once(reader, value):
                 continue  # the other rules of associativity handle it
-            if not all(_is_matrix(reader, v) for v in (*inner.inputs, other)):
+            if not all(_is_matrix(reader, v) for v in (*inner.inputs, factor)):
                 continue
-            if other in inner.inputs or _meet(reader, node.outputs[0], value):
-                fixed = [inner.inputs[1 - place], other]
+            if factor in inner.inputs or _meet(reader, node.outputs[0], value):
+                fixed = [inner.inputs[1 - index], factor]
                 if all(reader.is_const(v) for v in fixed):
-                    _worthwhile_product(*(reader.val(v) for v in (fixed if place == 0 else fixed[::-1])))
-                return Region(node.outputs, (*inner.inputs, other), (node, inner), place)
+                    _worthwhile_product(*(reader.val(v) for v in (fixed if index == 0 else fixed[::-1])))
+                return Region(node.outputs, (*inner.inputs, factor), (node, inner), index)
         return None
 
     def target(self, op: Op, region: Region, x: Val, y: Val, z: Val) -> Any:
@@ -164,20 +164,20 @@ class DistributeMatMul(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        for place, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs):
             add = reader.producer(value)
             if add is None or add.op != "Add" or add.const or not read_once(reader, value):
                 continue
-            if not all(_is_matrix(reader, v) for v in (*add.inputs, node.inputs[1 - place])):
+            if not all(_is_matrix(reader, v) for v in (*add.inputs, node.inputs[1 - index])):
                 continue
-            for own, rest in (add.inputs, add.inputs[::-1]):
+            for own, addend in (add.inputs, add.inputs[::-1]):
                 maker = reader.producer(own)
-                if maker is not None and maker.op == "MatMul" and not maker.const and rest in maker.inputs:
+                if maker is not None and maker.op == "MatMul" and not maker.const and addend in maker.inputs:
                     # No operand may broadcast along the axis that the product sums over.
-                    axis = -1 if place == 0 else -2
+                    axis = -1 if index == 0 else -2
                     sizes = [(reader.type(v).shape or ())[axis] for v in add.inputs]
                     require(sizes[0] == sizes[1] is not None, "an addend broadcasts, or a size is not known")
-                    return Region(node.outputs, (*add.inputs, node.inputs[1 - place]), (node, add), place)
+                    return Region(node.outputs, (*add.inputs, node.inputs[1 - index]), (node, add), index)
         return None
 
     def target(self, op: Op, region: Region, x: Val, y: Val, z: Val) -> Any:
@@ -227,19 +227,19 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 
 def _products(reader: Reader, concat: Node) -> list[Node] | None:
     """The products that a Concat joins, if they have one operator and no other readers."""
-    made = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
-    if len(made) != len(concat.inputs) or len(made) < 2 or len({n.op for n in made.values()}) > 1:
+    products = {v: n for v in concat.inputs if (n := made_by(reader, v, *_PRODUCTS)) is not None}
+    if len(products) != len(concat.inputs) or len(products) < 2 or len({n.op for n in products.values()}) > 1:
         return None
-    profitable(all(read_once(reader, v) for v in made), "a product is read elsewhere")
-    return list(made.values())
+    profitable(all(read_once(reader, v) for v in products), "a product is read elsewhere")
+    return list(products.values())
 
 
 def _require_alike(reader: Reader, values: Sequence[Value], axis: int) -> None:
     """Refuse shapes that are not known, or differ along other axes than `axis`."""
     shapes = [reader.val(v).shape for v in values]
     first = shapes[0]
-    place = axis % len(first)
-    rests = {(len(s), *s[:place], *s[place + 1 :]) for s in shapes}
+    index = axis % len(first)
+    rests = {(len(s), *s[:index], *s[index + 1 :]) for s in shapes}
     require(len(rests) == 1 and None not in next(iter(rests)), "the shapes differ, or are not known")
 
 
@@ -300,16 +300,20 @@ class PullProductOutOfConcat(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = _products(reader, node)
-        if made is None or len({n.inputs[1:] for n in made}) != 1 or len({n.attrs for n in made}) != 1:
+        products = _products(reader, node)
+        if (
+            products is None
+            or len({n.inputs[1:] for n in products}) != 1
+            or len({n.attrs for n in products}) != 1
+        ):
             return None
         rank = rank_of(reader, *node.inputs)
         axis = axis_of(node, rank)
-        require(_is_rows(reader, made[0], rank, axis), "the concat is not one of rows")
-        factors = tuple(n.inputs[0] for n in made)
+        require(_is_rows(reader, products[0], rank, axis), "the concat is not one of rows")
+        factors = tuple(n.inputs[0] for n in products)
         _require_alike(reader, factors, axis)
-        data = (made[0].op, made[0].attrs, len(factors), axis)
-        return Region(node.outputs, (*factors, *made[0].inputs[1:]), (node, *made), data)
+        data = (products[0].op, products[0].attrs, len(factors), axis)
+        return Region(node.outputs, (*factors, *products[0].inputs[1:]), (node, *products), data)
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         name, attrs, count, axis = region.data
@@ -348,10 +352,14 @@ class PullProductOutOfConcatOfColumns(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = _products(reader, node)
-        if made is None or len({n.inputs[0] for n in made}) != 1 or len({n.attrs for n in made}) != 1:
+        products = _products(reader, node)
+        if (
+            products is None
+            or len({n.inputs[0] for n in products}) != 1
+            or len({n.attrs for n in products}) != 1
+        ):
             return None
-        first = made[0]
+        first = products[0]
         rank = rank_of(reader, *node.inputs)
         columns = 1 if first.op == "Conv" else rank - 1
         require(axis_of(node, rank) == columns, "the concat is not one of columns")
@@ -360,21 +368,21 @@ class PullProductOutOfConcatOfColumns(RegionRule, family="algebra"):
         axis = -1
         if first.op != "MatMul":
             axis = 0 if first.op == "Conv" or first.attrs.get("transB") else 1
-        weights = tuple(n.inputs[1] for n in made)
+        weights = tuple(n.inputs[1] for n in products)
         _require_alike(reader, weights, axis)
-        biases = tuple(b for n in made for b in n.inputs[2:] if b != ABSENT)
-        require(len(biases) in (0, len(made)), "one has a bias, the other has none")
+        biases = tuple(b for n in products for b in n.inputs[2:] if b != ABSENT)
+        require(len(biases) in (0, len(products)), "one has a bias, the other has none")
         for bias, weight in zip(biases, weights):
             width = reader.val(bias).shape[-1:]
             require(width == (reader.val(weight).size(axis),), "a bias is not one number per column")
         if biases:
             _require_alike(reader, biases, -1)
         data = (first.op, first.attrs, len(weights), axis % reader.val(weights[0]).rank)
-        return Region(node.outputs, (first.inputs[0], *weights, *biases), (node, *made), data)
+        return Region(node.outputs, (first.inputs[0], *weights, *biases), (node, *products), data)
 
-    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, *factors: Val) -> Any:
         name, attrs, count, axis = region.data
-        weights, biases = given[:count], given[count:]
+        weights, biases = factors[:count], factors[count:]
         bias = concat_constants(op, biases, biases[0].rank - 1) if biases else None
         return op[name](x, concat_constants(op, weights, axis), bias, attrs=attrs)
 
@@ -406,30 +414,30 @@ class PushMatMulIntoConcat(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        for place, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs):
             concat = reader.producer(value)
             if concat is None or concat.op != "Concat" or concat.const or len(concat.inputs) < 2:
                 continue
-            other = node.inputs[1 - place]
+            factor = node.inputs[1 - index]
             rank = rank_of(reader, value)
             axis = axis_of(concat, rank)
             result = rank_of(reader, node.outputs[0])
-            if other == value or rank < 2:
+            if factor == value or rank < 2:
                 continue
-            if (axis != rank - 1) if place else not _is_rows(reader, node, result, axis):
+            if (axis != rank - 1) if index else not _is_rows(reader, node, result, axis):
                 continue
-            made = [reader.producer(v) for v in concat.inputs]
-            useful = any(n is not None and n.op == "MatMul" and not n.const for n in made)
-            folds = reader.is_const(other) and any(reader.is_const(v) for v in concat.inputs)
+            producers = [reader.producer(v) for v in concat.inputs]
+            useful = any(n is not None and n.op == "MatMul" and not n.const for n in producers)
+            folds = reader.is_const(factor) and any(reader.is_const(v) for v in concat.inputs)
             profitable(useful or folds, "no part is a product, and none becomes constant")
             profitable(read_once(reader, value), "the concat is read elsewhere")
-            data = (place, result - 1 if place else axis)
-            return Region(node.outputs, (other, *concat.inputs), (node, concat), data)
+            data = (index, result - 1 if index else axis)
+            return Region(node.outputs, (factor, *concat.inputs), (node, concat), data)
         return None
 
-    def target(self, op: Op, region: Region, other: Val, *parts: Val) -> Any:
-        place, axis = region.data
-        products = [op.MatMul(other, p) if place else op.MatMul(p, other) for p in parts]
+    def target(self, op: Op, region: Region, factor: Val, *parts: Val) -> Any:
+        index, axis = region.data
+        products = [op.MatMul(factor, p) if index else op.MatMul(p, factor) for p in parts]
         return op.Concat(*products, axis=axis)
 
 
@@ -493,37 +501,37 @@ class MergeConvsIntoGroups(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = _products(reader, node)
-        if made is None or made[0].op != "Conv":
+        convs = _products(reader, node)
+        if convs is None or convs[0].op != "Conv":
             return None
-        inputs = tuple(n.inputs[0] for n in made)
-        weights = tuple(n.inputs[1] for n in made)
-        forms = {tuple((k, v) for k, v in n.attrs.items() if k != "group") for n in made}
-        if len(forms) != 1 or len(set(inputs)) < 2:
+        inputs = tuple(n.inputs[0] for n in convs)
+        weights = tuple(n.inputs[1] for n in convs)
+        attributes = {tuple((k, v) for k, v in n.attrs.items() if k != "group") for n in convs}
+        if len(attributes) != 1 or len(set(inputs)) < 2:
             return None  # convolutions of one input are merged without groups
         rank = rank_of(reader, *node.inputs)
         require(axis_of(node, rank) == 1, "the concat is not one of channels")
         _require_alike(reader, inputs, 1)
         _require_alike(reader, weights, 0)
-        groups = [group_of(n.attrs) for n in made]
+        groups = [group_of(n.attrs) for n in convs]
         outputs = [reader.val(w).size(0) for w in weights]
-        first, *others = zip(outputs, groups)
+        first, *remaining = zip(outputs, groups)
         require(
-            all(m * first[1] == first[0] * g for m, g in others),
+            all(m * first[1] == first[0] * g for m, g in remaining),
             "a group has more output channels than another",
         )
-        biases = tuple(b for n in made for b in n.inputs[2:] if b != ABSENT)
-        require(len(biases) in (0, len(made)), "one has a bias, the other has none")
+        biases = tuple(b for n in convs for b in n.inputs[2:] if b != ABSENT)
+        require(len(biases) in (0, len(convs)), "one has a bias, the other has none")
         require(all(reader.val(b).rank == 1 for b in biases), "a bias is no vector")
-        data = (made[0].attrs, sum(groups), len(made))
-        return Region(node.outputs, (*inputs, *weights, *biases), (node, *made), data)
+        data = (convs[0].attrs, sum(groups), len(convs))
+        return Region(node.outputs, (*inputs, *weights, *biases), (node, *convs), data)
 
-    def target(self, op: Op, region: Region, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         attrs, groups, n = region.data
-        biases = given[2 * n :]
+        biases = inputs[2 * n :]
         return op.Conv(
-            op.Concat(*given[:n], axis=1),
-            concat_constants(op, given[n : 2 * n], 0),
+            op.Concat(*inputs[:n], axis=1),
+            concat_constants(op, inputs[n : 2 * n], 0),
             concat_constants(op, biases, 0) if biases else None,
             attrs=attrs,
             group=groups,
@@ -561,15 +569,15 @@ class SplitGroupsOverConcat(RegionRule, family="algebra"):
         require(sum(sizes) == own * groups, "the channels are not those of the groups, or not known")
         require(all(s and s % own == 0 for s in sizes), "a group reads several parts")
         profitable(read_once(reader, node.inputs[0]), "the concat is read elsewhere")
-        rest = tuple(v for v in node.inputs[2:] if v != ABSENT)
+        biases = tuple(v for v in node.inputs[2:] if v != ABSENT)
         width = weight.size(0) // groups
         require(width * groups == weight.size(0), "the output channels are not those of the groups")
         data = (node.attrs, tuple(s // own for s in sizes), width)
-        return Region(node.outputs, (node.inputs[1], *rest, *concat.inputs), (node, concat), data)
+        return Region(node.outputs, (node.inputs[1], *biases, *concat.inputs), (node, concat), data)
 
-    def target(self, op: Op, region: Region, w: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, w: Val, *inputs: Val) -> Any:
         attrs, groups, width = region.data
-        biases, parts = given[: -len(groups)], given[-len(groups) :]
+        biases, parts = inputs[: -len(groups)], inputs[-len(groups) :]
         cuts = [(a * width, b * width) for a, b in pairwise([0, *accumulate(groups)])]
         results = []
         for x, n, (start, stop) in zip(parts, groups, cuts):
@@ -622,10 +630,10 @@ class MergeSharedWeightConvs(RegionRule, family="algebra"):
         data = (node.attrs, tuple(sizes or ()))
         return Region(tuple(n.outputs[0] for n in nodes), (*inputs, *node.inputs[1:]), nodes, data)
 
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         attrs, sizes = region.data
         n = len(sizes)
-        y = op.Conv(op.Concat(*given[:n], axis=0), *given[n:], attrs=attrs)
+        y = op.Conv(op.Concat(*inputs[:n], axis=0), *inputs[n:], attrs=attrs)
         return op.Split(y, axis=0, sizes=sizes)
 
 
@@ -663,10 +671,10 @@ class ExchangeConcats(RegionRule, family="algebra"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        made = {v: n for v in node.inputs if (n := made_by(reader, v, "Concat")) is not None}
-        if len(made) != len(node.inputs) or len(made) < 2:
+        concats = {v: n for v in node.inputs if (n := made_by(reader, v, "Concat")) is not None}
+        if len(concats) != len(node.inputs) or len(concats) < 2:
             return None
-        inner = tuple(made.values())
+        inner = tuple(concats.values())
         counts = {len(n.inputs) for n in inner}
         if len(counts) > 1 or counts == {1}:
             return None
@@ -719,7 +727,7 @@ class PushBinaryThroughSplit(RegionRule, family="algebra"):
         total = sum(sizes)
         kinds: list[str] = []
         inputs: list[Value] = []
-        used = [node, inner]
+        matched = [node, inner]
         for v in inner.inputs:
             shape = reader.val(v).shape
             at = axis - (rank - len(shape))
@@ -735,13 +743,13 @@ class PushBinaryThroughSplit(RegionRule, family="algebra"):
             if maker is not None and parts == sizes:
                 kinds.append("parts")
                 inputs += maker.inputs
-                used.append(maker)
+                matched.append(maker)
             else:
                 kinds.append("cut" if reader.is_const(v) else "split")
                 inputs.append(v)
         profitable(kinds.count("split") < 2, "several operands would be split")
         profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
-        nodes = tuple({n.outputs[0]: n for n in used}.values())
+        nodes = tuple({n.outputs[0]: n for n in matched}.values())
         data = (inner.op, inner.attrs, rank, axis, tuple(sizes), tuple(kinds))
         return Region(node.outputs, tuple(inputs), nodes, data)
 
@@ -752,14 +760,14 @@ class PushBinaryThroughSplit(RegionRule, family="algebra"):
         at = 0
         for kind in kinds:
             v = inputs[at]
-            place = axis - (rank - v.rank)
+            own_axis = axis - (rank - v.rank)
             if kind == "parts":
                 operands.append(list(inputs[at : at + len(sizes)]))
             elif kind == "shared":
                 operands.append([v] * len(sizes))
             elif kind == "cut":
-                operands.append([slice_constant(op, v, place, a, b) for a, b in cuts])
+                operands.append([slice_constant(op, v, own_axis, a, b) for a, b in cuts])
             else:
-                operands.append(list(op.Split(v, axis=place, sizes=sizes)))
+                operands.append(list(op.Split(v, axis=own_axis, sizes=sizes)))
             at += len(sizes) if kind == "parts" else 1
-        return [op[name](*given, attrs=attrs) for given in zip(*operands)]
+        return [op[name](*arguments, attrs=attrs) for arguments in zip(*operands)]

@@ -22,15 +22,15 @@ def _at_hand(v: Val) -> bool:
     return v.const or v.value not in v.graph.producers
 
 
-def _dim(v: Val, place: int) -> Dim:
+def _dim(v: Val, index: int) -> Dim:
     """A dimension counted from the last one, as in broadcasting; 1 if there is none."""
-    return v.shape[-place] if place <= v.rank else 1
+    return v.shape[-index] if index <= v.rank else 1
 
 
 def _smaller(a: Val, b: Val, c: Val) -> bool:
     """Whether b and c broadcast to less than all three do: along some axis both have one position."""
-    places = range(1, max(v.rank for v in (a, b, c)) + 1)
-    return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in places)
+    indices = range(1, max(v.rank for v in (a, b, c)) + 1)
+    return any(_dim(b, i) == _dim(c, i) == 1 and _dim(a, i) != 1 for i in indices)
 
 
 class AssociateAdds(Rule, family="algebra"):
@@ -137,13 +137,13 @@ class PullMonotoneOutOfMax(RegionRule, family="algebra"):
         inner = [n for v in node.inputs if (n := made_by(reader, v, *MONOTONE)) is not None]
         if len(inner) != len(node.inputs) or len(set(node.inputs)) < 2:
             return None
-        form = unary_form(inner[0])
-        if not all(unary_form(n) == form for n in inner):
+        function = unary_form(inner[0])
+        if not all(unary_form(n) == function for n in inner):
             return None
         _require_rising(inner[0])
         profitable(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
         inputs = tuple(n.inputs[0] for n in inner)
-        return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *form[:2]))
+        return Region(node.outputs, inputs, tuple(dict.fromkeys((node, *inner))), (node.op, *function[:2]))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         extreme, name, attrs = region.data
@@ -336,9 +336,9 @@ class PushMulThroughConstantAdd(_TwoConstants):
 
 def _is_normal(numbers: npt.NDArray[np.float64], dtype: DType) -> npt.NDArray[np.bool_]:
     """Which numbers an element type holds with full precision (of the wide ones: as float32)."""
-    least, most = (6.2e-5, 65504.0) if dtype == DType.FLOAT16 else (1.2e-38, 3.4e38)
+    smallest, greatest = (6.2e-5, 65504.0) if dtype == DType.FLOAT16 else (1.2e-38, 3.4e38)
     size = np.abs(numbers)
-    return (size >= least) & (size <= most)
+    return (size >= smallest) & (size <= greatest)
 
 
 # Below it a quotient may overflow, or lose what it is divided from.
@@ -452,11 +452,11 @@ class RemoveExpandBeforeBroadcast(RegionRule, family="idioms"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         out = node.types[0].shape
-        for place, value in enumerate(node.inputs):
+        for index, value in enumerate(node.inputs):
             inner = made_by(reader, value, "Expand", "Tile")
             if inner is None or out is None:
                 continue
-            inputs = (*node.inputs[:place], inner.inputs[0], *node.inputs[place + 1 :])
+            inputs = (*node.inputs[:index], inner.inputs[0], *node.inputs[index + 1 :])
             if inner.op == "Tile":
                 before, after = reader.val(inner.inputs[0]).shape, reader.val(value).shape
                 once = all(a == 1 or (a is not None and a == b) for a, b in zip(before, after))

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention and rotary embeddings, spelt out, to ONNX's own operators."""
+"""Decomposed scaled dot-product attention and rotary embeddings become ONNX's own operators."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _factor(reader: Reader, value: Value) -> tuple[Value, float, Node] | None:
     node = reader.producer(value)
     if node is None or node.op not in ("Mul", "Div") or len(node.inputs) != 2:
         return None
-    places = ((0, 1), (1, 0)) if node.op == "Mul" else ((0, 1),)
-    for x, c in places:
+    orders = ((0, 1), (1, 0)) if node.op == "Mul" else ((0, 1),)
+    for x, c in orders:
         constant = node.inputs[c]
         if not reader.is_const(constant):
             continue
@@ -48,12 +48,12 @@ def _broadcasts(shape: tuple[Dim, ...], scores: tuple[Dim, ...]) -> bool:
     """
     if not 2 <= len(shape) <= len(scores):
         return False
-    (*others, rows, columns), (*lead, queries, keys) = shape, scores
+    (*batch, rows, columns), (*lead, queries, keys) = shape, scores
     if columns is None or columns != keys or rows is None:
         return False
     if rows != queries and (rows != 1 or not isinstance(queries, int)):
         return False
-    return all(m == 1 or (m is not None and m == s) for m, s in zip(others[::-1], lead[::-1]))
+    return all(m == 1 or (m is not None and m == s) for m, s in zip(batch[::-1], lead[::-1]))
 
 
 # A scale that float32 holds with all its bits, and so does its root, by which ONNX Runtime multiplies queries and keys.
@@ -64,7 +64,7 @@ _ABOVE_LEAST = float(np.nextafter(np.finfo(np.float32).min, np.float32(0)))
 
 @dataclass(slots=True)
 class _Passed:
-    """What was passed on the way from the softmax to the queries and keys: `inner` values are read once."""
+    """The nodes between the softmax and the queries and keys, and their values. `inner` values are read once."""
 
     reader: Reader
     nodes: list[Node]
@@ -86,10 +86,10 @@ class _Passed:
         return value
 
     def unscaled(self, value: Value) -> Value:
-        """What constants scale, in any number of steps, to a value."""
-        while (found := _factor(self.reader, value)) is not None:
-            self._pass(found[2], value)
-            value, number, _ = found
+        """The value without the constants that it is multiplied with, in any number of steps."""
+        while (factor := _factor(self.reader, value)) is not None:
+            self._pass(factor[2], value)
+            value, number, _ = factor
             self.scale *= number
         return value
 
@@ -100,7 +100,7 @@ class _Passed:
         self._pass(node, value)
         return node
 
-    def unturned(self, value: Value, grouped: bool) -> tuple[_Keys, tuple[int, ...]]:
+    def untransposed(self, value: Value, grouped: bool) -> tuple[_Keys, tuple[int, ...]]:
         """The keys, if a value is their transpose, with the permutation that makes them [batch, heads, keys, size]."""
         perm: tuple[int, ...] = (0, 1, 3, 2)
         keys = _Keys(value)
@@ -116,9 +116,9 @@ class _Passed:
                 grouped
                 and keys.repeats == 1
                 and perm[:2] == (0, 1)
-                and (found := self.unrepeated(scaled)) is not None
+                and (unrepeated := self.unrepeated(scaled)) is not None
             ):
-                keys = found
+                keys = unrepeated
             else:
                 return replace(keys, value=scaled), perm
 
@@ -128,15 +128,15 @@ class _Passed:
         expand = None if expand is None else made_by(self.reader, expand.inputs[0], "Expand")
         if expand is None:
             return None
-        whole, parts = self.reader.type(value).shape, expand.types[0].shape
+        shape, parts = self.reader.type(value).shape, expand.types[0].shape
         before = self.reader.type(expand.inputs[0]).shape
-        if whole is None or parts is None or len(whole) != 4 or len(parts) != 5:
+        if shape is None or parts is None or len(shape) != 4 or len(parts) != 5:
             return None
-        batch, heads, repeats, *rest = parts
+        batch, heads, repeats, *inner = parts
         if not (isinstance(heads, int) and isinstance(repeats, int) and repeats > 1):
             return None
-        if not same_dims(before, (batch, heads, 1, *rest)) or not same_dims(
-            whole, (batch, heads * repeats, *rest)
+        if not same_dims(before, (batch, heads, 1, *inner)) or not same_dims(
+            shape, (batch, heads * repeats, *inner)
         ):
             return None
         reshape = self.reader.producer(value)
@@ -164,8 +164,8 @@ _MOST_MASKS = 2
 
 def _is_product(reader: Reader, value: Value, masks: int) -> bool:
     """Whether a value is a matrix product, scaled and with less than so many masks added."""
-    while (found := _factor(reader, value)) is not None:
-        value = found[0]
+    while (factor := _factor(reader, value)) is not None:
+        value = factor[0]
     node = reader.producer(value)
     if node is None:
         return False
@@ -209,7 +209,7 @@ class _FuseAttention(RegionRule, family="attention"):
         if product is None:
             return None
         q = passed.unscaled(product.inputs[0])
-        k, perm = passed.unturned(product.inputs[1], grouped)
+        k, perm = passed.untransposed(product.inputs[1], grouped)
         v = (passed.unrepeated(last.inputs[1]) if grouped else None) or _Keys(last.inputs[1])
         if k.repeats != v.repeats:
             return None
@@ -469,8 +469,8 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
         if node.types[0].rank != 4:
             return None
         for straight, crossed in operands(node):
-            for turned, sine in operands(made_by(reader, crossed, "Mul")):
-                x = self._turned(reader, turned)
+            for rotated, sine in operands(made_by(reader, crossed, "Mul")):
+                x = self._rotated(reader, rotated)
                 if x is None:
                     continue
                 for same, cosine in operands(made_by(reader, straight, "Mul")):
@@ -481,7 +481,7 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
         return None
 
     @staticmethod
-    def _turned(reader: Reader, value: Value) -> Value | None:
+    def _rotated(reader: Reader, value: Value) -> Value | None:
         """[x1|x2], if a value is [-x2|x1]."""
         concat = made_by(reader, value, "Concat")
         if concat is None or len(concat.inputs) != 2 or axis_of(concat, 4) != 3:
@@ -489,22 +489,24 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
         neg = made_by(reader, concat.inputs[0], "Neg")
         first = piece(reader, concat.inputs[1])
         second = None if neg is None else piece(reader, neg.inputs[0])
-        if first is None or second is None or not first.kept or not second.kept:
+        if first is None or second is None or not first.keeps_axis or not second.keeps_axis:
             return None
         halves = (first.start, first.length, second.start) == (0, second.length, first.length)
         same = first.source == second.source and first.axis == second.axis == 3
-        whole = reader.type(first.source).shape
+        shape = reader.type(first.source).shape
         return (
-            first.source if same and halves and whole is not None and whole[3] == 2 * first.length else None
+            first.source if same and halves and shape is not None and shape[3] == 2 * first.length else None
         )
 
     @staticmethod
     def _check(reader: Reader, x: Value, cosine: Value, sine: Value) -> None:
         """Refuse angles that RotaryEmbedding does not take."""
         shape = reader.type(x).shape or ()
-        wanted = (shape[0], 1, shape[2], shape[3])
+        expected = (shape[0], 1, shape[2], shape[3])
         for angle in (cosine, sine):
-            require(same_dims(reader.type(angle).shape, wanted), "the angles are not those of each position")
+            require(
+                same_dims(reader.type(angle).shape, expected), "the angles are not those of each position"
+            )
             require(_twice(reader, angle), "the two halves have other angles")
 
     def target(self, op: Op, region: Region, x: Val, cosine: Val, sine: Val) -> Any:

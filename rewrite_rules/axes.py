@@ -22,7 +22,7 @@ def front(axis: int, rank: int) -> int:
 
 
 def fronts(axes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """Axes counted from the front; refuses repeated ones, of which ONNX does not say what they mean."""
+    """Axes counted from the front; refuses repeated ones, whose meaning ONNX does not define."""
     out = tuple(front(a, rank) for a in axes)
     profitable(len(set(out)) == len(out), "an axis is repeated")
     return out
@@ -48,7 +48,7 @@ def is_identity(perm: Sequence[int]) -> bool:
 
 
 def int_attr(node: Node, name: str, default: int) -> int:
-    """An integer attribute, or what it is by default."""
+    """An integer attribute, or its default."""
     value = node.attrs.get(name, default)
     assert isinstance(value, int)
     return value
@@ -62,8 +62,8 @@ def perm_of(node: Node, rank: int) -> tuple[int, ...]:
 
 def rank_of(reader: Reader, *values: Value) -> int:
     """The common rank of values; refuses where it is unknown or differs."""
-    first, *others = [reader.val(v).rank for v in values]
-    require(all(rank == first for rank in others), "ranks differ")
+    first, *more = [reader.val(v).rank for v in values]
+    require(all(rank == first for rank in more), "ranks differ")
     return first
 
 
@@ -74,25 +74,23 @@ def ints_input(reader: Reader, node: Node, index: int) -> tuple[int, ...] | None
     return reader.val(node.inputs[index]).ints
 
 
-def known(found: T | None, reason: str) -> T:
-    """The found value. Refuses the match if it is None."""
-    if found is None:
+def required(value: T | None, reason: str) -> T:
+    """The value. Refuses the match if it is None."""
+    if value is None:
         raise Refused(reason)
-    return found
+    return value
 
 
 def slice_numbers(reader: Reader, node: Node, rank: int) -> list[tuple[int, int, int, int]]:
-    """What a Slice takes: axis from the front, start, end (see `slice_ends`) and step; refuses what is not constant."""
+    """The axes (from the front), starts, ends (see `slice_ends`) and steps of a Slice; refuses what is not constant."""
     starts, ends, axes, steps = (ints_input(reader, node, i) for i in range(1, 5))
-    starts, ends = known(starts, "a start is left out"), known(ends, "an end is left out")
+    starts, ends = required(starts, "a start is left out"), required(ends, "an end is left out")
     steps = steps or (1,) * len(starts)
-    places = fronts(range(len(starts)) if axes is None else axes, rank)
-    profitable(
-        len(places) == len(starts) == len(ends) == len(steps), "the numbers of a slice are not as many"
-    )
+    axes_ = fronts(range(len(starts)) if axes is None else axes, rank)
+    profitable(len(axes_) == len(starts) == len(ends) == len(steps), "the numbers of a slice are not as many")
     if any(s < 0 for s in steps):
         ends = slice_ends(ends, steps)
-    return list(zip(places, starts, ends, steps))
+    return list(zip(axes_, starts, ends, steps))
 
 
 def slice_ends(ends: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:

@@ -135,10 +135,12 @@ class Loop:
         return self._axes("scan_output", len(self.collected))
 
     def _axes(self, name: str, count: int) -> tuple[tuple[int, int], ...]:
-        axes, ways = (self.node.attrs.get(f"{name}_{what}", (0,) * count) for what in ("axes", "directions"))
+        axes, directions = (
+            self.node.attrs.get(f"{name}_{what}", (0,) * count) for what in ("axes", "directions")
+        )
         assert isinstance(axes, tuple)
-        assert isinstance(ways, tuple)
-        return tuple(zip(axes, ways))  # type: ignore[arg-type]
+        assert isinstance(directions, tuple)
+        return tuple(zip(axes, directions))  # type: ignore[arg-type]
 
     def region(self, data: Any = None) -> Region:
         captured = self.node.inputs[len(self.node.explicit_inputs) :]
@@ -148,10 +150,10 @@ class Loop:
         """Whether a value of the body is constant."""
         return value not in self.graph.inputs and self.graph.type(value).const
 
-    def parts(self, given: Sequence[Val | None]) -> Parts:
+    def parts(self, inputs: Sequence[Val | None]) -> Parts:
         """The loop's parts, with the values that a region's target gets."""
         types = self.node.types
-        vals = [v for v in given[self.lead :] if v is not None]
+        vals = [v for v in inputs[self.lead :] if v is not None]
         initial, sequences = vals[: self.states], vals[self.states : self.states + self.scans]
         states = [State(*s) for s in zip(initial, self.before, self.after, types)]
         scans = [Scanned(v, e, *a) for v, e, a in zip(sequences, self.elements, self.scan_axes)]
@@ -215,7 +217,7 @@ def taken_apart(region: Region) -> Loop:
     return loop
 
 
-def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) -> list[Val]:
+def put_together(op: Op, loop: Loop, parts: Parts, inputs: Sequence[Val | None]) -> list[Val]:
     """Build the loop of these parts. Returns its final states and collected outputs.
 
     Sequences and captured values that no step reads any more are left out.
@@ -224,11 +226,11 @@ def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) 
     outputs = parts.outputs(loop)
     scans = parts.scans
     if loop.scans:
-        read = {v for n in needed(graph, outputs) for v in n.inputs} | set(outputs)
-        scans = [s for s in scans if s.element in read] or scans[
+        read_values = {v for n in needed(graph, outputs) for v in n.inputs} | set(outputs)
+        scans = [s for s in scans if s.element in read_values] or scans[
             :1
         ]  # at least one must give the number of steps
-    lead = list(given[: loop.lead])
+    lead = list(inputs[: loop.lead])
     formals = (
         *loop.graph.inputs[: loop.lead],
         *(s.before for s in parts.states),
@@ -249,10 +251,10 @@ def put_together(op: Op, loop: Loop, parts: Parts, given: Sequence[Val | None]) 
         }
         attrs.update({k: v for k, v in listed.items() if any(v)})
     explicit = [*lead, *(s.initial for s in parts.states), *(s.sequence for s in scans)]
-    made = op[loop.node.op](
+    results = op[loop.node.op](
         *with_condition(op, explicit, captured), *captured, attrs=Attrs(attrs), declared=declared
     )
-    return [made] if len(declared) == 1 else list(made)
+    return [results] if len(declared) == 1 else list(results)
 
 
 def with_condition(op: Op, explicit: Sequence[Val | None], captured: Sequence[Val]) -> list[Val | None]:
@@ -265,14 +267,14 @@ def with_condition(op: Op, explicit: Sequence[Val | None], captured: Sequence[Va
 
 def needed(graph: Graph, outputs: Sequence[Value]) -> list[Node]:
     """The nodes of a graph on which these values depend."""
-    found: dict[Value, Node] = {}
+    nodes: dict[Value, Node] = {}
     work = list(outputs)
     while work:
         node = graph.producers.get(work.pop())
-        if node is not None and node.id not in found:
-            found[node.id] = node
+        if node is not None and node.id not in nodes:
+            nodes[node.id] = node
             work.extend(node.inputs)
-    return list(found.values())
+    return list(nodes.values())
 
 
 def with_captured(
@@ -289,10 +291,10 @@ def with_captured(
         if val.const and val.value > 0 and inside in (*graph.uses, *graph.outputs):
             graph = _bound(graph, val, inside)
     nodes = needed(graph, graph.outputs)
-    read = {v for n in nodes for v in n.inputs} | set(graph.outputs)
-    kept = {inside: val for val, inside in captured if inside in read}
-    body = Graph.make(nodes, (*formals, *kept), graph.outputs, graph.leaves)
-    return Body(body, tuple(kept), name), list(kept.values())
+    read_values = {v for n in nodes for v in n.inputs} | set(graph.outputs)
+    remaining = {inside: val for val, inside in captured if inside in read_values}
+    body = Graph.make(nodes, (*formals, *remaining), graph.outputs, graph.leaves)
+    return Body(body, tuple(remaining), name), list(remaining.values())
 
 
 def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
@@ -302,8 +304,8 @@ def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
     for value in (val.value, *(v for n in nodes for v in n.inputs)):
         if value in outer.leaves.consts and value not in outer.producers:
             _share(outer, graph, value)
-    made = [n for n in nodes if n.id not in graph.producers]
-    return apply_edit(graph, propagated(graph, plan_edit(graph, "bind", made, {inside: val.value})))[0]
+    added = [n for n in nodes if n.id not in graph.producers]
+    return apply_edit(graph, propagated(graph, plan_edit(graph, "bind", added, {inside: val.value})))[0]
 
 
 def _share(source: Graph, target: Graph, value: Value) -> None:
@@ -329,28 +331,28 @@ class Outside:
         self.op = op
         self.graph = graph
         self.around = around
-        self.known = dict(known)
+        self.values = dict(known)
         self.sizes_only = sizes_only
 
     def __call__(self, value: Value) -> Val:
         """The value outside. Copies the node or constant that makes it, if the value is not known yet."""
-        found = self.known.get(value)
-        if found is not None:
-            return found
+        val = self.values.get(value)
+        if val is not None:
+            return val
         node = self.graph.producers.get(value)
         if node is not None:
             self.copy(node)
         else:
             _share(self.graph, self.around, value)
-            self.known[value] = Val(self.around, value, self.around.leaves.types[value])
-        return self.known[value]
+            self.values[value] = Val(self.around, value, self.around.leaves.types[value])
+        return self.values[value]
 
     def copy(self, node: Node) -> None:
         """Copy a node of the body to the outside."""
         inputs = [None if v == ABSENT else self(v) for v in node.inputs]
         types = [_sizes(t) for t in node.types] if self.sizes_only else node.types
-        made = self.op[node.op](*inputs, attrs=node.attrs, declared=types)
-        self.known.update(zip(node.outputs, made if len(node.outputs) > 1 else (made,)))
+        results = self.op[node.op](*inputs, attrs=node.attrs, declared=types)
+        self.values.update(zip(node.outputs, results if len(node.outputs) > 1 else (results,)))
 
 
 def _sizes(type: TensorType) -> TensorType:
@@ -360,9 +362,9 @@ def _sizes(type: TensorType) -> TensorType:
     return TensorType(type.dtype, dims, type.const, type.other)
 
 
-def around(given: Sequence[Val | None]) -> Graph:
+def around(inputs: Sequence[Val | None]) -> Graph:
     """The graph that contains a match."""
-    return next(v.graph for v in given if v is not None)
+    return next(v.graph for v in inputs if v is not None)
 
 
 def bodies(node: Node) -> Iterator[tuple[str, Body]]:
@@ -390,12 +392,12 @@ def through_identity(graph: Graph, value: Value) -> Value:
 
 def without_nodes(graph: Graph, nodes: Sequence[Node]) -> Graph:
     """A graph without these nodes; their results come from outside under the same names."""
-    gone = {n.id for n in nodes}
+    removed = {n.id for n in nodes}
     for node in nodes:
         for value, type in zip(node.outputs, node.types):
             graph.leaves.types.setdefault(value, type)
     return Graph.make(
-        [n for n in graph.nodes() if n.id not in gone], graph.inputs, graph.outputs, graph.leaves
+        [n for n in graph.nodes() if n.id not in removed], graph.inputs, graph.outputs, graph.leaves
     )
 
 
@@ -411,6 +413,6 @@ def made_outside(graph: Graph, value: Value, type: TensorType) -> Val:
     return Val(graph, name, graph.leaves.types[name])
 
 
-def put_in_place(op: GraphBuilder, value: Value, made: Any) -> Graph:
-    """The builder's graph, with `made` in the place of a value."""
-    return apply_edit(op.graph, op.edit("hoist", [value], [made]))[0]
+def put_in_place(op: GraphBuilder, value: Value, replacement: Any) -> Graph:
+    """The builder's graph, with `replacement` in the place of a value."""
+    return apply_edit(op.graph, op.edit("hoist", [value], [replacement]))[0]

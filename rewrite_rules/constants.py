@@ -34,16 +34,16 @@ def concat_constants(op: Op, parts: Sequence[Val], axis: int) -> Any:
     """The concatenation of the parts; the constant that they were cut out of, if they cover it."""
     first = _producer(parts[0])
     if first is not None and first.op == "Slice":
-        whole = Val(parts[0].graph, first.inputs[0], parts[0].graph.type(first.inputs[0]))
+        source = Val(parts[0].graph, first.inputs[0], parts[0].graph.type(first.inputs[0]))
         ends = list(accumulate(p.size(axis) for p in parts))
         starts = [0, *ends[:-1]]
         cuts = list(zip(parts, starts, ends))
         if (
-            whole.rank == parts[0].rank
-            and whole.size(axis) == ends[-1]
-            and all(_is_slice(part, whole, axis, start, stop) for part, start, stop in cuts)
+            source.rank == parts[0].rank
+            and source.size(axis) == ends[-1]
+            and all(_is_slice(part, source, axis, start, stop) for part, start, stop in cuts)
         ):
-            return whole
+            return source
     return op.Concat(*parts, axis=axis)
 
 
@@ -53,26 +53,26 @@ def cut_order(parts: Sequence[Val]) -> list[int]:
     Callers that join the same parts (for instance in each time step) so get the same constant.
     """
     by_value = sorted(range(len(parts)), key=lambda i: parts[i].value)
-    places = []
+    positions = []
     for part in parts:
         node = _producer(part)
         start = part.graph.const(node.inputs[1]) if node is not None and node.op == "Slice" else None
         if node is None or start is None or start.array is None or start.array.size != 1:
             return by_value
-        places.append((node.inputs[0], int(start.array.reshape(()))))
-    if len({source for source, _ in places}) != 1:
+        positions.append((node.inputs[0], int(start.array.reshape(()))))
+    if len({source for source, _ in positions}) != 1:
         return by_value
-    return sorted(range(len(parts)), key=lambda i: places[i][1])
+    return sorted(range(len(parts)), key=lambda i: positions[i][1])
 
 
-def _is_slice(part: Val, whole: Val, axis: int, start: int, stop: int) -> bool:
+def _is_slice(part: Val, source: Val, axis: int, start: int, stop: int) -> bool:
     """Whether a constant is whole[start:stop] as `slice_constant` writes it."""
     node = _producer(part)
-    if node is None or node.op != "Slice" or node.inputs[0] != whole.value or len(node.inputs) != 4:
+    if node is None or node.op != "Slice" or node.inputs[0] != source.value or len(node.inputs) != 4:
         return False
     consts = [part.graph.const(v) for v in node.inputs[1:]]
     arrays = [None if c is None else c.array for c in consts]
     return all(
-        a is not None and a.shape == (1,) and int(a[0]) == wanted
-        for a, wanted in zip(arrays, (start, stop, axis))
+        a is not None and a.shape == (1,) and int(a[0]) == expected
+        for a, expected in zip(arrays, (start, stop, axis))
     )

@@ -76,10 +76,10 @@ class InlineConstantIf(RegionRule, family="control"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        known = known_condition(reader.graph, node.inputs[0])
-        if known is None:
+        condition = known_condition(reader.graph, node.inputs[0])
+        if condition is None:
             return None
-        body, captured = _branches(node)[known]
+        body, captured = _branches(node)[condition]
         require(repeats(body.graph), "the branch is random")
         return Region(node.outputs, (node.inputs[0], *captured), (node,), body)
 
@@ -97,12 +97,12 @@ def _inlined(op: Op, body: Body, graph: Graph, captured: Sequence[Val]) -> list[
 
 def _branches(node: Node) -> dict[bool, tuple[Body, tuple[Value, ...]]]:
     """The branches of an If by its condition, each with what it captures."""
-    found: dict[bool, tuple[Body, tuple[Value, ...]]] = {}
+    branches: dict[bool, tuple[Body, tuple[Value, ...]]] = {}
     at = len(node.explicit_inputs)
     for name, body in bodies(node):
-        found[name == "then_branch"] = body, node.inputs[at : at + len(body.captured)]
+        branches[name == "then_branch"] = body, node.inputs[at : at + len(body.captured)]
         at += len(body.captured)
-    return found
+    return branches
 
 
 class DropFailingBranch(RegionRule, family="control"):
@@ -153,9 +153,9 @@ class DropFailingBranch(RegionRule, family="control"):
         if ranks[0] == ranks[1]:
             return None
         below = _below(reader, node)
-        for taken in (True, False):
-            body, captured = branches[not taken]
-            if _leads_to_an_error(reader.graph, node, taken, below):
+        for choice in (True, False):
+            body, captured = branches[not choice]
+            if _leads_to_an_error(reader.graph, node, choice, below):
                 require(repeats(body.graph), "the branch is random")
                 return Region(node.outputs, (node.inputs[0], *captured), (node,), body)
         return None
@@ -170,55 +170,57 @@ _MOST_BELOW, _MOST_SEEN, _MOST_DECIDED = 256, 512, 16
 
 def _below(reader: Reader, node: Node) -> list[Value]:
     """Ids of the nodes that depend on a node, nearest first."""
-    found: dict[Value, None] = {}
+    ids: dict[Value, None] = {}
     work = [node]
     for at in work:
         for value in at.outputs:
             for user in reader.users(value):
-                if user.id not in found and len(found) < _MOST_BELOW:
-                    found[user.id] = None
+                if user.id not in ids and len(ids) < _MOST_BELOW:
+                    ids[user.id] = None
                     work.append(user)
-    return list(found)
+    return list(ids)
 
 
-def _leads_to_an_error(graph: Graph, node: Node, taken: bool, below: Sequence[Value]) -> bool:
+def _leads_to_an_error(graph: Graph, node: Node, branch: bool, below: Sequence[Value]) -> bool:
     """Whether a node that always runs refuses its inputs if this branch is taken."""
-    after = _taking(graph, node, taken)
+    after = _taking(graph, node, branch)
     if after is None:
         return False
     work = [v for v in below if v in after.producers]
-    seen = set(work)
+    visited = set(work)
     decided = 0
     for value in work:
         inner = after.producers.get(value)
         if inner is None:
             continue
         choice = known_condition(after, inner.inputs[0]) if inner.op == "If" else None
-        chosen = _taking(after, inner, choice) if choice is not None and decided < _MOST_DECIDED else None
-        if chosen is not None:
-            before, after = after, chosen
+        decided_graph = (
+            _taking(after, inner, choice) if choice is not None and decided < _MOST_DECIDED else None
+        )
+        if decided_graph is not None:
+            before, after = after, decided_graph
             decided += 1
             new = [v for v, n in after.producers.items() if before.producers.get(v) is not n]
             work += new
-            seen.update(new)
+            visited.update(new)
             continue
         if _is_refused(after, inner):
             return True
-        more = [u.id for v in inner.outputs for u in after.users(v) if u.id not in seen]
-        if len(seen) < _MOST_SEEN:
+        more = [u.id for v in inner.outputs for u in after.users(v) if u.id not in visited]
+        if len(visited) < _MOST_SEEN:
             work += more
-            seen.update(more)
+            visited.update(more)
     return False
 
 
-def _taking(graph: Graph, node: Node, taken: bool) -> Graph | None:
+def _taking(graph: Graph, node: Node, branch: bool) -> Graph | None:
     """The graph with this branch always taken, and its types inferred again; None if the types contradict those that
     the file declares for the results."""
-    body, captured = _branches(node)[taken]
+    body, captured = _branches(node)[branch]
     op = GraphBuilder(graph)
     try:
-        made = _inlined(op, body, graph, [Val(graph, v, graph.type(v)) for v in captured])
-        return apply_edit(graph, op.edit("assume", node.outputs, made))[0]
+        results = _inlined(op, body, graph, [Val(graph, v, graph.type(v)) for v in captured])
+        return apply_edit(graph, op.edit("assume", node.outputs, results))[0]
     except (Refused, RuleError):
         return None
 
@@ -360,7 +362,7 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
             return None
         starts = loop.has_a_step(reader)
         fixed = set(loop.body.captured)
-        moved: list[Node] = []
+        invariants: list[Node] = []
         for inner in loop.graph.topological():
             if inner.const or not is_deterministic(inner.op) or inner.op in _QUANTISING:
                 continue
@@ -369,20 +371,20 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
             if inner.types[0].dtype == DType.UNDEFINED:  # and so are those of other outputs
                 continue
             if starts or (inner.op in _TOTAL and not _may_divide_by_zero(inner)):
-                moved.append(inner)
+                invariants.append(inner)
                 fixed.update(inner.outputs)
-        return loop.region(tuple(moved)) if moved else None
+        return loop.region(tuple(invariants)) if invariants else None
 
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         loop = taken_apart(region)
-        parts = loop.parts(given)
-        outside = Outside(op, loop.graph, around(given), {inside: v for v, inside in parts.captured})
-        moved: tuple[Node, ...] = region.data
-        for node in moved:
+        parts = loop.parts(inputs)
+        outside = Outside(op, loop.graph, around(inputs), {inside: v for v, inside in parts.captured})
+        invariants: tuple[Node, ...] = region.data
+        for node in invariants:
             outside.copy(node)
-        parts.graph = without_nodes(loop.graph, moved)
-        parts.captured += [(outside.known[v], v) for node in moved for v in node.outputs]
-        return put_together(op, loop, parts, given)
+        parts.graph = without_nodes(loop.graph, invariants)
+        parts.captured += [(outside.values[v], v) for node in invariants for v in node.outputs]
+        return put_together(op, loop, parts, inputs)
 
 
 class UnrollLoop(RegionRule, family="control"):
@@ -439,16 +441,16 @@ class UnrollLoop(RegionRule, family="control"):
         profitable(small, "it is too large to unroll")
         return loop.region(max(steps, 0))
 
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         loop = taken_apart(region)
-        graph, parts = loop.graph, loop.parts(given)
+        graph, parts = loop.graph, loop.parts(inputs)
         states = [s.initial for s in parts.states]
         collected: list[list[Any]] = [[] for _ in parts.collected]
         for step in range(region.data):
-            known = {inside: v for v, inside in parts.captured} | dict(zip(loop.before, states))
-            known[graph.inputs[0]] = op.Identity(np.array(step, np.int64))
-            known[graph.inputs[1]] = op.Identity(np.array(True))
-            outside = Outside(op, graph, around(given), known, sizes_only=True)
+            values = {inside: v for v, inside in parts.captured} | dict(zip(loop.before, states))
+            values[graph.inputs[0]] = op.Identity(np.array(step, np.int64))
+            values[graph.inputs[1]] = op.Identity(np.array(True))
+            outside = Outside(op, graph, around(inputs), values, sizes_only=True)
             states = [outside(s.after) for s in parts.states]
             for column, c in zip(collected, parts.collected):
                 column.append(op.Unsqueeze(outside(c.value), [0]))
@@ -513,14 +515,14 @@ class _Lanes:
             return None
         lane = lanes.pop()
         graph = self.loop.graph
-        others = [graph.type(v).rank for v in node.inputs if v != ABSENT and v not in self.of]
+        other_ranks = [graph.type(v).rank for v in node.inputs if v != ABSENT and v not in self.of]
         if node.op in UNARY:
             return lane if node.inputs[0] in self.of else None
         if node.op in BROADCAST:
-            low = all(r is not None and r <= lane.rank for r in others)
+            low = all(r is not None and r <= lane.rank for r in other_ranks)
             return lane if low and not _may_divide_by_zero(node) else None
         if node.op == "Concat":
-            return lane if not others else None
+            return lane if not other_ranks else None
         return lane if self._is_product(node, lane) and node.inputs[0] in self.of else None
 
     def _is_product(self, node: Node, lane: _Lane) -> bool:
@@ -560,20 +562,20 @@ class _Lanes:
 
     def read_by_the_rest(self, graph: Graph, outputs: Sequence[Value]) -> list[Value]:
         """The values computed for all steps at once that the rest of the body reads, or that are its outputs."""
-        made = {n.outputs[0] for n in self.nodes}
-        found: dict[Value, None] = {}
-        seen: set[Value] = set()
+        computed = {n.outputs[0] for n in self.nodes}
+        values: dict[Value, None] = {}
+        visited: set[Value] = set()
         work = list(outputs)
         while work:
             value = work.pop()
-            if value in made:
-                found[value] = None
+            if value in computed:
+                values[value] = None
                 continue
             node = graph.producers.get(value)
-            if node is not None and node.id not in seen:
-                seen.add(node.id)
+            if node is not None and node.id not in visited:
+                visited.add(node.id)
                 work.extend(node.inputs)
-        return list(found)
+        return list(values)
 
 
 class _Stacked:
@@ -586,7 +588,7 @@ class _Stacked:
 
     def run(self) -> None:
         for node in self.lanes.nodes:
-            self.outside.known[node.outputs[0]] = self._made(node, self.lanes.of[node.outputs[0]])
+            self.outside.values[node.outputs[0]] = self._made(node, self.lanes.of[node.outputs[0]])
 
     def _made(self, node: Node, lane: _Lane) -> Val:
         op = self.op
@@ -608,13 +610,13 @@ class _Stacked:
         """An operand outside the loop. It gets a dimension of 1 for the steps if broadcasting would misalign it."""
         if value == ABSENT:
             return None
-        found = self.outside(value)
+        val = self.outside(value)
         if value in self.lanes.of:
-            return found
+            return val
         behind = lane.rank - lane.axis
-        if found.rank <= behind:
-            return found
-        return self.op.Unsqueeze(found, [found.rank - behind])  # type: ignore[no-any-return]
+        if val.rank <= behind:
+            return val
+        return self.op.Unsqueeze(val, [val.rank - behind])  # type: ignore[no-any-return]
 
     def of_cut(self, cut: _Cut) -> Val:
         """The contribution of the parts in the lane to a product."""
@@ -716,20 +718,20 @@ class HoistOutOfScan(RegionRule, family="control"):
         lanes.collect()
         return loop.region() if lanes.nodes or lanes.cuts else None
 
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         loop = taken_apart(region)
-        parts, reader = loop.parts(given), Reader(around(given))
+        parts, reader = loop.parts(inputs), Reader(around(inputs))
         lanes = _scan_lanes(reader, loop)
         lanes.collect()
-        known = {inside: v for v, inside in parts.captured} | {s.element: s.sequence for s in parts.scans}
-        outside = Outside(op, loop.graph, around(given), known)
+        values = {inside: v for v, inside in parts.captured} | {s.element: s.sequence for s in parts.scans}
+        outside = Outside(op, loop.graph, around(inputs), values)
         stacked = _Stacked(op, lanes, outside)
         stacked.run()
         direct: dict[int, Val] = {}
         for i, c in enumerate(parts.collected):
             lane = lanes.of.get(c.value)
             if lane is not None and (c.axis % (lane.rank + 1), c.backwards) == (lane.axis, lane.backwards):
-                direct[i] = outside.known[c.value]
+                direct[i] = outside.values[c.value]
         everything = parts.collected
         parts.collected = [c for i, c in enumerate(everything) if i not in direct]
         graph = loop.graph
@@ -739,15 +741,15 @@ class HoistOutOfScan(RegionRule, family="control"):
             graph = put_in_place(inner, out, inner.Add(_rest_of(cut, inner), element))
             parts.scans.append(Scanned(stacked.of_cut(cut), element.value, cut.lane.axis, cut.lane.backwards))
         parts.graph = graph
-        read = lanes.read_by_the_rest(graph, parts.outputs(loop))
+        read_values = lanes.read_by_the_rest(graph, parts.outputs(loop))
         parts.graph = without_nodes(graph, [n for n in lanes.nodes if n.id in graph.producers])
-        for value in read:
+        for value in read_values:
             lane = lanes.of[value]
-            parts.scans.append(Scanned(outside.known[value], value, lane.axis, lane.backwards))
-        made_all = put_together(op, loop, parts, given)
-        rest = iter(made_all[len(parts.states) :])
-        collected = [direct[i] if i in direct else next(rest) for i in range(len(everything))]
-        return [*made_all[: len(parts.states)], *collected]
+            parts.scans.append(Scanned(outside.values[value], value, lane.axis, lane.backwards))
+        results = put_together(op, loop, parts, inputs)
+        remaining = iter(results[len(parts.states) :])
+        collected = [direct[i] if i in direct else next(remaining) for i in range(len(everything))]
+        return [*results[: len(parts.states)], *collected]
 
 
 def _scan_lanes(reader: Reader, loop: Loop) -> _Lanes:
@@ -816,30 +818,30 @@ class HoistOutOfLoop(RegionRule, family="control"):
         lanes.collect()
         return loop.region() if lanes.nodes or lanes.cuts else None
 
-    def target(self, op: Op, region: Region, *given: Val | None) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         loop = taken_apart(region)
-        parts, lanes = loop.parts(given), _loop_lanes(loop)
-        outside = Outside(op, loop.graph, around(given), {inside: v for v, inside in parts.captured})
+        parts, lanes = loop.parts(inputs), _loop_lanes(loop)
+        outside = Outside(op, loop.graph, around(inputs), {inside: v for v, inside in parts.captured})
         for value in lanes.of:
-            outside.known[value] = outside(loop.graph.producers[value].inputs[0])
+            outside.values[value] = outside(loop.graph.producers[value].inputs[0])
         lanes.collect()
         stacked = _Stacked(op, lanes, outside)
         stacked.run()
         graph = loop.graph
-        made = [(c.node.outputs[0], stacked.of_cut(c), c.lane.axis, c) for c in lanes.cuts]
-        for value, whole, axis, cut in made:
+        products = [(c.node.outputs[0], stacked.of_cut(c), c.lane.axis, c) for c in lanes.cuts]
+        for value, stack, axis, cut in products:
             inner = GraphBuilder(graph)
-            own = _gathered(inner, value, whole, axis)
+            own = _gathered(inner, value, stack, axis)
             graph = put_in_place(inner, value, inner.Add(_rest_of(cut, inner), own))
         parts.graph = graph
         for value in lanes.read_by_the_rest(graph, parts.outputs(loop)):
-            whole, axis = outside.known[value], lanes.of[value].axis
+            stack, axis = outside.values[value], lanes.of[value].axis
             inner = GraphBuilder(graph)
-            graph = put_in_place(inner, value, _gathered(inner, value, whole, axis))
-            parts.captured.append((whole, outside_name(value)))
-        parts.captured += [(whole, outside_name(value)) for value, whole, _, _ in made]
+            graph = put_in_place(inner, value, _gathered(inner, value, stack, axis))
+            parts.captured.append((stack, outside_name(value)))
+        parts.captured += [(stack, outside_name(value)) for value, stack, _, _ in products]
         parts.graph = graph
-        return put_together(op, loop, parts, given)
+        return put_together(op, loop, parts, inputs)
 
 
 def _loop_lanes(loop: Loop) -> _Lanes:
@@ -859,8 +861,8 @@ def _loop_lanes(loop: Loop) -> _Lanes:
     return _Lanes(loop, of, set(loop.body.captured))
 
 
-def _gathered(inner: GraphBuilder, value: Value, whole: Val, axis: int) -> Any:
+def _gathered(inner: GraphBuilder, value: Value, stack: Val, axis: int) -> Any:
     """A step's part of the tensor that is made outside in place of a value of the body."""
     graph = inner.graph
     index = Val(graph, graph.inputs[0], graph.type(graph.inputs[0]))
-    return inner.Gather(made_outside(graph, value, whole.type), index, axis=axis)
+    return inner.Gather(made_outside(graph, value, stack.type), index, axis=axis)

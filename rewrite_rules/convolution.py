@@ -117,8 +117,8 @@ class ReplacePointwiseConvByMatMul(_OneConv):
         outputs = w.size(0)
         flat: Any = x
         if len(space) > 1:
-            places = prod(d for d in space if isinstance(d, int)) if _positive(space) else None
-            flat = op.Reshape(x, reshape_numbers(x.shape, (batch, channels, places)))
+            pixels = prod(d for d in space if isinstance(d, int)) if _positive(space) else None
+            flat = op.Reshape(x, reshape_numbers(x.shape, (batch, channels, pixels)))
         y = op.MatMul(op.Reshape(w, [outputs, w.size(1)]), flat)
         if b is not None:
             y = op.Add(y, per_channel(op, b, 1))
@@ -343,8 +343,8 @@ class ReplacePatchConvByMatMul(_OneConv):
         require("dilations" not in m.c, "it is dilated")
         require(per_axis(m.c, "strides", len(kernel)) == kernel, "the strides are not the kernel")
         profitable(prod(kernel) > 1, "the kernel has one tap")
-        whole = all(x.size(2 + i) % k == 0 for i, k in enumerate(kernel))
-        require(whole, "the image is not a whole number of patches")
+        divisible = all(x.size(2 + i) % k == 0 for i, k in enumerate(kernel))
+        require(divisible, "the image is not a whole number of patches")
 
     def target(self, op: Op, x: Val, w: Val, b: Val | None) -> Any:
         batch, channels, outputs, kernel = x.shape[0], x.size(1), w.size(0), w.sizes[2:]
@@ -353,9 +353,9 @@ class ReplacePatchConvByMatMul(_OneConv):
         cut = [d for pair in zip(counts, kernel) for d in pair]
         parts = op.Reshape(x, reshape_numbers(x.shape, (batch, channels, *cut)))
         inside = [3 + 2 * i for i in range(dims)]
-        moved = op.Transpose(parts, perm=[0, *[2 + 2 * i for i in range(dims)], 1, *inside])
+        transposed = op.Transpose(parts, perm=[0, *[2 + 2 * i for i in range(dims)], 1, *inside])
         columns = channels * prod(kernel)
-        rows = op.Reshape(moved, reshape_numbers(moved.shape, (batch, prod(counts), columns)))
+        rows = op.Reshape(transposed, reshape_numbers(transposed.shape, (batch, prod(counts), columns)))
         y = op.MatMul(rows, op.Transpose(op.Reshape(w, [outputs, columns])))
         y = op.Transpose(y if b is None else op.Add(y, b), perm=[0, 2, 1])
         return y if dims == 1 else op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *counts)))
@@ -368,8 +368,8 @@ def _filled(numbers: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """
     require(prod(sizes) > 0, "a tensor is empty")
     out = [sizes[i] if d == 0 and i < len(sizes) else d for i, d in enumerate(numbers)]
-    known = prod(d for d in out if d != -1)
-    return tuple(prod(sizes) // known if d == -1 and known > 0 else d for d in out)
+    product = prod(d for d in out if d != -1)
+    return tuple(prod(sizes) // product if d == -1 and product > 0 else d for d in out)
 
 
 class MergePatchMatMulIntoConv(Rule, family="convolution"):
@@ -471,9 +471,9 @@ class ReplaceConvTransposeByConv(Rule, family="convolution"):
         batch, sizes = x.shape[0], [x.size(2 + i) for i in range(dims)]
         cut = op.Reshape(y, reshape_numbers(y.shape, (batch, outputs, *kernel, *sizes)))
         woven = [p for i in range(dims) for p in (2 + dims + i, 2 + i)]
-        moved = op.Transpose(cut, perm=[0, 1, *woven])
-        grown = [s * k for s, k in zip(sizes, kernel)]
-        return op.Reshape(moved, reshape_numbers(moved.shape, (batch, outputs, *grown)))
+        transposed = op.Transpose(cut, perm=[0, 1, *woven])
+        sizes_out = [s * k for s, k in zip(sizes, kernel)]
+        return op.Reshape(transposed, reshape_numbers(transposed.shape, (batch, outputs, *sizes_out)))
 
 
 # Reshapes with exact correction
@@ -517,8 +517,8 @@ class SplitDilatedConvIntoPhases(_OneConv):
         more = [n * d - s - b for n, d, s, b in zip(lengths, spacing, sizes, before)]
         padded = op.Pad(x, [0, 0, *before, 0, 0, *more]) if any(before) or any(more) else x
         cut = op.Reshape(padded, [batch, channels, *[v for pair in zip(lengths, spacing) for v in pair]])
-        phase, place = [3 + 2 * i for i in range(dims)], [2 + 2 * i for i in range(dims)]
-        phases = op.Transpose(cut, perm=[*phase, 0, 1, *place])
+        phase, position = [3 + 2 * i for i in range(dims)], [2 + 2 * i for i in range(dims)]
+        phases = op.Transpose(cut, perm=[*phase, 0, 1, *position])
         images = op.Reshape(phases, [prod(spacing) * batch, channels, *lengths])
         y = op.Conv(images, w, b, attrs=m.c, dilations=None, pads=None)
         _, outputs, *short = y.sizes
@@ -562,7 +562,7 @@ class MergeBatchIntoHeight(_OneConv):
         )
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
-        batch, channels, _, *rest = x.sizes
+        batch, channels, _, *spatial = x.sizes
         dims = x.rank - 2
         before, after = pads_of(m.c, dims)
         stride = per_axis(m.c, "strides", dims)[0]
@@ -572,14 +572,14 @@ class MergeBatchIntoHeight(_OneConv):
         if before[0] or more:
             padded = op.Pad(x, [0, 0, before[0], *[0] * (dims - 1), 0, 0, more, *[0] * (dims - 1)])
         swap = [1, 0, *range(2, x.rank)]
-        stacked = op.Reshape(op.Transpose(padded, perm=swap), [1, channels, batch * tall, *rest])
+        stacked = op.Reshape(op.Transpose(padded, perm=swap), [1, channels, batch * tall, *spatial])
         pads = [0, *before[1:], max(window - stride, 0), *after[1:]]
         y = op.Conv(stacked, w, b, attrs=m.c, pads=pads)
         _, outputs, rows, *wide = y.sizes
         apart = op.Reshape(y, [outputs, batch, rows // batch, *wide])
-        kept = (height - window) // stride + 1
+        valid_rows = (height - window) // stride + 1
         y = op.Transpose(apart, perm=swap)
-        return y if kept == rows // batch else op.Slice(y, [0], [kept], [2])
+        return y if valid_rows == rows // batch else op.Slice(y, [0], [valid_rows], [2])
 
 
 # Attributes with a number for each spatial dimension, 1 for each by default.
@@ -660,10 +660,10 @@ class MergeConvIntoPointwise(_MergeConvs):
         profitable(v.size(0) * inner <= AT_EXPORT, "multiplying the constants out would take long")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, v: Val, c: Val | None) -> Any:
-        middle, *rest = w.sizes
+        middle, *window = w.sizes
         outputs = v.size(0)
         mix = op.Reshape(v, [outputs, middle])
-        weight = op.Reshape(op.MatMul(mix, op.Reshape(w, [middle, prod(rest)])), [outputs, *rest])
+        weight = op.Reshape(op.MatMul(mix, op.Reshape(w, [middle, prod(window)])), [outputs, *window])
         bias = sum_of(op, None if b is None else op.MatMul(mix, b), c)
         return op.Conv(x, weight, bias, attrs=m.f)
 
@@ -688,8 +688,8 @@ class MergePointwiseIntoConv(_MergeConvs):
         columns = op.Reshape(v, [outputs, middle, taps])
         mixed = op.MatMul(op.Transpose(columns, perm=[0, 2, 1]), op.Reshape(w, [middle, inputs]))
         weight = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1]), [outputs, inputs, *kernel])
-        moved = None if b is None else op.MatMul(op.ReduceSum(columns, [2], keepdims=0), b)
-        return op.Conv(x, weight, sum_of(op, moved, c), attrs=m.g)
+        offset = None if b is None else op.MatMul(op.ReduceSum(columns, [2], keepdims=0), b)
+        return op.Conv(x, weight, sum_of(op, offset, c), attrs=m.g)
 
 
 class MoveScaleIntoConvWeights(Rule, family="convolution"):
@@ -723,14 +723,14 @@ class _FoldPad(Rule, family="convolution"):
 
     optional: ClassVar[tuple[str, ...]] = ("value", "axes")
 
-    def grown(self, attrs: Attrs, x: Val, pads: Val, axes: Val | None) -> list[int]:
+    def widened_pads(self, attrs: Attrs, x: Val, pads: Val, axes: Val | None) -> list[int]:
         """The sum of both paddings. Refuses a Pad of other dimensions, and one that cuts the image."""
         rank = x.rank
-        places = fronts(range(rank) if axes is None else axes.ints, rank)
+        pad_axes = fronts(range(rank) if axes is None else axes.ints, rank)
         numbers = pads.ints
         before, after = [0] * rank, [0] * rank
-        for place, low, high in zip(places, numbers[: len(places)], numbers[len(places) :]):
-            before[place], after[place] = low, high
+        for axis, low, high in zip(pad_axes, numbers[: len(pad_axes)], numbers[len(pad_axes) :]):
+            before[axis], after[axis] = low, high
         require(all(n >= 0 for n in numbers), "it cuts")
         require(before[:2] == [0, 0] == after[:2], "it pads channels or the batch")
         profitable(any(numbers), "it does not pad")
@@ -756,10 +756,10 @@ class FoldPadIntoConv(_FoldPad):
     def where(self, m: Captures, x: Val, pads: Val, value: Val | None, axes: Val | None) -> None:
         require(value is None or value.scalar == 0, "it does not pad with zeros")
         require("auto_pad" not in m.c, "it pads by itself")
-        self.grown(m.c, x, pads, axes)
+        self.widened_pads(m.c, x, pads, axes)
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, pads: Val, axes: Val | None) -> Any:
-        return op.Conv(x, w, b, attrs=m.c, pads=self.grown(m.c, x, pads, axes))
+        return op.Conv(x, w, b, attrs=m.c, pads=self.widened_pads(m.c, x, pads, axes))
 
 
 class FoldPadIntoAveragePool(_FoldPad):
@@ -786,11 +786,11 @@ class FoldPadIntoAveragePool(_FoldPad):
         require("auto_pad" not in m.c, "it pads by itself")
         require(not m.c.get("ceil_mode"), "a window may hang over the end")
         require("pads" not in m.c or m.c.get("count_include_pad"), "the pool does not count its padding")
-        grown = self.grown(m.c, x, pads, axes)
-        profitable(all(p < k for p, k in zip(grown, window_of(m.c) * 2)), "the runtime refuses it")
+        widened = self.widened_pads(m.c, x, pads, axes)
+        profitable(all(p < k for p, k in zip(widened, window_of(m.c) * 2)), "the runtime refuses it")
 
     def target(self, op: Op, m: Captures, x: Val, pads: Val, axes: Val | None) -> Any:
-        return op.AveragePool(x, attrs=m.c, pads=self.grown(m.c, x, pads, axes), count_include_pad=1)
+        return op.AveragePool(x, attrs=m.c, pads=self.widened_pads(m.c, x, pads, axes), count_include_pad=1)
 
 
 def meets_image(attrs: Attrs) -> bool:
@@ -852,10 +852,10 @@ class FoldPadIntoMaxPool(RegionRule, family="convolution"):
         attrs = node.attrs
         require("auto_pad" not in attrs, "it pads by itself")
         require(not attrs.get("ceil_mode"), "a window may hang over the end")
-        grown = _FoldPad().grown(attrs, reader.val(x), pads, axes)
+        widened = _FoldPad().widened_pads(attrs, reader.val(x), pads, axes)
         require("dilations" not in attrs, "a window may lie in the padding")
-        require(all(p < k for p, k in zip(grown, window_of(attrs) * 2)), "a window may lie in the padding")
-        return Region(node.outputs, (x,), (node, pad), (attrs, tuple(grown)))
+        require(all(p < k for p, k in zip(widened, window_of(attrs) * 2)), "a window may lie in the padding")
+        return Region(node.outputs, (x,), (node, pad), (attrs, tuple(widened)))
 
     @staticmethod
     def _not_negative(reader: Reader, x: Value) -> bool:
@@ -942,8 +942,8 @@ class ReplaceAveragePoolByConv(Rule, family="convolution"):
     def target(self, op: Op, m: Captures, x: Val) -> Any:
         channels, kernel = x.size(1), window_of(m.c)
         share = np.full((1,) * x.rank, 1 / prod(kernel), numpy_dtype(x.dtype))
-        kept = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
-        return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **kept)
+        window = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
+        return op.Conv(x, op.Expand(share, [channels, 1, *kernel]), group=channels, **window)
 
 
 class ReplaceUniformConvByAveragePool(_OneConv):
@@ -964,8 +964,8 @@ class ReplaceUniformConvByAveragePool(_OneConv):
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
         kernel = w.sizes[2:]
-        kept = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
-        y = op.AveragePool(x, kernel_shape=kernel, count_include_pad=int("pads" in m.c), **kept)
+        window = {n: m.c.get(n) for n in ("strides", "pads", "dilations")}
+        y = op.AveragePool(x, kernel_shape=kernel, count_include_pad=int("pads" in m.c), **window)
         assert w.uniform is not None
         factor = w.uniform * prod(kernel)
         if not math.isclose(factor, 1.0, rel_tol=1e-7):
@@ -1059,8 +1059,8 @@ class ReplaceMeanByGlobalAveragePool(Rule, family="convolution"):
         return op[self.reduce](x, axes, keepdims="keep")
 
     def where(self, x: Val, axes: Val) -> None:
-        places = sorted(fronts(axes.ints, x.rank))
-        require(places == list(range(2, x.rank)), "it does not reduce the spatial axes")
+        reduced = sorted(fronts(axes.ints, x.rank))
+        require(reduced == list(range(2, x.rank)), "it does not reduce the spatial axes")
         if self.most is not None:
             elements = prod(x.size(i) for i in range(2, x.rank))
             accurate(elements <= self.most, "a mean of so many elements loses accuracy")

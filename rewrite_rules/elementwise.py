@@ -45,7 +45,7 @@ def sum_of(op: Op, a: Any, b: Any) -> Any:
 
 
 def keeps_shape(shape: tuple[Dim, ...] | None, other: tuple[Dim, ...] | None) -> bool:
-    """Whether broadcasting against `other` leaves a tensor of `shape` as it is (for every binding)."""
+    """Whether broadcasting against `other` leaves a tensor of `shape` as it is, whatever the sizes of symbols."""
     if other is None:
         return False
     if not other:

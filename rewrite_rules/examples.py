@@ -22,10 +22,10 @@ def graphs(*texts: str) -> tuple[str, ...]:
 
 
 def _graph(text: str) -> str:
-    found = _SIGNATURE.fullmatch(text)
-    if found is None:
+    match = _SIGNATURE.fullmatch(text)
+    if match is None:
         raise ValueError(f"this is no graph: {text}")
-    signature, given, body = found.groups()
+    signature, initialisers, body = match.groups()
     constants: dict[str, str] = {}  # name by declaration
 
     def named(constant: re.Match[str]) -> str:
@@ -36,7 +36,9 @@ def _graph(text: str) -> str:
         return constants.setdefault(f"{kind}{shape} @ = {{{','.join(values)}}}", f"k{len(constants)}")
 
     body = _INPUTS.sub(lambda inputs: f"({_CONSTANT.sub(named, inputs[1])})", body)
-    declared = [d.replace("@", name) for d, name in constants.items()] + ([given] if given else [])
+    declared = [d.replace("@", name) for d, name in constants.items()] + (
+        [initialisers] if initialisers else []
+    )
     return (
         f"agraph {signature} <{', '.join(declared)}> {{{body}}}"
         if declared

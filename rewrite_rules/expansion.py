@@ -59,7 +59,7 @@ class _Cells:
     """The data that the target of a recurrent operator needs.
 
     `backwards`: for each direction whether it runs from the last step to the first; `functions`: its activations.
-    `linear`: whether a GRU's reset gate comes after the product with the hidden state. `wanted`: outputs that are read.
+    `linear`: whether a GRU's reset gate comes after the product with the hidden state. `outputs`: the outputs in use.
     """
 
     steps: int
@@ -70,7 +70,7 @@ class _Cells:
     backwards: tuple[bool, ...]
     functions: tuple[tuple[str, ...], ...]
     linear: bool
-    wanted: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,34 +111,34 @@ class _ExpandCells(_Expansion):
         require(min(steps, batch, width, size) > 0, "a dimension is 0")
         profitable(steps <= _MOST_STEPS, f"it has {steps} time steps, more than {_MOST_STEPS}")
         if lengths != ABSENT:
-            known = reader.val(lengths).array_or_none
-            require(known is not None and bool((known == steps).all()), "sequence_lens is given")
-        ways, rows = len(backwards), self.gates * size
-        fits = w.sizes == (ways, rows, width) and r.sizes == (ways, rows, size)
+            numbers = reader.val(lengths).array_or_none
+            require(numbers is not None and bool((numbers == steps).all()), "sequence_lens is given")
+        directions, rows = len(backwards), self.gates * size
+        fits = w.sizes == (directions, rows, width) and r.sizes == (directions, rows, size)
         if b != ABSENT:
-            fits = fits and reader.val(b).sizes == (ways, 2 * rows)
-        state = (batch, ways, size) if batch_first else (ways, batch, size)
+            fits = fits and reader.val(b).sizes == (directions, 2 * rows)
+        state = (batch, directions, size) if batch_first else (directions, batch, size)
         initial = more[: self.states]
         fits = fits and all(v == ABSENT or reader.val(v).sizes == state for v in initial)
         fits = fits and int_attr(node, "hidden_size", size) == size
         require(fits, "the shapes of the weights do not fit together")
         data = _Cells(
-            steps, batch, width, size, batch_first, backwards, self._functions(node, ways),
+            steps, batch, width, size, batch_first, backwards, self._functions(node, directions),
             bool(node.attrs.get("linear_before_reset")), _read(reader, node),
         )  # fmt: skip
         inputs = (*node.inputs[:3], b, *initial)
-        return Region(tuple(node.outputs[i] for i in data.wanted), inputs, (node,), data)
+        return Region(tuple(node.outputs[i] for i in data.outputs), inputs, (node,), data)
 
-    def _functions(self, node: Node, ways: int) -> tuple[tuple[str, ...], ...]:
+    def _functions(self, node: Node, directions: int) -> tuple[tuple[str, ...], ...]:
         """The activations of each direction."""
-        names = node.attrs.get("activations") or self.default * ways
+        names = node.attrs.get("activations") or self.default * directions
         assert isinstance(names, tuple)
         for name in names:
             require(str(name).lower() in _PLAIN, f"an activation is {name}")
         count = len(self.default)
-        profitable(len(names) == ways * count, "there are too many or too few activations")
+        profitable(len(names) == directions * count, "there are too many or too few activations")
         plain = [_PLAIN[str(name).lower()] for name in names]
-        return tuple(tuple(plain[i * count : (i + 1) * count]) for i in range(ways))
+        return tuple(tuple(plain[i * count : (i + 1) * count]) for i in range(directions))
 
     def target(
         self, op: Op, region: Region, x: Val, w: Val, r: Val, b: Val | None = None, *initial: Val | None
@@ -146,37 +146,37 @@ class _ExpandCells(_Expansion):
         cells: _Cells = region.data
         sequence = op.Transpose(x, perm=[1, 0, 2]) if cells.batch_first else x
         inputs = op.Reshape(sequence, [cells.steps * cells.batch, cells.width])
-        ways = len(cells.backwards)
+        directions = len(cells.backwards)
         first = (*initial, *(None,) * self.states)[: self.states]
-        seen, last = [], []
-        for way, backwards in enumerate(cells.backwards):
-            weights = self._weights(op, cells, r, b, way)
-            parts = self._projected(op, cells, inputs, _one(op, w, way, ways), weights.of_input)
-            states = tuple(self._initial(op, cells, s, way) for s in first)
+        hidden_states, last = [], []
+        for direction, backwards in enumerate(cells.backwards):
+            weights = self._weights(op, cells, r, b, direction)
+            parts = self._projected(op, cells, inputs, _one(op, w, direction, directions), weights.of_input)
+            states = tuple(self._initial(op, cells, s, direction) for s in first)
             hidden: list[Any] = [None] * cells.steps
             for step in range(cells.steps)[:: -1 if backwards else 1]:
-                states = self.step(op, cells, parts[step], states, weights, cells.functions[way])
+                states = self.step(op, cells, parts[step], states, weights, cells.functions[direction])
                 hidden[step] = states[0]
-            seen.append(hidden)
+            hidden_states.append(hidden)
             last.append(states)
-        return [self._output(op, cells, i, seen, last) for i in cells.wanted]
+        return [self._output(op, cells, i, hidden_states, last) for i in cells.outputs]
 
     def _projected(self, op: Op, cells: _Cells, inputs: Any, w: Any, bias: Any) -> list[tuple[Any, ...]]:
         """The products of each step's input, each [batch, gates * size]."""
-        made, start = [], 0
+        columns, start = [], 0
         products = self.products(cells)
         for gates in products:
             end = start + gates * cells.size
-            whole = len(products) == 1
-            rows = w if whole else op.Slice(w, [start], [end], [0])
+            single = len(products) == 1
+            rows = w if single else op.Slice(w, [start], [end], [0])
             product = op.MatMul(inputs, op.Transpose(rows, perm=[1, 0]))
             if bias is not None:
-                product = op.Add(product, bias if whole else op.Slice(bias, [start], [end], [0]))
+                product = op.Add(product, bias if single else op.Slice(bias, [start], [end], [0]))
             # A single operator cuts it: TVM then has one kernel for all steps, not one for each.
             sizes = [cells.batch] * cells.steps
-            made.append(op.Split(product, axis=0, sizes=sizes) if cells.steps > 1 else (product,))
+            columns.append(op.Split(product, axis=0, sizes=sizes) if cells.steps > 1 else (product,))
             start = end
-        return list(zip(*made))
+        return list(zip(*columns))
 
     def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         """The states after a step; x are the products of its input."""
@@ -190,12 +190,12 @@ class _ExpandCells(_Expansion):
         """The number of last gates whose hidden-state bias cannot be added beforehand."""
         return 0
 
-    def _weights(self, op: Op, cells: _Cells, r: Val, b: Val | None, way: int) -> _Weights:
-        ways, rows = len(cells.backwards), self.gates * cells.size
-        hidden = op.Transpose(_one(op, r, way, ways), perm=[1, 0])
+    def _weights(self, op: Op, cells: _Cells, r: Val, b: Val | None, direction: int) -> _Weights:
+        directions, rows = len(cells.backwards), self.gates * cells.size
+        hidden = op.Transpose(_one(op, r, direction, directions), perm=[1, 0])
         if b is None:
             return _Weights(hidden, None, None)
-        both = _one(op, b, way, ways)
+        both = _one(op, b, direction, directions)
         of_input, of_hidden = (op.Slice(both, [i * rows], [(i + 1) * rows], [0]) for i in (0, 1))
         if apart := self.separate(cells) * cells.size:
             early = op.Slice(of_hidden, [0], [rows - apart], [0])
@@ -205,27 +205,33 @@ class _ExpandCells(_Expansion):
         return _Weights(hidden, op.Add(of_input, of_hidden), None)
 
     @staticmethod
-    def _initial(op: Op, cells: _Cells, given: Val | None, way: int) -> Any:
-        if given is None:
+    def _initial(op: Op, cells: _Cells, state: Val | None, direction: int) -> Any:
+        if state is None:
             return op.Expand(np.zeros((1, 1), np.float32), [cells.batch, cells.size])
-        return _one(op, given, way, len(cells.backwards), 1 if cells.batch_first else 0)
+        return _one(op, state, direction, len(cells.backwards), 1 if cells.batch_first else 0)
 
     @staticmethod
     def _output(
-        op: Op, cells: _Cells, which: int, seen: Sequence[Sequence[Any]], last: Sequence[tuple[Any, ...]]
+        op: Op,
+        cells: _Cells,
+        which: int,
+        hidden_states: Sequence[Sequence[Any]],
+        last: Sequence[tuple[Any, ...]],
     ) -> Any:
         """All hidden states [steps, directions, batch, size], or a last state [directions, batch, size]."""
         if which:
             axis = 1 if cells.batch_first else 0
             return _joined(op, [op.Unsqueeze(states[which - 1], [axis]) for states in last], axis)
         shape = [cells.steps, 1, cells.batch, cells.size]
-        whole = _joined(op, [op.Reshape(_joined(op, hidden, 0), shape) for hidden in seen], 1)
-        return op.Transpose(whole, perm=[2, 0, 1, 3]) if cells.batch_first else whole
+        result = _joined(op, [op.Reshape(_joined(op, hidden, 0), shape) for hidden in hidden_states], 1)
+        return op.Transpose(result, perm=[2, 0, 1, 3]) if cells.batch_first else result
 
 
-def _one(op: Op, value: Val, way: int, ways: int, axis: int = 0) -> Any:
+def _one(op: Op, value: Val, direction: int, directions: int, axis: int = 0) -> Any:
     """The part of a value for one direction."""
-    return op.Squeeze(value if ways == 1 else op.Slice(value, [way], [way + 1], [axis]), [axis])
+    return op.Squeeze(
+        value if directions == 1 else op.Slice(value, [direction], [direction + 1], [axis]), [axis]
+    )
 
 
 def _columns(op: Op, x: Any, start: int, count: int) -> Any:
@@ -233,22 +239,22 @@ def _columns(op: Op, x: Any, start: int, count: int) -> Any:
 
 
 def _cell_example(
-    name: str, gates: int, attributes: str = "", more: str = "", *, ways: int = 1, read: str = "y"
+    name: str, gates: int, attributes: str = "", more: str = "", *, directions: int = 1, results: str = "y"
 ) -> str:
     """ONNX text of an operator over x[2,2,3] with hidden size 2; `more` are inputs after the weights.
 
     For two directions with gates the hidden size is 1: more activations make a proof less certain.
     """
-    size, batch = 1 if ways > 1 and gates > 1 else 2, 2
-    rows, state = gates * size, f"float[{ways},{batch},{size}]"
-    types = {"b": f"float[{ways},{2 * rows}]", "h": state, "c": state}
+    size, batch = 1 if directions > 1 and gates > 1 else 2, 2
+    rows, state = gates * size, f"float[{directions},{batch},{size}]"
+    types = {"b": f"float[{directions},{2 * rows}]", "h": state, "c": state}
     inputs = "".join(f", {types[v]} {v}" for v in more.replace(",", " ").split())
-    shapes = {"y": f"float[2,{ways},{batch},{size}]", "p": state, "q": state}
-    outputs = ", ".join(f"{shapes[v]} {v}" for v in read)
-    made = ", ".join("ypq"[: 3 if name == "LSTM" else 2])
+    shapes = {"y": f"float[2,{directions},{batch},{size}]", "p": state, "q": state}
+    outputs = ", ".join(f"{shapes[v]} {v}" for v in results)
+    names = ", ".join("ypq"[: 3 if name == "LSTM" else 2])
     return (
-        f"agraph (float[2,{batch},3] x, float[{ways},{rows},3] w, float[{ways},{rows},{size}] r{inputs}) =>"
-        f" ({outputs}) {{ {made} = {name}<hidden_size={size}{attributes}>(x, w, r{', ' + more if more else ''}) }}"
+        f"agraph (float[2,{batch},3] x, float[{directions},{rows},3] w, float[{directions},{rows},{size}] r{inputs}) =>"
+        f" ({outputs}) {{ {names} = {name}<hidden_size={size}{attributes}>(x, w, r{', ' + more if more else ''}) }}"
     )
 
 
@@ -256,22 +262,23 @@ _BOTH = ', direction="bidirectional"'
 _REVERSE = ', direction="reverse"'
 
 
-def _batch_first(name: str, gates: int, attributes: str = "", ways: int = 1) -> str:
+def _batch_first(name: str, gates: int, attributes: str = "", directions: int = 1) -> str:
     """An example with the batch first."""
-    size, batch = 1 if ways > 1 and gates > 1 else 2, 2
+    size, batch = 1 if directions > 1 and gates > 1 else 2, 2
     return (
-        f"agraph (float[{batch},2,3] x, float[{ways},{gates * size},3] w, float[{ways},{gates * size},{size}] r,"
-        f" float[{batch},{ways},{size}] h) => (float[{batch},2,{ways},{size}] y, float[{batch},{ways},{size}] p)"
+        f"agraph (float[{batch},2,3] x, float[{directions},{gates * size},3] w,"
+        f" float[{directions},{gates * size},{size}] r, float[{batch},{directions},{size}] h)"
+        f" => (float[{batch},2,{directions},{size}] y, float[{batch},{directions},{size}] p)"
         f" {{ y, p = {name}<hidden_size={size}, layout=1{attributes}>(x, w, r, , , h) }}"
     )
 
 
 def _lengths(example: str, lengths: str) -> str:
     """An example with sequence_lens, a constant or an input n."""
-    given = example.replace("(x, w, r, b", "(x, w, r, b, n")
+    with_lengths = example.replace("(x, w, r, b", "(x, w, r, b, n")
     if not lengths:
-        return given.replace(" r, float", " r, int32[2] n, float", 1)
-    return given.replace(" { ", f" <int32[2] n = {{{lengths}}}> {{ ", 1)
+        return with_lengths.replace(" r, float", " r, int32[2] n, float", 1)
+    return with_lengths.replace(" { ", f" <int32[2] n = {{{lengths}}}> {{ ", 1)
 
 
 def _near_misses(name: str, gates: int) -> tuple[str, ...]:
@@ -297,14 +304,17 @@ class ExpandLSTM(_ExpandCells):
     states = 2
     default = ("Sigmoid", "Tanh", "Tanh")
     examples = (
-        _cell_example("LSTM", 4, more="b, , h, c", read="ypq"),
-        _cell_example("LSTM", 4, _REVERSE, more="b", read="yq"),
-        _cell_example("LSTM", 4, _BOTH, more="b, , h, c", ways=2, read="ypq"),
-        _cell_example("LSTM", 4, ', activations=["sigmoid", "Relu", "tanh"]', read="p"),
+        _cell_example("LSTM", 4, more="b, , h, c", results="ypq"),
+        _cell_example("LSTM", 4, _REVERSE, more="b", results="yq"),
+        _cell_example("LSTM", 4, _BOTH, more="b, , h, c", directions=2, results="ypq"),
+        _cell_example("LSTM", 4, ', activations=["sigmoid", "Relu", "tanh"]', results="p"),
         _batch_first("LSTM", 4),
         _batch_first("LSTM", 4, _BOTH, 2),
         _cell_example(
-            "LSTM", 4, _BOTH + ', activations=["Sigmoid", "Tanh", "Tanh", "Sigmoid", "Relu", "Tanh"]', ways=2
+            "LSTM",
+            4,
+            _BOTH + ', activations=["Sigmoid", "Tanh", "Tanh", "Sigmoid", "Relu", "Tanh"]',
+            directions=2,
         ),
         _batch_first("LSTM", 4)
         .replace("float[2,2,3] x", "float[2,1,3] x")
@@ -323,8 +333,8 @@ class ExpandLSTM(_ExpandCells):
     def step(self, op: Op, cells: _Cells, x: _Row, states: _Row, weights: _Weights, f: _Names) -> _Row:
         hidden, cell = states
         total = op.Add(op.MatMul(hidden, weights.hidden), x[0])
-        let_in, out, kept, new = (_columns(op, total, i * cells.size, cells.size) for i in range(4))
-        cell = op.Add(op.Mul(op[f[0]](kept), cell), op.Mul(op[f[0]](let_in), op[f[1]](new)))
+        let_in, out, forget, new = (_columns(op, total, i * cells.size, cells.size) for i in range(4))
+        cell = op.Add(op.Mul(op[f[0]](forget), cell), op.Mul(op[f[0]](let_in), op[f[1]](new)))
         return op.Mul(op[f[0]](out), op[f[2]](cell)), cell
 
 
@@ -339,12 +349,12 @@ class ExpandGRU(_ExpandCells):
     gates = 3
     default = ("Sigmoid", "Tanh")
     examples = (
-        _cell_example("GRU", 3, more="b, , h", read="yp"),
-        _cell_example("GRU", 3, ", linear_before_reset=1", more="b, , h", read="yp"),
-        _cell_example("GRU", 3, ", linear_before_reset=1", read="p"),
+        _cell_example("GRU", 3, more="b, , h", results="yp"),
+        _cell_example("GRU", 3, ", linear_before_reset=1", more="b, , h", results="yp"),
+        _cell_example("GRU", 3, ", linear_before_reset=1", results="p"),
         _cell_example("GRU", 3, _REVERSE, more="b"),
-        _cell_example("GRU", 3, _BOTH + ", linear_before_reset=1", more="b, , h", ways=2, read="yp"),
-        _cell_example("GRU", 3, ', activations=["sigmoid", "Relu"]', read="p"),
+        _cell_example("GRU", 3, _BOTH + ", linear_before_reset=1", more="b, , h", directions=2, results="yp"),
+        _cell_example("GRU", 3, ', activations=["sigmoid", "Relu"]', results="p"),
         _batch_first("GRU", 3),
         _batch_first("GRU", 3, _BOTH, 2),
         _lengths(_cell_example("GRU", 3, more="b"), "2, 2"),
@@ -394,10 +404,10 @@ class ExpandRNN(_ExpandCells):
 
     anchors = ("RNN",)
     examples = (
-        _cell_example("RNN", 1, more="b, , h", read="yp"),
-        _cell_example("RNN", 1, ', activations=["relu"]', read="p"),
+        _cell_example("RNN", 1, more="b, , h", results="yp"),
+        _cell_example("RNN", 1, ', activations=["relu"]', results="p"),
         _cell_example("RNN", 1, _REVERSE, more="b"),
-        _cell_example("RNN", 1, _BOTH, more="b, , h", ways=2, read="yp"),
+        _cell_example("RNN", 1, _BOTH, more="b, , h", directions=2, results="yp"),
         _batch_first("RNN", 1),
         _batch_first("RNN", 1, _BOTH, 2),
         _lengths(_cell_example("RNN", 1, more="b"), "2, 2"),
@@ -427,14 +437,14 @@ class _Heads:
     scale: float
     cap: float
     causal: bool
-    wanted: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 class ExpandAttention(_Expansion):
     """attention(q, k, v, mask) -> softmax(q @ transpose(k) * scale + mask) @ v.
 
     Heads of keys and values that several heads of queries share, keys and values from before, a soft cap and the
-    causal mask are spelt out too. Masked positions have weight 0, even if a mask hides a whole row.
+    causal mask are decomposed too. Masked positions have weight 0, even if a mask hides a whole row.
     """
 
     proof = "numeric"
@@ -476,8 +486,8 @@ class ExpandAttention(_Expansion):
     def find(self, reader: Reader, node: Node) -> Region | None:
         mask, past_key, past_value, lengths = _given(node, 7)[3:]
         profitable(lengths == ABSENT, "nonpad_kv_seqlen is given")
-        wanted = _read(reader, node)
-        require(3 not in wanted, "the scores are read")
+        results = _read(reader, node)
+        require(3 not in results, "the scores are read")
         q, k, v = (reader.val(i) for i in node.inputs[:3])
         require(q.rank == k.rank == v.rank and q.rank in (3, 4), "the ranks differ")
         heads, shared = (
@@ -503,11 +513,11 @@ class ExpandAttention(_Expansion):
             )
         profitable(min(batch, rows, keys[2], depth, values[3]) > 0, "a dimension is 0")
         if mask != ABSENT:
-            known = reader.val(mask)
-            require(known.dtype in (DType.BOOL, q.dtype), "the mask has another type")
-            whole = (batch, heads, rows, past + keys[2])
-            fits = 2 <= known.rank <= 4 and known.sizes[-1] == whole[-1]
-            fits = fits and all(m in (1, d) for m, d in zip(known.sizes[::-1], whole[::-1]))
+            mask_val = reader.val(mask)
+            require(mask_val.dtype in (DType.BOOL, q.dtype), "the mask has another type")
+            full = (batch, heads, rows, past + keys[2])
+            fits = 2 <= mask_val.rank <= 4 and mask_val.sizes[-1] == full[-1]
+            fits = fits and all(m in (1, d) for m, d in zip(mask_val.sizes[::-1], full[::-1]))
             # Later opsets pad a mask that is too short, so that the rest is hidden.
             profitable(fits, "the mask has another shape")
         inputs += [mask, past_key, past_value] if past else [mask, ABSENT, ABSENT]
@@ -516,9 +526,9 @@ class ExpandAttention(_Expansion):
         data = _Heads(
             batch, heads, shared, rows, keys[2], past, depth, values[3], q.rank == 3,
             scale if isinstance(scale, float) else float(np.float32(1.0 / math.sqrt(depth))), cap,
-            bool(node.attrs.get("is_causal")), wanted,
+            bool(node.attrs.get("is_causal")), results,
         )  # fmt: skip
-        return Region(tuple(node.outputs[i] for i in wanted), tuple(inputs), (node,), data)
+        return Region(tuple(node.outputs[i] for i in results), tuple(inputs), (node,), data)
 
     def target(
         self, op: Op, region: Region, q: Val, k: Val, v: Val, mask: Val | None = None, *before: Val | None
@@ -535,32 +545,32 @@ class ExpandAttention(_Expansion):
         )
         if data.cap:
             scores = op.Mul(op.Tanh(op.Div(scores, data.cap)), data.cap)
-        shown: Any = None
+        visible: Any = None
         if data.causal:
-            places = [
+            positions = [
                 op.Range(np.int64(a), np.int64(b), np.int64(1)) for a, b in ((0, columns), (0, data.rows))
             ]
-            lasts = op.Unsqueeze(op.Add(places[1], np.int64(data.past)), [1])
-            shown = op.LessOrEqual(op.Unsqueeze(places[0], [0]), lasts)
+            lasts = op.Unsqueeze(op.Add(positions[1], np.int64(data.past)), [1])
+            visible = op.LessOrEqual(op.Unsqueeze(positions[0], [0]), lasts)
         if mask is not None and mask.dtype == DType.BOOL:
-            shown = mask if shown is None else op.And(shown, mask)
+            visible = mask if visible is None else op.And(visible, mask)
         elif mask is not None:
             scores = op.Add(scores, mask)
-        if shown is not None:
-            scores = op.Where(shown, scores, np.float32(-np.inf))
+        if visible is not None:
+            scores = op.Where(visible, scores, np.float32(-np.inf))
         weights = op.Softmax(scores)
         if mask is not None:
             if mask.dtype != DType.BOOL:
-                seen = op.Not(op.Equal(mask, np.float32(-np.inf)))
-                shown = seen if shown is None else op.And(shown, seen)
-            weights = op.Where(shown, weights, np.float32(0.0))
+                unmasked = op.Not(op.Equal(mask, np.float32(-np.inf)))
+                visible = unmasked if visible is None else op.And(visible, unmasked)
+            weights = op.Where(visible, weights, np.float32(0.0))
         y = self._product(op, data, weights, values, data.width)
         if data.flat:
             y = op.Reshape(
                 op.Transpose(y, perm=[0, 2, 1, 3]), [data.batch, data.rows, data.heads * data.width]
             )
-        made = (y, keys, values)
-        return [made[i] for i in data.wanted]
+        results = (y, keys, values)
+        return [results[i] for i in data.outputs]
 
     @staticmethod
     def _heads(op: Op, data: _Heads, x: Val, heads: int, rows: int, width: int) -> Any:
@@ -575,8 +585,8 @@ class ExpandAttention(_Expansion):
         if data.heads == data.shared:
             return op.MatMul(x, y)
         together = data.heads // data.shared * data.rows
-        made = op.MatMul(op.Reshape(x, [data.batch, data.shared, together, -1]), y)
-        return op.Reshape(made, [data.batch, data.heads, data.rows, columns])
+        product = op.MatMul(op.Reshape(x, [data.batch, data.shared, together, -1]), y)
+        return op.Reshape(product, [data.batch, data.heads, data.rows, columns])
 
 
 def _split_heads(x: Val, heads: int) -> tuple[int, ...]:
@@ -644,12 +654,14 @@ class ExpandRotaryEmbedding(_Expansion):
         start, step = (1, 2) if interleaved else (width // 2, 1)
         a = op.Slice(cut, [0], [width - start if interleaved else start], [3], [step])
         b = op.Slice(cut, [start], [width], [3], [step])
-        turned = [op.Sub(op.Mul(a, c), op.Mul(b, s)), op.Add(op.Mul(a, s), op.Mul(b, c))]
-        rest = [op.Slice(cut, [width], [depth], [3])] if width < depth else []
+        rotated = [op.Sub(op.Mul(a, c), op.Mul(b, s)), op.Add(op.Mul(a, s), op.Mul(b, c))]
+        unrotated = [op.Slice(cut, [width], [depth], [3])] if width < depth else []
         if interleaved:
-            pairs = op.Concat(*(op.Unsqueeze(t, [4]) for t in turned), axis=4)
-            turned = [op.Reshape(pairs, [batch, rows, heads, width] if flat else [batch, heads, rows, width])]
-        parts = [*turned, *rest]
+            pairs = op.Concat(*(op.Unsqueeze(t, [4]) for t in rotated), axis=4)
+            rotated = [
+                op.Reshape(pairs, [batch, rows, heads, width] if flat else [batch, heads, rows, width])
+            ]
+        parts = [*rotated, *unrotated]
         y = op.Concat(*parts, axis=3) if len(parts) > 1 else parts[0]
         return op.Reshape(y, [batch, rows, heads * depth]) if flat else y
 

@@ -23,8 +23,8 @@ _MOST_STEPS = 24
 
 def shape_of(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
     """The dimensions of a value, with new names for those that are not known; None for an unknown rank."""
-    known = reader.type(value).shape
-    return None if known is None else tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(known))
+    shape = reader.type(value).shape
+    return None if shape is None else tuple(f"#{value}.{i}" if d is None else d for i, d in enumerate(shape))
 
 
 def elements(reader: Reader, value: Value) -> Known | None:
@@ -33,17 +33,17 @@ def elements(reader: Reader, value: Value) -> Known | None:
 
 
 def _elements(
-    reader: Reader, value: Value, steps: int, found: dict[tuple[Value, int], Known | None]
+    reader: Reader, value: Value, steps: int, cached: dict[tuple[Value, int], Known | None]
 ) -> Known | None:
-    """See `elements`. `steps`: the longest chain of nodes; `found`: earlier results, which may be asked for again."""
+    """See `elements`. `steps`: the longest chain of nodes; `cached`: earlier results, which may be asked for again."""
     key = (value, steps)
-    if key not in found:
-        found[key] = _elements_of(reader, value, steps, found)
-    return found[key]
+    if key not in cached:
+        cached[key] = _elements_of(reader, value, steps, cached)
+    return cached[key]
 
 
 def _elements_of(
-    reader: Reader, value: Value, steps: int, found: dict[tuple[Value, int], Known | None]
+    reader: Reader, value: Value, steps: int, cached: dict[tuple[Value, int], Known | None]
 ) -> Known | None:
     if value == ABSENT:
         return None
@@ -60,11 +60,11 @@ def _elements_of(
     if node.types[0].dtype not in _COMPUTED or node.types[0].rank not in _RANKS:
         return None
     kinds = [None if v == ABSENT else reader.type(v) for v in node.inputs]
-    inputs = [_elements(reader, v, steps - 1, found) for v in node.inputs]
+    inputs = [_elements(reader, v, steps - 1, cached) for v in node.inputs]
     return values(node.op, node.attrs, kinds, inputs, node.types[0])
 
 
-# What shapes are computed in.
+# The element types in which shapes are computed.
 _COMPUTED = frozenset((DType.INT64, DType.INT32, DType.BOOL, DType.FLOAT, DType.DOUBLE))
 
 _RANKS = (None, 0, 1, 2)
@@ -72,9 +72,11 @@ _RANKS = (None, 0, 1, 2)
 
 def numbers(reader: Reader, value: Value) -> tuple[Dim, ...] | None:
     """The elements of a list of integers as dimensions: numbers, formulas, or None if neither is known."""
-    found = elements(reader, value)
+    numbers_ = elements(reader, value)
     return (
-        None if found is None else tuple(dims.dim(e) if isinstance(e, Formula) else None for e in found.flat)
+        None
+        if numbers_ is None
+        else tuple(dims.dim(e) if isinstance(e, Formula) else None for e in numbers_.flat)
     )
 
 
@@ -82,29 +84,29 @@ def reshaped(reader: Reader, node: Node) -> tuple[Dim, ...] | None:
     """The dimensions of a Reshape's output, from those of its input and from how its shape is computed."""
     dtype = node.types[0].dtype
     before, blank = TensorType(dtype, shape_of(reader, node.inputs[0])), TensorType(dtype, None)
-    known = [None, elements(reader, node.inputs[1])]
-    found = refine("Reshape", node.attrs, [before, reader.type(node.inputs[1])], known, [blank])[0].shape
+    contents = [None, elements(reader, node.inputs[1])]
+    shape = refine("Reshape", node.attrs, [before, reader.type(node.inputs[1])], contents, [blank])[0].shape
     own = node.types[0].shape
-    if found is None or own is None or len(own) != len(found):
+    if shape is None or own is None or len(own) != len(shape):
         return own
-    return tuple(a if b is None else b for a, b in zip(own, found))
+    return tuple(a if b is None else b for a, b in zip(own, shape))
 
 
 def _takes(before: Sequence[Dim], constant: Sequence[int]) -> bool:
     """Whether a Reshape of known dimensions by a constant keeps the number of elements (True if one is not known)."""
     total = _product(before)
-    kept = _product(
+    copied = _product(
         [before[i] if n == 0 and i < len(before) else n for i, n in enumerate(constant) if n != -1]
     )
-    if total is None or kept is None:
+    if total is None or copied is None:
         return True
-    return (kept > 0 and total % kept == 0) if -1 in constant else total == kept
+    return (copied > 0 and total % copied == 0) if -1 in constant else total == copied
 
 
 def _product(sizes: Sequence[Dim]) -> int | None:
     """The product of numbers; None if one is no number."""
-    known = [d for d in sizes if isinstance(d, int)]
-    return math.prod(known) if len(known) == len(sizes) else None
+    numbers_ = [d for d in sizes if isinstance(d, int)]
+    return math.prod(numbers_) if len(numbers_) == len(sizes) else None
 
 
 class FoldComputedShape(RegionRule, family="exports"):
@@ -159,23 +161,23 @@ class FoldComputedShape(RegionRule, family="exports"):
             constant = reshape_numbers(before, after)
             profitable(_takes(before, constant), "no runtime takes the model")
             return Region(node.outputs, (source,), (node,), constant)
-        wanted = numbers(reader, shape)
-        if wanted is None or None in wanted:  # it is computed from something else
-            wanted = node.types[0].shape
-            if wanted is None:
+        target = numbers(reader, shape)
+        if target is None or None in target:  # it is computed from something else
+            target = node.types[0].shape
+            if target is None:
                 return None
-        before = (1,) * (len(wanted) - len(before)) + before
-        own = before[len(before) - len(wanted) :]
-        unchanged = all(d == 1 or dims.equal(d, b) for d, b in zip(wanted, own))
+        before = (1,) * (len(target) - len(before)) + before
+        own = before[len(before) - len(target) :]
+        unchanged = all(d == 1 or dims.equal(d, b) for d, b in zip(target, own))
         if unchanged and reader.type(source).rank == len(before):
             return Region(node.outputs, (source,), (node,), None)
-        known = all(isinstance(d, int) or dims.equal(d, b) for d, b in zip(wanted, own))
-        require(known, "a dimension is not known")
+        static = all(isinstance(d, int) or dims.equal(d, b) for d, b in zip(target, own))
+        require(static, "a dimension is not known")
         joined = (
-            d == 1 or b in (1, d) for d, b in zip(wanted, own) if isinstance(d, int) and isinstance(b, int)
+            d == 1 or b in (1, d) for d, b in zip(target, own) if isinstance(d, int) and isinstance(b, int)
         )
         profitable(all(joined), "no runtime takes the model")
-        return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in wanted])
+        return Region(node.outputs, (source,), (node,), [d if isinstance(d, int) else 1 for d in target])
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         if region.data is None:
@@ -232,16 +234,16 @@ class MergeFlattenedTranspose(RegionRule, family="exports"):
         require(perm[0] == 0, "the leading dimensions move")
         own = [before[i] if d == 0 and i < len(before) else d for i, d in enumerate(first)]
         require(same_dims(own[1:], before[leading:]), "the last dimensions are not those of x")
-        moved = (*range(leading), *(p - 1 + leading for p in perm[1:]))
-        after = [before[p] for p in moved]
+        full_perm = (*range(leading), *(p - 1 + leading for p in perm[1:]))
+        after = [before[p] for p in full_perm]
         require(same_dims(after, second), "the dimensions are not those of x")
         sure = all(isinstance(d, int) and d > 0 for d in before[leading:])
         require(sure or own[0] == -1 or [own[0]] == [*before[:leading]], "another number may lead")
         # A 0 copies the dimension in its place. (The first is put together of all that lead, and is 0 if one is.)
-        turned = [own[p] for p in perm]
-        meant = ((isinstance(d, int) and d > 0) or d == t for d, t in zip(second[1:], turned[1:]))
-        require(all(meant), "a dimension may be 0, and another be copied")
-        return Region(node.outputs, (flat.inputs[0],), (node, transpose, flat), moved)
+        transposed = [own[p] for p in perm]
+        fits = ((isinstance(d, int) and d > 0) or d == t for d, t in zip(second[1:], transposed[1:]))
+        require(all(fits), "a dimension may be 0, and another be copied")
+        return Region(node.outputs, (flat.inputs[0],), (node, transpose, flat), full_perm)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         return op.Transpose(x, perm=list(region.data))
@@ -299,13 +301,13 @@ def _chain(reader: Reader, value: Value, ranks: tuple[int, ...]) -> _Chain | Non
         node = reader.producer(value)
         if node is None or node.const or (node.op not in BROADCAST and node.op not in UNARY):
             return chain
-        places = [i for i, v in enumerate(node.inputs) if v != ABSENT and reader.type(v).rank not in ranks]
-        if len(places) != 1:
+        operands = [i for i, v in enumerate(node.inputs) if v != ABSENT and reader.type(v).rank not in ranks]
+        if len(operands) != 1:
             return chain
         if not read_once(reader, value):
             return None
-        chain.append((node, places[0]))
-        value = node.inputs[places[0]]
+        chain.append((node, operands[0]))
+        value = node.inputs[operands[0]]
 
 
 def _end(node: Node, chain: _Chain) -> Value:
@@ -318,12 +320,12 @@ def _others(chain: _Chain) -> list[Value]:
     return [v for node, at in chain for i, v in enumerate(node.inputs) if i != at]
 
 
-def _replayed(op: Op, chain: _Chain, value: Any, others: Sequence[Val | None]) -> Any:
+def _replayed(op: Op, chain: _Chain, value: Any, operands_: Sequence[Val | None]) -> Any:
     """The chain on another value."""
-    left = list(others)
+    remaining = list(operands_)
     for node, at in reversed(chain):
         count = len(node.inputs) - 1
-        operands, left = left[len(left) - count :], left[: len(left) - count]
+        operands, remaining = remaining[len(remaining) - count :], remaining[: len(remaining) - count]
         operands.insert(at, value)
         value = op[node.op](*operands, attrs=node.attrs)
     return value
@@ -354,15 +356,15 @@ class MoveReshapeIntoConstant(RegionRule, family="exports"):
         chain = _chain(reader, node.inputs[0], (0,))
         if not chain or not reader.is_const(_end(node, chain)):
             return None
-        given = node.inputs[1:]
-        profitable(all(map(reader.is_const, given)), "the shape is computed")
-        inputs = (_end(node, chain), *given, *_others(chain))
+        shape_inputs = node.inputs[1:]
+        profitable(all(map(reader.is_const, shape_inputs)), "the shape is computed")
+        inputs = (_end(node, chain), *shape_inputs, *_others(chain))
         nodes = (node, *(n for n, _ in chain))
-        return Region(node.outputs, inputs, nodes, (node.op, node.attrs, len(given), tuple(chain)))
+        return Region(node.outputs, inputs, nodes, (node.op, node.attrs, len(shape_inputs), tuple(chain)))
 
-    def target(self, op: Op, region: Region, c: Val, *rest: Val | None) -> Any:
-        name, attrs, given, chain = region.data
-        return _replayed(op, list(chain), op[name](c, *rest[:given], attrs=attrs), rest[given:])
+    def target(self, op: Op, region: Region, c: Val, *more: Val | None) -> Any:
+        name, attrs, shape_inputs, chain = region.data
+        return _replayed(op, list(chain), op[name](c, *more[:shape_inputs], attrs=attrs), more[shape_inputs:])
 
 
 class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
@@ -425,8 +427,8 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
         nodes = (node, *(n for n, _ in chain), product, quantize, flat)
         return Region((node.outputs[0], *quantize.outputs[1:]), inputs, nodes, (tuple(shape), tuple(chain)))
 
-    def target(self, op: Op, region: Region, x: Val, w: Val, v: Val, *others: Val | None) -> Any:
+    def target(self, op: Op, region: Region, x: Val, w: Val, v: Val, *more: Val | None) -> Any:
         shape, chain = region.data
         quantized, scale, zero = op.DynamicQuantizeLinear(op.Reshape(x, list(shape)), outputs=3)
-        value = _replayed(op, list(chain), op.MatMulInteger(quantized, w, zero, v), others)
+        value = _replayed(op, list(chain), op.MatMulInteger(quantized, w, zero, v), more)
         return [value, scale, zero]

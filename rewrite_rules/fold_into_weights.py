@@ -123,7 +123,7 @@ _PER_CHANNEL = (
 
 
 def _conv_shapes(name: str, channel: str, weight: str = "w[m,p{k}]:const", image: str = "x[i,c{h}]") -> str:
-    return per_rank(*(f"{image} {weight} b[m]:const {form.format(name, channel)}" for form in _PER_CHANNEL))
+    return per_rank(*(f"{image} {weight} b[m]:const {shape.format(name, channel)}" for shape in _PER_CHANNEL))
 
 
 class FoldBatchNormIntoConv(_Convolution):
@@ -267,14 +267,14 @@ class FoldBatchNormBeforeConv(_Convolution):
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, *s: Val) -> Any:
         factor, offset = factor_and_shift(op, s, m.epsilon)
-        moved = op.ReduceSum(self.scaled_inputs(op, w, offset, m.c), list(range(1, w.rank)), keepdims=0)
-        return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), sum_of(op, b, moved), attrs=m.c)
+        offset_ = op.ReduceSum(self.scaled_inputs(op, w, offset, m.c), list(range(1, w.rank)), keepdims=0)
+        return op.Conv(x, self.scaled_inputs(op, w, factor, m.c), sum_of(op, b, offset_), attrs=m.c)
 
 
 # One number, or one per column, as it broadcasts against [..., n].
 def _row(name: str, columns: str, const: str = ":const") -> tuple[str, ...]:
-    forms = ("", "1", columns, "1,1", f"1,{columns}", "1,1,1", f"1,1,{columns}")
-    return tuple(f"{name}[{dims}]{const}" for dims in forms)
+    shapes = ("", "1", columns, "1,1", f"1,{columns}", "1,1,1", f"1,1,{columns}")
+    return tuple(f"{name}[{dims}]{const}" for dims in shapes)
 
 
 class FoldScaleIntoMatMul(Rule, family="linear"):
@@ -486,11 +486,13 @@ class FoldBiasBeforeGemm(_Gemm):
         require(not m.c.get("transA"), "x is transposed")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None, t: Val) -> Any:
-        moved = _times(op, t, op.Transpose(w) if m.c.get("transB") else w)
+        offset = _times(op, t, op.Transpose(w) if m.c.get("transB") else w)
         alpha = m.c.get("alpha", 1.0)
         if alpha != 1.0:
-            moved = op.Mul(moved, alpha)
-        return op.Gemm(x, w, moved if b is None else op.Add(self.bias(op, m, b), moved), attrs=m.c, beta=None)
+            offset = op.Mul(offset, alpha)
+        return op.Gemm(
+            x, w, offset if b is None else op.Add(self.bias(op, m, b), offset), attrs=m.c, beta=None
+        )
 
 
 class FuseMatMulAddIntoGemm(Rule, family="linear"):
@@ -518,14 +520,14 @@ class SplitGemm(Rule, family="linear"):
         return op.Gemm(x, w, b, alpha="alpha", beta="beta", transA="transA", transB="transB")
 
     def target(self, op: Op, m: Captures, x: Val, w: Val, b: Val | None) -> Any:
-        left = op.Transpose(x) if m.transA else x
+        rows = op.Transpose(x) if m.transA else x
         right = op.Transpose(w) if m.transB else w
         if m.alpha != 1.0:
             if x.const:
-                left = op.Mul(left, m.alpha)
+                rows = op.Mul(rows, m.alpha)
             else:
                 right = op.Mul(right, m.alpha)
-        y = op.MatMul(left, right)
+        y = op.MatMul(rows, right)
         if b is None:
             return y
         return op.Add(y, b if m.beta == 1.0 else op.Mul(b, m.beta))

@@ -217,14 +217,14 @@ class RemoveNoopSlice(_Unchanged):
 
     def where(self, x: Val, starts: Val, ends: Val, axes: Val | None, steps: Val | None) -> None:
         require(steps is None or all(s == 1 for s in steps.ints), "it has a step")
-        places = range(len(starts.ints)) if axes is None else axes.ints
-        for start, end, axis in zip(starts.ints, ends.ints, places):
+        sliced = range(len(starts.ints)) if axes is None else axes.ints
+        for start, end, axis in zip(starts.ints, ends.ints, sliced):
             size = x.type.shape[axis] if x.type.shape is not None else None
-            known = isinstance(size, int)
+            static = isinstance(size, int)
             require(start == 0 or (isinstance(size, int) and start <= -size), "it leaves out a beginning")
             # No dimension is longer: exporters write "to the end" as 2^31 - 1 or 2^63 - 1.
             require(
-                end >= LARGEST or (known and isinstance(size, int) and end >= size), "it leaves out an end"
+                end >= LARGEST or (static and isinstance(size, int) and end >= size), "it leaves out an end"
             )
 
 
@@ -280,16 +280,16 @@ class RemoveEmptyParts(RegionRule, family="identity"):
     examples = ("agraph (float[N,3] x, float[N,0] e) => (float[N,3] y) { y = Concat<axis=1>(x, e) }",)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        kept = []
+        remaining = []
         for value in node.inputs:
             shape = reader.type(value).shape
             axis = node.attrs["axis"]
             assert isinstance(axis, int)
             if shape is None or shape[axis] != 0:
-                kept.append(value)
-        if len(kept) == len(node.inputs) or not kept:
+                remaining.append(value)
+        if len(remaining) == len(node.inputs) or not remaining:
             return None
-        return Region(node.outputs, tuple(kept), (node,), node.attrs)
+        return Region(node.outputs, tuple(remaining), (node,), node.attrs)
 
     def target(self, op: Op, region: Region, *xs: Val) -> Any:
         return xs[0] if len(xs) == 1 else op.Concat(*xs, attrs=region.data)
@@ -335,10 +335,10 @@ class MergeCommonSubexpressions(RegionRule, family="identity"):
         for user in graph.uses[rarest] if rarest else ():
             if user >= node.outputs[0]:
                 return None
-            other = graph.producers[user]
-            if _same(other, node):
+            candidate = graph.producers[user]
+            if _same(candidate, node):
                 reader.users(rarest)
-                return Region(node.outputs, other.outputs, (node, other))
+                return Region(node.outputs, candidate.outputs, (node, candidate))
         return None
 
     def partners(self, graph: Graph, node: Node) -> list[Value]:
@@ -346,8 +346,8 @@ class MergeCommonSubexpressions(RegionRule, family="identity"):
         users = graph.uses[rarest] if rarest else ()
         return [user for user in users if user > node.outputs[0] and _same(graph.producers[user], node)]
 
-    def target(self, op: Op, region: Region, *kept: Val) -> Any:
-        return list(kept)
+    def target(self, op: Op, region: Region, *values: Val) -> Any:
+        return list(values)
 
 
 def _rarest(graph: Graph, node: Node) -> Value:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rewrite_rules.elementwise import keeps_shape
 from rewrite_rules.examples import graphs
-from rewrite_rules.reading import COMPARISONS, number_beside
+from rewrite_rules.reading import COMPARISONS, number_for
 from xrlflow.ir import FLOATS, INTEGERS, DType
 from xrlflow.rewrite import Captures, Op, Rule, Val, profitable, require
 
@@ -41,9 +41,9 @@ class RemoveConstantWhere(Rule, family="idioms"):
 
     def where(self, c: Val, x: Val, y: Val) -> None:
         require(c.uniform is not None, "the condition is not the same everywhere")
-        chosen, other = (x, y) if c.uniform else (y, x)
-        for v in (c, other):
-            require(keeps_shape(chosen.type.shape, v.type.shape), "it may broadcast")
+        selected, dropped = (x, y) if c.uniform else (y, x)
+        for v in (c, dropped):
+            require(keeps_shape(selected.type.shape, v.type.shape), "it may broadcast")
 
     def target(self, op: Op, c: Val, x: Val, y: Val) -> Any:
         return x if c.uniform else y
@@ -188,6 +188,6 @@ class FoldComparisonOfBool(Rule, family="idioms"):
     @staticmethod
     def _truth(m: Captures, c: Val, n: Val) -> tuple[bool, bool]:
         """The results of the comparison for False and for True."""
-        number, compare = number_beside(n, c), _FUNCTIONS[m.compare]
+        number, compare = number_for(n, c), _FUNCTIONS[m.compare]
         of_false, of_true = (bool(compare(number, b) if m.turned else compare(b, number)) for b in (0.0, 1.0))
         return of_false, of_true

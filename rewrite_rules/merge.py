@@ -1,4 +1,4 @@
-"""Products and convolutions merged side by side, and taken apart again."""
+"""Products and convolutions merged side by side, and split again."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ class _SplitMerged(RegionRule, family="merge"):
         merged = made_by(reader, node.inputs[0], *self.product)
         if merged is None or len(node.outputs) < 2 or not read_once(reader, node.inputs[0]):
             return None
-        x, w, *rest = merged.inputs
-        given = [b for b in rest if b != ABSENT]
-        if not all(reader.is_const(v) for v in (w, *given)):
+        x, w, *more = merged.inputs
+        biases = [b for b in more if b != ABSENT]
+        if not all(reader.is_const(v) for v in (w, *biases)):
             return None
         rank = reader.val(node.inputs[0]).rank
         axis = axis_of(node, rank)
@@ -176,11 +176,11 @@ class _SplitMerged(RegionRule, family="merge"):
         require(reader.val(w).rank >= 2, "the weight is no matrix")
         require(merged.op != "Conv" or group_of(merged.attrs) == 1, "the convolution is grouped")
         require(reader.val(w).size(columns) == sum(sizes), "the parts are not the weight's columns")
-        if given:
-            bias = reader.val(given[0])
+        if biases:
+            bias = reader.val(biases[0])
             require(bias.rank >= 1 and bias.size(-1) == sum(sizes), "the bias is not one number per column")
-        data = _Cut(merged.op, merged.attrs, sizes, bool(given))
-        return Region(node.outputs, (x, w, *given), (merged, node), data)
+        data = _Cut(merged.op, merged.attrs, sizes, bool(biases))
+        return Region(node.outputs, (x, w, *biases), (merged, node), data)
 
     def target(self, op: Op, region: Region, x: Val, w: Val, b: Val | None = None) -> Any:
         cut: _Cut = region.data
@@ -278,26 +278,33 @@ class EnlargeConv(RegionRule, family="merge"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        x, w, *rest = node.inputs
+        x, w, *more = node.inputs
         if not _plain(reader, node):
             return None
         kernel = _kernel(reader, node)
         best: tuple[int, ...] | None = None
-        for other in reader.users(x):
-            if other is node or other.op != "Conv" or other.inputs[0] != x or not _plain(reader, other):
+        for sibling in reader.users(x):
+            if (
+                sibling is node
+                or sibling.op != "Conv"
+                or sibling.inputs[0] != x
+                or not _plain(reader, sibling)
+            ):
                 continue
-            larger = _kernel(reader, other)
+            larger = _kernel(reader, sibling)
             rim = [b - a for a, b in zip(kernel, larger)]
             if len(larger) != len(kernel) or not any(rim) or any(r < 0 or r % 2 for r in rim):
                 continue
-            grown = tuple(p + r // 2 for p, r in zip(_pads(node, len(kernel)), rim * 2))
-            if grown != _pads(other, len(kernel)) or node.attrs.get("strides") != other.attrs.get("strides"):
+            widened = tuple(p + r // 2 for p, r in zip(_pads(node, len(kernel)), rim * 2))
+            if widened != _pads(sibling, len(kernel)) or node.attrs.get("strides") != sibling.attrs.get(
+                "strides"
+            ):
                 continue
             best = larger if best is None else min(best, larger)
         if best is None:
             return None
-        given = [b for b in rest if b != ABSENT]
-        return Region(node.outputs, (x, w, *given), (node,), (node.attrs, kernel, best))
+        biases = [b for b in more if b != ABSENT]
+        return Region(node.outputs, (x, w, *biases), (node,), (node.attrs, kernel, best))
 
     def target(self, op: Op, region: Region, x: Val, w: Val, b: Val | None = None) -> Any:
         attrs, kernel, larger = region.data
@@ -562,29 +569,29 @@ class _SplitOverConcat(RegionRule, family="merge"):
         sizes = tuple(reader.val(v).size(axis) for v in concat.inputs)
         profitable(all(sizes), "a part is empty")
         inputs = list(concat.inputs)
-        forms = []
+        attributes = []
         for node in products:
             require(node.op in self.product and not node.attrs.get("transA"), "another operator reads it")
-            x, w, *rest = node.inputs
-            require(x == concat.outputs[0] and w != x and x not in rest, "the Concat is a weight or a bias")
+            x, w, *more = node.inputs
+            require(x == concat.outputs[0] and w != x and x not in more, "the Concat is a weight or a bias")
             profitable(reader.is_const(w), "the weights are not constant")
             require(node.op != "Conv" or group_of(node.attrs) == 1, "a convolution is grouped")
             weight = reader.val(w)
             require(weight.rank >= 2, "the weight is no matrix")
-            given = [b for b in rest if b != ABSENT]
-            inputs += [w, *given]
-            forms.append((node.op, node.attrs, bool(given)))
+            biases = [b for b in more if b != ABSENT]
+            inputs += [w, *biases]
+            attributes.append((node.op, node.attrs, bool(biases)))
         outputs = tuple(n.outputs[0] for n in products)
-        return Region(outputs, tuple(inputs), (concat, *products), _Over(sizes, tuple(forms)))
+        return Region(outputs, tuple(inputs), (concat, *products), _Over(sizes, tuple(attributes)))
 
-    def target(self, op: Op, region: Region, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         over: _Over = region.data
-        parts, rest = given[: len(over.sizes)], list(given[len(over.sizes) :])
+        parts, more = inputs[: len(over.sizes)], list(inputs[len(over.sizes) :])
         cuts = list(pairwise([0, *accumulate(over.sizes)]))
         results = []
         for name, attrs, biased in over.products:
-            w = rest.pop(0)
-            bias: Val | None = rest.pop(0) if biased else None
+            w = more.pop(0)
+            bias: Val | None = more.pop(0) if biased else None
             axis = _row_axis(name, attrs, w.rank)
             total: Any = None
             for part, (start, stop) in zip(parts, cuts):
@@ -639,8 +646,8 @@ class SplitConvOverConcat(_SplitOverConcat):
         concat = reader.producer(node.inputs[0])
         if concat is None or concat.op != "Concat" or concat.const or read_once(reader, node.inputs[0]):
             return None
-        found = self.region(reader, concat, [node])
-        return None if found is None else Region(found.outputs, found.inputs, (node,), found.data)
+        region = self.region(reader, concat, [node])
+        return None if region is None else Region(region.outputs, region.inputs, (node,), region.data)
 
 
 class SplitMatMulsOverConcat(SplitConvsOverConcat):

@@ -44,7 +44,7 @@ class _FuseTransposeIntoMatMul(_Contributed):
         profitable(perm[-2] == len(perm) - 1, "its rows would not stay together")
 
     @staticmethod
-    def turned(op: Op, m: Captures, y: Val) -> Any:
+    def transposed(op: Op, m: Captures, y: Val) -> Any:
         """The operand of the operator, which itself exchanges the last two dimensions."""
         perm = compose(permutation(m.p, y.rank), _last_two(y.rank))
         return y if is_identity(perm) else op.Transpose(y, perm=perm)
@@ -64,8 +64,10 @@ class FuseTransposeIntoRightOfMatMul(_FuseTransposeIntoMatMul):
         return op.MatMul(x, op.Transpose(y, perm="p"))
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
-        whole = op.MatMul(x, op.Transpose(y, perm=m.p))
-        return op["com.microsoft::FusedMatMul"](x, self.turned(op, m, y), transB=1, type=_runs(whole.type))
+        product = op.MatMul(x, op.Transpose(y, perm=m.p))
+        return op["com.microsoft::FusedMatMul"](
+            x, self.transposed(op, m, y), transB=1, type=_runs(product.type)
+        )
 
 
 class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
@@ -82,8 +84,10 @@ class FuseTransposeIntoLeftOfMatMul(_FuseTransposeIntoMatMul):
         return op.MatMul(op.Transpose(y, perm="p"), x)
 
     def target(self, op: Op, m: Captures, x: Val, y: Val) -> Any:
-        whole = op.MatMul(op.Transpose(y, perm=m.p), x)
-        return op["com.microsoft::FusedMatMul"](self.turned(op, m, y), x, transA=1, type=_runs(whole.type))
+        product = op.MatMul(op.Transpose(y, perm=m.p), x)
+        return op["com.microsoft::FusedMatMul"](
+            self.transposed(op, m, y), x, transA=1, type=_runs(product.type)
+        )
 
 
 class FuseScaleIntoMatMul(_Contributed):
@@ -98,8 +102,8 @@ class FuseScaleIntoMatMul(_Contributed):
         profitable(c.known, "the constant cannot be read")
 
     def target(self, op: Op, x: Val, y: Val, c: Val) -> Any:
-        whole = op.MatMul(x, y)
-        return op["com.microsoft::FusedMatMul"](x, y, alpha=c.scalar, type=_runs(whole.type))
+        product = op.MatMul(x, y)
+        return op["com.microsoft::FusedMatMul"](x, y, alpha=c.scalar, type=_runs(product.type))
 
 
 class FuseTransposedScale(_FuseTransposeIntoMatMul):
@@ -120,9 +124,9 @@ class FuseTransposedScale(_FuseTransposeIntoMatMul):
         profitable(c.known, "the constant cannot be read")
 
     def target(self, op: Op, m: Captures, x: Val, y: Val, c: Val) -> Any:
-        whole = op.MatMul(x, op.Transpose(y, perm=m.p))
+        product = op.MatMul(x, op.Transpose(y, perm=m.p))
         fused = op["com.microsoft::FusedMatMul"]
-        return fused(x, self.turned(op, m, y), transB=1, alpha=c.scalar, type=_runs(whole.type))
+        return fused(x, self.transposed(op, m, y), transB=1, alpha=c.scalar, type=_runs(product.type))
 
 
 # Activations
@@ -228,13 +232,13 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
         if len(node.inputs) > 4 or len(node.outputs) > 1:
             return None
         require(node.attrs.keys() <= {"scale"}, "it is causal, capped, or has heads of its own")
-        turned = [self._turned(reader, v) for v in node.inputs[:3]]
+        transposed = [self._transposed(reader, v) for v in node.inputs[:3]]
         after = reader.users(node.outputs[0])
-        if not all(turned) or len(after) != 1 or after[0].op != "Transpose":
+        if not all(transposed) or len(after) != 1 or after[0].op != "Transpose":
             return None
         profitable(read_once(reader, node.outputs[0]), "it is read elsewhere")
         require(after[0].attrs.get("perm") == _EXCHANGED, "the heads do not go back")
-        rows = [t.inputs[0] for t in turned if t is not None]
+        rows = [t.inputs[0] for t in transposed if t is not None]
         q, k, v = (reader.val(r).shape for r in rows)
         require(q[2] == k[2] == v[2], "heads share keys")
         sizes = (*q[2:], k[3], v[3])
@@ -247,7 +251,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
         return Region(after[0].outputs, inputs, (node, after[0]), node.attrs.get("scale"))
 
     @staticmethod
-    def _turned(reader: Reader, value: Value) -> Node | None:
+    def _transposed(reader: Reader, value: Value) -> Node | None:
         """The node that makes a value, if it is a Transpose that exchanges positions and heads."""
         node = reader.producer(value)
         if node is None or node.op != "Transpose":
@@ -268,7 +272,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
             flat.append(op.Reshape(x, reshape_numbers(x.shape, shape)))
         if mask is not None and mask.rank < 4:
             mask = op.Unsqueeze(mask, list(range(4 - mask.rank)))
-        given = {} if region.data is None else {"scale": region.data}
+        scale = {} if region.data is None else {"scale": region.data}
         heads, width = v.size(2), v.size(3)
         y = op["com.microsoft::MultiHeadAttention"](
             *flat,
@@ -277,7 +281,7 @@ class ReplaceAttentionByMultiHead(RegionRule, family="microsoft"):
             mask,
             num_heads=heads,
             type=TensorType(q.dtype, (*q.shape[:2], heads * width)),
-            **given,
+            **scale,
         )
         return op.Reshape(y, reshape_numbers(y.shape, (*q.shape[:2], heads, width)))
 
@@ -305,9 +309,9 @@ class ReplaceRotaryEmbedding(_Contributed):
     def where(self, m: Captures, x: Val, cosine: Val) -> None:
         heads = m.c.get("num_heads", 0)
         width = x.size(3) if x.rank == 4 else x.size(2) // max(heads, 1)
-        turned = m.c.get("rotary_embedding_dim", 0) or width
-        require(cosine.size(1) * 2 == turned, "the tables are wider than what is turned")
-        require(x.rank == 3 or turned == width or heads == x.shape[1], "the number of heads is not known")
+        rotated = m.c.get("rotary_embedding_dim", 0) or width
+        require(cosine.size(1) * 2 == rotated, "the tables are wider than what is turned")
+        require(x.rank == 3 or rotated == width or heads == x.shape[1], "the number of heads is not known")
 
     def target(self, op: Op, m: Captures, x: Val, cosine: Val, sine: Val, positions: Val) -> Any:
         rotary = op["com.microsoft::RotaryEmbedding"]

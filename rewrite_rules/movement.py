@@ -24,7 +24,7 @@ from rewrite_rules.access import (
     scattered,
     shuffles,
 )
-from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, known, perm_of, slice_numbers
+from rewrite_rules.axes import axis_of, front, fronts, int_attr, ints_input, perm_of, required, slice_numbers
 from rewrite_rules.examples import graphs
 from rewrite_rules.slices import sizes_along
 from xrlflow.ir import ABSENT, Dim, DType, Node, Value
@@ -52,9 +52,11 @@ _BLOCKS = frozenset((DType.FLOAT, DType.DOUBLE))
 class _Trace:
     """The maps of values, traced back to the first values that are not made by data movement."""
 
-    def __init__(self, reader: Reader, most: int = _MOST_NODES, stop: frozenset[Value] = frozenset()) -> None:
+    def __init__(
+        self, reader: Reader, maximum: int = _MOST_NODES, stop: frozenset[Value] = frozenset()
+    ) -> None:
         self.reader = reader
-        self.left = most
+        self.left = maximum
         self.stop = stop
         self.maps: dict[Value, AccessMap] = {}
         self.makers: dict[Value, Node] = {}
@@ -63,10 +65,10 @@ class _Trace:
         self.fill: Value | None = None
 
     def map(self, value: Value) -> AccessMap:
-        found = self.maps.get(value)
-        if found is None:
-            found = self.maps[value] = self._made(value)
-        return found
+        result = self.maps.get(value)
+        if result is None:
+            result = self.maps[value] = self._made(value)
+        return result
 
     def _made(self, value: Value) -> AccessMap:
         node = self.reader.producer(value)
@@ -74,24 +76,24 @@ class _Trace:
             return self._source(value)
         self.left -= 1
         try:
-            found = self._moved(node, value)
+            result = self._moved(node, value)
         except Refused:
             return self._source(value)
         self.makers[value] = node
-        return found
+        return result
 
     def _source(self, value: Value) -> AccessMap:
         dims = self.reader.type(value).shape
         if dims is None:
             raise Unmappable("a rank is not known")
         shape = tuple(f"?{value}.{i}" if d is None else d for i, d in enumerate(dims))
-        found = AccessMap.source(shape, len(self.sources))
+        result = AccessMap.source(shape, len(self.sources))
         self.sources.append(value)
         self.shapes.append(shape)
-        return found
+        return result
 
     def _ints(self, node: Node, index: int) -> tuple[int, ...]:
-        return known(ints_input(self.reader, node, index), "an input is left out")
+        return required(ints_input(self.reader, node, index), "an input is left out")
 
     def _moved(self, node: Node, value: Value) -> AccessMap:
         """The map of a node's output. Numbers are read first: if they are not known, nothing else is read."""
@@ -151,8 +153,8 @@ class _Trace:
                 if start != 0 or step != 1 or end < LARGEST:
                     raise Unmappable("a symbolic dimension is cut")
                 continue
-            taken = range(size)[start:end:step]  # Python counts and clamps as ONNX does
-            x = x.slice(axis, taken.start, len(taken), step)
+            positions = range(size)[start:end:step]  # Python counts and clamps as ONNX does
+            x = x.slice(axis, positions.start, len(positions), step)
         return x
 
     def _split(self, node: Node, value: Value) -> AccessMap:
@@ -166,30 +168,30 @@ class _Trace:
     def _padded(self, node: Node) -> AccessMap:
         if node.attrs.get("mode", "constant") != "constant":
             raise Unmappable("it pads with elements")
-        pads, given = self._ints(node, 1), ints_input(self.reader, node, 3)
+        pads, axes_input = self._ints(node, 1), ints_input(self.reader, node, 3)
         fill = node.inputs[2] if len(node.inputs) > 2 else ABSENT
         x = self.map(node.inputs[0])
-        axes = fronts(range(len(x.dims)) if given is None else given, len(x.dims))
+        axes = fronts(range(len(x.dims)) if axes_input is None else axes_input, len(x.dims))
         if len(pads) != 2 * len(axes):
             raise Unmappable("the pads are of another rank")
         if self.fill not in (None, fill):
             raise Unmappable("two pads put in different numbers")
         ends = [dict(zip(axes, numbers)) for numbers in (pads, pads[len(axes) :])]
-        found = x.pad(*([end.get(axis, 0) for axis in range(len(x.dims))] for end in ends))
+        result = x.pad(*([end.get(axis, 0) for axis in range(len(x.dims))] for end in ends))
         self.fill = fill
-        return found
+        return result
 
     # The chain's cost
 
     def nodes(self, end: Node) -> list[Node]:
         """The nodes between the sources and the end of the chain, each before the nodes that it reads."""
         out: dict[Value, Node] = {}
-        seen: set[Value] = set()
+        visited: set[Value] = set()
 
         def visit(node: Node) -> None:
-            if node.id in seen:
+            if node.id in visited:
                 return
-            seen.add(node.id)
+            visited.add(node.id)
             for value in _moved(node):
                 maker = self.makers.get(value)
                 if maker is not None:
@@ -201,18 +203,18 @@ class _Trace:
 
     def removed(self, nodes: Sequence[Node]) -> set[Value]:
         """The nodes without a reader once the first one is replaced, and the first one."""
-        gone = {nodes[0].id}
+        removed_ids = {nodes[0].id}
         for node in nodes[1:]:
             if all(
-                not self.reader.is_output(v) and all(u.id in gone for u in self.reader.users(v))
+                not self.reader.is_output(v) and all(u.id in removed_ids for u in self.reader.users(v))
                 for v in node.outputs
             ):
-                gone.add(node.id)
-        return gone
+                removed_ids.add(node.id)
+        return removed_ids
 
     def price(self, node: Node) -> Price:
-        taken = sum(self.maps[v].volume for v in _moved(node) if v in self.maps)
-        made = sum(self.maps[v].volume for v in node.outputs if v in self.maps)
+        elements_read = sum(self.maps[v].volume for v in _moved(node) if v in self.maps)
+        elements_written = sum(self.maps[v].volume for v in node.outputs if v in self.maps)
         torn = False
         if node.op == "Transpose":
             dims = self.maps[node.inputs[0]].dims
@@ -220,7 +222,7 @@ class _Trace:
         elif node.op == "Gather":
             dims = self.maps[node.inputs[0]].dims
             torn = scattered([extent_of(dim) for dim in dims[axis_of(node, len(dims)) + 1 :]])
-        return price(node.op, taken, made, torn)
+        return price(node.op, elements_read, elements_written, torn)
 
     def scale(self) -> int:
         """The factor for numbers of elements in which symbolic dimensions count as 1."""
@@ -291,11 +293,11 @@ def _hopeless(reader: Reader, nodes: Sequence[Node]) -> bool:
         return False
     view, transpose = sorted(nodes, key=lambda n: n.op == "Transpose")
     before, after = reader.type(view.inputs[0]).shape, view.types[0].shape
-    moved = reader.type(transpose.inputs[0]).shape
-    if view.op not in _VIEWS or before is None or after is None or moved is None:
+    shape = reader.type(transpose.inputs[0]).shape
+    if view.op not in _VIEWS or before is None or after is None or shape is None:
         return False
-    left = [p for p in perm_of(transpose, len(moved)) if moved[p] != 1]
-    return left != sorted(left) and [d for d in before if d != 1] != [d for d in after if d != 1]
+    order = [p for p in perm_of(transpose, len(shape)) if shape[p] != 1]
+    return order != sorted(order) and [d for d in before if d != 1] != [d for d in after if d != 1]
 
 
 # See `_line`.
@@ -318,22 +320,23 @@ def _line(reader: Reader, end: Node) -> _Line | None:
     whether it loses its readers once the end is replaced; and the type of the chain's input. Equal layers share a key.
     """
     links: list[object] = []
-    gone: set[Value] = set()
+    removed: set[Value] = set()
     value, node = end.outputs[0], reader.producer(end.outputs[0])
     while node is not None and node.op in _MOVES_SET and not node.const:
         if node.op == "Concat" or len(links) == _MOST_NODES:
             return None
         if not links or (
-            len(gone) == len(links)
+            len(removed) == len(links)
             and all(
-                not reader.is_output(v) and all(u.id in gone for u in reader.users(v)) for v in node.outputs
+                not reader.is_output(v) and all(u.id in removed for u in reader.users(v))
+                for v in node.outputs
             )
         ):
-            gone.add(node.id)
+            removed.add(node.id)
         # The name of a constant identifies its content. A computed value is not a known number, but may fill a Pad.
         numbers = tuple([(v, reader.producer(v) is None) for v in node.inputs[1:]])
-        place = node.outputs.index(value)
-        links.append((node.op, node.attrs.digest, numbers, place, node.types, node.id in gone))
+        index = node.outputs.index(value)
+        links.append((node.op, node.attrs.digest, numbers, index, node.types, node.id in removed))
         value = node.inputs[0]
         node = reader.producer(value)
     return (*links, reader.type(value))
@@ -460,41 +463,43 @@ class MergeMovement(RegionRule, family="movement"):
         if node.op == "Concat":
             return self._cheaper(reader, node) if _common(reader, node) else None
         line = _line(reader, node)
-        known = self._known.get(line)
-        if isinstance(known, _Shortcut):
+        shortcut = self._known.get(line)
+        if isinstance(shortcut, _Shortcut):
             nodes = [node]
-            while len(nodes) < known.nodes:
+            while len(nodes) < shortcut.nodes:
                 maker = reader.producer(nodes[-1].inputs[0])
                 assert maker is not None, "a line that was known has as many operators"
                 nodes.append(maker)
-            return Region(node.outputs, (nodes[-1].inputs[0], *known.fill), tuple(nodes), known.plan)
-        if known is not None:
-            profitable(not known, known)
+            return Region(node.outputs, (nodes[-1].inputs[0], *shortcut.fill), tuple(nodes), shortcut.plan)
+        if shortcut is not None:
+            profitable(not shortcut, shortcut)
             return None
         # `_line` has read all that decides, so a match depends on the same values whether the line was known or not.
         apart = reader if line is None else Reader(reader.graph, node.id)
         try:
-            found = None if _hopeless(apart, list(_above(apart, node))) else self._cheaper(apart, node)
+            region = None if _hopeless(apart, list(_above(apart, node))) else self._cheaper(apart, node)
         except Refused as refused:
             if refused.site is None:
                 self._note(line, str(refused))
             raise
-        self._note(line, "" if found is None else _Shortcut(len(found.nodes), found.inputs[1:], found.data))
-        return found
+        self._note(
+            line, "" if region is None else _Shortcut(len(region.nodes), region.inputs[1:], region.data)
+        )
+        return region
 
-    def _note(self, line: _Line | None, known: _Shortcut | str) -> None:
+    def _note(self, line: _Line | None, shortcut: _Shortcut | str) -> None:
         if line is not None:
             if len(self._known) >= _MOST_LINES:
                 self._known.clear()
-            self._known[line] = known
+            self._known[line] = shortcut
 
     def _cheaper(self, reader: Reader, node: Node) -> Region | None:
         """The region of a chain. Refuses if there is no cheaper one."""
-        found, shared = self._found(reader, node, frozenset())
-        if found is None and shared:
-            found, _ = self._found(reader, node, shared)
-        profitable(found is not None, "nothing is gained")
-        return found
+        region, shared = self._found(reader, node, frozenset())
+        if region is None and shared:
+            region, _ = self._found(reader, node, shared)
+        profitable(region is not None, "nothing is gained")
+        return region
 
     def _found(
         self, reader: Reader, node: Node, stop: frozenset[Value]
@@ -505,13 +510,13 @@ class MergeMovement(RegionRule, family="movement"):
         m = trace.map(output)
         profitable(output in trace.makers, "the map of the chain is not known")
         nodes = trace.nodes(node)
-        gone = trace.removed(nodes)
-        shared = frozenset(v for n in nodes if n.id not in gone for v in n.outputs)
+        removed = trace.removed(nodes)
+        shared = frozenset(v for n in nodes if n.id not in removed for v in n.outputs)
         core = core_of(m)
         if core is None or len(nodes) < 2 or _hopeless(reader, nodes):
             return None, shared
         scale = trace.scale()
-        before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
+        before = _total((trace.price(n) for n in nodes if n.id in removed), scale)
         try:
             plan = best(trace.shapes[core.source], core, trace.may_use_blocks(), scale, before)
         except Unmappable:
@@ -550,9 +555,9 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
         if concat is None or _goes_on(reader, node):
             return None
         # The Concat's inputs may have been moved too, in ways that may or may not combine.
-        found = self._found(reader, node, frozenset()) or self._found(reader, node, frozenset(concat.inputs))
-        profitable(found is not None, "nothing is gained")
-        return found
+        region = self._found(reader, node, frozenset()) or self._found(reader, node, frozenset(concat.inputs))
+        profitable(region is not None, "nothing is gained")
+        return region
 
     def _found(self, reader: Reader, node: Node, stop: frozenset[Value]) -> Region | None:
         (output,) = node.outputs
@@ -566,8 +571,8 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
             joined = best_joined(trace.shapes, m, trace.may_use_blocks(), scale)
         except Unmappable:
             return None
-        gone = trace.removed(nodes)
-        before = _total((trace.price(n) for n in nodes if n.id in gone), scale)
+        removed = trace.removed(nodes)
+        before = _total((trace.price(n) for n in nodes if n.id in removed), scale)
         if joined.price.total(scale) >= before:
             return None
         inputs = tuple(trace.sources[number] for number, _ in joined.parts)
@@ -599,7 +604,7 @@ class ReplaceMovement(RegionRule, family="movement"):
         if not self._promises(reader, node):
             return None
         (output,) = node.outputs
-        trace = _Trace(reader, most=1)
+        trace = _Trace(reader, maximum=1)
         core = core_of(trace.map(output))
         if output not in trace.makers or core is None:
             return None

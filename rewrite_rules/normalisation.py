@@ -37,8 +37,8 @@ def _last_axes(reader: Reader, node: Node) -> int | None:
     rank = reader.type(node.inputs[0]).rank
     if not axes or rank is None:
         return None
-    places = sorted(fronts(axes, rank))
-    return places[0] if places == list(range(places[0], rank)) else None
+    axes_ = sorted(fronts(axes, rank))
+    return axes_[0] if axes_ == list(range(axes_[0], rank)) else None
 
 
 def _fits(shape: tuple[Dim, ...] | None, normal: tuple[Dim, ...]) -> bool:
@@ -76,7 +76,7 @@ def _normal_sizes(reader: Reader, x: Value, axis: int) -> tuple[int, ...]:
 
 @dataclass
 class _Walk:
-    """A region while it is read: its nodes so far, and the current value."""
+    """A region under construction: its nodes so far, and the current value."""
 
     reader: Reader
     nodes: list[Node]
@@ -100,8 +100,8 @@ class _Walk:
         """Go on to a division by the current value, or to a product with its Reciprocal. Returns what `step` does."""
         user = only_reader(self.reader, self.at)
         if user is None or user.op != "Reciprocal":
-            found = self.step("Div")
-            return found if found is not None and found[0].inputs[1] == self.at else None
+            step = self.step("Div")
+            return step if step is not None and step[0].inputs[1] == self.at else None
         self.take(user)
         self.at = user.outputs[0]
         return self.step("Mul")
@@ -115,11 +115,11 @@ class _Walk:
         return self._parameter("Add", sizes)
 
     def _parameter(self, op: str, sizes: tuple[int, ...]) -> Value | None:
-        found = self.step(op)
-        if found is None:
+        step = self.step(op)
+        if step is None:
             return None
-        node, other = found
-        type = self.reader.type(other)
+        node, parameter = step
+        type = self.reader.type(parameter)
         fits = _fits(type.shape, sizes) or (type.const and _single(type.shape))
         if not fits or (not type.const and len(type.shape or ()) != len(sizes)):
             return None
@@ -128,14 +128,14 @@ class _Walk:
             return None
         self.take(node)
         self.at = node.outputs[0]
-        return other
+        return parameter
 
-    def closed(self, *kept: Value) -> None:
+    def closed(self, *exempt: Value) -> None:
         """Refuse if an inner value is read elsewhere."""
         members = {n.outputs[0] for n in self.nodes}
         for node in self.nodes:
             out = node.outputs[0]
-            if out == self.at or out in kept:
+            if out == self.at or out in exempt:
                 continue
             inside = not self.reader.is_output(out) and all(
                 u.outputs[0] in members for u in self.reader.users(out)
@@ -215,14 +215,14 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
         x, axis, nodes = centred
         walk = _Walk(reader, [*deviation.nodes, *nodes], node.outputs[0])
         sizes = _normal_sizes(reader, x, axis)
-        found = walk.division()
-        again = None if found is None else _centred(reader, found[1])
+        division = walk.division()
+        again = None if division is None else _centred(reader, division[1])
         require(again is not None and again[:2] == (x, axis), "what is divided is not x - mean(x)")
-        assert found is not None
+        assert division is not None
         assert again is not None
-        for n in (*again[2], found[0]):
+        for n in (*again[2], division[0]):
             walk.take(n)
-        walk.at = found[0].outputs[0]
+        walk.at = division[0].outputs[0]
         scale = walk.scale(sizes)
         bias = walk.bias(sizes)
         walk.closed()
@@ -232,9 +232,9 @@ class FuseLayerNormalization(RegionRule, family="normalisation"):
 
     def target(self, op: Op, region: Region, x: Val, *parameters: Val) -> Any:
         axis, epsilon, sizes, has_scale, has_bias = region.data
-        rest = list(parameters)
-        scale = _parameter(op, rest.pop(0), sizes) if has_scale else _ones(op, x.dtype, sizes)
-        bias = _parameter(op, rest.pop(0), sizes) if has_bias else None
+        remaining = list(parameters)
+        scale = _parameter(op, remaining.pop(0), sizes) if has_scale else _ones(op, x.dtype, sizes)
+        bias = _parameter(op, remaining.pop(0), sizes) if has_bias else None
         return op.LayerNormalization(x, scale, bias, axis=axis, epsilon=epsilon)
 
 
@@ -280,9 +280,9 @@ class FuseMomentsLayerNormalization(Rule, family="normalisation"):
 
     @staticmethod
     def _sizes(x: Val, axes: Val) -> tuple[int, ...]:
-        places = sorted(fronts(axes.ints, x.rank))
-        require(places and places == list(range(places[0], x.rank)), "the axes are not the last")
-        return tuple(x.size(i) for i in places)
+        fronts_ = sorted(fronts(axes.ints, x.rank))
+        require(fronts_ and fronts_ == list(range(fronts_[0], x.rank)), "the axes are not the last")
+        return tuple(x.size(i) for i in fronts_)
 
     def target(self, op: Op, x: Val, axes: Val, eps: Val, scale: Val, bias: Val) -> Any:
         sizes = self._sizes(x, axes)
@@ -316,11 +316,11 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
         x, axis = deviation.x, deviation.axis
         profitable(_centred(reader, x) is None, "it is a LayerNormalization")
         walk = _Walk(reader, list(deviation.nodes), node.outputs[0])
-        found = walk.division()
-        if found is None or found[1] != x:
+        division = walk.division()
+        if division is None or division[1] != x:
             return None
-        walk.take(found[0])
-        walk.at = found[0].outputs[0]
+        walk.take(division[0])
+        walk.at = division[0].outputs[0]
         sizes = _normal_sizes(reader, x, axis)
         scale = walk.scale(sizes)
         walk.closed()
@@ -329,8 +329,8 @@ class FuseRMSNormalization(RegionRule, family="normalisation"):
 
     def target(self, op: Op, region: Region, x: Val, scale: Val | None = None) -> Any:
         axis, epsilon, sizes = region.data
-        given = _ones(op, x.dtype, sizes) if scale is None else _parameter(op, scale, sizes)
-        return op.RMSNormalization(x, given, axis=axis, epsilon=epsilon)
+        weight = _ones(op, x.dtype, sizes) if scale is None else _parameter(op, scale, sizes)
+        return op.RMSNormalization(x, weight, axis=axis, epsilon=epsilon)
 
 
 # The residual before a LayerNormalization
@@ -461,8 +461,8 @@ class FuseSoftmax(RegionRule, family="idioms"):
 
     def argument(self, reader: Reader, value: Value, axes: tuple[int, ...]) -> Value | None:
         """The argument of the softmax, if `value` is the argument of the exponential."""
-        found = _less_its_greatest(reader, value)
-        return None if found is None or found[1] != axes else found[0]
+        shifted = _less_its_greatest(reader, value)
+        return None if shifted is None or shifted[1] != axes else shifted[0]
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         return op.Softmax(x, axis=region.data)
@@ -509,10 +509,10 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
         log = made_by(reader, _unseen(reader, value), "Log")
         summed = None if log is None else made_by(reader, log.inputs[0], "ReduceSum")
         exponential = None if summed is None else made_by(reader, summed.inputs[0], "Exp")
-        found = _less_its_greatest(reader, shifted)
-        if summed is None or exponential is None or found is None:
+        argument = _less_its_greatest(reader, shifted)
+        if summed is None or exponential is None or argument is None:
             return None
-        x, axes = found
+        x, axes = argument
         if exponential.inputs[0] != shifted or len(axes) != 1 or _axes(reader, summed) != axes:
             return None
         if not _keeps_axes(reader, value, x, axes):
@@ -572,19 +572,19 @@ def _averaged(reader: Reader, value: Value, op: str) -> tuple[Value, tuple[int, 
         assert summed is not None
         assert number is not None
         count = prod(reader.val(summed.inputs[0]).size(a) for a in axes)
-        wanted = count if node.op == "Div" else 1 / count if count else math.nan
-        if math.isclose(number, wanted, rel_tol=1e-6):
+        expected = count if node.op == "Div" else 1 / count if count else math.nan
+        if math.isclose(number, expected, rel_tol=1e-6):
             return summed.inputs[0], axes
     return None
 
 
 def _mean_square(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
     """(x, axes) if a value is the mean of x^2 over these axes."""
-    found = _averaged(reader, value, "ReduceSumSquare")
-    mean = None if found is not None else _mean(reader, value)
+    averaged = _averaged(reader, value, "ReduceSumSquare")
+    mean = None if averaged is not None else _mean(reader, value)
     base = None if mean is None else square_of(reader, mean[0])
     if base is None:
-        return found
+        return averaged
     assert mean is not None
     return base, mean[1]
 
@@ -595,10 +595,10 @@ def _less_its_mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]
     if node is None:
         return None
     x, mean = node.inputs
-    found = _mean(reader, _unseen(reader, mean))
-    if found is None or found[0] != x:
+    averaged = _mean(reader, _unseen(reader, mean))
+    if averaged is None or averaged[0] != x:
         return None
-    return found if _keeps_axes(reader, mean, *found) else None
+    return averaged if _keeps_axes(reader, mean, *averaged) else None
 
 
 def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | None:
@@ -614,8 +614,8 @@ def _variance(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]] | N
         return None if inner == ABSENT else _variance(reader, inner)
     if node is None:
         mean = _mean_square(reader, value)
-        found = None if mean is None else _less_its_mean(reader, mean[0])
-        return found if found is not None and mean is not None and found[1] == mean[1] else None
+        centred = None if mean is None else _less_its_mean(reader, mean[0])
+        return centred if centred is not None and mean is not None and centred[1] == mean[1] else None
     of_square, squared = _mean_square(reader, node.inputs[0]), square_of(reader, node.inputs[1])
     plain = None if squared is None else _mean(reader, squared)
     return plain if plain == of_square else None
@@ -643,11 +643,11 @@ def _normal(reader: Reader, node: Node) -> _Normal | None:
     for viewed, c in operands(total):
         epsilon = number_of(reader, c, viewed)
         variance = _unseen(reader, viewed)
-        found = None if epsilon is None else _variance(reader, variance)
-        if found is None or epsilon is None:
+        centred = None if epsilon is None else _variance(reader, variance)
+        if centred is None or epsilon is None:
             continue
-        if _keeps_axes(reader, viewed, *found):
-            return _applied(reader, node.outputs[0], inverted, *found, epsilon)
+        if _keeps_axes(reader, viewed, *centred):
+            return _applied(reader, node.outputs[0], inverted, *centred, epsilon)
     return None
 
 
@@ -666,16 +666,16 @@ def _applied(
         step = only_reader(reader, at)
     if step is None or len(step.inputs) != 2 or step.op != ("Mul" if inverted else "Div"):
         return None
-    other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+    operand = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
     if not inverted and step.inputs[1] != at:
         return None
-    if inverted and _less_its_mean(reader, other) is None:
-        scale, at = other, step.outputs[0]
+    if inverted and _less_its_mean(reader, operand) is None:
+        scale, at = operand, step.outputs[0]
         step = only_reader(reader, at)
         if step is None or step.op != "Mul":
             return None
-        other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
-    if _less_its_mean(reader, other) != (x, axes):
+        operand = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+    if _less_its_mean(reader, operand) != (x, axes):
         return None
     at = step.outputs[0]
     shape = reader.type(x).shape
@@ -683,10 +683,10 @@ def _applied(
         step = only_reader(reader, at)
         if step is None or step.op != op or (op == "Mul" and scale != ABSENT):
             continue
-        other = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
-        if not reader.is_const(other) or not keeps_shape(shape, reader.type(other).shape):
+        operand = step.inputs[0] if step.inputs[1] == at else step.inputs[1]
+        if not reader.is_const(operand) or not keeps_shape(shape, reader.type(operand).shape):
             continue
-        scale, shift = (other, shift) if op == "Mul" else (scale, other)
+        scale, shift = (operand, shift) if op == "Mul" else (scale, operand)
         at = step.outputs[0]
     if scale != ABSENT and (not reader.is_const(scale) or not keeps_shape(shape, reader.type(scale).shape)):
         return None
@@ -713,8 +713,8 @@ class _FuseNormalization(RegionRule, family="idioms"):
         if normal is None or varying is None:
             return None
         x = reader.val(normal.x)
-        given = tuple(v for v in (normal.scale, normal.shift) if v != ABSENT)
-        for v in given:
+        parameters = tuple(v for v in (normal.scale, normal.shift) if v != ABSENT)
+        for v in parameters:
             shape = reader.val(v).sizes
             aligned = (1,) * (x.rank - len(shape)) + shape
             fits = all(d == 1 or a in varying for a, d in enumerate(aligned))
@@ -722,15 +722,15 @@ class _FuseNormalization(RegionRule, family="idioms"):
         sizes = tuple(x.size(a) for a in varying)
         data = (normal.axes, normal.epsilon, sizes, normal.scale != ABSENT, normal.shift != ABSENT)
         nodes = between(reader, normal.out, (normal.x,))
-        return Region((normal.out,), (normal.x, *given), nodes, data)
+        return Region((normal.out,), (normal.x, *parameters), nodes, data)
 
 
 def _spread(op: Op, v: Val, varying: Sequence[int], rank: int, sizes: Sequence[int]) -> Any:
     """A parameter with only the axes over which it varies, in these sizes."""
     aligned = (1,) * (rank - v.rank) + v.sizes
-    kept = [aligned[a] for a in varying]
-    flat = op.Reshape(v, kept)
-    return flat if kept == list(sizes) else op.Expand(flat, list(sizes))
+    shape = [aligned[a] for a in varying]
+    flat = op.Reshape(v, shape)
+    return flat if shape == list(sizes) else op.Expand(flat, list(sizes))
 
 
 def _filled(op: Op, number: float, sizes: Sequence[int]) -> Any:
@@ -780,10 +780,10 @@ class FuseLayerNormalizationByMoments(_FuseNormalization):
     def varying(self, reader: Reader, normal: _Normal) -> tuple[int, ...] | None:
         return normal.axes
 
-    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, *parameters: Val) -> Any:
         axes, epsilon, sizes, scaled, shifted = region.data
-        scale = _spread(op, given[0], axes, x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
-        shift = _spread(op, given[-1], axes, x.rank, sizes) if shifted else None
+        scale = _spread(op, parameters[0], axes, x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
+        shift = _spread(op, parameters[-1], axes, x.rank, sizes) if shifted else None
         perm = (*(a for a in range(x.rank) if a not in axes), *axes)
         rows = x if is_identity(perm) else op.Transpose(x, perm=perm)
         y = op.LayerNormalization(rows, scale, shift, axis=x.rank - len(axes), epsilon=epsilon)
@@ -808,10 +808,10 @@ class FuseInstanceNormalization(_FuseNormalization):
         rank = rank_of(reader, normal.x)
         return (1,) if normal.axes and normal.axes == tuple(range(2, rank)) else None
 
-    def target(self, op: Op, region: Region, x: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, *parameters: Val) -> Any:
         _, epsilon, sizes, scaled, shifted = region.data
-        scale = _spread(op, given[0], (1,), x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
-        shift = _spread(op, given[-1], (1,), x.rank, sizes) if shifted else _filled(op, 0.0, sizes)
+        scale = _spread(op, parameters[0], (1,), x.rank, sizes) if scaled else _filled(op, 1.0, sizes)
+        shift = _spread(op, parameters[-1], (1,), x.rank, sizes) if shifted else _filled(op, 0.0, sizes)
         return op.InstanceNormalization(x, scale, shift, epsilon=epsilon)
 
 
@@ -867,8 +867,8 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
         users = reader.users(out)
         if not users or any(u.op not in ("MatMul", "Gemm") for u in users):
             return None
-        x, scale, *rest = node.inputs
-        shifts = [v for v in rest if v != ABSENT]
+        x, scale, *shift = node.inputs
+        shifts = [v for v in shift if v != ABSENT]
         rank = rank_of(reader, x)
         profitable(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
         parameters = [scale, *shifts]
@@ -877,7 +877,7 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
         require(len(sizes) == 1 and len(next(iter(sizes))) == 1, "it is not one number per column")
         profitable(shifts or reader.val(scale).uniform != 1, "there is nothing to fold")
         inputs = [x, *parameters]
-        forms = []
+        kinds = []
         for user in users:
             y, w, *more = user.inputs
             require(y == out and w != out and out not in more, "a reader has it as a weight or a bias")
@@ -885,32 +885,32 @@ class FoldAffineIntoReaders(RegionRule, family="weights_algebra"):
             require(reader.is_const(w) and reader.val(w).rank == 2, "a reader has no constant matrix")
             biases = [v for v in more if v != ABSENT]
             inputs += [w, *biases]
-            forms.append((user.op, user.attrs, bool(biases)))
-        data = _Affine(node.op, node.attrs, bool(shifts), tuple(forms))
+            kinds.append((user.op, user.attrs, bool(biases)))
+        data = _Affine(node.op, node.attrs, bool(shifts), tuple(kinds))
         return Region(tuple(u.outputs[0] for u in users), tuple(inputs), (node, *users), data)
 
-    def target(self, op: Op, region: Region, x: Val, scale: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, scale: Val, *inputs: Val) -> Any:
         affine: _Affine = region.data
-        rest = list(given)
-        shift = rest.pop(0) if affine.shifted else None
+        remaining = list(inputs)
+        shift = remaining.pop(0) if affine.shifted else None
         ones = op.Expand(np.ones(1, numpy_dtype(scale.dtype)), list(scale.sizes))
         normal = op[affine.op](x, ones, attrs=affine.attrs)
         results = []
         for name, attrs, biased in affine.readers:
-            w = rest.pop(0)
-            bias: Any = rest.pop(0) if biased else None
+            w = remaining.pop(0)
+            bias: Any = remaining.pop(0) if biased else None
             transposed = bool(attrs.get("transB"))
             weight = op.Mul(w, op.Reshape(scale, [1, -1] if transposed else [-1, 1]))
-            moved = None if shift is None else op.MatMul(shift, op.Transpose(w) if transposed else w)
+            offset = None if shift is None else op.MatMul(shift, op.Transpose(w) if transposed else w)
             if name == "MatMul":
-                results.append(sum_of(op, op.MatMul(normal, weight), moved))
-            elif moved is None:
+                results.append(sum_of(op, op.MatMul(normal, weight), offset))
+            elif offset is None:
                 results.append(op.Gemm(normal, weight, bias, attrs=attrs))
             else:
                 alpha, beta = attrs.get("alpha", 1.0), attrs.get("beta", 1.0)
                 weighted = bias if bias is None or beta == 1.0 else op.Mul(bias, beta)
-                moved = sum_of(op, op.Mul(moved, alpha), weighted)
-                results.append(op.Gemm(normal, weight, moved, attrs=attrs, beta=None))
+                offset = sum_of(op, op.Mul(offset, alpha), weighted)
+                results.append(op.Gemm(normal, weight, offset, attrs=attrs, beta=None))
         return results
 
 
@@ -1000,8 +1000,8 @@ class MergeBatchNormalizations(Rule, family="weights_algebra"):
     def target(self, op: Op, m: Captures, x: Val, *s: Val) -> Any:
         scale, shift, mean, var = s[:4]
         factor, offset = factor_and_shift(op, s[4:], m.epsilon2)
-        moved = op.Add(op.Mul(shift, factor), offset)
-        return op.BatchNormalization(x, op.Mul(scale, factor), moved, mean, var, epsilon=m.epsilon)
+        offset_ = op.Add(op.Mul(shift, factor), offset)
+        return op.BatchNormalization(x, op.Mul(scale, factor), offset_, mean, var, epsilon=m.epsilon)
 
 
 class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
@@ -1035,9 +1035,9 @@ class PushBatchNormalizationIntoConcat(RegionRule, family="weights_algebra"):
         data = (sizes, node.attrs, concat.attrs)
         return Region(node.outputs, (*concat.inputs, *node.inputs[1:]), (node, concat), data)
 
-    def target(self, op: Op, region: Region, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         sizes, attrs, concat = region.data
-        parts, statistics = given[: len(sizes)], given[len(sizes) :]
+        parts, statistics = inputs[: len(sizes)], inputs[len(sizes) :]
         ends = list(accumulate(sizes))
         out = []
         for x, size, end in zip(parts, sizes, ends):

@@ -1,7 +1,7 @@
-"""Placement as substitutions: which operators run in kernels of our own, and which are left to ONNX Runtime.
+"""Placement as substitutions: which operators run in generated kernels, and which in ONNX Runtime.
 
-They change nothing that is computed, so there is nothing to prove. A search applies them like rules: what is left
-splits a region, what is taken back merges regions, and both move a border.
+They change nothing that is computed, so there is nothing to prove. A search applies them like rules: an operator that
+moves to ONNX Runtime splits a region, one that moves back merges regions, and both may move a border.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _OPERATORS = tuple(sorted({*COUNTS, *ELEMENTWISE}))
 _MOST = 8
 
 Loses = Callable[[Graph, Node], bool]
-"""Whether ONNX Runtime runs a node faster than a kernel of our own would."""
+"""Whether ONNX Runtime runs a node faster than a generated kernel would."""
 
 
 class _Placement(RegionRule, family=PLACEMENT):
-    """An operator and the elementwise operators that follow it alone, on the other side."""
+    """Moves an operator to the other side, with the elementwise operators that alone read its result."""
 
     anchors = _OPERATORS
     on_runtime = False
@@ -32,9 +32,9 @@ class _Placement(RegionRule, family=PLACEMENT):
         changed: dict[Value, Any] = {}
         results = []
         for node in region.nodes:
-            made = op.again(node, self.on_runtime, changed)
-            changed.update(zip(node.outputs, made))
-            results.extend(made)
+            values = op.again(node, self.on_runtime, changed)
+            changed.update(zip(node.outputs, values))
+            results.extend(values)
         return [changed[value] for value in region.outputs]
 
     def _region(self, graph: Reader, anchor: Node) -> Region:
@@ -64,10 +64,10 @@ class LeaveToRuntime(_Placement):
     def find(self, graph: Reader, node: Node) -> Region | None:
         if node.on_runtime or node.captured:
             return None
-        beside = any(
+        adjacent = any(
             (source := graph.producer(v)) is not None and source.on_runtime for v in node.inputs if v
         ) or any(user.on_runtime for value in node.outputs for user in graph.users(value))
-        if not (beside or self.loses(graph.graph, node)):
+        if not (adjacent or self.loses(graph.graph, node)):
             return None
         return self._region(graph, node)
 
@@ -80,7 +80,7 @@ class TakeFromRuntime(_Placement):
 
 
 def without_placement(graph: Graph) -> Graph:
-    """The graph with no node left."""
+    """The graph without any node that is placed in ONNX Runtime."""
     if not any(node.on_runtime for node in graph.nodes()):
         return graph
     nodes = [node.with_runtime(False) for node in graph.topological()]
@@ -88,5 +88,5 @@ def without_placement(graph: Graph) -> Graph:
 
 
 def placement_rules(loses: Loses = lambda graph, node: True) -> tuple[RegionRule, ...]:
-    """Both rules. Nodes are left to the runtime where they lose (by default: anywhere), and next to others that are."""
+    """Both rules. A node moves to ONNX Runtime if its kernel `loses` (by default: any), or next to a node there."""
     return LeaveToRuntime(loses), TakeFromRuntime()

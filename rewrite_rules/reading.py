@@ -12,24 +12,24 @@ from xrlflow.rewrite import Reader, Val, profitable, require
 
 
 def only_reader(reader: Reader, value: Value) -> Node | None:
-    """The node that alone reads a value, if the graph does not give it out."""
+    """The only reader of a value that is no output of the graph; else None."""
     users = [] if reader.is_output(value) else reader.users(value)
     return users[0] if len(users) == 1 else None
 
 
-def number_of(reader: Reader, value: Value, beside: Value) -> float | None:
+def number_of(reader: Reader, value: Value, partner: Value) -> float | None:
     """The number that a small constant holds everywhere, if the constant keeps the other operand's shape."""
     if not reader.is_const(value):
         return None
     number = reader.val(value).uniform
-    kept = number is not None and keeps_shape(reader.type(beside).shape, reader.type(value).shape)
-    return number if kept else None
+    keeps = number is not None and keeps_shape(reader.type(partner).shape, reader.type(value).shape)
+    return number if keeps else None
 
 
-def is_number(reader: Reader, value: Value, number: float, beside: Value) -> bool:
+def is_number(reader: Reader, value: Value, number: float, partner: Value) -> bool:
     """Whether a value is this number, as float32 rounds it."""
-    found = number_of(reader, value, beside)
-    return found is not None and math.isclose(found, number, rel_tol=1e-6)
+    actual = number_of(reader, value, partner)
+    return actual is not None and math.isclose(actual, number, rel_tol=1e-6)
 
 
 def operands(node: Node | None) -> list[tuple[Value, Value]]:
@@ -45,13 +45,13 @@ def square_of(reader: Reader, value: Value) -> Value | None:
     node = made_by(reader, value, "Mul", "Pow")
     if node is None:
         return None
-    base, other = node.inputs
-    squared = base == other if node.op == "Mul" else is_number(reader, other, 2.0, base)
+    base, factor = node.inputs
+    squared = base == factor if node.op == "Mul" else is_number(reader, factor, 2.0, base)
     return base if squared else None
 
 
-def number_beside(c: Val, x: Val) -> float:
-    """The number that a constant is everywhere; refuses one that is none, or that x would broadcast to."""
+def number_for(c: Val, x: Val) -> float:
+    """The number that all elements of a constant equal. Refuses other constants, and one that would broadcast x."""
     number = c.uniform
     require(number is not None, "the constant is not one number")
     require(keeps_shape(x.type.shape, c.type.shape), "it may broadcast")
@@ -59,7 +59,7 @@ def number_beside(c: Val, x: Val) -> float:
     return number
 
 
-# How the result of a reduction is seen in the rank of what it was reduced from.
+# The views that give the result of a reduction the rank of the reduced tensor.
 SEEN = (*VIEWS, "Expand")
 
 

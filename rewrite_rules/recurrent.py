@@ -81,30 +81,30 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
         bias: Value | None = None
         adds: list[Node] = []
         gemms: list[Node | None] = []
-        others: list[Value] = []
+        addends: list[Value] = []
         for part in node.outputs:
             readers = reader.users(part)
             if len(readers) != 1 or readers[0].op != "Add" or reader.is_output(part):
                 return None
             (add,) = readers
-            other = add.inputs[1] if add.inputs[0] == part else add.inputs[0]
-            require(other != part, "a part is added to itself")
+            addend = add.inputs[1] if add.inputs[0] == part else add.inputs[0]
+            require(addend != part, "a part is added to itself")
             adds.append(add)
-            gemm = reader.producer(other)
-            if reader.is_const(other):
+            gemm = reader.producer(addend)
+            if reader.is_const(addend):
                 gemms.append(None)
-                others.append(other)
+                addends.append(addend)
                 continue
             if gemm is None or gemm.op != "Gemm" or len(gemm.inputs) != 3 or gemm.attrs != product.attrs:
                 return None
             profitable(
-                len(reader.users(other)) == 1 and not reader.is_output(other), "a step is read elsewhere"
+                len(reader.users(addend)) == 1 and not reader.is_output(addend), "a step is read elsewhere"
             )
             require(bias in (None, gemm.inputs[2]), "the steps have different biases")
-            require(reader.type(other).shape == reader.type(part).shape, "the addition broadcasts")
+            require(reader.type(addend).shape == reader.type(part).shape, "the addition broadcasts")
             bias = gemm.inputs[2]
             gemms.append(gemm)
-            others.append(gemm.inputs[0])
+            addends.append(gemm.inputs[0])
         if bias is None:
             return None
         profitable(reader.is_const(bias), "the bias is not constant")
@@ -116,15 +116,15 @@ class FuseStepsIntoGemms(RegionRule, family="recurrent"):
         outputs = tuple(a.outputs[0] for a in adds)
         nodes = (node, product, *adds, *(g for g in gemms if g is not None))
         steps = tuple(g is not None for g in gemms)
-        inputs = (*product.inputs, weights.pop(), bias, *others)
+        inputs = (*product.inputs, weights.pop(), bias, *addends)
         return Region(outputs, inputs, nodes, (product.attrs, heights, steps))
 
-    def target(self, op: Op, region: Region, x: Val, v: Val, c: Val, w: Val, b: Val, *others: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, v: Val, c: Val, w: Val, b: Val, *addends: Val) -> Any:
         attrs, heights, steps = region.data
         parts = _listed(op.Split(op.Gemm(x, v, op.Add(b, c), attrs=attrs), axis=0, sizes=heights))
         return [
-            op.Gemm(other, w, part, attrs=attrs) if step else op.Add(part, op.Sub(other, b))
-            for other, part, step in zip(others, parts, steps)
+            op.Gemm(addend, w, part, attrs=attrs) if step else op.Add(part, op.Sub(addend, b))
+            for addend, part, step in zip(addends, parts, steps)
         ]
 
 
@@ -211,7 +211,7 @@ class _Linear:
         return [w for v, w in self.terms if v == source]
 
     @property
-    def form(self) -> tuple[frozenset[_Weight], frozenset[tuple[Value, int, int]]]:
+    def signature(self) -> tuple[frozenset[_Weight], frozenset[tuple[Value, int, int]]]:
         """The key that all steps must have in common."""
         return frozenset(w for _, w in self.terms), frozenset(self.biases)
 
@@ -225,9 +225,9 @@ def _linear(reader: Reader, value: Value, start: int, length: int) -> _Linear | 
     node = reader.producer(value)
     if node is not None and len(type.shape) == 2:
         # Constants too: with a constant state, the first step's product is like those of the other steps.
-        found = _computed(reader, node, value, start, length)
-        if found is not None:
-            return found
+        result = _computed(reader, node, value, start, length)
+        if result is not None:
+            return result
     if not type.const:
         return None
     row = len(type.shape) == 1 or (len(type.shape) == 2 and type.shape[0] == 1)
@@ -244,7 +244,7 @@ def _computed(reader: Reader, node: Node, value: Value, start: int, length: int)
         return None if before is None else _linear(reader, node.inputs[0], before + start, length)
     if node.op == "Slice":
         part = piece(reader, value)
-        if part is None or not part.kept or part.axis != 1:
+        if part is None or not part.keeps_axis or part.axis != 1:
             return None
         return _linear(reader, part.source, part.start + start, length)
     if node.op == "Add":
@@ -252,15 +252,15 @@ def _computed(reader: Reader, node: Node, value: Value, start: int, length: int)
         return None if sides[0] is None or sides[1] is None else sides[0] + sides[1]
     if node.op not in ("MatMul", "Gemm") or node.attrs.keys() - {"transB"}:
         return None
-    source, weight, *rest = node.inputs
+    source, weight, *more = node.inputs
     shape = reader.type(weight).shape
     if not reader.is_const(weight) or shape is None or len(shape) != 2 or not reader.type(weight).is_static:
         return None
     transposed = bool(node.attrs.get("transB"))
     total = _products(reader, source, weight, transposed, start, length)
-    if total is None or not rest or rest[0] == ABSENT:
+    if total is None or not more or more[0] == ABSENT:
         return total
-    bias = _linear(reader, rest[0], start, length) if reader.is_const(rest[0]) else None
+    bias = _linear(reader, more[0], start, length) if reader.is_const(more[0]) else None
     return None if bias is None else total + bias
 
 
@@ -316,8 +316,8 @@ class _Step:
     values: tuple[Value, ...]  # the states that the step makes
 
     @property
-    def form(self) -> Any:
-        return self.kind, tuple(g.form for g in self.gates)
+    def signature(self) -> Any:
+        return self.kind, tuple(g.signature for g in self.gates)
 
 
 def _width(reader: Reader, value: Value) -> int | None:
@@ -342,9 +342,9 @@ class _Native:
     kind: tuple[Any, ...]
     gates: tuple[tuple[_Weight, _Weight], ...]  # of the input, of the hidden state
     biases: tuple[tuple[tuple[Value, int, int], ...], ...]
-    given: tuple[Value, ...]  # values of the constants, in the order of the region's inputs
-    outputs: tuple[int, ...]  # steps whose hidden state is wanted
-    cell: bool  # whether the last cell state is
+    constants: tuple[Value, ...]  # their values, in the order of the region's inputs
+    outputs: tuple[int, ...]  # steps whose hidden state is read
+    cell: bool  # whether the last cell state is read
 
 
 class _Unrolled(RegionRule, family="native_recurrent"):
@@ -367,10 +367,10 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         raise NotImplementedError
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        found = self.step(reader, node.outputs[0])
-        if found is None or not self.last(reader, found):
+        step = self.step(reader, node.outputs[0])
+        if step is None or not self.last(reader, step):
             return None
-        steps = self.walk(reader, found)
+        steps = self.walk(reader, step)
         profitable(len(steps) > 1, "it is a single step")
         size = _width(reader, node.outputs[0])
         assert size is not None
@@ -391,35 +391,35 @@ class _Unrolled(RegionRule, family="native_recurrent"):
             "the states differ in shape",
         )
         outside = self.outside(reader, steps, {*inputs, *states})
-        wanted = tuple(i for i, h in enumerate(hiddens) if h in outside)
+        results = tuple(i for i, h in enumerate(hiddens) if h in outside)
         cell = self.states == 2 and steps[-1].values[1] in outside
         if self.states == 2:
             inner = {s.values[1] for s in steps[:-1]}
             profitable(not any(c in outside for c in inner), "a cell state is read elsewhere")
-        outputs = [hiddens[i] for i in wanted] + ([steps[-1].values[1]] if cell else [])
+        outputs = [hiddens[i] for i in results] + ([steps[-1].values[1]] if cell else [])
         biases = tuple(g.biases for g in steps[0].gates)
-        given = tuple(
+        constants = tuple(
             dict.fromkeys([w.value for pair in gates for w in pair] + [v for b in biases for v, _, _ in b])
         )
-        data = _Native(len(steps), size, steps[0].kind, gates, biases, given, wanted, cell)
-        return Region(tuple(outputs), (*inputs, *states, *given), (node,), data)
+        data = _Native(len(steps), size, steps[0].kind, gates, biases, constants, results, cell)
+        return Region(tuple(outputs), (*inputs, *states, *constants), (node,), data)
 
     def walk(self, reader: Reader, last: _Step) -> list[_Step]:
         """The steps in order, as far back as they are alike."""
         steps = [last]
-        seen = {last.values[0]}
+        visited = {last.values[0]}
         while True:
             before = None
             for candidate in self.before(steps[0]):
-                if candidate in seen:
+                if candidate in visited:
                     continue
-                found = self.step(reader, candidate)
-                if found is not None and found.form == last.form and self.follows(found, steps[0]):
-                    before = found
+                step = self.step(reader, candidate)
+                if step is not None and step.signature == last.signature and self.follows(step, steps[0]):
+                    before = step
                     break
             if before is None:
                 return steps
-            seen.add(before.values[0])
+            visited.add(before.values[0])
             steps.insert(0, before)
 
     def before(self, step: _Step) -> list[Value]:
@@ -443,14 +443,14 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         """The inputs of the steps, and each gate's weights of input and hidden state."""
         inputs = []
         for step, before in zip(steps, befores):
-            others = {v for g in step.gates for v, _ in g.terms if v != before}
-            require(len(others) == 1, "a step has more than one input")
-            inputs.append(others.pop())
+            sequences = {v for g in step.gates for v, _ in g.terms if v != before}
+            require(len(sequences) == 1, "a step has more than one input")
+            inputs.append(sequences.pop())
         gates = []
         for gate in steps[0].gates:
-            hidden, given = gate.of(befores[0]), gate.of(inputs[0])
-            require(len(hidden) == 1 and len(given) == 1, "a gate has not one product with each")
-            gates.append((given[0], hidden[0]))
+            hidden, of_input = gate.of(befores[0]), gate.of(inputs[0])
+            require(len(hidden) == 1 and len(of_input) == 1, "a gate has not one product with each")
+            gates.append((of_input[0], hidden[0]))
         return inputs, tuple(gates)
 
     def outside(self, reader: Reader, steps: Sequence[_Step], ends: Collection[Value]) -> set[Value]:
@@ -502,12 +502,12 @@ class _Unrolled(RegionRule, family="native_recurrent"):
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         native: _Native = region.data
-        xs, rest = inputs[: native.steps], inputs[native.steps :]
-        states, consts = rest[: self.states], rest[self.states :]
-        vals = dict(zip(native.given, consts))
+        xs, more = inputs[: native.steps], inputs[native.steps :]
+        states, consts = more[: self.states], more[self.states :]
+        vals = dict(zip(native.constants, consts))
         sequence = op.Concat(*[op.Unsqueeze(x, [0]) for x in xs], axis=0)
         initial = [op.Unsqueeze(s, [0]) for s in states]
-        made = op[self.native](
+        outputs = op[self.native](
             sequence,
             self.weights(op, native, vals, 0),
             self.weights(op, native, vals, 1),
@@ -518,7 +518,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
             outputs=1 + self.states,
             **self.attributes(native),
         )
-        hidden, *last = made
+        hidden, *last = outputs
         if native.outputs == (native.steps - 1,):
             results = [op.Squeeze(last[0], [0])]
         else:
@@ -614,7 +614,7 @@ def _users(reader: Reader, value: Value, op: str) -> list[Node]:
     return [n for n in reader.users(value) if n.op == op]
 
 
-# Gates that are parts of parts: slices of what is split, and the other way round.
+# Gates that are parts of parts: slices of a Split's outputs, and a Split of a slice.
 _LSTM_CUTS = _LSTM_CELL.replace(
     "i{t}g, f{t}g, g{t}g, o{t}g = Split<axis=1, num_outputs=4>(z{t})",
     "p{t}, q{t} = Split<axis=-1, num_outputs=2>(z{t}) v{t} = Slice(z{t}, to0, to4, one) "
@@ -705,12 +705,12 @@ class FuseUnrolledLSTM(_Unrolled):
         size = _width(reader, hidden)
         if size is None:
             return None
-        for out, shown in _both(reader.producer(hidden), "Mul"):
-            cell = _argument(reader, shown, "Tanh")
+        for out, squashed in _both(reader.producer(hidden), "Mul"):
+            cell = _argument(reader, squashed, "Tanh")
             if cell is None:
                 continue
-            for kept, new in _both(reader.producer(cell), "Add"):
-                for forget, before in _both(reader.producer(kept), "Mul"):
+            for remembered, new in _both(reader.producer(cell), "Add"):
+                for forget, before in _both(reader.producer(remembered), "Mul"):
                     for let_in, candidate in _both(reader.producer(new), "Mul"):
                         gates = (
                             _gate(reader, let_in, "Sigmoid", size),
@@ -719,8 +719,8 @@ class FuseUnrolledLSTM(_Unrolled):
                             _gate(reader, candidate, "Tanh", size),
                         )
                         if all(gates):
-                            forms = tuple(g for g in gates if g is not None)
-                            return _Step(forms, (), (hidden, before), (hidden, cell))
+                            linear_gates = tuple(g for g in gates if g is not None)
+                            return _Step(linear_gates, (), (hidden, before), (hidden, cell))
         return None
 
     def last(self, reader: Reader, step: _Step) -> bool:
@@ -778,9 +778,9 @@ class FuseUnrolledGRU(_Unrolled):
             inner = _argument(reader, candidate, "Tanh")
             if z is None or inner is None:
                 continue
-            found = self._candidate(reader, inner, before, size)
-            if found is not None:
-                reset, of_input, of_hidden, after = found
+            candidate_ = self._candidate(reader, inner, before, size)
+            if candidate_ is not None:
+                reset, of_input, of_hidden, after = candidate_
                 gates = (z, reset, of_input + of_hidden)
                 kind = (after, of_hidden.biases if after else ())
                 return _Step(gates, kind, (before,), (hidden,))
@@ -796,8 +796,8 @@ class FuseUnrolledGRU(_Unrolled):
                 if minus is not None and minus.op == "Sub" and minus.inputs[1] == b:
                     yield update, b, minus.inputs[0]
             # (1 - z) * n + z * h
-            for rest, candidate in _both(reader.producer(a), "Mul"):
-                minus = reader.producer(rest)
+            for complement, candidate in _both(reader.producer(a), "Mul"):
+                minus = reader.producer(complement)
                 if minus is None or minus.op != "Sub" or not reader.is_const(minus.inputs[0]):
                     continue
                 if reader.graph.leaves.uniform(minus.inputs[0]) != 1.0:
@@ -820,15 +820,15 @@ class FuseUnrolledGRU(_Unrolled):
                     continue
                 if {v for v, _ in of_hidden.terms} == {before}:
                     return reset, of_input, of_hidden, True
-        whole = _linear(reader, value, 0, size)
-        if whole is None:
+        total = _linear(reader, value, 0, size)
+        if total is None:
             return None
-        for source, weight in whole.terms:
+        for source, weight in total.terms:
             for gate, state in _both(reader.producer(source), "Mul"):
                 reset = _gate(reader, gate, "Sigmoid", size)
                 if reset is not None and state == before:
-                    rest = tuple(t for t in whole.terms if t[0] != source)
-                    return reset, _Linear(rest, whole.biases), _Linear(((before, weight),)), False
+                    remaining = tuple(t for t in total.terms if t[0] != source)
+                    return reset, _Linear(remaining, total.biases), _Linear(((before, weight),)), False
         return None
 
     def before(self, step: _Step) -> list[Value]:

@@ -1,4 +1,4 @@
-"""Rules for reductions: spelt out ones, those over dimensions of 1, and those of a sum or product with a constant."""
+"""Rules for reductions: decomposed ones, those over dimensions of 1, and those of a sum or product with a constant."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class FuseReduceMean(Rule, family="idioms"):
 
     def where(self, m: Captures, x: Val, axes: Val | None, c: Val) -> None:
         reduced = _reduced_axes(x, axes, m.sum)
-        left = x.rank if m.sum.get("keepdims", 1) else x.rank - len(reduced)
+        rank = x.rank if m.sum.get("keepdims", 1) else x.rank - len(reduced)
         require(c.uniform is not None and all(d == 1 for d in c.sizes), "the constant is not one number")
-        require(c.rank <= left, "it may broadcast")
+        require(c.rank <= rank, "it may broadcast")
         count = prod(x.size(a) for a in reduced)
         profitable(count, "nothing is summed")
-        wanted = count if m.by == "Div" else 1 / count
-        require(math.isclose(c.scalar, wanted, rel_tol=1e-6), "another number of elements is summed")
+        expected = count if m.by == "Div" else 1 / count
+        require(math.isclose(c.scalar, expected, rel_tol=1e-6), "another number of elements is summed")
 
     def target(self, op: Op, m: Captures, x: Val, axes: Val | None) -> Any:
         return op.ReduceMean(x, axes, attrs=m.sum)
@@ -81,8 +81,8 @@ class FuseReduceSumSquare(Rule, family="idioms"):
     def where(self, m: Captures, x: Val, axes: Val | None) -> None:
         sizes = [x.shape[a] for a in _reduced_axes(x, axes, m.sum)]
         profitable(sizes, "it reduces nothing")
-        known = [d for d in sizes if isinstance(d, int)]
-        few = len(known) == len(sizes) and prod(known) <= _IN_ORDER
+        numbers = [d for d in sizes if isinstance(d, int)]
+        few = len(numbers) == len(sizes) and prod(numbers) <= _IN_ORDER
         accurate(few, "a sum of so many squares or magnitudes loses accuracy")
 
     def target(self, op: Op, m: Captures, x: Val, axes: Val | None) -> Any:
@@ -215,5 +215,7 @@ class MoveConstantBehindMean(Rule, family="weights_algebra"):
 
     def target(self, op: Op, m: Captures, x: Val, c: Val, axes: Val | None) -> Any:
         lead = x.rank - c.rank
-        gone = [] if m.a.get("keepdims", 1) else [a - lead for a in self._averaged(m, x, axes) if a >= lead]
-        return op[m.by](op[m.mean](x, axes, attrs=m.a), op.Squeeze(c, gone) if gone else c)
+        dropped = (
+            [] if m.a.get("keepdims", 1) else [a - lead for a in self._averaged(m, x, axes) if a >= lead]
+        )
+        return op[m.by](op[m.mean](x, axes, attrs=m.a), op.Squeeze(c, dropped) if dropped else c)

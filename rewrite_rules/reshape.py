@@ -26,8 +26,8 @@ def maker(reader: Reader, value: Value, ops: Collection[str]) -> Node | None:
 
 def makers(reader: Reader, values: Sequence[Value], ops: Collection[str]) -> list[Node]:
     """The nodes that make two values or more, at run time and by these operators; none if one is made otherwise."""
-    found = [n for v in values if (n := maker(reader, v, ops)) is not None]
-    return found if 1 < len(found) == len(values) else []
+    nodes = [n for v in values if (n := maker(reader, v, ops)) is not None]
+    return nodes if 1 < len(nodes) == len(values) else []
 
 
 class MergeReshapes(RegionRule, family="reshape"):
@@ -107,12 +107,12 @@ class _PushDown(RegionRule, family="reshape"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         operands, bounds = data_inputs(node)
-        made = [maker(reader, v, VIEWS) for v in operands]
-        first = next(filter(None, made), None)
+        views = [maker(reader, v, VIEWS) for v in operands]
+        first = next(filter(None, views), None)
         if first is None:
             return None
         before, after = reader.type(first.inputs[0]).shape, first.types[0].shape
-        for v, view in zip(operands, made):
+        for v, view in zip(operands, views):
             if view is None:
                 require(_stays(reader.type(v).shape, before, after), "an operand is not reshaped")
                 continue
@@ -121,10 +121,10 @@ class _PushDown(RegionRule, family="reshape"):
             )
             require(view is first or same, "operands are reshaped in different ways")
             profitable(read_once(reader, v), "the reshape is read elsewhere")
-        inputs = [v if view is None else view.inputs[0] for v, view in zip(operands, made)]
+        inputs = [v if view is None else view.inputs[0] for v, view in zip(operands, views)]
         shape = first.inputs[1:]
         data = (node.op, node.attrs, len(inputs), first.op, first.attrs, len(shape))
-        nodes = tuple({n.id: n for n in (node, *filter(None, made))}.values())
+        nodes = tuple({n.id: n for n in (node, *filter(None, views))}.values())
         return Region(node.outputs, (*inputs, *shape, *bounds), nodes, data)
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
@@ -143,27 +143,27 @@ class _PushUp(RegionRule, family="reshape"):
         if inner is None:
             return None
         operands, bounds = data_inputs(inner)
-        moved = self._moved(reader, inner, node, operands) if inner.op in BROADCAST else (True,)
+        viewed = self._moved(reader, inner, node, operands) if inner.op in BROADCAST else (True,)
         profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         shape = node.inputs[1:]
-        data = (inner.op, inner.attrs, moved, node.op, node.attrs, len(shape))
+        data = (inner.op, inner.attrs, viewed, node.op, node.attrs, len(shape))
         return Region(node.outputs, (*operands, *shape, *bounds), (node, inner), data)
 
     @staticmethod
     def _moved(reader: Reader, inner: Node, node: Node, operands: Sequence[Value]) -> tuple[bool, ...]:
         """Which operands are reshaped."""
         before, after = inner.types[0].shape, node.types[0].shape
-        moved = tuple(not _stays(reader.type(v).shape, before, after) for v in operands)
-        chosen = [v for v, moves in zip(operands, moved) if moves]
-        require(all(same_dims(reader.type(v).shape, before) for v in chosen), "an operand has another shape")
-        views = any(maker(reader, v, VIEWS) for v in chosen)
-        profitable(sum(not reader.is_const(v) for v in chosen) == 1 or views, "no operand is reshaped")
-        return moved
+        changes = tuple(not _stays(reader.type(v).shape, before, after) for v in operands)
+        changed = [v for v, moves in zip(operands, changes) if moves]
+        require(all(same_dims(reader.type(v).shape, before) for v in changed), "an operand has another shape")
+        views = any(maker(reader, v, VIEWS) for v in changed)
+        profitable(sum(not reader.is_const(v) for v in changed) == 1 or views, "no operand is reshaped")
+        return changes
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
-        name, attrs, moved, view, view_attrs, more = region.data
-        shape, bounds = inputs[len(moved) : len(moved) + more], inputs[len(moved) + more :]
-        operands = [op[view](v, *shape, attrs=view_attrs) if moves else v for v, moves in zip(inputs, moved)]
+        name, attrs, viewed, view, view_attrs, more = region.data
+        shape, bounds = inputs[len(viewed) : len(viewed) + more], inputs[len(viewed) + more :]
+        operands = [op[view](v, *shape, attrs=view_attrs) if moves else v for v, moves in zip(inputs, viewed)]
         return op[name](*operands, *bounds, attrs=attrs)
 
 

@@ -19,7 +19,7 @@ class _Stack:
 
     The products have operator `op` and `attrs`. Their inputs are joined along `axis`; `sizes` are their sizes along it
     (None: all have the same unknown size). `source_axis` is None if a Concat joins them. Otherwise they are positions
-    `indices` of one tensor along that axis, which they `kept` or dropped.
+    `indices` of one tensor along that axis, which they keep (`keeps_axis`) or drop.
     """
 
     op: str
@@ -29,7 +29,7 @@ class _Stack:
     sizes: tuple[int, ...] | None
     source_axis: int | None = None
     indices: tuple[int, ...] = ()
-    kept: bool = True
+    keeps_axis: bool = True
 
 
 # The most parts of one tensor that are followed, and the most readers of each.
@@ -93,19 +93,19 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        weight, *rest = node.inputs[1:]
+        weight, *more = node.inputs[1:]
         if reader.count_users(weight) < 2 or not _multiplies(reader, node):
             return None
         own = _origin(reader, node.inputs[0])
         candidates = _products(reader, node, own)
         # The node with the smallest id finds the group. The others depend only on it, not on each other.
         unrecorded = Reader(reader.graph)
-        for other in reader.graph.users(weight) if candidates is None else candidates:
-            if other.id >= node.id:
+        for sibling in reader.graph.users(weight) if candidates is None else candidates:
+            if sibling.id >= node.id:
                 break
-            if _alike(unrecorded, other, node) and _origin(unrecorded, other.inputs[0]) == own:
-                reader.producer(other.id)
-                _origin(reader, other.inputs[0])
+            if _alike(unrecorded, sibling, node) and _origin(unrecorded, sibling.inputs[0]) == own:
+                reader.producer(sibling.id)
+                _origin(reader, sibling.inputs[0])
                 return None
         members = [
             user
@@ -116,25 +116,25 @@ class MergeSharedWeightProducts(RegionRule, family="shared_weights"):
         if len(group) < 2:
             return None
         require(common_source(reader, [u.inputs[0] for u in group]), "an input may depend on a product")
-        given = [b for b in rest if b != ABSENT]
-        if given:
-            bias = reader.val(given[0])
+        biases = [b for b in more if b != ABSENT]
+        if biases:
+            bias = reader.val(biases[0])
             rows = 1 if bias.rank < 2 else bias.shape[-2]
             require(bias.const and rows == 1, "the bias differs from row to row")
         group, stack, inputs = _stacked(reader, group)
         outputs = tuple(u.outputs[0] for u in group)
-        return Region(outputs, (weight, *given, *inputs), tuple(group), (stack, len(given)))
+        return Region(outputs, (weight, *biases, *inputs), tuple(group), (stack, len(biases)))
 
-    def target(self, op: Op, region: Region, weight: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, weight: Val, *inputs: Val) -> Any:
         stack: _Stack
         stack, biases = region.data
-        rows = _rows(op, stack, given[biases:])
-        product = op[stack.op](rows, weight, *given[:biases], attrs=stack.attrs)
+        rows = _rows(op, stack, inputs[biases:])
+        product = op[stack.op](rows, weight, *inputs[:biases], attrs=stack.attrs)
         if stack.sizes is not None:
             return op.Split(product, axis=stack.axis, sizes=stack.sizes)
-        # The parts' sizes are given, not their number: by number, ONNX Runtime cannot split an empty batch.
+        # The Split has sizes, not a number of parts, with which ONNX Runtime could not split an empty batch.
         at = stack.axis if stack.source_axis is None or stack.axis < stack.source_axis else stack.axis + 1
-        sizes = op.Expand(op.Shape(given[biases], start=at, end=at + 1), [stack.count])
+        sizes = op.Expand(op.Shape(inputs[biases], start=at, end=at + 1), [stack.count])
         return op.Split(product, sizes, axis=stack.axis, outputs=stack.count)
 
 
@@ -154,7 +154,7 @@ def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
     if origin == ABSENT:
         return None
     graph = reader.graph
-    found: dict[Value, Node] = {}
+    products: dict[Value, Node] = {}
     parts = [origin]
     for part in parts:  # it grows
         readers = graph.uses.get(part, ())
@@ -166,10 +166,10 @@ def _products(reader: Reader, node: Node, origin: Value) -> list[Node] | None:
             if user.op in _STEPS:
                 parts += user.outputs
             elif user.op == node.op and user.inputs[1] == node.inputs[1]:
-                found[user.id] = user
+                products[user.id] = user
     for part in parts:
         reader.users(part)
-    return [found[i] for i in sorted(found)]
+    return [products[i] for i in sorted(products)]
 
 
 def _alike(reader: Reader, other: Node, node: Node) -> bool:
@@ -179,13 +179,13 @@ def _alike(reader: Reader, other: Node, node: Node) -> bool:
 
 
 def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack, tuple[Value, ...]]:
-    """The products in the order of their joined inputs, how these are joined, and the values they are taken from."""
+    """The products in the order of their joined inputs, how these are joined, and the values they are cut from."""
     pieces = [piece(reader, n.inputs[0]) for n in group]
-    found = [p for p in pieces if p is not None]
-    if len(found) == len(group) and len({(p.source, p.axis, p.kept) for p in found}) == 1:
-        order = sorted(range(len(group)), key=lambda i: found[i].start)
-        ordered, parts = [group[i] for i in order], [found[i] for i in order]
-        stack = (_kept if parts[0].kept else _dropped)(reader, ordered, parts)
+    known_pieces = [p for p in pieces if p is not None]
+    if len(known_pieces) == len(group) and len({(p.source, p.axis, p.keeps_axis) for p in known_pieces}) == 1:
+        order = sorted(range(len(group)), key=lambda i: known_pieces[i].start)
+        ordered, parts = [group[i] for i in order], [known_pieces[i] for i in order]
+        stack = (_kept if parts[0].keeps_axis else _dropped)(reader, ordered, parts)
         if stack is not None:
             return ordered, stack, (parts[0].source,)
     # Sorted by input, so that the products with another weight join the same rows.
@@ -194,8 +194,8 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
     rank = len(shapes[0])
     require(rank >= 2, "the inputs cannot be stacked")
     for axis in dict.fromkeys((0, rank - 2)):
-        others = {(*s[:axis], *s[axis + 1 :]) for s in shapes}
-        if len(others) == 1 and None not in others.pop():
+        other_sizes = {(*s[:axis], *s[axis + 1 :]) for s in shapes}
+        if len(other_sizes) == 1 and None not in other_sizes.pop():
             stack = _Stack(ordered[0].op, ordered[0].attrs, len(ordered), axis, _sizes(shapes, axis))
             return ordered, stack, tuple(n.inputs[0] for n in ordered)
     raise Refused("the inputs cannot be stacked")
@@ -227,33 +227,35 @@ def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _
     axis = parts[0].axis
     shapes = [reader.val(n.inputs[0]).shape for n in group]
     assert source is not None
-    rest = (*source[:axis], *source[axis + 1 :])
-    if len(rest) < 2 or not all(isinstance(d, int) and d for d in rest[1:]):
+    remaining = (*source[:axis], *source[axis + 1 :])
+    if len(remaining) < 2 or not all(isinstance(d, int) and d for d in remaining[1:]):
         return None
-    if rest[0] in (None, 0):
+    if remaining[0] in (None, 0):
         return None
     indices = tuple(p.start for p in parts)
-    return _Stack(group[0].op, group[0].attrs, len(group), 0, _sizes(shapes, 0), axis, indices, kept=False)
+    return _Stack(
+        group[0].op, group[0].attrs, len(group), 0, _sizes(shapes, 0), axis, indices, keeps_axis=False
+    )
 
 
-def _rows(op: Op, stack: _Stack, given: Sequence[Val]) -> Any:
+def _rows(op: Op, stack: _Stack, values: Sequence[Val]) -> Any:
     """All inputs, joined."""
     if stack.source_axis is None:
-        return op.Concat(*given, axis=stack.axis)
-    (source,) = given
+        return op.Concat(*values, axis=stack.axis)
+    (source,) = values
     axis, indices = stack.source_axis, stack.indices
-    taken = source
+    rows = source
     if indices != tuple(range(len(indices))) or source.shape[axis] != len(indices):
         if all(b == a + 1 for a, b in pairwise(indices)):
-            taken = op.Slice(source, [indices[0]], [indices[-1] + 1], [axis])
+            rows = op.Slice(source, [indices[0]], [indices[-1] + 1], [axis])
         else:
-            taken = op.Gather(source, list(indices), axis=axis)
-    if stack.kept:
-        return taken
+            rows = op.Gather(source, list(indices), axis=axis)
+    if stack.keeps_axis:
+        return rows
     if any(d != 1 for d in source.shape[:axis]):
-        taken = op.Transpose(taken, perm=[axis, *(i for i in range(source.rank) if i != axis)])
-    first, *others = (d for i, d in enumerate(source.shape) if i != axis)
-    return op.Reshape(taken, [len(indices) * first if isinstance(first, int) else -1, *others])
+        rows = op.Transpose(rows, perm=[axis, *(i for i in range(source.rank) if i != axis)])
+    first, *other_sizes = (d for i, d in enumerate(source.shape) if i != axis)
+    return op.Reshape(rows, [len(indices) * first if isinstance(first, int) else -1, *other_sizes])
 
 
 _STEPS = frozenset(("Slice", "Gather", "Split", "Squeeze", "Unsqueeze", "Reshape", "Transpose", "Identity"))

@@ -19,10 +19,10 @@ from rewrite_rules.axes import (
     int_attr,
     ints_input,
     keeps_axes,
-    known,
     own_axes,
     perm_of,
     rank_of,
+    required,
     reshape_numbers,
     same_dims,
     slice_numbers,
@@ -75,7 +75,7 @@ class Span:
 
 
 # Axis and positions.
-Taken = tuple[int, Span]
+AxisSpan = tuple[int, Span]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Cut:
     """
 
     node: Node
-    taken: tuple[Taken, ...]
+    spans: tuple[AxisSpan, ...]
     outputs: tuple[Value, ...]
     dropped: int | None = None
     sizes: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
         if span is None:
             return None
         return Cut(node, ((axis, span),), node.outputs, None if index.array.ndim else axis)
-    taken = []
+    spans = []
     for axis, start, stop, step in sorted(slice_numbers(reader, node, len(shape))):
         size = shape[axis]
         if isinstance(size, int) and step > 0:
@@ -123,8 +123,8 @@ def find_cut(reader: Reader, node: Node) -> Cut | None:
         if span.length(size) == 0:
             return None  # many operators have no kernel for empty tensors
         if not span.is_all(size):
-            taken.append((axis, span))
-    return Cut(node, tuple(taken), node.outputs) if taken else None
+            spans.append((axis, span))
+    return Cut(node, tuple(spans), node.outputs) if spans else None
 
 
 def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
@@ -144,15 +144,15 @@ def _of_indices(numbers: Sequence[int], size: Dim) -> Span | None:
 
 def _find_split(reader: Reader, node: Node, shape: Sequence[Dim]) -> Cut | None:
     """A Split as a cut: the run of parts from the first to the last one that is read."""
-    read = [k for k, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v)]
-    if not read or (read[0] == 0 and read[-1] == len(node.outputs) - 1):
+    read_parts = [k for k, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v)]
+    if not read_parts or (read_parts[0] == 0 and read_parts[-1] == len(node.outputs) - 1):
         return None
     axis = axis_of(node, len(shape))
-    sizes = known(sizes_along(reader, node.outputs, axis), "a part's size is not known")
-    first, last = read[0], read[-1] + 1
+    sizes = required(sizes_along(reader, node.outputs, axis), "a part's size is not known")
+    first, last = read_parts[0], read_parts[-1] + 1
     span = Span(sum(sizes[:first]), sum(sizes[:last]))
     profitable(span.stop > span.start, "the parts are empty")
-    outputs = tuple(node.outputs[k] for k in read)
+    outputs = tuple(node.outputs[k] for k in read_parts)
     return Cut(node, ((axis, span),), outputs, sizes=tuple(sizes[first:last]), first=first)
 
 
@@ -173,11 +173,11 @@ def _find_cuts(reader: Reader, node: Node) -> list[Cut] | None:
     return [c for c in cuts if c is not None]
 
 
-def _together(cuts: Sequence[Cut], shape: Sequence[Dim]) -> tuple[Taken, ...]:
+def _together(cuts: Sequence[Cut], shape: Sequence[Dim]) -> tuple[AxisSpan, ...]:
     """The smallest run that contains the positions of all cuts, along each axis that every cut shortens."""
     out = []
-    for axis in sorted(set.intersection(*({a for a, _ in c.taken} for c in cuts))):
-        spans = [dict(c.taken)[axis] for c in cuts]
+    for axis in sorted(set.intersection(*({a for a, _ in c.spans} for c in cuts))):
+        spans = [dict(c.spans)[axis] for c in cuts]
         if all(s == spans[0] for s in spans):
             out.append((axis, spans[0]))
             continue
@@ -197,12 +197,12 @@ def _within(span: Span, hull: Span) -> Span | None:
     return Span(span.start - hull.start, span.stop - hull.start)
 
 
-def take(op: Op, x: Val, taken: Sequence[Taken]) -> Any:
+def take(op: Op, x: Val, spans: Sequence[AxisSpan]) -> Any:
     """Take positions of x: by a Gather for each axis with listed positions, and one Slice for all others."""
-    for axis, span in taken:
+    for axis, span in spans:
         if span.listed is not None:
             x = op.Gather(x, list(span.listed), axis=axis)
-    runs = [t for t in taken if t[1].listed is None]
+    runs = [t for t in spans if t[1].listed is None]
     if not runs:
         return x
     if x.const and len(runs) == 1 and runs[0][1].is_run and isinstance(x.shape[runs[0][0]], int):
@@ -244,36 +244,36 @@ def _through_view(before: Sequence[Dim], after: Sequence[Dim], axis: int) -> int
 class _Finish:
     """The rest of one cut after the common run: positions within the run, an axis to drop, parts to split into."""
 
-    taken: tuple[Taken, ...]
+    spans: tuple[AxisSpan, ...]
     dropped: int | None
     axis: int
     sizes: tuple[int, ...]
-    chosen: tuple[int, ...]
+    selected: tuple[int, ...]
 
     @staticmethod
     def of(cut: Cut, passed: dict[int, Span]) -> _Finish:
-        left: list[Taken] = []
-        for axis, span in cut.taken:
-            rest = _within(span, passed[axis]) if axis in passed else span
-            if rest is not None:
-                left.append((axis, rest))
-        chosen = tuple(cut.node.outputs.index(v) - cut.first for v in cut.outputs) if cut.sizes else ()
-        return _Finish(tuple(left), cut.dropped, cut.taken[0][0], cut.sizes, chosen)
+        spans: list[AxisSpan] = []
+        for axis, span in cut.spans:
+            within = _within(span, passed[axis]) if axis in passed else span
+            if within is not None:
+                spans.append((axis, within))
+        selected = tuple(cut.node.outputs.index(v) - cut.first for v in cut.outputs) if cut.sizes else ()
+        return _Finish(tuple(spans), cut.dropped, cut.spans[0][0], cut.sizes, selected)
 
     def build(self, op: Op, y: Val) -> list[Any]:
-        y = take(op, y, self.taken)
+        y = take(op, y, self.spans)
         if self.dropped is not None:
             return [op.Squeeze(y, [self.dropped])]
         if len(self.sizes) > 1:
             parts = op.Split(y, axis=self.axis, sizes=list(self.sizes))
-            return [parts[k] for k in self.chosen]
+            return [parts[k] for k in self.selected]
         return [y]
 
 
-def _cut_dims(shape: Sequence[Dim], taken: Sequence[Taken]) -> tuple[Dim, ...]:
+def _cut_dims(shape: Sequence[Dim], spans: Sequence[AxisSpan]) -> tuple[Dim, ...]:
     """A shape after a cut, with _LEFT for a size that is not known (at most one)."""
     out = list(shape)
-    for axis, span in taken:
+    for axis, span in spans:
         length = span.length(shape[axis])
         require(length is not None or _LEFT not in out, "what is left of two dimensions is not known")
         out[axis] = _LEFT if length is None else length
@@ -287,10 +287,10 @@ _NOTHING = "the runtime is not asked to compute empty tensors: some of its kerne
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a cut passes an operator: what to take of each of its first inputs (None: all), and what else changes."""
+class InputCuts:
+    """How a cut passes an operator: the span to take of each of its first inputs (None: all), and what else changes."""
 
-    inputs: tuple[Taken | None, ...]
+    inputs: tuple[AxisSpan | None, ...]
     extra: Any = None
 
 
@@ -298,7 +298,7 @@ class Way:
 class _Plan:
     op: str
     attrs: Attrs
-    inputs: tuple[tuple[Taken, ...], ...]
+    inputs: tuple[tuple[AxisSpan, ...], ...]
     extra: tuple[tuple[int, Any], ...]  # by axis of the operator's result
     shape: tuple[int, ...] | None  # of a Reshape that follows
     cuts: tuple[_Finish, ...]
@@ -318,7 +318,7 @@ class _PushSlice(RegionRule, family="demand"):
     # Operators that ONNX Runtime refuses to compute on empty tensors.
     needs_some: ClassVar[frozenset[str]] = frozenset()
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         """How a cut of a node's result passes the node; the default follows the node's axes. Refuses by `require`."""
         return _same(span, *_axes_read(reader, node, axis))
 
@@ -345,38 +345,38 @@ class _PushSlice(RegionRule, family="demand"):
         before = reader.val(top).shape
         after = reader.val(value).shape
         # The axes along which the cut passes, and the corresponding axes of the operator's result.
-        ways: dict[int, tuple[int, Span, Way]] = {}
+        passing: dict[int, tuple[int, Span, InputCuts]] = {}
         refused: Refused | None = None
         for axis, span in _together(cuts, after):
             try:
                 at = axis if top == value else _through_view(before, after, axis)
                 some = span.length(after[axis]) is not None
                 require(some or inner.op not in self.needs_some, "there may be nothing left")
-                ways[axis] = (at, span, self.way(reader, inner, at, span))
+                passing[axis] = (at, span, self.input_cuts(reader, inner, at, span))
             except Refused as reason:
                 refused = reason
-        if refused is not None and not ways:
+        if refused is not None and not passing:
             raise refused
-        profitable(ways, "together they read all of it")
-        for axis, (_, span, _) in ways.items():
+        profitable(passing, "together they read all of it")
+        for axis, (_, span, _) in passing.items():
             length, size = span.length(after[axis]), after[axis]
             profitable(length is None or not isinstance(size, int) or length < size, "nothing is left out")
-        passed = {axis: span for axis, (_, span, _) in ways.items()}
+        passed = {axis: span for axis, (_, span, _) in passing.items()}
         shape = None
         if top != value:
-            old = _cut_dims(before, [(at, span) for at, span, _ in ways.values()])
+            old = _cut_dims(before, [(at, span) for at, span, _ in passing.values()])
             new = _cut_dims(after, list(passed.items()))
             if not same_dims(old, new):
                 shape = tuple(reshape_numbers(old, new))
-        columns: list[list[Taken]] = [[] for _ in inner.inputs]
-        for _, _, way in ways.values():
-            for column, taken in zip(columns, way.inputs):
-                column += () if taken is None else (taken,)
+        columns: list[list[AxisSpan]] = [[] for _ in inner.inputs]
+        for _, _, cuts_of in passing.values():
+            for column, own_span in zip(columns, cuts_of.inputs):
+                column += () if own_span is None else (own_span,)
         plan = _Plan(
             inner.op,
             inner.attrs,
             tuple(tuple(c) for c in columns),
-            tuple((at, way.extra) for at, _, way in ways.values()),
+            tuple((at, cuts_of.extra) for at, _, cuts_of in passing.values()),
             shape,
             tuple(_Finish.of(c, passed) for c in cuts),
         )
@@ -385,7 +385,7 @@ class _PushSlice(RegionRule, family="demand"):
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         plan: _Plan = region.data
-        cut = [None if x is None else take(op, x, taken) for x, taken in zip(inputs, plan.inputs)]
+        cut = [None if x is None else take(op, x, spans) for x, spans in zip(inputs, plan.inputs)]
         y = self.rebuild(op, plan, cut)
         if plan.shape is not None:
             y = op.Reshape(y, list(plan.shape))
@@ -397,9 +397,9 @@ def _above(*operators: str) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(operators), tuple(dict.fromkeys((*operators, *VIEWS)))
 
 
-def _same(span: Span, *axes: int | None) -> Way:
-    """The way of a cut that takes the same positions of each input, along one axis of each (None: not cut)."""
-    return Way(tuple(None if a is None else (a, span) for a in axes))
+def _same(span: Span, *axes: int | None) -> InputCuts:
+    """The cuts of inputs that take the same positions of each, along one axis of each (None: not cut)."""
+    return InputCuts(tuple(None if a is None else (a, span) for a in axes))
 
 
 def _aligned(reader: Reader, values: Sequence[Value], axis: int, rank: int) -> list[int | None]:
@@ -443,7 +443,7 @@ def _axes_read(reader: Reader, node: Node, axis: int) -> list[int | None]:
 
 
 class _PushSliceThroughParts(_PushSlice):
-    """A rule for operators that a cut passes in different ways."""
+    """A rule for several operators, each of which has a rule of its own (`_part`)."""
 
     parts: ClassVar[tuple[_PushSlice, ...]] = ()
 
@@ -455,8 +455,8 @@ class _PushSliceThroughParts(_PushSlice):
     def _part(self, op: str) -> _PushSlice:
         return next(p for p in self.parts if op in p.operators)
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        return self._part(node.op).way(reader, node, axis, span)
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
+        return self._part(node.op).input_cuts(reader, node, axis, span)
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         return self._part(plan.op).rebuild(op, plan, inputs)
@@ -527,9 +527,9 @@ class PushSliceThroughNormalization(_PushSlice):
         "{ a = InstanceNormalization(x, s, b) y = Slice(a, [1], [3], [1]) }",
     )
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         if node.op in AXES:
-            return super().way(reader, node, axis, span)
+            return super().input_cuts(reader, node, axis, span)
         profitable(not node.attrs.get("training_mode"), "it is in training, and has other outputs")
         if node.op == "InstanceNormalization":
             require(axis < 2, "it is normalised along this axis")
@@ -558,7 +558,7 @@ class PushSliceIntoMatMul(_PushSlice):
         "(float[5,6,4] x, float[4] w) => (float[2,6] y) { a = MatMul(x, w) y = Slice(a, [1], [3], [0]) }",
     )
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         x, w = node.inputs
         rank, rows, columns = (rank_of(reader, v) for v in (node.outputs[0], x, w))
         require(min(rows, columns) >= 2, "an operand is a vector")
@@ -587,11 +587,11 @@ class PushSliceIntoGemm(_PushSlice):
         "(float[N,4] x, float[4,6] w, float[M] b) => (float[N,2] y) { a = Gemm(x, w, b) y = Slice(a, [1], [3], [1]) }",
     )
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         rows, columns = int_attr(node, "transA", 0), 1 - int_attr(node, "transB", 0)
         first = (rows, None) if axis == 0 else (None, columns)
-        whole = reader.val(node.outputs[0]).shape[axis]
-        return _same(span, *first, *(_repeated(reader, b, axis, 2, whole) for b in node.inputs[2:]))
+        size = reader.val(node.outputs[0]).shape[axis]
+        return _same(span, *first, *(_repeated(reader, b, axis, 2, size) for b in node.inputs[2:]))
 
 
 class PushSliceIntoAttention(_PushSlice):
@@ -628,21 +628,21 @@ class PushSliceIntoAttention(_PushSlice):
     )
     survivors: ClassVar[Mapping[str, str]] = {"drop: there may be nothing left": _NOTHING}
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
-        q, k, v, *rest = node.inputs
-        given = [x for x in rest if x != ABSENT]
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
+        q, k, v, *more = node.inputs
+        masks = [x for x in more if x != ABSENT]
         rank = rank_of(reader, q)
-        mask = rest[0] if rest else ABSENT
+        mask = more[0] if more else ABSENT
         batches = {(reader.type(x).shape or (None,))[0] for x in (q, k, v)}
         profitable(len(batches) == 1 and None not in batches, "how many sequences there are is not known")
         if axis == rank - 1:
             require(rank == 4, "the heads lie side by side")
-            profitable(len(given) <= (mask != ABSENT), "there are past values")
+            profitable(len(masks) <= (mask != ABSENT), "there are past values")
             return _same(span, None, None, 3)
         if axis == (2 if rank == 4 else 1):
             require(not node.attrs.get("is_causal"), "each row sees others")
             return _same(span, axis, None, None, _repeated(reader, mask, 2, 4, reader.val(q).shape[axis]))
-        profitable(len(given) <= (mask != ABSENT), "there are past keys")
+        profitable(len(masks) <= (mask != ABSENT), "there are past keys")
         if axis == 1:
             heads = {reader.val(x).shape[1] for x in (q, k, v)}
             require(len(heads) == 1 and None not in heads, "heads share keys")
@@ -661,7 +661,7 @@ class PushSliceThroughTranspose(_PushSlice):
         "(float[3,4,5] x) => (float[2,1,3] y) { a = Transpose(x) y = Slice(a, [1, 2], [3, 3]) }",
     )
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         return _same(span, perm_of(node, rank_of(reader, node.inputs[0]))[axis])
 
 
@@ -687,16 +687,16 @@ class PushSliceThroughReshape(RegionRule, family="demand"):
         profitable(read_once(reader, node.inputs[0]), "all of it is read elsewhere")
         before = reader.val(view.inputs[0]).shape
         after = reader.val(node.inputs[0]).shape
-        taken = tuple((_through_view(before, after, axis), span) for axis, span in cut.taken)
-        new = _cut_dims(after, cut.taken)
+        spans = tuple((_through_view(before, after, axis), span) for axis, span in cut.spans)
+        new = _cut_dims(after, cut.spans)
         if cut.dropped is not None:
             new = (*new[: cut.dropped], *new[cut.dropped + 1 :])
-        numbers = tuple(reshape_numbers(_cut_dims(before, taken), new))
-        return Region(node.outputs, view.inputs[:1], (node, view), (taken, numbers))
+        numbers = tuple(reshape_numbers(_cut_dims(before, spans), new))
+        return Region(node.outputs, view.inputs[:1], (node, view), (spans, numbers))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
-        taken, numbers = region.data
-        return op.Reshape(take(op, x, taken), list(numbers))
+        spans, numbers = region.data
+        return op.Reshape(take(op, x, spans), list(numbers))
 
 
 class PushSliceThroughReduction(_PushSlice):
@@ -726,7 +726,7 @@ class _IntoGather(_PushSlice):
 
     operators, reads_from = _above("Gather")
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         data, index = node.inputs
         own, width = axis_of(node, rank_of(reader, data)), rank_of(reader, index)
         if own <= axis < own + width:
@@ -739,22 +739,22 @@ class _ThroughExpand(_PushSlice):
 
     operators, reads_from = _above("Expand")
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         x, shape = reader.val(node.inputs[0]).shape, reader.val(node.inputs[1]).ints
         out = reader.val(node.outputs[0]).shape
-        own, place = axis - (len(out) - len(x)), axis - (len(out) - len(shape))
+        own, index = axis - (len(out) - len(x)), axis - (len(out) - len(shape))
         if own >= 0 and x[own] != 1:
-            require(place < 0 or shape[place] == 1 or x[own] == shape[place], "a dimension may be repeated")
-            return Way(((own, span), None), (shape, place, 1))
+            require(index < 0 or shape[index] == 1 or x[own] == shape[index], "a dimension may be repeated")
+            return InputCuts(((own, span), None), (shape, index, 1))
         length = span.length(out[axis])
-        require(length is not None and place >= 0, "how much is left is not known")
-        return Way((None, None), (shape, place, length))
+        require(length is not None and index >= 0, "how much is left is not known")
+        return InputCuts((None, None), (shape, index, length))
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         shape = list(plan.extra[0][1][0])
-        for _, (_, place, length) in plan.extra:
-            if place >= 0:
-                shape[place] = length
+        for _, (_, index, length) in plan.extra:
+            if index >= 0:
+                shape[index] = length
         return op.Expand(inputs[0], shape)
 
 
@@ -827,20 +827,20 @@ class _Windows:
 class _PushCrop(_PushSlice):
     """The common part of the rules for convolutions and pools."""
 
-    def crop(self, windows: _Windows, axis: int, span: Span) -> Way:
-        """The way of a cut along a spatial axis."""
-        read, pads = windows.reads(axis - 2, span)
-        taken = None if read.is_all(windows.sizes[axis - 2]) else (axis, read)
-        return Way((taken,), (windows.pads, pads))
+    def crop(self, windows: _Windows, axis: int, span: Span) -> InputCuts:
+        """How a cut along a spatial axis passes the operator."""
+        needed, pads = windows.reads(axis - 2, span)
+        axis_span = None if needed.is_all(windows.sizes[axis - 2]) else (axis, needed)
+        return InputCuts((axis_span,), (windows.pads, pads))
 
     @staticmethod
     def pads(plan: _Plan) -> list[int] | None:
         """All pads, with new ones for the axes that were cut; None if no spatial axis was cut."""
-        found = [(at - 2, extra) for at, extra in plan.extra if at >= 2]
-        if not found:
+        spatial = [(at - 2, extra) for at, extra in plan.extra if at >= 2]
+        if not spatial:
             return None
-        pads = list(found[0][1][0])
-        for i, (_, own) in found:
+        pads = list(spatial[0][1][0])
+        for i, (_, own) in spatial:
             pads[i] = own
         return [p for p, _ in pads] + [p for _, p in pads]
 
@@ -853,23 +853,23 @@ class _ThroughConv(_PushCrop):
 
     operators, reads_from = _above("Conv")
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         if axis == 0:
             return _same(span, 0)
-        others = node.inputs[1:]
+        weights = node.inputs[1:]
         x, w = reader.val(node.inputs[0]), reader.val(node.inputs[1])
         if axis == 1:
             groups = int_attr(node, "group", 1)
             profitable(groups > 0, "there are no groups")
-            profitable(all(reader.type(v).rank == 1 for v in others[1:]), "the bias is no vector")
+            profitable(all(reader.type(v).rank == 1 for v in weights[1:]), "the bias is no vector")
             if groups == 1:
-                return _same(span, None, *(0 for _ in others))
+                return _same(span, None, *(0 for _ in weights))
             each, channels = w.size(0) // groups, w.size(1)
             require(span.is_run, "the channels are not neighbours")
             require(span.start % each == 0 and span.stop % each == 0, "it cuts inside a group")
             first, last = span.start // each, span.stop // each
             part = Span(first * channels, last * channels)
-            return Way(((1, part), *((0, span) for _ in others)), last - first)
+            return InputCuts(((1, part), *((0, span) for _ in weights)), last - first)
         kernel = tuple(w.size(i) for i in range(2, w.rank))
         return self.crop(_Windows.of(node, x.shape, kernel), axis, span)
 
@@ -892,7 +892,7 @@ class _ThroughPool(_PushCrop):
     )
     needs_some = operators
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         if axis < 2:
             return _same(span, axis)
         require(not node.op.startswith("Global"), "it is reduced along this axis")
@@ -912,28 +912,28 @@ class _ThroughPad(_PushSlice):
 
     operators, reads_from = _above("Pad")
 
-    def way(self, reader: Reader, node: Node, axis: int, span: Span) -> Way:
+    def input_cuts(self, reader: Reader, node: Node, axis: int, span: Span) -> InputCuts:
         x = reader.val(node.inputs[0])
         widths = ints_input(reader, node, 1) or ()
-        given = ints_input(reader, node, 3)
-        axes = fronts(tuple(range(x.rank)) if given is None else given, x.rank)
+        axes_input = ints_input(reader, node, 3)
+        axes = fronts(tuple(range(x.rank)) if axes_input is None else axes_input, x.rank)
         profitable(len(widths) == 2 * len(axes), "the pads are of other axes")
-        n, place = len(axes), axes.index(axis) if axis in axes else None
-        if place is None or (widths[place], widths[place + n]) == (0, 0):
-            return Way(((axis, span),), (widths, n, None, 0, 0))
+        n, index = len(axes), axes.index(axis) if axis in axes else None
+        if index is None or (widths[index], widths[index + n]) == (0, 0):
+            return InputCuts(((axis, span),), (widths, n, None, 0, 0))
         require(node.attrs.get("mode", "constant") == "constant", "the padding is taken from the data")
-        window = _Windows((x.size(axis),), (1,), (1,), (1,), ((widths[place], widths[place + n]),))
-        read, pads = window.reads(0, span)
-        taken = None if read.is_all(x.size(axis)) else (axis, read)
-        return Way((taken,), (widths, n, place, *pads))
+        window = _Windows((x.size(axis),), (1,), (1,), (1,), ((widths[index], widths[index + n]),))
+        needed, pads = window.reads(0, span)
+        axis_span = None if needed.is_all(x.size(axis)) else (axis, needed)
+        return InputCuts((axis_span,), (widths, n, index, *pads))
 
     def rebuild(self, op: Op, plan: _Plan, inputs: Sequence[Val | None]) -> Any:
         widths = list(plan.extra[0][1][0])
-        for _, (_, n, place, before, after) in plan.extra:
-            if place is not None:
-                widths[place], widths[place + n] = before, after
-        x, _, *rest = inputs
-        return op.Pad(x, widths, *rest, attrs=plan.attrs)
+        for _, (_, n, index, before, after) in plan.extra:
+            if index is not None:
+                widths[index], widths[index + n] = before, after
+        x, _, *more = inputs
+        return op.Pad(x, widths, *more, attrs=plan.attrs)
 
 
 class PushSliceThroughWindows(_PushSliceThroughParts):
@@ -1002,34 +1002,34 @@ class PushSlicesThroughSplit(RegionRule, family="demand"):
         if own is None:
             return None
         cuts: list[Cut] = []
-        places: list[int] = []
-        for place, value in enumerate(split.outputs):
+        parts: list[int] = []
+        for index, value in enumerate(split.outputs):
             users = reader.users(value)
             if not users and not reader.is_output(value):
                 continue
             profitable(len(users) == 1 and not reader.is_output(value), "all of a part is read")
-            found = find_cut(reader, users[0]) if users[0].op in self.anchors else None
-            require(found is not None and found.taken == own.taken, "the parts are not cut alike")
-            assert found is not None
+            cut = find_cut(reader, users[0]) if users[0].op in self.anchors else None
+            require(cut is not None and cut.spans == own.spans, "the parts are not cut alike")
+            assert cut is not None
             profitable(users[0].inputs[0] == value, "a part is an index")
-            cuts.append(found)
-            places.append(place)
+            cuts.append(cut)
+            parts.append(index)
         if min(c.node.id for c in cuts) != node.id:
             return None
         axis = axis_of(split, rank_of(reader, split.inputs[0]))
-        require(all(a != axis for a, _ in own.taken), "it is split along this axis")
-        sizes = known(sizes_along(reader, split.outputs, axis), "a part's size is not known")
+        require(all(a != axis for a, _ in own.spans), "it is split along this axis")
+        sizes = required(sizes_along(reader, split.outputs, axis), "a part's size is not known")
         dropped = tuple(c.dropped for c in cuts)
-        data = (own.taken, axis, tuple(sizes), tuple(places), dropped)
+        data = (own.spans, axis, tuple(sizes), tuple(parts), dropped)
         outputs = tuple(c.node.outputs[0] for c in cuts)
         return Region(outputs, split.inputs[:1], (*(c.node for c in cuts), split), data)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
-        taken, axis, sizes, places, dropped = region.data
-        parts = op.Split(take(op, x, taken), axis=axis, sizes=list(sizes))
+        spans, axis, sizes, indices, dropped = region.data
+        parts = op.Split(take(op, x, spans), axis=axis, sizes=list(sizes))
         parts = parts if len(sizes) > 1 else (parts,)
         return [
-            parts[k] if drop is None else op.Squeeze(parts[k], [drop]) for k, drop in zip(places, dropped)
+            parts[k] if drop is None else op.Squeeze(parts[k], [drop]) for k, drop in zip(indices, dropped)
         ]
 
 
@@ -1080,15 +1080,15 @@ class ReplaceLastStepByFinalState(RegionRule, family="demand"):
         require(not inner.attrs.get("layout"), "the steps are in another place")
         require(reader.val(inner.inputs[1]).shape[0] == 1, "the directions end at different steps")
         require(len(inner.inputs) < 5 or inner.inputs[4] == ABSENT, "a sequence may end earlier")
-        (axis, span), *more = cut.taken
+        (axis, span), *more = cut.spans
         require(axis == 0 and not more, "it is not a step")
         steps = reader.val(node.inputs[0]).shape[0]
         backwards = inner.attrs.get("direction") == "reverse"
         if isinstance(steps, int):
-            wanted = Span(0, 1) if backwards else Span(steps - 1, steps)
+            expected = Span(0, 1) if backwards else Span(steps - 1, steps)
         else:  # for a sequence without steps, a Slice is empty and a Gather fails
-            wanted = Span(listed=(0 if backwards else -1,))
-        require(span == wanted, "it is not the step that the final state is of")
+            expected = Span(listed=(0 if backwards else -1,))
+        require(span == expected, "it is not the step that the final state is of")
         profitable(read_once(reader, node.inputs[0]), "other steps are read")
         data = (inner.op, inner.attrs, cut.dropped)
         return Region(node.outputs, inner.inputs, (node, inner), data)
@@ -1157,21 +1157,22 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
     return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
 
 
-def _few(reader: Reader, queries: Value, found: _Projection) -> int:
-    """The number of queries. Refuses so many that the detour by way of x costs more."""
+def _few(reader: Reader, queries: Value, projection: _Projection) -> int:
+    """The number of queries. Refuses so many that multiplying them by x costs more."""
     dims = reader.val(queries)
     require(dims.rank == 4, "there are no heads")
     rows = dims.size(2)
     if rows != 1:  # all queries form one matrix, which cannot broadcast
-        require(dims.shape[1] == found.heads, "the heads are other ones")
-        require(same_dims(dims.shape[:1], reader.val(found.x).shape[:1]), "the batches differ")
-    profitable(2 * rows * found.channels <= found.depth * (found.channels + rows), "there are many queries")
+        require(dims.shape[1] == projection.heads, "the heads are other ones")
+        require(same_dims(dims.shape[:1], reader.val(projection.x).shape[:1]), "the batches differ")
+    depth, channels = projection.depth, projection.channels
+    profitable(2 * rows * channels <= depth * (channels + rows), "there are many queries")
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Detour:
-    """The sizes of a product by way of x, and its reshapes: `flat` puts all queries in one matrix, `apart` undoes it.
+    """The sizes of a product with x, and its reshapes: `flat` puts all queries in one matrix, `apart` undoes it.
 
     A single query needs no reshapes (None), so batch and length may be unknown.
     """
@@ -1183,14 +1184,14 @@ class _Detour:
     apart: tuple[int, ...] | None
 
     @staticmethod
-    def of(found: _Projection, rows: int, before: Sequence[Dim], after: Sequence[Dim]) -> _Detour:
+    def of(projection: _Projection, rows: int, before: Sequence[Dim], after: Sequence[Dim]) -> _Detour:
         """`before` and `after`: the dimensions [n,h,r,...] of the operand that becomes a matrix, and of the result."""
         flat = apart = None
         if rows != 1:
-            wide = found.heads * rows
+            wide = projection.heads * rows
             flat = tuple(reshape_numbers(before, (before[0], wide, before[3])))
             apart = tuple(reshape_numbers((after[0], wide, after[3]), after))
-        return _Detour(found.heads, found.depth, found.channels, flat, apart)
+        return _Detour(projection.heads, projection.depth, projection.channels, flat, apart)
 
     def flatten(self, op: Op, x: Val) -> Any:
         return op.Squeeze(x, [2]) if self.flat is None else op.Reshape(x, list(self.flat))
@@ -1199,38 +1200,40 @@ class _Detour:
         return op.Unsqueeze(x, [2]) if self.apart is None else op.Reshape(x, list(self.apart))
 
 
-def _key_detour(reader: Reader, q: Value, found: _Projection) -> _Detour:
+def _key_detour(reader: Reader, q: Value, projection: _Projection) -> _Detour:
     """The detour that computes the scores of queries q[n,h,r,d]. Refuses if it does not pay."""
-    rows = _few(reader, q, found)
-    batch, length = reader.val(found.x).shape[:2]
-    lead = (batch, found.heads, rows)
-    return _Detour.of(found, rows, (*lead, found.channels), (*lead, length))
+    rows = _few(reader, q, projection)
+    batch, length = reader.val(projection.x).shape[:2]
+    lead = (batch, projection.heads, rows)
+    return _Detour.of(projection, rows, (*lead, projection.channels), (*lead, length))
 
 
-def _scores(op: Op, way: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
+def _scores(op: Op, detour: _Detour, q: Val, x: Val, w: Val, b: Val | None) -> Any:
     """(q @ w_h^T) @ x^T + q @ b_h^T."""
-    weights = op.Transpose(op.Reshape(w, [way.channels, way.heads, way.depth]), perm=[1, 2, 0])
-    rows = way.flatten(op, op.MatMul(q, weights))
+    weights = op.Transpose(op.Reshape(w, [detour.channels, detour.heads, detour.depth]), perm=[1, 2, 0])
+    rows = detour.flatten(op, op.MatMul(q, weights))
     # Transposed twice, since the rows are few and x is large.
     scores = op.Transpose(op.MatMul(x, op.Transpose(rows, perm=[0, 2, 1])), perm=[0, 2, 1])
-    scores = way.part(op, scores)
-    return scores if b is None else op.Add(scores, op.MatMul(q, op.Reshape(b, [way.heads, way.depth, 1])))
+    scores = detour.part(op, scores)
+    return (
+        scores if b is None else op.Add(scores, op.MatMul(q, op.Reshape(b, [detour.heads, detour.depth, 1])))
+    )
 
 
-def _value_detour(batch: Dim, rows: int, length: Dim, found: _Projection) -> _Detour:
+def _value_detour(batch: Dim, rows: int, length: Dim, projection: _Projection) -> _Detour:
     """The detour that weights the values by p[n,h,r,s]."""
-    lead = (batch, found.heads, rows)
-    return _Detour.of(found, rows, (*lead, length), (*lead, found.channels))
+    lead = (batch, projection.heads, rows)
+    return _Detour.of(projection, rows, (*lead, length), (*lead, projection.channels))
 
 
-def _weighted(op: Op, way: _Detour, p: Val, x: Val, w: Val, b: Val | None) -> Any:
+def _weighted(op: Op, detour: _Detour, p: Val, x: Val, w: Val, b: Val | None) -> Any:
     """(p @ x) @ w_h + sum(p) * b_h."""
-    weights = op.Transpose(op.Reshape(w, [way.channels, way.heads, way.depth]), perm=[1, 0, 2])
-    y = op.MatMul(way.part(op, op.MatMul(way.flatten(op, p), x)), weights)
+    weights = op.Transpose(op.Reshape(w, [detour.channels, detour.heads, detour.depth]), perm=[1, 0, 2])
+    y = op.MatMul(detour.part(op, op.MatMul(detour.flatten(op, p), x)), weights)
     if b is None:
         return y
     total = op.ReduceSum(p, [-1], keepdims=1)
-    return op.Add(y, op.Mul(total, op.Reshape(b, [way.heads, 1, way.depth])))
+    return op.Add(y, op.Mul(total, op.Reshape(b, [detour.heads, 1, detour.depth])))
 
 
 class PushKeyWeightsIntoQueries(RegionRule, family="demand"):
@@ -1253,13 +1256,13 @@ class PushKeyWeightsIntoQueries(RegionRule, family="demand"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        found = _find_projection(reader, node.inputs[1], (0, 2, 3, 1))
-        if found is None:
+        projection = _find_projection(reader, node.inputs[1], (0, 2, 3, 1))
+        if projection is None:
             return None
         q = node.inputs[0]
-        way = _key_detour(reader, q, found)
-        inputs = (q, found.x, found.weight, found.bias)
-        return Region(node.outputs, inputs, (node, *found.nodes), way)
+        detour = _key_detour(reader, q, projection)
+        inputs = (q, projection.x, projection.weight, projection.bias)
+        return Region(node.outputs, inputs, (node, *projection.nodes), detour)
 
     def target(self, op: Op, region: Region, q: Val, x: Val, w: Val, b: Val | None) -> Any:
         return _scores(op, region.data, q, x, w, b)
@@ -1294,14 +1297,14 @@ class PushValueWeightsBehindScores(RegionRule, family="demand"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        found = _find_projection(reader, node.inputs[1], (0, 2, 1, 3))
-        if found is None:
+        projection = _find_projection(reader, node.inputs[1], (0, 2, 1, 3))
+        if projection is None:
             return None
         p = node.inputs[0]
-        rows = _few(reader, p, found)
-        way = _value_detour(reader.val(p).shape[0], rows, reader.val(p).shape[3], found)
-        inputs = (p, found.x, found.weight, found.bias)
-        return Region(node.outputs, inputs, (node, *found.nodes), way)
+        rows = _few(reader, p, projection)
+        detour = _value_detour(reader.val(p).shape[0], rows, reader.val(p).shape[3], projection)
+        inputs = (p, projection.x, projection.weight, projection.bias)
+        return Region(node.outputs, inputs, (node, *projection.nodes), detour)
 
     def target(self, op: Op, region: Region, p: Val, x: Val, w: Val, b: Val | None) -> Any:
         return _weighted(op, region.data, p, x, w, b)
@@ -1350,15 +1353,15 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        q, k, v, *rest = node.inputs
+        q, k, v, *more = node.inputs
         if len(node.outputs) > 1:
             return None
         keys = _find_projection(reader, k, (0, 2, 1, 3))
         values = None if keys is None else _find_projection(reader, v, (0, 2, 1, 3))
         if keys is None or values is None:
             return None
-        mask = rest[0] if rest else ABSENT
-        require(all(r == ABSENT for r in rest[1:]), "there are past keys")
+        mask = more[0] if more else ABSENT
+        require(all(r == ABSENT for r in more[1:]), "there are past keys")
         require(not node.attrs.get("is_causal"), "it is causal")
         require(not node.attrs.get("softcap"), "the scores are capped")
         heads = reader.val(q).shape[1]

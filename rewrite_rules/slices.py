@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rewrite_rules.axes import axis_of, known, rank_of, reshape_numbers, same_dims, slice_numbers
+from rewrite_rules.axes import axis_of, rank_of, required, reshape_numbers, same_dims, slice_numbers
 from rewrite_rules.elementwise import BROADCAST, UNARY, is_unary, read_once, unary_form
 from rewrite_rules.examples import graphs
 from rewrite_rules.reshape import VIEWS, maker, makers
@@ -23,15 +23,15 @@ from xrlflow.rewrite import Op, Reader, Refused, Region, RegionRule, Val, profit
 class Piece:
     """A value that consists of `length` positions of `source` along `axis`, from `start` on.
 
-    `kept`: the value has the other dimensions of the source. If not, `length` is 1, and the value may have any shape
-    (without the axis, with other dimensions of 1). `nodes` are the nodes that cut it out.
+    `keeps_axis`: the value has the other dimensions of the source. If not, `length` is 1, and the value may have any
+    shape (without the axis, with other dimensions of 1). `nodes` are the nodes that cut it out.
     """
 
     source: Value
     axis: int
     start: int
     length: int
-    kept: bool
+    keeps_axis: bool
     nodes: tuple[Node, ...]
 
 
@@ -44,8 +44,8 @@ def _size(shape: Sequence[Dim] | None, axis: int) -> int | None:
 def sizes_along(reader: Reader, values: Sequence[Value], axis: int) -> list[int] | None:
     """The sizes of values along an axis; None if one is not a known number."""
     out = [_size(reader.type(v).shape, axis) for v in values]
-    known = [s for s in out if s is not None]
-    return known if len(known) == len(out) else None
+    sizes = [s for s in out if s is not None]
+    return sizes if len(sizes) == len(out) else None
 
 
 _CUTS = frozenset((*VIEWS, "Split", "Slice", "Gather"))
@@ -108,7 +108,7 @@ def _nodes(*groups: Sequence[Node]) -> tuple[Node, ...]:
 
 def _follows(first: Piece | None, second: Piece | None, axis: int) -> bool:
     """Whether the second piece begins where the first one ends, along an axis."""
-    if first is None or second is None or not (first.kept and second.kept):
+    if first is None or second is None or not (first.keeps_axis and second.keeps_axis):
         return False
     end = (first.source, first.axis, first.start + first.length)
     return first.axis == axis and end == (second.source, second.axis, second.start)
@@ -134,27 +134,27 @@ class MergeConcatOfPieces(RegionRule, family="slices"):
     def find(self, reader: Reader, node: Node) -> Region | None:
         if len(node.inputs) < 2:
             return None
-        found = [piece(reader, v) for v in node.inputs]
-        if sum(p is not None for p in found) < 2:
+        pieces_of = [piece(reader, v) for v in node.inputs]
+        if sum(p is not None for p in pieces_of) < 2:
             return None
         axis = axis_of(node, rank_of(reader, *node.inputs))
         groups: list[list[int]] = []
-        for k, own in enumerate(found):
-            if groups and _follows(found[groups[-1][-1]], own, axis):
+        for k, own in enumerate(pieces_of):
+            if groups and _follows(pieces_of[groups[-1][-1]], own, axis):
                 groups[-1].append(k)
             else:
                 groups.append([k])
-        if len(groups) == len(found):
+        if len(groups) == len(pieces_of):
             return None
         inputs: list[Value] = []
         runs: list[tuple[int, int] | None] = []  # start and length, None: as it is
-        used: list[Node] = [node]
+        nodes: list[Node] = [node]
         for ks in groups:
-            pieces = [p for k in ks if (p := found[k]) is not None] if len(ks) > 1 else []
+            pieces = [p for k in ks if (p := pieces_of[k]) is not None] if len(ks) > 1 else []
             inputs.append(pieces[0].source if pieces else node.inputs[ks[0]])
             runs.append((pieces[0].start, sum(p.length for p in pieces)) if pieces else None)
-            used += [n for p in pieces for n in p.nodes]
-        return Region(node.outputs, tuple(inputs), _nodes(used), (axis, tuple(runs)))
+            nodes += [n for p in pieces for n in p.nodes]
+        return Region(node.outputs, tuple(inputs), _nodes(nodes), (axis, tuple(runs)))
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         axis, runs = region.data
@@ -196,35 +196,35 @@ class MergeStackOfPieces(RegionRule, family="slices"):
         first = piece(reader, node.inputs[0])
         if first is None or first.length != 1:
             return None
-        found = [first, *(p for v in node.inputs[1:] if (p := piece(reader, v)) is not None)]
-        alike = all((p.source, p.axis, p.length) == (first.source, first.axis, 1) for p in found)
-        if not alike or len(found) != len(node.inputs):
+        pieces = [first, *(p for v in node.inputs[1:] if (p := piece(reader, v)) is not None)]
+        alike = all((p.source, p.axis, p.length) == (first.source, first.axis, 1) for p in pieces)
+        if not alike or len(pieces) != len(node.inputs):
             return None
-        places = [p.start for p in found]
-        whole, shape = reader.val(first.source).shape, reader.val(node.inputs[0]).shape
+        starts = [p.start for p in pieces]
+        source_shape, shape = reader.val(first.source).shape, reader.val(node.inputs[0]).shape
         axis = axis_of(node, len(shape))
-        if first.kept and first.axis == axis:
-            profitable({b - a for a, b in pairwise(places)} != {1}, "it is one run of pieces")
-        left = (*whole[: first.axis], *whole[first.axis + 1 :])
+        if first.keeps_axis and first.axis == axis:
+            profitable({b - a for a, b in pairwise(starts)} != {1}, "it is one run of pieces")
+        remaining = (*source_shape[: first.axis], *source_shape[first.axis + 1 :])
         before = [d for d in shape[:axis] if d != 1]
         require(None not in before, "a dimension is not known")
-        cuts = [k for k in range(len(whole)) if [d for d in left[:k] if d != 1] == before]
+        cuts = [k for k in range(len(source_shape)) if [d for d in remaining[:k] if d != 1] == before]
         require(cuts, "the parts are put together inside a dimension")
         cut = first.axis if first.axis in cuts else cuts[0]
-        others = [i for i in range(len(whole)) if i != first.axis]
-        perm = (*others[:cut], first.axis, *others[cut:])
-        moved = (*left[:cut], len(places), *left[cut:])
+        other_axes = [i for i in range(len(source_shape)) if i != first.axis]
+        perm = (*other_axes[:cut], first.axis, *other_axes[cut:])
+        stacked = (*remaining[:cut], len(starts), *remaining[cut:])
         result = reader.val(node.outputs[0]).shape
-        numbers = None if same_dims(moved, result) else tuple(reshape_numbers(moved, result))
-        data = (first.axis, tuple(places), perm, numbers)
-        return Region(node.outputs, (first.source,), _nodes((node,), *(p.nodes for p in found)), data)
+        numbers = None if same_dims(stacked, result) else tuple(reshape_numbers(stacked, result))
+        data = (first.axis, tuple(starts), perm, numbers)
+        return Region(node.outputs, (first.source,), _nodes((node,), *(p.nodes for p in pieces)), data)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
-        axis, places, perm, numbers = region.data
-        if all(b == a + 1 for a, b in pairwise(places)):
-            steps = _cut(op, x, axis, places[0], len(places))
+        axis, starts, perm, numbers = region.data
+        if all(b == a + 1 for a, b in pairwise(starts)):
+            steps = _cut(op, x, axis, starts[0], len(starts))
         else:
-            steps = op.Gather(x, list(places), axis=axis)
+            steps = op.Gather(x, list(starts), axis=axis)
         if perm != tuple(range(len(perm))):
             steps = op.Transpose(steps, perm=perm)
         return steps if numbers is None else op.Reshape(steps, list(numbers))
@@ -248,16 +248,16 @@ class MergeSlices(RegionRule, family="slices"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         inner = piece(reader, node.inputs[0])
-        if inner is None or not inner.kept:
+        if inner is None or not inner.keeps_axis:
             return None
-        outer = known(piece(reader, node.outputs[0]), "they cut along different axes")
+        outer = required(piece(reader, node.outputs[0]), "they cut along different axes")
         require(outer.axis == inner.axis, "they cut along different axes")
-        data = (inner.axis, inner.start + outer.start, outer.length, outer.kept)
+        data = (inner.axis, inner.start + outer.start, outer.length, outer.keeps_axis)
         return Region(node.outputs, (inner.source,), _nodes((node,), inner.nodes), data)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
-        axis, start, length, kept = region.data
-        if not kept:
+        axis, start, length, keeps_axis = region.data
+        if not keeps_axis:
             return op.Gather(x, np.array(start, np.int64), axis=axis)
         return _cut(op, x, axis, start, length)
 
@@ -299,15 +299,15 @@ class MergeConcats(RegionRule, family="slices"):
             return None
         axis = axis_of(node, rank_of(reader, *node.inputs))
         inputs: list[Value] = []
-        used = [node]
+        nodes = [node]
         for v, concat in zip(node.inputs, inner):
             if concat is not None and axis_of(concat, rank_of(reader, v)) == axis and read_once(reader, v):
                 inputs += concat.inputs
-                used.append(concat)
+                nodes.append(concat)
             else:
                 inputs.append(v)
-        profitable(len(used) > 1, "the inner concat is read elsewhere, or along another axis")
-        return Region(node.outputs, tuple(inputs), _nodes(used), axis)
+        profitable(len(nodes) > 1, "the inner concat is read elsewhere, or along another axis")
+        return Region(node.outputs, tuple(inputs), _nodes(nodes), axis)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         return op.Concat(*inputs, axis=region.data)
@@ -362,12 +362,12 @@ class CancelSplitOfConcat(RegionRule, family="slices"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         axis = axis_of(node, rank_of(reader, node.inputs[0]))
-        concat, sizes = known(_concat_along(reader, node.inputs[0], axis), _ANOTHER)
-        lengths = known(sizes_along(reader, node.outputs, axis), _ANOTHER)
+        concat, sizes = required(_concat_along(reader, node.inputs[0], axis), _ANOTHER)
+        lengths = required(sizes_along(reader, node.outputs, axis), _ANOTHER)
         stops = list(accumulate(lengths))
         covers = tuple(tuple(_cover(sizes, b - n, b)) for b, n in zip(stops, lengths))
-        whole = all(n == sizes[k] for cover in covers for k, _, n in cover)
-        profitable(whole, "it cuts inside a part")
+        complete = all(n == sizes[k] for cover in covers for k, _, n in cover)
+        profitable(complete, "it cuts inside a part")
         require(all(covers), "a part is empty")
         return Region(node.outputs, concat.inputs, (node, concat), (axis, covers))
 
@@ -388,18 +388,18 @@ class PushSliceIntoConcat(RegionRule, family="slices"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        own = known(piece(reader, node.outputs[0]), "it is not one piece of known size")
-        concat, sizes = known(_concat_along(reader, node.inputs[0], own.axis), _ANOTHER)
+        own = required(piece(reader, node.outputs[0]), "it is not one piece of known size")
+        concat, sizes = required(_concat_along(reader, node.inputs[0], own.axis), _ANOTHER)
         cover = _cover(sizes, own.start, own.start + own.length)
         require(sum(n for _, _, n in cover) == own.length, "it reaches beyond the end")
         profitable(len(cover) < len(sizes), "it touches every part")
-        chosen = tuple(concat.inputs[k] for k, _, _ in cover)
+        selected = tuple(concat.inputs[k] for k, _, _ in cover)
         local = tuple((i, start, n) for i, (_, start, n) in enumerate(cover))
-        return Region(node.outputs, chosen, (node, concat), (own.axis, local, own.kept))
+        return Region(node.outputs, selected, (node, concat), (own.axis, local, own.keeps_axis))
 
     def target(self, op: Op, region: Region, *parts: Val) -> Any:
-        axis, cover, kept = region.data
-        if not kept:
+        axis, cover, keeps_axis = region.data
+        if not keeps_axis:
             return op.Gather(parts[0], np.array(cover[0][1], np.int64), axis=axis)
         return _joined(op, parts, axis, cover)
 
@@ -421,9 +421,9 @@ class MergeSplits(RegionRule, family="slices"):
         axis = axis_of(node, rank)
         require(axis_of(outer, rank) == axis, "they cut along different axes")
         profitable(read_once(reader, node.inputs[0]), "the part is read elsewhere")
-        place = outer.outputs.index(node.inputs[0])
-        outputs = (*outer.outputs[:place], *node.outputs, *outer.outputs[place + 1 :])
-        sizes = known(sizes_along(reader, outputs, axis), "a size is not known")
+        index = outer.outputs.index(node.inputs[0])
+        outputs = (*outer.outputs[:index], *node.outputs, *outer.outputs[index + 1 :])
+        sizes = required(sizes_along(reader, outputs, axis), "a size is not known")
         return Region(outputs, outer.inputs[:1], (node, outer), (axis, tuple(sizes)))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
@@ -441,11 +441,11 @@ class ReplaceSplitBySlice(RegionRule, family="slices"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        read = [v for v in node.outputs if reader.is_output(v) or reader.users(v)]
-        if len(read) != 1 or len(node.outputs) == 1:
+        read_parts = [v for v in node.outputs if reader.is_output(v) or reader.users(v)]
+        if len(read_parts) != 1 or len(node.outputs) == 1:
             return None
-        own = known(piece(reader, read[0]), "a size is not known")
-        return Region((read[0],), (own.source,), (node,), (own.axis, own.start, own.length))
+        own = required(piece(reader, read_parts[0]), "a size is not known")
+        return Region((read_parts[0],), (own.source,), (node,), (own.axis, own.start, own.length))
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
         return _cut(op, x, *region.data)
@@ -470,37 +470,37 @@ class MergePiecesIntoSplit(RegionRule, family="slices"):
         own = piece(reader, node.outputs[0])
         if own is None:
             return None
-        found: list[tuple[Piece, Node]] = []
-        for other in reader.users(source):
-            if other.op not in ("Slice", "Gather"):
+        cuts: list[tuple[Piece, Node]] = []
+        for user in reader.users(source):
+            if user.op not in ("Slice", "Gather"):
                 continue
-            cut = piece(reader, other.outputs[0])
+            cut = piece(reader, user.outputs[0])
             if cut is None or cut.axis != own.axis:
                 continue
-            if not found and other is not node:
+            if not cuts and user is not node:
                 return None  # the rule matches at the first piece
-            found.append((cut, other))
-        require(len(found) > 1, "it is the only piece")
-        whole = known(_size(reader.type(source).shape, own.axis), "the size is not known")
-        found.sort(key=lambda f: (f[0].start, f[0].length))
-        at, sizes, places = 0, [], []
+            cuts.append((cut, user))
+        require(len(cuts) > 1, "it is the only piece")
+        size = required(_size(reader.type(source).shape, own.axis), "the size is not known")
+        cuts.sort(key=lambda f: (f[0].start, f[0].length))
+        at, sizes, indices = 0, [], []
         last: tuple[int, int] | None = None
-        for cut, _ in found:
+        for cut, _ in cuts:
             if (cut.start, cut.length) != last:
                 require(cut.start == at, "the pieces overlap, or leave something out")
                 last = (cut.start, cut.length)
                 at += cut.length
                 sizes.append(cut.length)
-            places.append((len(sizes) - 1, cut.kept))
-        require(at == whole and len(sizes) > 1, "the pieces leave something out")
-        outputs = tuple(n.outputs[0] for _, n in found)
-        data = (own.axis, tuple(sizes), tuple(places))
-        return Region(outputs, (source,), tuple(n for _, n in found), data)
+            indices.append((len(sizes) - 1, cut.keeps_axis))
+        require(at == size and len(sizes) > 1, "the pieces leave something out")
+        outputs = tuple(n.outputs[0] for _, n in cuts)
+        data = (own.axis, tuple(sizes), tuple(indices))
+        return Region(outputs, (source,), tuple(n for _, n in cuts), data)
 
     def target(self, op: Op, region: Region, x: Val) -> Any:
-        axis, sizes, places = region.data
+        axis, sizes, indices = region.data
         parts = op.Split(x, axis=axis, sizes=list(sizes))
-        return [parts[k] if kept else op.Squeeze(parts[k], [axis]) for k, kept in places]
+        return [parts[k] if keeps_axis else op.Squeeze(parts[k], [axis]) for k, keeps_axis in indices]
 
 
 # Element-wise operators across Concat and Split
@@ -541,8 +541,8 @@ class _PullOutOfConcat(RegionRule, family="slices"):
         inner = makers(reader, node.inputs, self.reads_from or ())
         if not inner:
             return None
-        name, attrs, bounds = form = unary_form(inner[0])
-        require(all(unary_form(n) == form for n in inner), "the functions differ")
+        name, attrs, bounds = function = unary_form(inner[0])
+        require(all(unary_form(n) == function for n in inner), "the functions differ")
         self.check(reader, node, inner)
         profitable(all(read_once(reader, v) for v in node.inputs), "a function is read elsewhere")
         inputs = (*(n.inputs[0] for n in inner), *bounds)
@@ -626,8 +626,8 @@ class PullPoolOutOfConcat(_PullOutOfConcat):
         require(axis_of(node, rank_of(reader, node.outputs[0])) == 1, "the concat is not one of channels")
         require(all(len(n.outputs) == 1 for n in inner), "the places of the maxima are given out")
         shapes = [reader.type(n.inputs[0]).shape for n in inner]
-        rest = [(s[0], *s[2:]) for s in shapes if s is not None]
-        same = len(rest) == len(inner) and all(same_dims(rest[0], r) for r in rest)
+        spatial = [(s[0], *s[2:]) for s in shapes if s is not None]
+        same = len(spatial) == len(inner) and all(same_dims(spatial[0], r) for r in spatial)
         require(same, "the inputs differ besides their channels, or are not known")
 
 
@@ -648,9 +648,9 @@ class PushUnaryThroughSplit(RegionRule, family="slices"):
         data = (inner.op, inner.attrs, len(inner.inputs), node.attrs, len(node.outputs))
         return Region(node.outputs, (*inner.inputs, *node.inputs[1:]), (node, inner), data)
 
-    def target(self, op: Op, region: Region, x: Val, *rest: Val | None) -> Any:
+    def target(self, op: Op, region: Region, x: Val, *more: Val | None) -> Any:
         name, attrs, count, split, outputs = region.data
-        bounds, sizes = rest[: count - 1], rest[count - 1 :]
+        bounds, sizes = more[: count - 1], more[count - 1 :]
         parts = op.Split(x, *sizes, attrs=split, outputs=outputs)
         return [op[name](p, *bounds, attrs=attrs) for p in (parts if outputs > 1 else (parts,))]
 
@@ -673,13 +673,13 @@ class PullUnaryOutOfSplit(RegionRule, family="slices"):
         outer = readers_of_parts(reader, node)
         if not outer or not is_unary(outer[0]):
             return None
-        form = unary_form(outer[0])
-        require(all(unary_form(n) == form for n in outer), "the functions differ")
+        function = unary_form(outer[0])
+        require(all(unary_form(n) == function for n in outer), "the functions differ")
         # Several parts cannot be the bound that all have in common.
         require(outer[0].inputs[0] == node.outputs[0], "a part is a bound")
         outputs = tuple(n.outputs[0] for n in outer)
-        data = (form[0], form[1], len(node.inputs), node.attrs, len(outputs))
-        return Region(outputs, (*node.inputs, *form[2]), (node, *outer), data)
+        data = (function[0], function[1], len(node.inputs), node.attrs, len(outputs))
+        return Region(outputs, (*node.inputs, *function[2]), (node, *outer), data)
 
     def target(self, op: Op, region: Region, *inputs: Val | None) -> Any:
         name, attrs, count, split, outputs = region.data
@@ -774,14 +774,14 @@ def _columns(
     reader: Reader, inner: Sequence[Node], outs: Sequence[Sequence[Dim]], axis: int
 ) -> list[tuple[Value, ...]]:
     """The operands of all parts' operators, position by position. Refuses operands that cannot be concatenated."""
-    found = []
+    columns = []
     for k in range(len(inner[0].inputs)):
         values = [n.inputs[k] for n in inner]
-        found.append(known(_classify(reader, values, outs, axis), "operands cannot be put together"))
+        columns.append(required(_classify(reader, values, outs, axis), "operands cannot be put together"))
     dtypes = [{reader.type(n.inputs[k]).dtype for n in inner} for k in range(len(inner[0].inputs))]
     require(all(len(d) == 1 for d in dtypes), "the element types differ")
-    require(any(len(o) > 1 for o in found), "nothing differs along the axis")
-    return found
+    require(any(len(o) > 1 for o in columns), "nothing differs along the axis")
+    return columns
 
 
 def _together(op: Op, inputs: Sequence[Val], rank: int, axis: int, counts: Sequence[int]) -> list[Any]:
@@ -824,9 +824,9 @@ class PullBinaryOutOfSplit(RegionRule, family="slices"):
         outer = readers_of_parts(reader, node)
         if len(outer) < 2 or outer[0].op not in _BROADCAST or not _same_function(outer):
             return None
-        places = [n.inputs.index(v) for n, v in zip(outer, node.outputs)]
-        require(len(set(places)) == 1, "the parts stand in different places")
-        place = places[0]
+        indices = [n.inputs.index(v) for n, v in zip(outer, node.outputs)]
+        require(len(set(indices)) == 1, "the parts stand in different places")
+        index = indices[0]
         rank = rank_of(reader, *node.outputs)
         axis = axis_of(node, rank)
         outs = [n.types[0].shape or () for n in outer]
@@ -835,12 +835,12 @@ class PullBinaryOutOfSplit(RegionRule, family="slices"):
             require(n.inputs.count(v) == 1, "a part is read twice")
         operands = _columns(reader, outer, outs, axis)
         for k, operand in enumerate(operands):
-            if k != place:
+            if k != index:
                 fixed = len(operand) == 1 or all(reader.is_const(v) for v in operand)
                 require(fixed, "an operand is not constant")
-        counts = tuple(1 if k == place else len(o) for k, o in enumerate(operands))
-        inputs = [v for k, o in enumerate(operands) for v in (node.inputs[:1] if k == place else o)]
-        sizes = known(sizes_along(reader, node.outputs, axis), "a size is not known")
+        counts = tuple(1 if k == index else len(o) for k, o in enumerate(operands))
+        inputs = [v for k, o in enumerate(operands) for v in (node.inputs[:1] if k == index else o)]
+        sizes = required(sizes_along(reader, node.outputs, axis), "a size is not known")
         outputs = tuple(n.outputs[0] for n in outer)
         data = (outer[0].op, outer[0].attrs, rank, axis, counts, tuple(sizes))
         return Region(outputs, tuple(inputs), (node, *outer), data)
@@ -872,20 +872,20 @@ class PushBinaryIntoConcat(RegionRule, family="slices"):
             return None
         rank = rank_of(reader, first.outputs[0], node.outputs[0])
         axis = axis_of(first, rank)
-        sizes = known(sizes_along(reader, first.inputs, axis), "a size is not known")
+        sizes = required(sizes_along(reader, first.inputs, axis), "a size is not known")
         total = sum(sizes)
         kinds: list[str] = []
         inputs: list[Value] = []
-        used = [node]
+        nodes = [node]
         for v in node.inputs:
             shape = reader.val(v).shape
             at = axis - (rank - len(shape))
-            found = _concat_along(reader, v, axis) if len(shape) == rank else None
-            if found is not None and found[1] == sizes:
+            concat = _concat_along(reader, v, axis) if len(shape) == rank else None
+            if concat is not None and concat[1] == sizes:
                 profitable(read_once(reader, v), "a concat is read elsewhere")
                 kinds.append("parts")
-                inputs += found[0].inputs
-                used.append(found[0])
+                inputs += concat[0].inputs
+                nodes.append(concat[0])
             elif at < 0 or shape[at] == 1:
                 kinds.append("shared")
                 inputs.append(v)
@@ -894,7 +894,7 @@ class PushBinaryIntoConcat(RegionRule, family="slices"):
                 kinds.append("cut")
                 inputs.append(v)
         data = (node.op, node.attrs, rank, axis, tuple(sizes), tuple(kinds))
-        return Region(node.outputs, tuple(inputs), _nodes(used), data)
+        return Region(node.outputs, tuple(inputs), _nodes(nodes), data)
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
         name, attrs, rank, axis, sizes, kinds = region.data

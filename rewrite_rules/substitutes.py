@@ -1,6 +1,6 @@
 """Operators that ONNX Runtime's kernels compute slowly, by several that it computes fast.
 
-Measured prices of operators decide where that gains. Kernels of our own have no such weakness: the rules are offered
+Measured prices of operators decide where that gains. Generated kernels have no such weakness: the rules are offered
 for ONNX Runtime alone.
 """
 
@@ -17,7 +17,7 @@ from rewrite_rules.axes import front, fronts, reshape_numbers
 from rewrite_rules.convolution import meets_whole, pads_of, per_axis, worthwhile_data
 from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape
 from rewrite_rules.examples import graphs
-from rewrite_rules.reading import number_beside
+from rewrite_rules.reading import number_for
 from rewrite_rules.shapes import per_rank
 from xrlflow.ir import Dim, DType
 from xrlflow.ops.tensors import numpy_dtype
@@ -142,8 +142,8 @@ def _product(dims: tuple[Dim, ...]) -> Dim:
     """The product of dimensions; one that is not a number by itself; None for several of which one is none."""
     if len(dims) == 1:
         return dims[0]
-    known = [d for d in dims if isinstance(d, int)]
-    return prod(known) if len(known) == len(dims) else None
+    numbers = [d for d in dims if isinstance(d, int)]
+    return prod(numbers) if len(numbers) == len(dims) else None
 
 
 def _viewed(op: Op, x: Val, shape: tuple[Dim, ...]) -> Any:
@@ -205,8 +205,8 @@ class ReplaceSoftplusByLog(_Substitute):
     def target(self, op: Op, x: Val) -> Any:
         power = op.Exp(op.Neg(op.Abs(x)))
         more = op.Add(power, 1)
-        lost = op.Sub(power, op.Sub(more, 1))
-        return op.Add(op.Relu(x), op.Add(op.Log(more), lost))
+        error = op.Sub(power, op.Sub(more, 1))
+        return op.Add(op.Relu(x), op.Add(op.Log(more), error))
 
 
 class ReplaceMishByExp(_Substitute):
@@ -339,7 +339,7 @@ class ReplacePowByProducts(_Substitute):
         return op.Pow(x, c)
 
     def where(self, x: Val, c: Val) -> None:
-        profitable(number_beside(c, x) in (4, -1, -2), "the power is another")
+        profitable(number_for(c, x) in (4, -1, -2), "the power is another")
 
     def target(self, op: Op, x: Val, c: Val) -> Any:
         if c.uniform == 4:
@@ -370,9 +370,9 @@ class _SubstituteResize(_Substitute):
             by = dict(zip(axes, map(float, scales.array)))
         else:
             profitable(sizes is not None, "it has neither scales nor sizes")
-            wanted = () if sizes is None else sizes.ints
+            targets = () if sizes is None else sizes.ints
             profitable(all(x.size(a) > 0 for a in axes), "it is empty")
-            by = {a: size / x.size(a) for a, size in zip(axes, wanted)}
+            by = {a: size / x.size(a) for a, size in zip(axes, targets)}
         return {a: factor for a, factor in by.items() if factor != 1}
 
 
@@ -453,8 +453,8 @@ class ReplaceResizeByMatMul(_SubstituteResize):
         profitable(factors, "nothing changes")
         for axis, factor in factors.items():
             require(axis >= x.rank - 2, "an axis is none of the last two")
-            whole = factor >= 1 or m.r.get("antialias")
-            require(whole, "pixels are left out, whose infinities would show")
+            simple = factor >= 1 or m.r.get("antialias")
+            require(simple, "pixels are left out, whose infinities would show")
             # Runtimes differ on the scale of an image whose size is rounded.
             size = x.size(axis) * factor
             profitable(math.isclose(size, round(size), rel_tol=1e-9), "the size is rounded")
@@ -464,11 +464,11 @@ class ReplaceResizeByMatMul(_SubstituteResize):
         axes = fronts(m.r["axes"], x.rank) if "axes" in m.r else tuple(range(x.rank))
         y: Any = x
         for axis in sorted(self.factors(m, x, scales, sizes)):
-            rows, place = axis < x.rank - 1, axes.index(axis)
-            given = None if scales is None or not scales.array.size else scales.array[[place]]
-            to = [sizes.ints[place]] if given is None and sizes is not None else None
+            rows, index = axis < x.rank - 1, axes.index(axis)
+            scale = None if scales is None or not scales.array.size else scales.array[[index]]
+            to = [sizes.ints[index]] if scale is None and sizes is not None else None
             one = op.EyeLike(op.Expand(np.zeros(1, np.float32), [x.size(axis)] * 2))
-            weights = op.Resize(one, None, given, to, attrs=m.r, axes=[0 if rows else 1])
+            weights = op.Resize(one, None, scale, to, attrs=m.r, axes=[0 if rows else 1])
             y = op.MatMul(weights, y) if rows else op.MatMul(y, weights)
         return y
 

@@ -85,8 +85,8 @@ class ReplaceTransposeByReshape(Rule, family="transpose"):
     def where(self, m: Captures, x: Val) -> None:
         perm = permutation(m.p, x.rank)
         profitable(not is_identity(perm), "it moves nothing")
-        moved = [p for p in perm if x.shape[p] != 1]
-        require(moved == sorted(moved), "it moves data")
+        order = [p for p in perm if x.shape[p] != 1]
+        require(order == sorted(order), "it moves data")
         reshape_numbers(x.shape, [x.shape[p] for p in perm])
 
     def target(self, op: Op, m: Captures, x: Val) -> Any:
@@ -98,7 +98,7 @@ class ReplaceTransposeByReshape(Rule, family="transpose"):
 
 
 @dataclass(frozen=True, slots=True)
-class _Turned:
+class _TransposedOperator:
     """An operator on the other side of a Transpose, where its own axes (see `Axes`) are `own`.
 
     `before` says for each of its data how it is transposed (None: not at all), `after` how the results are.
@@ -114,10 +114,10 @@ class _Turned:
     def build(self, op: Op, inputs: Sequence[Val]) -> list[Any]:
         own = AXES[self.op].own
         data = [v if p is None else _aligned(op, v, p) for v, p in zip(inputs, self.before)]
-        rest = [list(self.own)] if own == "axes" else inputs[len(data) :]
+        more = [list(self.own)] if own == "axes" else inputs[len(data) :]
         named = {"axis": self.own[0]} if own == "axis" else {}
-        made = op[self.op](*data, *rest, attrs=self.attrs, outputs=self.outputs, **named)
-        return [_transpose(op, y, self.after) for y in (made if self.outputs > 1 else [made])]
+        results = op[self.op](*data, *more, attrs=self.attrs, outputs=self.outputs, **named)
+        return [_transpose(op, y, self.after) for y in (results if self.outputs > 1 else [results])]
 
 
 def _aligned(op: Op, v: Val, perm: Sequence[int]) -> Any:
@@ -153,8 +153,8 @@ class _PushTranspose(RegionRule, family="transpose"):
     """A rule that leaves an operator on the other side of a Transpose."""
 
     def target(self, op: Op, region: Region, *inputs: Val) -> Any:
-        turned: _Turned = region.data
-        return turned.build(op, inputs)
+        transposed: _TransposedOperator = region.data
+        return transposed.build(op, inputs)
 
 
 class _PushDown(_PushTranspose):
@@ -163,29 +163,29 @@ class _PushDown(_PushTranspose):
     reads_from = ("Transpose",)
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        data, rest = data_inputs(node)
-        made = [made_by(reader, v, "Transpose") for v in data]
-        found = [n for n in made if n is not None]
-        if not found:
+        data, more = data_inputs(node)
+        transposes = [made_by(reader, v, "Transpose") for v in data]
+        present = [n for n in transposes if n is not None]
+        if not present:
             return None
-        for v, inner in zip(data, made):
+        for v, inner in zip(data, transposes):
             if inner is not None:
                 profitable(read_once(reader, v), "a transpose is read elsewhere")
             else:
                 profitable(reader.is_const(v) or reader.type(v).rank == 0, "an operand is not transposed")
-        perm = _perm(reader, found[0])
-        require(all(_perm(reader, n) == perm for n in found), "operands are transposed in different ways")
+        perm = _perm(reader, present[0])
+        require(all(_perm(reader, n) == perm for n in present), "operands are transposed in different ways")
         if AXES[node.op].of == "broadcast":
             require(rank_of(reader, *node.outputs) == len(perm), "a transposed operand has fewer dimensions")
         own, after = _own(reader, node, perm), perm
         if not keeps_axes(node):
-            left = [p for p in perm if p not in own]
-            after = tuple(sorted(left).index(p) for p in left)
-        before = tuple(inverse(perm) if n is None else None for n in made)
-        inputs = tuple(v if n is None else n.inputs[0] for v, n in zip(data, made))
-        turned = _Turned(node.op, node.attrs, len(node.outputs), before, own, after)
-        nodes = tuple({n.id: n for n in (node, *found)}.values())
-        return Region(node.outputs, (*inputs, *rest), nodes, turned)
+            remaining = [p for p in perm if p not in own]
+            after = tuple(sorted(remaining).index(p) for p in remaining)
+        before = tuple(inverse(perm) if n is None else None for n in transposes)
+        inputs = tuple(v if n is None else n.inputs[0] for v, n in zip(data, transposes))
+        transposed = _TransposedOperator(node.op, node.attrs, len(node.outputs), before, own, after)
+        nodes = tuple({n.id: n for n in (node, *present)}.values())
+        return Region(node.outputs, (*inputs, *more), nodes, transposed)
 
 
 class _PushUp(_PushTranspose):
@@ -201,13 +201,15 @@ class _PushUp(_PushTranspose):
         inner = made_by(reader, node.inputs[0], *(self.reads_from or ()))
         if inner is None or not keeps_axes(inner):
             return None
-        data, rest = data_inputs(inner)
+        data, more = data_inputs(inner)
         profitable(self.gains(reader, data), "no operand is transposed")
         profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         perm = _perm(reader, node)
         own = _own(reader, inner, inverse(perm))
-        turned = _Turned(inner.op, inner.attrs, 1, (perm,) * len(data), own, tuple(range(len(perm))))
-        return Region(node.outputs, (*data, *rest), (node, inner), turned)
+        transposed = _TransposedOperator(
+            inner.op, inner.attrs, 1, (perm,) * len(data), own, tuple(range(len(perm)))
+        )
+        return Region(node.outputs, (*data, *more), (node, inner), transposed)
 
 
 class PushTransposeDown(_PushDown):
@@ -397,8 +399,10 @@ class PushTransposesUpSplit(_PushTranspose):
         perm = _perm(reader, outer[0])
         require(all(_perm(reader, n) == perm for n in outer), "parts are transposed in different ways")
         own = _own(reader, node, inverse(perm))
-        turned = _Turned(node.op, node.attrs, len(outer), (perm,), own, tuple(range(len(perm))))
-        return Region(tuple(n.outputs[0] for n in outer), node.inputs, (node, *outer), turned)
+        transposed = _TransposedOperator(
+            node.op, node.attrs, len(outer), (perm,), own, tuple(range(len(perm)))
+        )
+        return Region(tuple(n.outputs[0] for n in outer), node.inputs, (node, *outer), transposed)
 
 
 class PushTransposeThroughReduce(_PushDown):
@@ -469,9 +473,9 @@ def _whole_moves(
 ) -> tuple[int, ...]:
     """The permutation of x's dimensions that a Reshape, a Transpose and a Reshape amount to; refuses others."""
     source = AccessMap.source(before)
-    moved = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
+    result = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
     units = iter([i for i, dim in enumerate(source.dims) if not dim])
-    places = {dim: i for i, dim in enumerate(source.dims) if dim}
-    out = [places.get(dim) if dim else next(units, None) for dim in moved.dims]
+    index_of = {dim: i for i, dim in enumerate(source.dims) if dim}
+    out = [index_of.get(dim) if dim else next(units, None) for dim in result.dims]
     require(len(out) == len(before) and None not in out, "a dimension is not moved as a whole")
     return tuple(i for i in out if i is not None)

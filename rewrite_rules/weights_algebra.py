@@ -28,11 +28,11 @@ _WORK = 1 << 32
 _BYTES = 1 << 26
 
 
-def _factor(reader: Reader, value: Value, beside: Value) -> bool:
-    """Whether a value is a constant of one element that does not change the shape of the other operand `beside`."""
+def _factor(reader: Reader, value: Value, partner: Value) -> bool:
+    """Whether a value is a constant of one element that does not change the shape of the other operand `partner`."""
     type = reader.type(value)
     single = type.const and type.shape is not None and all(d == 1 for d in type.shape)
-    return single and keeps_shape(reader.type(beside).shape, type.shape)
+    return single and keeps_shape(reader.type(partner).shape, type.shape)
 
 
 def _require_number(s: Val, x: Val) -> None:
@@ -104,7 +104,7 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
     def find(self, reader: Reader, node: Node) -> Region | None:
         if len(node.outputs) > 1:
             return None
-        for place, value in enumerate(node.inputs):
+        for position, value in enumerate(node.inputs):
             gather = None if value == ABSENT else made_by(reader, value, "Gather")
             if gather is None or not reader.is_const(gather.inputs[0]):
                 continue
@@ -112,18 +112,18 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
             rank = rank_of(reader, value)
             profitable(table.rank == 2, "it is no table of rows")
             require(axis_of(gather, 2) == 0, "it takes columns")
-            others = [v for k, v in enumerate(node.inputs) if k != place]
+            constants = [v for k, v in enumerate(node.inputs) if k != position]
             if node.op in _ALONG_ROWS:
                 require(axis_of(node, rank, -1) == rank - 1, "the axis is not the last")
-                require(place == 0, "it is a parameter")
-            for v in given(tuple(others)):
+                require(position == 0, "it is a parameter")
+            for v in given(tuple(constants)):
                 constant = reader.is_const(v) and self._fits(reader.type(v).shape, table.shape[1], rank)
                 require(constant, "an operand is not constant, or not one number per column")
             profitable(read_once(reader, value), "the rows are read elsewhere")
             profitable(prod(table.sizes) * table.dtype.bits // 8 <= _BYTES, "the table is large")
             attrs = Attrs({k: v for k, v in node.attrs.items() if k != "axis"})
-            data = (node.op, attrs, place, gather.attrs)
-            return Region(node.outputs, (*gather.inputs, *others), (node, gather), data)
+            data = (node.op, attrs, position, gather.attrs)
+            return Region(node.outputs, (*gather.inputs, *constants), (node, gather), data)
         return None
 
     @staticmethod
@@ -133,10 +133,10 @@ class PushGatherThroughFunction(RegionRule, family="weights_algebra"):
             return False
         return not shape or (shape[-1] in (1, columns) and all(d == 1 for d in shape[:-1]))
 
-    def target(self, op: Op, region: Region, table: Val, index: Val, *others: Val | None) -> Any:
-        name, attrs, place, gather = region.data
-        operands = [v if v is None or not v.rank else flat(op, v) for v in others]
-        operands.insert(place, table)
+    def target(self, op: Op, region: Region, table: Val, index: Val, *constants: Val | None) -> Any:
+        name, attrs, position, gather = region.data
+        operands = [v if v is None or not v.rank else flat(op, v) for v in constants]
+        operands.insert(position, table)
         return op.Gather(op[name](*operands, attrs=attrs), index, attrs=gather)
 
 
@@ -181,8 +181,8 @@ class ReplaceOneHotByGather(Rule, family="weights_algebra"):
         zeros = op.Expand(np.zeros((1, 1), numpy_dtype(w.dtype)), [1, columns])
         table = op.Concat(w, zeros, axis=0)
         index = op.Squeeze(i, [-1])
-        known = op.And(op.GreaterOrEqual(index, 0), op.Less(index, rows))
-        return op.Gather(table, op.Where(known, index, op.Cast(np.array(rows), to=int(i.dtype))))
+        in_range = op.And(op.GreaterOrEqual(index, 0), op.Less(index, rows))
+        return op.Gather(table, op.Where(in_range, index, op.Cast(np.array(rows), to=int(i.dtype))))
 
 
 # Two linear layers in a row
@@ -212,8 +212,8 @@ class FoldGemmIntoGemm(Rule, family="weights_algebra"):
     def target(self, op: Op, m: Captures, x: Val, v: Val, b: Val | None, w: Val, c: Val | None) -> Any:
         first = op.Transpose(v) if m.t else v
         second = op.Transpose(w) if m.u else w
-        moved = None if b is None else op.MatMul(b, second)
-        return op.Gemm(x, op.MatMul(first, second), sum_of(op, moved, c))
+        offset = None if b is None else op.MatMul(b, second)
+        return op.Gemm(x, op.MatMul(first, second), sum_of(op, offset, c))
 
 
 # Factors moved towards constants
@@ -300,22 +300,22 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
             rank = rank_of(reader, value)
             require(axis_of(split, rank) == rank - 1, "it does not cut the columns")
             nodes, biases = [node, split], []
-            whole = split.inputs[0]
-            added = made_by(reader, whole, "Add")
+            split_value = split.inputs[0]
+            added = made_by(reader, split_value, "Add")
             for inner, c in () if added is None else (added.inputs, added.inputs[::-1]):
                 if added is not None and reader.is_const(c):
-                    profitable(read_once(reader, whole), "the sum is read elsewhere")
+                    profitable(read_once(reader, split_value), "the sum is read elsewhere")
                     nodes.append(added)
                     biases.append(c)
-                    whole = inner
-            product = made_by(reader, whole, "MatMul", "Gemm")
+                    split_value = inner
+            product = made_by(reader, split_value, "MatMul", "Gemm")
             if product is None:
                 return None
-            x, w, *rest = product.inputs
-            constant = [w, *(v for v in rest if v != ABSENT)]
+            x, w, *bias = product.inputs
+            constant = [w, *(v for v in bias if v != ABSENT)]
             profitable(all(reader.is_const(v) for v in constant), "a weight is not constant")
             require(reader.val(w).rank >= 2, "the weight is no matrix")
-            profitable(read_once(reader, value) and read_once(reader, whole), "it is read elsewhere")
+            profitable(read_once(reader, value) and read_once(reader, split_value), "it is read elsewhere")
             sizes = tuple(reader.val(v).size(rank - 1) for v in split.outputs)
             part = split.outputs.index(value)
             outputs = tuple(node.outputs[0] if k == part else v for k, v in enumerate(split.outputs))
@@ -324,18 +324,18 @@ class FoldScaleOfPartIntoMatMul(RegionRule, family="weights_algebra"):
             return Region(outputs, inputs, (*nodes, product), data)
         return None
 
-    def target(self, op: Op, region: Region, x: Val, s: Val, *given: Val) -> Any:
+    def target(self, op: Op, region: Region, x: Val, s: Val, *inputs: Val) -> Any:
         data: _Part = region.data
         ones = np.ones(1, numpy_dtype(s.dtype))
         pieces = [op.Expand(flat(op, s) if k == data.part else ones, [n]) for k, n in enumerate(data.sizes)]
         factors = op.Concat(*pieces, axis=0)
-        w, *inner = given[: data.constants]
+        w, *inner = inputs[: data.constants]
         column = op.Reshape(factors, [-1, 1]) if data.attrs.get("transB") else factors
         y = op[data.op](x, op.Mul(w, column), *(op.Mul(b, factors) for b in inner), attrs=data.attrs)
-        rest = list(given[data.constants :])
+        remaining = list(inputs[data.constants :])
         for _ in range(data.biases):
-            y = op.Add(y, op.Mul(rest.pop(0), factors))
-        return op.Split(y, *rest, attrs=data.split, outputs=len(data.sizes))
+            y = op.Add(y, op.Mul(remaining.pop(0), factors))
+        return op.Split(y, *remaining, attrs=data.split, outputs=len(data.sizes))
 
 
 @dataclass(frozen=True, slots=True)

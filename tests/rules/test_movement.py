@@ -343,7 +343,7 @@ def test_a_gather_of_short_rows_costs_more(axis, before, scattered):
     trace, graph = traced(chain(before, f"r = Gather<axis={axis}>(x, i)", "A,B", i=[3, 1]))
     node = next(n for n in graph.nodes() if n.op == "Gather")
     made = trace.maps[node.outputs[0]].volume
-    assert trace.price(node).moved == 2 * made * (3 if scattered else 1)
+    assert trace.price(node).elements == 2 * made * (3 if scattered else 1)
 
 
 @pytest.mark.parametrize(("before", "scale"), [("N,3", 1), ("3,N", 32), ("N,M,3", 32), ("N,3,M,K", 32 * 32)])
