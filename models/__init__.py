@@ -49,7 +49,7 @@ class Model:
     builder: Callable[..., onnx.ModelProto]
     """`builder(depth, seed, **options)`."""
     depth: int
-    """Of the paper: the number of repeated blocks (layers, cells, time steps)."""
+    """The number of repeated blocks (layers, cells, time steps) in the paper."""
     small_depth: int
     small_options: Mapping[str, int] = field(repr=False)
     """The options of a quick and small build."""

@@ -28,7 +28,7 @@ CLASSES = 10
 EXPANSION = 4
 """The channels that a bottleneck puts out, relative to those of its 3x3 convolution."""
 STEPS = 1000
-"""Of the diffusion."""
+"""Time steps of the diffusion."""
 
 
 class _BatchNorms:

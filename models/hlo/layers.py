@@ -63,7 +63,7 @@ def linear(p: Weights, x: Array) -> Array:
 
 
 def norm_weights(source: Source, width: int) -> Weights:
-    """Of a layer, group or batch normalisation."""
+    """The weights of a layer, group or batch normalisation."""
     return {"scale": source.normal(width, std=0.1, mean=1.0), "bias": source.normal(width, std=0.1)}
 
 
@@ -105,6 +105,6 @@ def dropout(key: Array | None, x: Array, rate: float = 0.1) -> Array:
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
-    """Of logits[..., classes] and labels[...], for each label: [...]."""
+    """The cross entropy of logits[..., classes] and labels[...] for each label: [...]."""
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
     return -jnp.squeeze(log_probs, -1)

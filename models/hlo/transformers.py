@@ -33,7 +33,7 @@ CLASSES = 10
 
 
 def _layer_weights(source: Source, width: int) -> Weights:
-    """Of a layer of GPT-2 or ViT, with one projection to queries, keys and values."""
+    """The weights of a layer of GPT-2 or ViT, with one projection to queries, keys and values."""
     return {
         "norm1": norm_weights(source, width),
         "qkv": linear_weights(source, width, 3 * width),
@@ -175,7 +175,7 @@ def _bert_encode(p: Weights, tokens: Array, types: Array, mask: Array, key: Arra
 
 
 def bert(benchmark: Benchmark, source: Source) -> Network:
-    """Tokens[2, 32], types, mask -> hidden[2, 32, width], pooled[2, width]. Training fills in hidden tokens."""
+    """Tokens[2, 32], types, mask -> hidden[2, 32, width], pooled[2, width]. Training predicts masked tokens."""
     width = benchmark.width
     filling_in = {
         "transform": linear_weights(source, width, width),

@@ -60,7 +60,7 @@ def external(folder: Path) -> Path:
 def test_missing_external_data(tmp_path: Path) -> None:
     path = external(tmp_path)
     os.unlink(tmp_path / "m.data")
-    refused(path, r"'m\.data' cannot be read.*beside the model")
+    refused(path, r"'m\.data' cannot be read.*next to the model")
 
 
 def test_external_data_that_is_too_short(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_no_candidates() -> None:
 
 def test_a_depth_of_nothing_is_refused() -> None:
     base = start(valley(), RULES, Weighted())
-    with pytest.raises(ValueError, match="sees nothing"):
+    with pytest.raises(ValueError, match="at least 1 is needed"):
         lookahead(base.state, base.cost, Limits(), depth=0)
 
 

@@ -27,7 +27,7 @@ TYPE_COLUMNS = _DIMS + 8
 
 @dataclass(frozen=True, slots=True)
 class NodeColumns:
-    """A node apart from its place in the graph: a row of NODE_COLUMNS numbers, and its work at run time."""
+    """A node without its neighbourhood: a row of NODE_COLUMNS numbers, and its work at run time."""
 
     row: tuple[float, ...]
     flops: float

@@ -112,7 +112,7 @@ class InContextBenchmark:
             edits: dict[frozenset[Value], Edit] = {}
             for match in candidates[:_MOST_MATCHES]:
                 edit = build_edit(state.graph, match)
-                # A commutative operator matches both ways round.
+                # A commutative operator matches with its operands in both orders.
                 edits.setdefault(frozenset(n.id for n in edit.removed), edit)
             groups += _grouped([(state.graph, edit) for edit in edits.values()])
         return self._weigh(groups, until)

@@ -159,7 +159,7 @@ def _check(where: str, checkpoint: Checkpoint, expected: dict[str, tuple[int, ..
                 f"{where}: its array {name} is not finite float32 of shape {expected[name]}"
             )
     if (checkpoint.tensors["scale"] <= 0).any():
-        raise CheckpointError(f"{where}: its array scale would turn intervals round")
+        raise CheckpointError(f"{where}: its array scale has numbers that are not positive")
 
 
 def _columns() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The measured cost model: whole models are run."""
+"""The measured cost model, which runs models."""
 
 from __future__ import annotations
 

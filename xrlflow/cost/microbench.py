@@ -1,7 +1,7 @@
 """Single operators measured in ONNX Runtime, as TASO does (section 5 of the paper).
 
-Constants become initialisers, so that the runtime packs weights in advance as it does in the whole model. A model of
-one operator has two costs that the operator does not have in its network. They are subtracted: the call of the session
+Constants become initialisers, so that the runtime packs weights in advance as it does in the full model. A model of one
+operator has two costs that the operator does not have in its network. They are subtracted: the call of the session
 (`call_seconds`: a model that does almost nothing) and, for convolutions, the conversion to the blocked layout and back
 (the runtime's profile tells the kernel's share).
 """

@@ -12,7 +12,7 @@ adjusted to ONNX Runtime's CPU kernels:
 
 The roofline does not see fusion. ONNX Runtime folds activations into convolutions and bias into products; here each has
 a pass of its own. That keeps prices local and deltas exact, but it flatters rewrites that fold elementwise operators.
-Measurements of whole models decide in the end.
+In the end, measurements of models decide.
 """
 
 from __future__ import annotations

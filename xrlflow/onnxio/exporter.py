@@ -322,7 +322,7 @@ class _Writer:
         self.domains: set[str] = set()
         self.large: dict[str, Const] = {}
         self.symbols: dict[str, str] = {}  # symbols of the inputs -> their names in the file
-        # Names of large constants by the id of their data. The data is kept alive, because ids are reused.
+        # Names of large constants by the id of their data. The data must stay alive, because ids are reused.
         self.handles: dict[int, tuple[TensorHandle, str]] = {}
         self.contents: dict[tuple[TensorType, bytes], str] = {}  # names of computed constants
         self.types: dict[str, TensorType] = {}  # of all values

@@ -53,7 +53,7 @@ from xrlflow.ops.symbolic_shapes import refine
 from xrlflow.ops.symbolic_values import Known
 from xrlflow.storage.files import StandardInput
 
-# A small constant with more bytes than this is written as the node that made it, if that takes at most a quarter.
+# A small constant with more bytes than this is written as the node that computes it, if that has at most a quarter.
 _COMPACT = 256
 
 # What identifies a flatbuffer of ONNX Runtime, after the four bytes of its root.
@@ -155,7 +155,7 @@ def _imported(
 
 
 def name_of(source: Source) -> str:
-    """What messages call a model."""
+    """The name of a model in messages."""
     if isinstance(source, StandardInput):
         return source.name
     if isinstance(source, bytes):
@@ -605,7 +605,7 @@ class _Importer:
                 return proto.s.decode()
             if kind == kinds.STRINGS and proto.strings:
                 return tuple(s.decode() for s in proto.strings)
-        except UnicodeDecodeError:  # not text: the bytes are kept as they are, below
+        except UnicodeDecodeError:  # not text: a RawAttr with the bytes, below
             pass
         copy = onnx.AttributeProto()
         copy.CopyFrom(proto)
@@ -662,7 +662,7 @@ class _Importer:
             self.note(error)
 
     def note(self, error: Contradiction) -> None:
-        """Add a note on a wrong declaration. Only the first is kept, because one error often causes others."""
+        """Note a wrong declaration, unless there is a note already: one error often causes others."""
         self.notes = self.notes or (f"what the model declares of its values is not believed: {error}",)
 
     def _with_consts(self, spec: _NodeSpec, scope: _Scope) -> list[Known | None]:

@@ -1,4 +1,4 @@
-"""ONNX's inference of types for whole models, where it would end the process."""
+"""ONNX's inference of types, also for models on which it would crash the process."""
 
 from __future__ import annotations
 

@@ -109,9 +109,9 @@ def _reads(nodes: Iterable[NodeProto]) -> Iterator[str]:
 def cut(graph: GraphProto, fits: Callable[[NodeProto], bool], *, minimum: int = 2) -> list[Region]:
     """The nodes that fit, in convex regions of at least `minimum` nodes, as large as possible.
 
-    A node that does not fit is a border. The regions are levels: a node's level is the largest number of borders on a
-    path to it, and a path that leaves a level comes to a higher one. Parts of a level that are not connected are
-    regions of their own.
+    A node that does not fit is a border. A node's level is the largest number of borders on a path to it. The regions
+    are the connected parts of each level; they are convex, because a path that leaves a level only comes to higher
+    ones.
     """
     level: dict[str, int] = {}
     levels: dict[int, list[int]] = {}
@@ -334,7 +334,7 @@ def _call(outputs: Sequence[ValueInfoProto], call: NodeProto, prefix: str, funct
 
 
 def _branch(outputs: Sequence[ValueInfoProto], inner: GraphProto, prefix: str) -> GraphProto:
-    """A branch that computes `outputs` by the nodes and weights of `inner`, under names of its own."""
+    """A branch that computes `outputs` by the nodes and weights of `inner`, which get unique names."""
     graph = GraphProto(name=prefix)
     graph.node.extend(inner.node)
     graph.initializer.extend(inner.initializer)

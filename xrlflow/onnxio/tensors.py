@@ -234,14 +234,14 @@ class TensorStore:
         ):
             raise ModelError(
                 f"{self.name}: tensor {tensor!r} points to {location!r}, outside the model's folder, which is "
-                "refused: put the data file beside the model and write its bare name into it"
+                "refused: put the data file next to the model and write its bare name into it"
             )
         try:
             data = map_file(path)
         except OSError as error:
             raise ModelError(
                 f"{self.name}: the external data file {location!r} cannot be read ({error.strerror}): "
-                "put it beside the model"
+                "put it next to the model"
             ) from error
         self.files[location] = data
         return data

@@ -869,7 +869,7 @@ def convert_at_least(proto: onnx.ModelProto, types: Mapping[str, TensorType], op
 
 
 def at_least(model: bytes, types: Mapping[str, TensorType], opset: int) -> bytes:
-    """A serialised model of the canonical opset, as `convert_at_least` brings it to another."""
+    """Convert a serialised model of the canonical opset, as `convert_at_least` does."""
     if opset == OPSET:
         return model
     proto = onnx.ModelProto.FromString(model)
@@ -1036,7 +1036,7 @@ def _lower_node(cx: _Context, node: onnx.NodeProto, opset: int) -> None:
 
 
 def _fits(schema: onnx.defs.OpSchema, node: onnx.NodeProto) -> bool:
-    """Whether a node has the inputs, outputs and attributes that an operator's definition wants."""
+    """Whether a node has the inputs, outputs and attributes that an operator's definition requires."""
     present = {a.name for a in node.attribute}
     single = onnx.defs.OpSchema.FormalParameterOption.Single
     return (

@@ -274,7 +274,7 @@ def bench(measured: Mapping[str, Any]) -> None:
 
 
 def outputs(values: Mapping[str, Any]) -> None:
-    """The outputs of a run: name, type, shape, and the ends and the mean of what is numeric."""
+    """The outputs of a run: name, type, shape, and the minimum, maximum and mean of numeric ones."""
     table = _grid("output", "type", "shape", "least", "greatest", "mean")
     for name, value in values.items():
         array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None

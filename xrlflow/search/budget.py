@@ -17,14 +17,14 @@ _ENDING_AT_MOST, _SLOW = 0.5, 0.3
 # What a fast model may use of a limit of 60 s: seconds besides runs, and runs. A model of 3 ms needs no full minute.
 _ENOUGH, _ENOUGH_RUNS = 14.0, 1000
 # The last comparison: seconds to start the fork server, number of processes, seconds to start each, and runs in each
-# (the first of both models, warming up, turns).
+# (the first of both models, warming up, interleaved samples).
 _FORK_SERVER, _PROCESSES, _START, _RUNS = 0.5, 24, 0.12, 14
 # The fewest processes that a decision takes.
 _FEWEST_PROCESSES = 8
 _LOADING_TVM = 4.0
 # Verification: seconds besides runs, and runs of the original and the result together.
 _VERIFYING, _VERIFYING_RUNS = 2.5, 16
-# One comparison of whole models in one process: the fewest and the most runs, and those that an interval takes.
+# One comparison of models in one process: the fewest and the most runs, and those that an interval takes.
 _COMPARE_RUNS_AT_LEAST, _COMPARE_RUNS = 8, 60
 _INTERVAL_RUNS = 40
 _COMPARE_AT_LEAST, _COMPARE_AT_MOST = 1.5, 5.0
@@ -114,7 +114,7 @@ class Budget:
 
     @property
     def select_until(self) -> float:
-        """The moment at which comparisons of whole models must be over.
+        """The moment at which comparisons of models must be over.
 
         A short search and, if the model is not slow, one comparison have priority over the time reserved for kernels.
         """
@@ -134,17 +134,17 @@ class Budget:
 
     @property
     def begin_comparing_until(self) -> float:
-        """The moment from which no further comparison of whole models begins."""
+        """The moment from which no further comparison of models begins."""
         return self.select_until - self._starting
 
     @property
     def _starting(self) -> float:
-        """The fewest seconds of a comparison of whole models."""
+        """The fewest seconds of a comparison of models."""
         return 2 * self.loading + _COMPARE_RUNS_AT_LEAST * self.latency
 
     @property
     def each_comparison(self) -> float:
-        """Seconds that one comparison of whole models may take."""
+        """Seconds that one comparison of models may take."""
         maximum = 2 * self.loading + _COMPARE_RUNS * self.latency
         return max(_COMPARE_AT_LEAST, min(maximum, _COMPARE_AT_MOST), maximum / 2)
 
@@ -155,7 +155,7 @@ class Budget:
 
     @property
     def useful(self) -> bool:
-        """Whether there is time to search and then to compare whole models once."""
+        """Whether there is time to search and then to compare models once."""
         return self.begin_comparing_until - self.search_until >= self.each_comparison
 
     def final(self, now: float) -> float:

@@ -20,7 +20,7 @@ def lookahead(state: RewriteState, cost: float, limits: Limits, depth: int = 2) 
     visited once within a chain, however it is reached. Raises ValueError if `depth` is below 1.
     """
     if depth < 1:
-        raise ValueError(f"a look ahead of {depth} steps sees nothing")
+        raise ValueError(f"the depth of the lookahead is {depth}: at least 1 is needed")
     begin = time.monotonic()
     search = _Lookahead(limits, SearchNode(state, None, cost))
     interrupted = False

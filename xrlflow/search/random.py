@@ -10,7 +10,7 @@ from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, extend
 
 
 def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0) -> SearchResult:
-    """Make `limits.budget` substitutions, each drawn uniformly from the candidates of its state.
+    """Apply `limits.budget` substitutions, each drawn uniformly from the candidates of its state.
 
     The result is the end of the walk, not the cheapest graph on the way.
     """

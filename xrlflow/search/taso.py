@@ -14,7 +14,7 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
     """Expand the cheapest known graph; queue successors that cost less than `alpha` times the best.
 
     Graphs of more than twice the original's operators are dropped, and each graph is visited once. A successor is a
-    (state, candidate) pair until it is expanded; only then is its graph made and matched. `limits.budget` counts
+    (state, candidate) pair until it is expanded; only then is its graph built and matched. `limits.budget` counts
     expanded graphs.
     """
     begin = time.monotonic()

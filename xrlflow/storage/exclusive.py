@@ -25,14 +25,14 @@ class LockedError(OSError):
 
 
 @contextmanager
-def locked(path: Path, waiting: Callable[[str], None] | None = None, *, mode: int = 0o644) -> Iterator[None]:
+def locked(path: Path, on_wait: Callable[[str], None] | None = None, *, mode: int = 0o644) -> Iterator[None]:
     """Hold the lock of a file, which is created with this mode if it is missing.
 
-    `waiting` is called once, with a few words about who holds the lock, before this waits for it. Without it, this does
+    `on_wait` is called once, with a few words about who holds the lock, before this waits for it. Without it, this does
     not wait and raises LockedError. Locks of one process exclude each other, too. Raises OSError if the file cannot be
     opened.
     """
-    descriptor = _acquire(path, waiting, mode)
+    descriptor = _acquire(path, on_wait, mode)
     try:
         _sign(descriptor)
         yield
@@ -43,7 +43,7 @@ def locked(path: Path, waiting: Callable[[str], None] | None = None, *, mode: in
         os.close(descriptor)
 
 
-def _acquire(path: Path, waiting: Callable[[str], None] | None, mode: int) -> int:
+def _acquire(path: Path, on_wait: Callable[[str], None] | None, mode: int) -> int:
     """A descriptor with the lock of the file. Locks again if the file was replaced while this waited."""
     reported = False
     while True:
@@ -54,10 +54,10 @@ def _acquire(path: Path, waiting: Callable[[str], None] | None, mode: int) -> in
             except BlockingIOError:
                 holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
                 message = f"process {holder} has it" if holder.isdigit() else "another process has it"
-                if waiting is None:
+                if on_wait is None:
                     raise LockedError(message) from None
                 if not reported:
-                    waiting(message)
+                    on_wait(message)
                     reported = True
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
@@ -77,12 +77,12 @@ def measuring_lock() -> Path:
 
 
 @contextmanager
-def measuring(waiting: Callable[[str], None]) -> Iterator[None]:
+def measuring(on_wait: Callable[[str], None]) -> Iterator[None]:
     """Hold this machine's lock of measurements (see `locked`)."""
     path = measuring_lock()
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(path, waiting, mode=0o666))
+            stack.enter_context(locked(path, on_wait, mode=0o666))
         except OSError as error:
             message = (
                 f"it cannot be locked ({error.strerror}): set {VARIABLE} to a file that every user may write"

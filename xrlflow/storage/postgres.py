@@ -269,7 +269,7 @@ def _parsed(url: str) -> dict[str, str] | None:
 
 
 def translated(statement: str) -> str:
-    """A statement that creates a table of SQLite's, for PostgreSQL."""
+    """A statement that creates a table, translated from SQLite's dialect to PostgreSQL's."""
     for ours, theirs in _WORDS.items():
         statement = statement.replace(ours, theirs)
     return statement

@@ -330,7 +330,9 @@ class SharedFile:
                 f"{self.path}: no store of measurements ({error}): name another file"
             ) from error
         warnings.warn(
-            f"{self.path}: starting afresh, the old file is beside it ({error})", RuntimeWarning, stacklevel=6
+            f"{self.path}: starting afresh, the old file is next to it ({error})",
+            RuntimeWarning,
+            stacklevel=6,
         )
         if self._disk is not None:
             self._disk.close()

@@ -24,7 +24,7 @@ def advice(
 ) -> tuple[str, ...]:
     """Suggestions, the most useful first. `open_dimensions`: an input has a dimension that is no number.
 
-    `bindings`: numbers that its symbols were given.
+    `bindings`: the numbers for its symbols.
     """
     return tuple(
         dict.fromkeys((

@@ -1,4 +1,4 @@
-"""Where a report was made: versions, processor, threads."""
+"""The environment of a report: versions, processor, threads."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _repeats(kinds: npt.NDArray[np.int64], offset: int) -> list[Interval]:
 
 
 def _longest(kinds: npt.NDArray[np.int64]) -> tuple[int, int, int] | None:
-    """Start, length and number of the equal neighbours that leave the fewest nodes if they are folded."""
+    """Start, length and number of the consecutive equal parts whose folding leaves the fewest nodes."""
     best: tuple[int, int, int] | None = None
     saved = 0
     count = len(kinds)
@@ -89,7 +89,7 @@ def _shifted(part: Interval, by: int) -> Interval:
 
 
 def _sections(parts: list[Interval], start: int, end: int) -> tuple[Interval, ...]:
-    """The parts of a level; if it is crowded, in sections of neighbours (and those again, if they are many)."""
+    """The parts of a level; if it is crowded, sections of consecutive parts (repeatedly, if sections are many)."""
     level: list[Interval | int] = []
     at = start
     for part in parts:
