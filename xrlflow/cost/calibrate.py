@@ -131,11 +131,11 @@ class _Meter:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """How close kernels come to the `peak` (operations per second) and to the cache (`cached`, bytes per second)."""
+    """How close kernels come to the machine's peak and to the bandwidth of its cache."""
 
     meter: _Meter
-    peak: float
-    cached: float
+    peak: float  # operations per second
+    cached: float  # bytes per second
 
     def compute(self, probe: Probe) -> float:
         """The part of the peak that the probe reaches."""

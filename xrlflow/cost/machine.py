@@ -22,29 +22,21 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A CPU with a runtime. Rates are those of all `threads` together.
-
-    - `peak`: operations per second of a large float32 matrix product.
-    - `cache_bandwidth`, `memory_bandwidth`: bytes per second of elementwise kernels on tensors that fit into `cache`
-      bytes, and on larger ones.
-    - `overhead`: seconds that the runtime takes to call a kernel; `fork`: further seconds to use all threads.
-    - `grouped`: (channels per group, part of the peak) of grouped convolutions with fewer channels per group than a
-      vector has lanes, ascending.
-    - `lanes`: channels of the blocks in which the runtime convolves, on x86 a vector of float32. Channels are padded to
-      a multiple of it.
-    """
+    """A CPU with a runtime. Rates are those of all `threads` together."""
 
     name: str
     threads: int
-    peak: float
-    cache_bandwidth: float
-    memory_bandwidth: float
-    cache: float
-    overhead: float
-    fork: float
+    peak: float  # operations per second of a large float32 matrix product
+    cache_bandwidth: float  # bytes per second of elementwise kernels on tensors that fit into the cache
+    memory_bandwidth: float  # the same on larger tensors
+    cache: float  # bytes
+    overhead: float  # seconds that the runtime takes to call a kernel
+    fork: float  # further seconds to use all threads
     speeds: Mapping[OpKind, Speed]
     grouped: tuple[tuple[int, float], ...]
+    """(Channels per group, part of the peak) of grouped convolutions with fewer channels per group than lanes."""
     lanes: int = 16
+    """Channels of the blocks in which the runtime convolves, on x86 a vector of float32: channels are padded to it."""
 
     @staticmethod
     def reference() -> Machine:

@@ -46,17 +46,14 @@ _SPIN = {"session.force_spinning_stop": "0"}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one call: median, 10th and 90th percentile of `count` samples.
-
-    `waiting`: seconds per second that our threads waited for a processor. A few hundredths or more mean that other
-    programs used the processors.
-    """
+    """Seconds of one call, measured several times."""
 
     median: float
-    low: float
-    high: float
-    count: int
+    low: float  # the 10th percentile
+    high: float  # the 90th percentile
+    count: int  # of calls
     waiting: float = 0.0
+    """The share of time that our threads waited for a processor: above QUIET, other programs used the processors."""
 
 
 def is_bound(types: Sequence[TensorType | None], bindings: Mapping[str, int]) -> bool:

@@ -18,10 +18,10 @@ class CurveError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The values of one scalar of one run, by step; `seconds` since the run began."""
+    """The values of one scalar of one run, by step."""
 
     steps: tuple[int, ...]
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # since the run began
     values: tuple[float, ...]
 
 

@@ -131,18 +131,16 @@ class PPOConfig:
 
 @dataclass(slots=True)
 class Episode(Generic[Obs]):
-    """T steps of one environment. `values` and `log_probs` come from the policy that acted.
-
-    `bootstrap` is the value of the state after the last step: 0 if the episode terminated, the critic's estimate if
-    it was cut off.
-    """
+    """T steps of one environment."""
 
     observations: list[Obs] = field(default_factory=list)
     # Integers, or lists of K of them.
     actions: list[Any] = field(default_factory=list)
+    # Of the policy that acted.
     log_probs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    # The value of the state after the last step: 0 at a termination, the critic's estimate at a truncation.
     bootstrap: float = 0.0
     truncated: bool = False
     # The environment's information of the last step.

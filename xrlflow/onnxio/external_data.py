@@ -67,7 +67,7 @@ def _write(target: str, write: Write, created: list[str], durable: bool) -> str:
     """Write one data file and return its name. If it is new, its path is added to `created`."""
     folder, name = os.path.split(target)
     with files.NewFile(folder, durable=durable) as new:
-        sink = _Digesting(new.file)
+        sink = _DigestedFile(new.file)
         write(sink)  # type: ignore[arg-type]
         base = stem = f"{_stem(name)}.{sink.digest.hexdigest()}"
         while not new.claim(path := os.path.join(folder, base + _SUFFIX)):
@@ -86,7 +86,7 @@ def _stem(name: str) -> str:
         return "model"
 
 
-class _Digesting:
+class _DigestedFile:
     """A file to write to, with a digest of what was written."""
 
     def __init__(self, file: BinaryIO) -> None:

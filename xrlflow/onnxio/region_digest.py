@@ -42,26 +42,26 @@ def region_digest(model: ModelProto, domain: str, store: TensorStore | None = No
 
     `store` has the data of the model's tensors; default: the model itself. Raises ModelError if data is missing.
     """
-    digesting = _Digesting(domain, store or TensorStore("model", memoryview(b""), None))
+    digester = _Digester(domain, store or TensorStore("model", memoryview(b""), None))
     functions = [function for function in model.functions if function.domain == domain]
     for function in sorted(functions, key=lambda f: f.name):
         imports = sorted((entry.domain, entry.version) for entry in function.opset_import)
-        digesting.say("function", function.name, list(function.input), list(function.output), imports)
-        digesting.nodes(function.node)
+        digester.add("function", function.name, list(function.input), list(function.output), imports)
+        digester.nodes(function.node)
     for value in model.graph.input:
         tensor = value.type.tensor_type
         dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-        digesting.say("input", value.name, tensor.elem_type, dims)
+        digester.add("input", value.name, tensor.elem_type, dims)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     for call in sorted(_calls(model.graph, domain), key=lambda node: node.op_type):
         for port, name in enumerate(call.input):
             if name in weights:
-                digesting.say("weight", call.op_type, port)
-                digesting.tensor(weights[name])
+                digester.add("weight", call.op_type, port)
+                digester.tensor(weights[name])
     for name in sorted(name for name in weights if name.startswith(domain)):  # the sizes of a guard
-        digesting.say("size", name)
-        digesting.tensor(weights[name])
-    return digesting.digest.hexdigest()
+        digester.add("size", name)
+        digester.tensor(weights[name])
+    return digester.digest.hexdigest()
 
 
 def _calls(graph: GraphProto, domain: str) -> Iterator[NodeProto]:
@@ -73,47 +73,47 @@ def _calls(graph: GraphProto, domain: str) -> Iterator[NodeProto]:
             yield from _calls(body, domain)
 
 
-class _Digesting:
+class _Digester:
     """Takes in parts of a model, one after the other."""
 
     def __init__(self, domain: str, store: TensorStore) -> None:
         self._domain, self._store = domain, store
         self.digest = hashlib.blake2b(digest_size=DIGITS // 2)
 
-    def say(self, *parts: Any) -> None:
+    def add(self, *parts: Any) -> None:
         text = repr(parts).replace(self._domain, "") + "\n"
         self.digest.update(text.encode(errors="surrogatepass"))
 
     def nodes(self, nodes: Iterable[NodeProto]) -> None:
         for node in nodes:
-            self.say("node", node.domain, node.op_type, list(node.input), list(node.output))
+            self.add("node", node.domain, node.op_type, list(node.input), list(node.output))
             for attribute in sorted(node.attribute, key=lambda a: a.name):
                 self._attribute(attribute)
 
     def _attribute(self, attribute: AttributeProto) -> None:
         if attribute.type in _TENSORS:
-            self.say("tensors", attribute.name)
+            self.add("tensors", attribute.name)
             for tensor in (*attribute.tensors, *([attribute.t] if attribute.HasField("t") else [])):
                 self.tensor(tensor)
         elif attribute.type in _GRAPHS:
-            self.say("graphs", attribute.name)
+            self.add("graphs", attribute.name)
             for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
                 self._graph(graph)
         else:
             plain = AttributeProto()
             plain.CopyFrom(attribute)
             plain.ClearField("doc_string")
-            self.say("attribute", plain.SerializeToString(deterministic=True))
+            self.add("attribute", plain.SerializeToString(deterministic=True))
 
     def _graph(self, graph: GraphProto) -> None:
-        self.say("graph", [value.name for value in graph.input], [value.name for value in graph.output])
+        self.add("graph", [value.name for value in graph.input], [value.name for value in graph.output])
         for tensor in graph.initializer:
-            self.say("initializer", tensor.name)
+            self.add("initializer", tensor.name)
             self.tensor(tensor)
         self.nodes(graph.node)
 
     def tensor(self, tensor: TensorProto) -> None:
         const = self._store.const(tensor)
-        self.say("tensor", tensor.data_type, list(tensor.dims))
+        self.add("tensor", tensor.data_type, list(tensor.dims))
         text = tensor.data_type == TensorProto.STRING
         self.digest.update(repr(const.numpy().tolist()).encode() if text else raw_data(const))

@@ -16,12 +16,7 @@ from xrlflow.search import Ratio, Trial
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified.
-
-    `decided` is the interval that decided whether the result is accepted. `speedup` was measured afterwards, in other
-    `processes`. `phases`: seconds, by phase. `kernel_nodes`: nodes that run in generated kernels, with these
-    `algorithms` of convolutions.
-    """
+    """One optimisation. Costs are modelled seconds, latencies are measured; None: not measured or not verified."""
 
     model: str
     search: str
@@ -38,19 +33,19 @@ class Report:
     expanded: int
     latency_before: Latency | None
     latency_after: Latency | None
-    speedup: SpeedUp | None
-    control: SpeedUp | None
+    speedup: SpeedUp | None  # measured after the decision, in other processes
+    control: SpeedUp | None  # the original against itself
     verified: bool | None
     max_error: float | None
     seconds: float
-    phases: Mapping[str, float]
+    phases: Mapping[str, float]  # seconds
     returned_original: bool
     reason: str
     notes: tuple[str, ...] = field(default=())
-    decided: SpeedUp | None = None
-    processes: int = 0
+    decided: SpeedUp | None = None  # the measurement that decided whether the result is accepted
+    processes: int = 0  # that measured `speedup`
     trials: tuple[Trial, ...] = field(default=())
-    kernel_nodes: int = 0
+    kernel_nodes: int = 0  # nodes that run in generated kernels
     algorithms: tuple[Chosen, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:

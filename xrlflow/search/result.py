@@ -83,11 +83,11 @@ class SearchResult:
 
 @dataclass(slots=True)
 class Limits:
-    """A search stops after `budget` expanded states, at `deadline` (time.monotonic), or on Ctrl-C."""
+    """When a search stops, besides on Ctrl-C."""
 
-    budget: int = 1000
-    deadline: float | None = None
-    progress: Callable[[int, float], None] | None = None
+    budget: int = 1000  # expanded states
+    deadline: float | None = None  # time.monotonic
+    progress: Callable[[int, float], None] | None = None  # called with the expanded states and the best cost
 
     def over(self, expanded: int, best: float) -> bool:
         if self.progress is not None:

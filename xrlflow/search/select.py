@@ -223,11 +223,11 @@ def select(
 
     1. The best proposal is changed as `survey` suggests: sweeps of rules that save time are added, rules that cost time
        are left out. It is measured against the original; if it is no faster, the unchanged proposal is measured.
-    2. One thing is changed at a time and kept if it is measured to be faster: a family or rule is dropped, or a rule is
-       swept over the graph wherever the model sees a loss of at most `tolerance` of the cost. `tidying` rules clean up
+    2. One change is made at a time and accepted if it is measured to be faster: a family or rule is dropped, or a rule
+       is swept over the graph wherever the modelled loss is at most `tolerance` of the cost. `tidying` rules clean up
        after a sweep. If the best proposal was slower than the original, the results of drops are measured against the
        original again.
-    3. Sweeps are added to the original, and the result is measured against the current choice.
+    3. Sweeps are added to the original, and the result is measured against the incumbent.
     4. The other proposals are measured.
 
     If nothing was faster, the proposal with the best median is chosen, unless it was certainly slower. If there was no
