@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,14 @@ def test_only_processes_of_one_thread_fork() -> None:
     assert {name: calls for name, calls in found.items() if calls} == {
         "xrlflow.workers.serving": ["os.fork"],
     }
+
+
+def test_only_workers_start_and_end_processes() -> None:
+    """What runs this package apart has one start, one log, one reason of death and one kill. A command that is waited
+    for (`subprocess.run`) is no such process."""
+    calls = re.compile(r"\b(Popen|posix_spawn|killpg|os\.kill|ProcessPoolExecutor)\(")
+    found = {name for name, file in modules().items() if calls.search(file.read_text())}
+    assert found == {"xrlflow.workers.cluster", "xrlflow.workers.process", "xrlflow.workers.serving"}
 
 
 def test_what_forks_is_found() -> None:
