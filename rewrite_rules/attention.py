@@ -386,7 +386,7 @@ class FuseGuardedAttention(_FuseAttention):
 # Rotary embeddings, nearest neighbours
 
 
-def _twice(reader: Reader, value: Value) -> bool:
+def _repeats_half(reader: Reader, value: Value) -> bool:
     """Whether the last dimension of a value, which is even, is the same half twice: functions of concat(f, f)."""
     while True:
         node = reader.producer(value)
@@ -507,7 +507,7 @@ class FuseRotaryEmbedding(RegionRule, family="idioms"):
             require(
                 same_dims(reader.type(angle).shape, expected), "the angles are not those of each position"
             )
-            require(_twice(reader, angle), "the two halves have other angles")
+            require(_repeats_half(reader, angle), "the two halves have other angles")
 
     def target(self, op: Op, region: Region, x: Val, cosine: Val, sine: Val) -> Any:
         half = x.size(3) // 2

@@ -66,7 +66,7 @@ def cut_order(parts: Sequence[Val]) -> list[int]:
 
 
 def _is_slice(part: Val, source: Val, axis: int, start: int, stop: int) -> bool:
-    """Whether a constant is whole[start:stop] as `slice_constant` writes it."""
+    """Whether a constant is source[start:stop] as `slice_constant` writes it."""
     node = _producer(part)
     if node is None or node.op != "Slice" or node.inputs[0] != source.value or len(node.inputs) != 4:
         return False

@@ -182,7 +182,7 @@ def _below(reader: Reader, node: Node) -> list[Value]:
 
 
 def _leads_to_an_error(graph: Graph, node: Node, branch: bool, below: Sequence[Value]) -> bool:
-    """Whether a node that always runs refuses its inputs if this branch is taken."""
+    """Whether a node that always runs refuses its inputs if this branch runs."""
     after = _taking(graph, node, branch)
     if after is None:
         return False
@@ -227,7 +227,7 @@ def _taking(graph: Graph, node: Node, branch: bool) -> Graph | None:
 
 def _is_refused(graph: Graph, node: Node) -> bool:
     """Whether shape inference refuses an operator's inputs."""
-    if is_opaque(node.op):  # found out by the edit
+    if is_opaque(node.op):  # the propagation of types has discovered it
         return True
     if any(True for _ in bodies(node)) or schema(node.op) is None:
         return False
@@ -588,9 +588,9 @@ class _Stacked:
 
     def run(self) -> None:
         for node in self.lanes.nodes:
-            self.outside.values[node.outputs[0]] = self._made(node, self.lanes.of[node.outputs[0]])
+            self.outside.values[node.outputs[0]] = self._batched(node, self.lanes.of[node.outputs[0]])
 
-    def _made(self, node: Node, lane: _Lane) -> Val:
+    def _batched(self, node: Node, lane: _Lane) -> Val:
         op = self.op
         if node.op in UNARY or node.op in BROADCAST:
             inputs = [self._operand(v, lane) for v in node.inputs]

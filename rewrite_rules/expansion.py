@@ -38,7 +38,7 @@ def _read(reader: Reader, node: Node) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(node.outputs) if reader.count_users(v) or reader.is_output(v))
 
 
-def _given(node: Node, count: int) -> tuple[Value, ...]:
+def _padded_inputs(node: Node, count: int) -> tuple[Value, ...]:
     """The first `count` inputs of a node, with ABSENT for those left out."""
     return (*node.inputs, *(ABSENT,) * count)[:count]
 
@@ -100,7 +100,7 @@ class _ExpandCells(_Expansion):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         x, w, r = (reader.val(v) for v in node.inputs[:3])
-        b, lengths, *more = _given(node, 8)[3:]
+        b, lengths, *more = _padded_inputs(node, 8)[3:]
         require("clip" not in node.attrs, "what goes into the gates is clipped")
         require(not node.attrs.get("input_forget"), "the input gate and the forget gate are coupled")
         require(self.states == 1 or more[2] == ABSENT, "it has peepholes")
@@ -484,7 +484,7 @@ class ExpandAttention(_Expansion):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        mask, past_key, past_value, lengths = _given(node, 7)[3:]
+        mask, past_key, past_value, lengths = _padded_inputs(node, 7)[3:]
         profitable(lengths == ABSENT, "nonpad_kv_seqlen is given")
         results = _read(reader, node)
         require(3 not in results, "the scores are read")
@@ -634,7 +634,7 @@ class ExpandRotaryEmbedding(_Expansion):
         profitable(min(batch, rows, depth) > 0, "a dimension is 0")
         width = int_attr(node, "rotary_embedding_dim", 0) or depth
         require(width <= depth and width % 2 == 0, "what is turned is no even part of a head")
-        positions = _given(node, 4)[3]
+        positions = _padded_inputs(node, 4)[3]
         if positions == ABSENT:
             table: tuple[int, ...] = (batch, rows, width // 2)
         else:

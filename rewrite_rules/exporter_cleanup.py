@@ -35,7 +35,7 @@ def elements(reader: Reader, value: Value) -> Known | None:
 def _elements(
     reader: Reader, value: Value, steps: int, cached: dict[tuple[Value, int], Known | None]
 ) -> Known | None:
-    """See `elements`. `steps`: the longest chain of nodes; `cached`: earlier results, which may be asked for again."""
+    """See `elements`. `steps`: the longest chain of nodes; `cached`: earlier results, which may be needed again."""
     key = (value, steps)
     if key not in cached:
         cached[key] = _elements_of(reader, value, steps, cached)
@@ -315,7 +315,7 @@ def _end(node: Node, chain: _Chain) -> Value:
     return chain[-1][0].inputs[chain[-1][1]] if chain else node.inputs[0]
 
 
-def _others(chain: _Chain) -> list[Value]:
+def _other_operands(chain: _Chain) -> list[Value]:
     """The operands of a chain that are not followed, nearest node first."""
     return [v for node, at in chain for i, v in enumerate(node.inputs) if i != at]
 
@@ -358,7 +358,7 @@ class MoveReshapeIntoConstant(RegionRule, family="exports"):
             return None
         shape_inputs = node.inputs[1:]
         profitable(all(map(reader.is_const, shape_inputs)), "the shape is computed")
-        inputs = (_end(node, chain), *shape_inputs, *_others(chain))
+        inputs = (_end(node, chain), *shape_inputs, *_other_operands(chain))
         nodes = (node, *(n for n, _ in chain))
         return Region(node.outputs, inputs, nodes, (node.op, node.attrs, len(shape_inputs), tuple(chain)))
 
@@ -423,7 +423,7 @@ class KeepRowsInQuantizedProduct(RegionRule, family="exports"):
         require(after[-1] == columns[1] != 0 and rows[-1] == columns[0] != 0, "the rows are cut")
         shape = reshape_numbers(source, [*after[:-1], rows[-1]])
         weights = product.inputs[1], product.inputs[3]
-        inputs = (flat.inputs[0], *weights, *_others(chain))
+        inputs = (flat.inputs[0], *weights, *_other_operands(chain))
         nodes = (node, *(n for n, _ in chain), product, quantize, flat)
         return Region((node.outputs[0], *quantize.outputs[1:]), inputs, nodes, (tuple(shape), tuple(chain)))
 

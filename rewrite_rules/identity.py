@@ -329,7 +329,7 @@ class MergeCommonSubexpressions(RegionRule, family="identity"):
     )
 
     def find(self, reader: Reader, node: Node) -> Region | None:
-        # Nothing is recorded until there is a match: `partners` says when to look again.
+        # Nothing is recorded until there is a match: `partners` says when to call `find` again.
         graph = reader.graph
         rarest = _rarest(graph, node)
         for user in graph.uses[rarest] if rarest else ():

@@ -455,7 +455,7 @@ class MergeMovement(RegionRule, family="movement"):
 
     def __init__(self) -> None:
         # For each line that was examined: its shortcut, or the reason why there is none (may be empty).
-        self._known: dict[_Line | None, _Shortcut | str] = {}
+        self._shortcuts: dict[_Line | None, _Shortcut | str] = {}
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         if _goes_on(reader, node):
@@ -463,7 +463,7 @@ class MergeMovement(RegionRule, family="movement"):
         if node.op == "Concat":
             return self._cheaper(reader, node) if _common(reader, node) else None
         line = _line(reader, node)
-        shortcut = self._known.get(line)
+        shortcut = self._shortcuts.get(line)
         if isinstance(shortcut, _Shortcut):
             nodes = [node]
             while len(nodes) < shortcut.nodes:
@@ -489,19 +489,19 @@ class MergeMovement(RegionRule, family="movement"):
 
     def _note(self, line: _Line | None, shortcut: _Shortcut | str) -> None:
         if line is not None:
-            if len(self._known) >= _MOST_LINES:
-                self._known.clear()
-            self._known[line] = shortcut
+            if len(self._shortcuts) >= _MOST_LINES:
+                self._shortcuts.clear()
+            self._shortcuts[line] = shortcut
 
     def _cheaper(self, reader: Reader, node: Node) -> Region | None:
         """The region of a chain. Refuses if there is no cheaper one."""
-        region, shared = self._found(reader, node, frozenset())
+        region, shared = self._cheaper_region(reader, node, frozenset())
         if region is None and shared:
-            region, _ = self._found(reader, node, shared)
+            region, _ = self._cheaper_region(reader, node, shared)
         profitable(region is not None, "nothing is gained")
         return region
 
-    def _found(
+    def _cheaper_region(
         self, reader: Reader, node: Node, stop: frozenset[Value]
     ) -> tuple[Region | None, frozenset[Value]]:
         """The region, if there is a cheaper chain; and the values in it that are read elsewhere."""
@@ -555,11 +555,13 @@ class PushMovementIntoConcat(RegionRule, family="movement"):
         if concat is None or _goes_on(reader, node):
             return None
         # The Concat's inputs may have been moved too, in ways that may or may not combine.
-        region = self._found(reader, node, frozenset()) or self._found(reader, node, frozenset(concat.inputs))
+        region = self._cheaper_region(reader, node, frozenset()) or self._cheaper_region(
+            reader, node, frozenset(concat.inputs)
+        )
         profitable(region is not None, "nothing is gained")
         return region
 
-    def _found(self, reader: Reader, node: Node, stop: frozenset[Value]) -> Region | None:
+    def _cheaper_region(self, reader: Reader, node: Node, stop: frozenset[Value]) -> Region | None:
         (output,) = node.outputs
         trace = _Trace(reader, stop=stop)
         try:

@@ -16,7 +16,7 @@ from rewrite_rules.constants import slice_constant
 from rewrite_rules.elementwise import FLOAT, WIDE, keeps_shape, made_by, read_once, sum_of
 from rewrite_rules.examples import graphs
 from rewrite_rules.fold_into_weights import STATISTICS, factor_and_shift, flat, normalised
-from rewrite_rules.reading import SEEN, between, is_number, number_of, only_reader, operands, square_of
+from rewrite_rules.reading import RANK_VIEWS, between, is_number, number_of, only_reader, operands, square_of
 from rewrite_rules.shapes import either
 from xrlflow.ir import ABSENT, Attrs, Dim, DType, Node, Value
 from xrlflow.ops.tensors import numpy_dtype
@@ -364,9 +364,9 @@ class ReplaceAddBySum(RegionRule, family="normalisation"):
         return op.Sum(a, b)
 
 
-def _unseen(reader: Reader, value: Value) -> Value:
+def _without_views(reader: Reader, value: Value) -> Value:
     """The value of which this value is a view."""
-    while (node := made_by(reader, value, *SEEN)) is not None:
+    while (node := made_by(reader, value, *RANK_VIEWS)) is not None:
         value = node.inputs[0]
     return value
 
@@ -391,7 +391,7 @@ def _keeps_axes(reader: Reader, value: Value, x: Value, axes: tuple[int, ...]) -
 
 def _reduced(reader: Reader, value: Value, x: Value, op: str) -> tuple[int, ...] | None:
     """The axes over which `op` reduces x to a value that has 1 in their place; None if it does not."""
-    node = made_by(reader, _unseen(reader, value), op)
+    node = made_by(reader, _without_views(reader, value), op)
     axes = None if node is None or node.inputs[0] != x else _axes(reader, node)
     return axes if axes is not None and _keeps_axes(reader, value, x, axes) else None
 
@@ -494,7 +494,7 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
     relies_on = "exp(a - b) = exp(a) / exp(b)"
     dtypes = WIDE
     anchors = ("Sub",)
-    reads_from = ("Log", *SEEN)
+    reads_from = ("Log", *RANK_VIEWS)
     examples = graphs(
         "(float[N,3] x) => (float[N,3] y) { m = ReduceMax(x, [-1]) d = Sub(x, m) e = Exp(d) s = ReduceSum(e, [-1]) "
         "l = Log(s) y = Sub(d, l) }",
@@ -506,7 +506,7 @@ class FuseLogSoftmax(RegionRule, family="idioms"):
 
     def find(self, reader: Reader, node: Node) -> Region | None:
         shifted, value = node.inputs
-        log = made_by(reader, _unseen(reader, value), "Log")
+        log = made_by(reader, _without_views(reader, value), "Log")
         summed = None if log is None else made_by(reader, log.inputs[0], "ReduceSum")
         exponential = None if summed is None else made_by(reader, summed.inputs[0], "Exp")
         argument = _less_its_greatest(reader, shifted)
@@ -595,7 +595,7 @@ def _less_its_mean(reader: Reader, value: Value) -> tuple[Value, tuple[int, ...]
     if node is None:
         return None
     x, mean = node.inputs
-    averaged = _mean(reader, _unseen(reader, mean))
+    averaged = _mean(reader, _without_views(reader, mean))
     if averaged is None or averaged[0] != x:
         return None
     return averaged if _keeps_axes(reader, mean, *averaged) else None
@@ -642,7 +642,7 @@ def _normal(reader: Reader, node: Node) -> _Normal | None:
     total = made_by(reader, x, "Add")
     for viewed, c in operands(total):
         epsilon = number_of(reader, c, viewed)
-        variance = _unseen(reader, viewed)
+        variance = _without_views(reader, viewed)
         centred = None if epsilon is None else _variance(reader, variance)
         if centred is None or epsilon is None:
             continue

@@ -60,7 +60,7 @@ def number_for(c: Val, x: Val) -> float:
 
 
 # The views that give the result of a reduction the rank of the reduced tensor.
-SEEN = (*VIEWS, "Expand")
+RANK_VIEWS = (*VIEWS, "Expand")
 
 
 def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node, ...]:
@@ -78,7 +78,7 @@ def between(reader: Reader, out: Value, inputs: Collection[Value]) -> tuple[Node
         if node is None or node.const or node.id in nodes:
             continue
         nodes[node.id] = node
-        work.extend(node.inputs[:1] if node.op in SEEN else node.inputs)
+        work.extend(node.inputs[:1] if node.op in RANK_VIEWS else node.inputs)
     for node in nodes.values():
         for value in node.outputs:
             if value != out:

@@ -431,7 +431,7 @@ class _Unrolled(RegionRule, family="native_recurrent"):
         return earlier.values[1:] == later.states[1:]
 
     def hidden_before(self, steps: Sequence[_Step], reader: Reader) -> Value | None:
-        """The hidden state before the first step: the operand in the place where the second step has the first's."""
+        """The hidden state before the first step: its operand where the second step has the first step's state."""
         second, hidden = steps[1], steps[0].values[0]
         own = {w.matrix for g in second.gates for v, w in g.terms if v == hidden}
         values = {v for g in steps[0].gates for v, w in g.terms if w.matrix in own}
@@ -788,7 +788,7 @@ class FuseUnrolledGRU(_Unrolled):
 
     @staticmethod
     def _blends(reader: Reader, node: Node) -> Iterator[tuple[Value, Value, Value]]:
-        """The ways to read a sum as a blend: (update gate, candidate, state before)."""
+        """The interpretations of a sum as a blend: (update gate, candidate, state before)."""
         for a, b in _both(node, "Add"):
             # n + z * (h - n)
             for update, difference in _both(reader.producer(a), "Mul"):

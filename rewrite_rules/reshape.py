@@ -143,14 +143,16 @@ class _PushUp(RegionRule, family="reshape"):
         if inner is None:
             return None
         operands, bounds = data_inputs(inner)
-        viewed = self._moved(reader, inner, node, operands) if inner.op in BROADCAST else (True,)
+        viewed = self._viewed_operands(reader, inner, node, operands) if inner.op in BROADCAST else (True,)
         profitable(read_once(reader, node.inputs[0]), "the function is read elsewhere")
         shape = node.inputs[1:]
         data = (inner.op, inner.attrs, viewed, node.op, node.attrs, len(shape))
         return Region(node.outputs, (*operands, *shape, *bounds), (node, inner), data)
 
     @staticmethod
-    def _moved(reader: Reader, inner: Node, node: Node, operands: Sequence[Value]) -> tuple[bool, ...]:
+    def _viewed_operands(
+        reader: Reader, inner: Node, node: Node, operands: Sequence[Value]
+    ) -> tuple[bool, ...]:
         """Which operands are reshaped."""
         before, after = inner.types[0].shape, node.types[0].shape
         changes = tuple(not _stays(reader.type(v).shape, before, after) for v in operands)

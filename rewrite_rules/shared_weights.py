@@ -185,7 +185,7 @@ def _stacked(reader: Reader, group: Sequence[Node]) -> tuple[list[Node], _Stack,
     if len(known_pieces) == len(group) and len({(p.source, p.axis, p.keeps_axis) for p in known_pieces}) == 1:
         order = sorted(range(len(group)), key=lambda i: known_pieces[i].start)
         ordered, parts = [group[i] for i in order], [known_pieces[i] for i in order]
-        stack = (_kept if parts[0].keeps_axis else _dropped)(reader, ordered, parts)
+        stack = (_stack_keeping_axis if parts[0].keeps_axis else _stack_dropping_axis)(reader, ordered, parts)
         if stack is not None:
             return ordered, stack, (parts[0].source,)
     # Sorted by input, so that the products with another weight join the same rows.
@@ -211,7 +211,7 @@ def _sizes(shapes: Sequence[tuple[Dim, ...]], axis: int) -> tuple[int, ...] | No
     return None
 
 
-def _kept(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
+def _stack_keeping_axis(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
     """Inputs x[..., a:b, ...], x[..., b:c, ...], which are adjacent in x if there are no gaps."""
     axis, rank = parts[0].axis, reader.val(parts[0].source).rank
     if axis > rank - 2 or any(p.start + p.length != q.start for p, q in pairwise(parts)):
@@ -221,7 +221,7 @@ def _kept(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Sta
     return _Stack(group[0].op, group[0].attrs, len(group), axis, sizes, axis, indices)
 
 
-def _dropped(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
+def _stack_dropping_axis(reader: Reader, group: Sequence[Node], parts: Sequence[Piece]) -> _Stack | None:
     """Inputs x[:, t, ...] without the axis of t, which is merged into the first axis."""
     source = reader.type(parts[0].source).shape
     axis = parts[0].axis

@@ -1157,7 +1157,7 @@ def _find_projection(reader: Reader, value: Value, perm: tuple[int, ...]) -> _Pr
     return _Projection(x.value, weight.value, bias, heads, depth, weight.size(0), tuple(nodes))
 
 
-def _few(reader: Reader, queries: Value, projection: _Projection) -> int:
+def _query_count(reader: Reader, queries: Value, projection: _Projection) -> int:
     """The number of queries. Refuses so many that multiplying them by x costs more."""
     dims = reader.val(queries)
     require(dims.rank == 4, "there are no heads")
@@ -1202,7 +1202,7 @@ class _Detour:
 
 def _key_detour(reader: Reader, q: Value, projection: _Projection) -> _Detour:
     """The detour that computes the scores of queries q[n,h,r,d]. Refuses if it does not pay."""
-    rows = _few(reader, q, projection)
+    rows = _query_count(reader, q, projection)
     batch, length = reader.val(projection.x).shape[:2]
     lead = (batch, projection.heads, rows)
     return _Detour.of(projection, rows, (*lead, projection.channels), (*lead, length))
@@ -1301,7 +1301,7 @@ class PushValueWeightsBehindScores(RegionRule, family="demand"):
         if projection is None:
             return None
         p = node.inputs[0]
-        rows = _few(reader, p, projection)
+        rows = _query_count(reader, p, projection)
         detour = _value_detour(reader.val(p).shape[0], rows, reader.val(p).shape[3], projection)
         inputs = (p, projection.x, projection.weight, projection.bias)
         return Region(node.outputs, inputs, (node, *projection.nodes), detour)
@@ -1367,7 +1367,7 @@ class PushWeightsOutOfAttention(RegionRule, family="demand"):
         heads = reader.val(q).shape[1]
         require(heads == keys.heads == values.heads, "heads share keys")
         first = _key_detour(reader, q, keys)
-        rows = _few(reader, q, values)
+        rows = _query_count(reader, q, values)
         batch, length = reader.val(keys.x).shape[:2]
         if mask != ABSENT:
             require(reader.type(mask).dtype == reader.type(q).dtype, "the mask is not added")

@@ -52,7 +52,7 @@ class ReplaceSoftmaxByExp(_Substitute):
     relies_on = "log(exp(a) / b) = a - log(b)"
     nonempty = True
     may_add_nonfinite = (
-        True  # in double precision ONNX Runtime's LogSoftmax has numbers beside what is infinite
+        True  # in double precision ONNX Runtime's LogSoftmax has numbers next to infinite elements
     )
     dtypes = WIDE
     examples = graphs(

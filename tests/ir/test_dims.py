@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xrlflow.ir import dims
-from xrlflow.ir.dims import Formula, ceil_div, evaluate, floor_div, greatest, least, modulo, number, symbol
+from xrlflow.ir.dims import Formula, ceil_div, evaluate, floor_div, maximum, minimum, modulo, number, symbol
 
 S, T = symbol("S"), symbol("T")
 
@@ -17,14 +17,14 @@ S, T = symbol("S"), symbol("T")
 def test_what_agrees_on_most_sizes_is_not_equal() -> None:
     """ceil(S/6) and floor(S/6)+1 differ at multiples of 6 alone."""
     assert not dims.same(ceil_div(S, 6), floor_div(S, 6) + 1)
-    assert not dims.same(least(S, 480_000), S)
-    assert not dims.same(least(S, 1_000_000_000), S)
+    assert not dims.same(minimum(S, 480_000), S)
+    assert not dims.same(minimum(S, 1_000_000_000), S)
     assert not dims.same(floor_div(S, 1_000_003), number(0))
 
 
 def test_a_bound_of_the_largest_size_bounds_nothing() -> None:
-    assert least(S, dims.LARGEST) == S
-    assert least(S, 2**63 - 1) == S
+    assert minimum(S, dims.LARGEST) == S
+    assert minimum(S, 2**63 - 1) == S
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_a_bound_of_the_largest_size_bounds_nothing() -> None:
         (floor_div(floor_div(S + 1, 2) + 1, 2), ceil_div(S, 4)),
         (S - floor_div(S, 2), ceil_div(S, 2)),
         (modulo(S, 2) + 2 * floor_div(S, 2), S),
-        (least(S, 3) + greatest(S, 3), S + 3),
-        (greatest(S - 1, 0) + least(S, 1), S),
+        (minimum(S, 3) + maximum(S, 3), S + 3),
+        (maximum(S - 1, 0) + minimum(S, 1), S),
         (floor_div(S * T * 4, T * 2), 2 * S),
         (floor_div(S * T, 2) * 2 + modulo(S * T, 2), S * T),
-        (greatest(least(S, 7), 0), least(7, S)),
+        (maximum(minimum(S, 7), 0), minimum(7, S)),
         (floor_div(S * (T + 1), T + 1), S),
         ((S + 1) * (T - 1), S * T - S + T - 1),
     ],
@@ -53,9 +53,9 @@ def test_equal_forms_are_equal(a: Formula, b: Formula) -> None:
     [
         (floor_div(S * T, T + 1), S),
         (floor_div(S, 2) * T, floor_div(S * T, 2)),  # differ where S is odd
-        (greatest(S - 1, 0), S - 1),  # at 0
+        (maximum(S - 1, 0), S - 1),  # at 0
         (floor_div(S * S, 2), floor_div(S, 2) * S),
-        (least(S, T), S),
+        (minimum(S, T), S),
     ],
 )
 def test_unequal_forms_are_not_equal(a: Formula, b: Formula) -> None:
@@ -73,8 +73,8 @@ def test_order_and_multiples() -> None:
     assert dims.at_least("=S + 1", 1)
     assert not dims.at_least("S", 1)
     assert dims.divides(3, "=3*S")
-    assert dims.entails(S, least(S, 512), 1)
-    assert not dims.entails(least(S, 1), S, 1)
+    assert dims.entails(S, minimum(S, 512), 1)
+    assert not dims.entails(minimum(S, 1), S, 1)
 
 
 def test_what_is_not_known_is_not_decided() -> None:
@@ -118,8 +118,8 @@ def formulas(depth: int = 3) -> st.SearchStrategy[Formula]:
         st.builds(floor_div, inner, divisors),
         st.builds(ceil_div, inner, divisors),
         st.builds(modulo, inner, divisors),
-        st.builds(least, inner, inner),
-        st.builds(greatest, inner, inner),
+        st.builds(minimum, inner, inner),
+        st.builds(maximum, inner, inner),
     )
 
 
@@ -142,8 +142,8 @@ def test_arithmetic_is_that_of_integers(a: Formula, b: Formula, by: int) -> None
         "floor": (floor_div(a, by), lambda x, y: x // by),
         "ceil": (ceil_div(a, by), lambda x, y: -(-x // by)),
         "mod": (modulo(a, by), lambda x, y: x % by),
-        "min": (least(a, b), min),
-        "max": (greatest(a, b), max),
+        "min": (minimum(a, b), min),
+        "max": (maximum(a, b), max),
         "div": (floor_div(a, b) if b.terms else a, lambda x, y: (x // y if y else None) if b.terms else x),
     }
     for s, t in SIZES:
@@ -207,8 +207,8 @@ def grown(step: int, formula: Formula) -> Formula:
         lambda: formula * formula,
         lambda: formula * 10**15,
         lambda: formula * (formula + T),
-        lambda: least(floor_div(formula, 2), floor_div(formula + T, 3)),
-        lambda: floor_div(greatest(formula, 2), T) + S,
+        lambda: minimum(floor_div(formula, 2), floor_div(formula + T, 3)),
+        lambda: floor_div(maximum(formula, 2), T) + S,
         lambda: dims.call("sqrt.float", formula) + dims.call("floor.float", formula),
         lambda: formula + dims.symbol(f"s{len(formula.terms)}"),
         lambda: floor_div(formula * T, formula + S),
@@ -244,7 +244,7 @@ def test_formulas_do_not_grow_without_end(step: int) -> None:
 @given(st.data())
 def test_a_dimension_is_filled_if_it_is_1_or_more_where_symbols_are(data: st.DataObject) -> None:
     """Never wrongly so; and for what is linear always where it is."""
-    part = st.sampled_from([S, T, S * T, floor_div(S, 2), ceil_div(T, 3), least(S, 4), greatest(T - 2, 0)])
+    part = st.sampled_from([S, T, S * T, floor_div(S, 2), ceil_div(T, 3), minimum(S, 4), maximum(T - 2, 0)])
     formula = number(data.draw(st.integers(-3, 3)))
     for _ in range(data.draw(st.integers(1, 3))):
         formula = formula + data.draw(part) * data.draw(st.sampled_from([-1, 1, 2]))
@@ -254,13 +254,13 @@ def test_a_dimension_is_filled_if_it_is_1_or_more_where_symbols_are(data: st.Dat
 
 
 @pytest.mark.parametrize(
-    "formula", [S, S * T, ceil_div(S, 2), S + T, least(S, 512), greatest(S - 3, 1), S * T + 3]
+    "formula", [S, S * T, ceil_div(S, 2), S + T, minimum(S, 512), maximum(S - 3, 1), S * T + 3]
 )
 def test_filled(formula: Formula) -> None:
     assert dims.filled(dims.dim(formula))
 
 
-@pytest.mark.parametrize("formula", [number(0), floor_div(S, 2), greatest(S - 3, 0), S * T - 1, S - T])
+@pytest.mark.parametrize("formula", [number(0), floor_div(S, 2), maximum(S - 3, 0), S * T - 1, S - T])
 def test_not_filled(formula: Formula) -> None:
     assert not dims.filled(dims.dim(formula))
     assert not dims.filled(None)

@@ -437,10 +437,10 @@ def test_what_is_remembered_changes_nothing(seed: int):
             graph = load(proto).graph
         except ModelError:  # a Reshape that does not fit
             continue
-        seen = dict(rule._known)
+        seen = dict(rule._shortcuts)
         fresh = matches(MergeMovement(), graph)
         assert matches(rule, graph) == fresh
-        again += rule._known == seen
+        again += rule._shortcuts == seen
         with pytest.MonkeyPatch.context() as patch:  # what comes of a chain is known now
             patch.setattr(MergeMovement, "_cheaper", None)
             assert matches(rule, graph) == fresh

@@ -85,8 +85,8 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Least:
-    """The least of several formulas."""
+class Minimum:
+    """The minimum of several formulas."""
 
     parts: tuple[Formula, ...]
 
@@ -138,7 +138,7 @@ def _real(value: float) -> str:
     return repr(value) if math.isfinite(value) else repr(str(value))
 
 
-Atom = Symbol | Floor | Least | Call
+Atom = Symbol | Floor | Minimum | Call
 Monomial = tuple[Atom, ...]
 """A product of atoms, in the order of their texts; empty: 1."""
 
@@ -156,7 +156,7 @@ class Formula:
     def text(self) -> str:
         out = ""
         for monomial, factor in sorted(self.terms, key=lambda t: not t[0]):
-            parts = [a.text if isinstance(a, Symbol | Least | Call) else f"({a.text})" for a in monomial]
+            parts = [a.text if isinstance(a, Symbol | Minimum | Call) else f"({a.text})" for a in monomial]
             if abs(factor) != 1 or not parts:
                 parts.insert(0, str(abs(factor)))
             sign = ("-" if factor < 0 else "") if not out else (" - " if factor < 0 else " + ")
@@ -404,21 +404,21 @@ def _ratio(over: Formula, by: Formula) -> Formula | None:
     return ratio
 
 
-def least(*parts: Formula | int) -> Formula:
-    """The least of several."""
-    return _least(tuple(dict.fromkeys(_formula(p) for p in parts)))
+def minimum(*parts: Formula | int) -> Formula:
+    """The minimum of several formulas."""
+    return _minimum_of(tuple(dict.fromkeys(_formula(p) for p in parts)))
 
 
-def greatest(*parts: Formula | int) -> Formula:
-    """The greatest of several."""
-    return -least(*(-_formula(p) for p in parts))
+def maximum(*parts: Formula | int) -> Formula:
+    """The maximum of several formulas."""
+    return -minimum(*(-_formula(p) for p in parts))
 
 
 @lru_cache(maxsize=65536)
-def _least(parts: tuple[Formula, ...]) -> Formula:
+def _minimum_of(parts: tuple[Formula, ...]) -> Formula:
     flat: dict[Formula, None] = {}
     for part in parts:
-        inner = _only_least(part)
+        inner = _only_minimum(part)
         flat.update(dict.fromkeys((part,) if inner is None else inner.parts))
     minimal: list[Formula] = []
     for part in sorted(flat, key=lambda p: p.text):
@@ -429,16 +429,16 @@ def _least(parts: tuple[Formula, ...]) -> Formula:
     # min(a + c, b + c) = min(a, b) + c
     shift = min(p.constant for p in minimal)
     shifted = tuple(sorted((p - shift for p in minimal), key=lambda p: p.text))
-    if any(_only_least(p) for p in shifted):
-        return _least(shifted) + shift
-    return _atom(Least(shifted)) + shift
+    if any(_only_minimum(p) for p in shifted):
+        return _minimum_of(shifted) + shift
+    return _atom(Minimum(shifted)) + shift
 
 
-def _only_least(formula: Formula) -> Least | None:
+def _only_minimum(formula: Formula) -> Minimum | None:
     """The minimum, if the formula is just that."""
     if len(formula.terms) == 1 and formula.terms[0][1] == 1 and len(formula.terms[0][0]) == 1:
         only = formula.terms[0][0][0]
-        return only if isinstance(only, Least) else None
+        return only if isinstance(only, Minimum) else None
     return None
 
 
@@ -482,7 +482,7 @@ def _times(a: Bound, b: Bound) -> Bound:
 def _atom_bounds(atom: Atom) -> tuple[Bound, Bound]:
     if isinstance(atom, Symbol):
         return 0, LARGEST
-    if isinstance(atom, Least):
+    if isinstance(atom, Minimum):
         ends = [bounds(p) for p in atom.parts]
         return min(low for low, _ in ends), min(high for _, high in ends)
     if isinstance(atom, Floor):
@@ -523,7 +523,7 @@ def _atom_value(atom: Atom, numbers: Mapping[str, int], calls: Evaluate | None) 
     if isinstance(atom, Floor):
         over, by = evaluate(atom.over, numbers, calls), evaluate(atom.by, numbers, calls)
         return None if over is None or not by else over // by
-    if isinstance(atom, Least):
+    if isinstance(atom, Minimum):
         parts = [evaluate(p, numbers, calls) for p in atom.parts]
         return None if None in parts else min(p for p in parts if p is not None)
     arguments: list[float] = []
@@ -558,7 +558,7 @@ def _with_inner(atom: Atom) -> Iterator[Atom]:
     inner: Iterable[Formula | Call | float] = ()
     if isinstance(atom, Floor):
         inner = (atom.over, atom.by)
-    elif isinstance(atom, Least):
+    elif isinstance(atom, Minimum):
         inner = atom.parts
     elif isinstance(atom, Call):
         inner = atom.arguments
@@ -745,7 +745,7 @@ class _Problem:
         if isinstance(atom, Floor) and (by := atom.by.number) is not None:
             over = self.linear(atom.over)
             self.facts.append(f"0 <= {over} - {by}*{name} < {by}")
-        elif isinstance(atom, Least):
+        elif isinstance(atom, Minimum):
             parts = [self.linear(p) for p in atom.parts]
             self.facts += [f"{name} <= {p}" for p in parts]
             self.facts.append("(" + " or ".join(f"{name} = {p}" for p in parts) + ")")
@@ -806,7 +806,7 @@ def _is_filled(of: Formula) -> bool:
         return False
     return any(
         all(
-            isinstance(atom, Symbol) or (isinstance(atom, Least) and all(map(_is_filled, atom.parts)))
+            isinstance(atom, Symbol) or (isinstance(atom, Minimum) and all(map(_is_filled, atom.parts)))
             for atom in monomial
         )
         for monomial, _ in of.terms
@@ -891,7 +891,7 @@ def _shown(of: Formula) -> str:
 def _shown_atom(atom: Atom) -> str:
     if isinstance(atom, Symbol):
         return atom.name
-    if isinstance(atom, Least):
+    if isinstance(atom, Minimum):
         return f"min({', '.join(map(_shown, atom.parts))})"
     if isinstance(atom, Call):
         arguments = (repr(a) if isinstance(a, float) else _shown_call(a) for a in atom.arguments)
@@ -932,7 +932,7 @@ def _parsed(tree: ast.expr) -> Formula:
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
         first = tree.args[0]
         if tree.func.id == "min":
-            return least(*map(_parsed, tree.args))
+            return minimum(*map(_parsed, tree.args))
         if tree.func.id == "sym" and isinstance(first, ast.Constant) and isinstance(first.value, str):
             return symbol(first.value)
         if tree.func.id == "call":

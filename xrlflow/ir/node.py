@@ -33,7 +33,7 @@ def mix(*parts: int) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class RawAttr:
-    """An attribute that rules do not look into (a tensor, a type, a sparse tensor), as a serialised proto."""
+    """An attribute that rules do not read (a tensor, a type, a sparse tensor), as a serialised proto."""
 
     proto: bytes
 

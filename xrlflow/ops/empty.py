@@ -11,40 +11,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from xrlflow.ir import Attrs, TensorType
 
 Types = Sequence[TensorType | None]
-Place = tuple[int, int]
+InputAxis = tuple[int, int]
 """An input and one of its axes."""
 
 
-def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterator[Place]:
+def needed(op: str, attrs: Attrs, types: Types, surely: bool = False) -> Iterator[InputAxis]:
     """The sizes of an operator's inputs of these types (None: absent) that must be at least 1. An input of unknown rank
     has none. `surely`: only those without which it never runs, so that they are at least 1 wherever it does."""
     need = (_FAILS if surely else _NEEDS).get(op)
     return iter(()) if need is None else need(attrs, types)
 
 
-def _axes(types: Types, index: int, start: int = 0) -> Iterator[Place]:
+def _axes(types: Types, index: int, start: int = 0) -> Iterator[InputAxis]:
     """The axes of an input from `start` on (negative: from the end)."""
     type = types[index] if index < len(types) else None
     rank = 0 if type is None or type.rank is None else type.rank
     return ((index, axis) for axis in range(start % rank if rank else 0, rank))
 
 
-def _data(start: int) -> Callable[[Attrs, Types], Iterator[Place]]:
+def _data(start: int) -> Callable[[Attrs, Types], Iterator[InputAxis]]:
     """An operator that needs its first input's axes from `start` on."""
     return lambda attrs, types: _axes(types, 0, start)
 
 
-def _normalised(attrs: Attrs, types: Types) -> Iterator[Place]:
+def _normalised(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
     axis = attrs.get("axis", -1)
     assert isinstance(axis, int)
     return _axes(types, 0, axis)
 
 
-def _attention(attrs: Attrs, types: Types) -> Iterator[Place]:
+def _attention(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
     return (place for index in range(3) for place in _axes(types, index))
 
 
-def _alone(attrs: Attrs, types: Types) -> Iterator[Place]:
+def _unmatched_batches(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
     """The batch axes of either factor of a product along which the other factor has size 1. A right factor without
     batches needs none: all rows are then multiplied at once."""
     a, b = types[:2]
@@ -64,22 +64,22 @@ def _alone(attrs: Attrs, types: Types) -> Iterator[Place]:
         yield from ((index, axis - absent) for axis, n in enumerate(own) if n != 1 == partner[axis])
 
 
-def _product(attrs: Attrs, types: Types) -> Iterator[Place]:
+def _product(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
     """Where the left factor has no batches and the right one has, the result of an empty sum is undefined as well."""
-    alone = list(_alone(attrs, types))
+    alone = list(_unmatched_batches(attrs, types))
     yield from alone
     left, right = (0 if type is None else type.rank or 0 for type in types[:2])
     if alone or (left and right > max(left, 2)):
         yield from _axes(types, 0, -1)
 
 
-def _summed(attrs: Attrs, types: Types) -> Iterator[Place]:
+def _summed(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
     """A product for which the result of an empty sum is undefined. FusedMatMul may transpose its factors."""
-    yield from _alone(attrs, types)
+    yield from _unmatched_batches(attrs, types)
     yield from (place for index in range(2) for place in _axes(types, index, -2))
 
 
-def _image(attrs: Attrs, types: Types) -> Iterator[Place]:
+def _image(attrs: Attrs, types: Types) -> Iterator[InputAxis]:
     """The image of a convolution whose padding alone is smaller than its kernel."""
     weight = types[1].shape if types[1] is not None else None
     if weight is None or attrs.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
@@ -94,7 +94,7 @@ def _image(attrs: Attrs, types: Types) -> Iterator[Place]:
             yield 0, axis + 2
 
 
-_NEEDS: Mapping[str, Callable[[Attrs, Types], Iterator[Place]]] = {
+_NEEDS: Mapping[str, Callable[[Attrs, Types], Iterator[InputAxis]]] = {
     "LSTM": _data(0),
     "GRU": _data(0),
     "Attention": _attention,
@@ -118,12 +118,12 @@ _NEEDS: Mapping[str, Callable[[Attrs, Types], Iterator[Place]]] = {
     "RMSNormalization": _normalised,
     "com.microsoft::SkipLayerNormalization": _data(-1),
 }
-_FAILS: Mapping[str, Callable[[Attrs, Types], Iterator[Place]]] = {
+_FAILS: Mapping[str, Callable[[Attrs, Types], Iterator[InputAxis]]] = {
     **{op: need for op, need in _NEEDS.items() if "Pool" in op or "Layer" in op or op == "RMSNormalization"},
     "LSTM": lambda attrs, types: iter([(0, 1)]),
     "GRU": _data(0),
     "Attention": _attention,
-    "MatMul": _alone,
+    "MatMul": _unmatched_batches,
     "Conv": _image,
     "GroupNormalization": _data(2),
 }

@@ -123,7 +123,7 @@ def _centred(x: Array, zero: Array | None, columns: bool) -> Array:
 
 
 def integer_product(a: Array, b: Array, a_zero: Array | None, b_zero: Array | None) -> Array:
-    """The product of two integer matrices minus their zero points: whole numbers in float64."""
+    """The product of two integer matrices minus their zero points: integers in float64."""
     product: Array = np.matmul(_centred(a, a_zero, False), _centred(b, b_zero, True))
     return product
 
@@ -140,7 +140,7 @@ def _matmul_integer(
 
 
 def _conv_sum(attrs: Attrs, x: Array, w: Array, x_zero: Array | None, w_zero: Array | None) -> Array:
-    """The convolution of integers minus their zero points: whole numbers in float64."""
+    """The convolution of integers minus their zero points: integers in float64."""
     data, weight = x.astype(np.float64), w.astype(np.float64)
     if x_zero is not None:
         data -= x_zero.reshape(-1)[0]

@@ -1,6 +1,6 @@
-"""Our own evaluator of ONNX's operators (opset 23), over any field.
+"""The evaluator of ONNX's operators (opset 23), over any field.
 
-Over REALS it is the float64 reference of whole-model verification, and it folds constants. Over a prime field it proves
+Over REALS it is the float64 reference of verification, and it folds constants. Over a prime field it proves
 rules. Semantics: the ONNX operator documentation, https://onnx.ai/onnx/operators/
 """
 
@@ -189,7 +189,7 @@ def _stacked(graph: Graph, rows: list[list[Array]], first: int, axes: Sequence[i
     return out
 
 
-# A loop with more iterations is taken to be endless.
+# A loop with more iterations is assumed to be endless.
 _MOST_TRIPS = 100_000
 
 

@@ -311,11 +311,11 @@ class Reals(Field):
 
     def max(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
         initial = extreme(a.dtype, True) if a.size == 0 else None
-        return np.asarray(np.max(a, axis=axes, keepdims=keepdims, **_given(initial)))
+        return np.asarray(np.max(a, axis=axes, keepdims=keepdims, **_initial_argument(initial)))
 
     def min(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
         initial = extreme(a.dtype, False) if a.size == 0 else None
-        return np.asarray(np.min(a, axis=axes, keepdims=keepdims, **_given(initial)))
+        return np.asarray(np.min(a, axis=axes, keepdims=keepdims, **_initial_argument(initial)))
 
     @property
     def lowest(self) -> float:
@@ -335,7 +335,7 @@ class Reals(Field):
         SCATTERS[name].at(a, index, updates)
 
 
-def _given(initial: Any) -> dict[str, Any]:
+def _initial_argument(initial: Any) -> dict[str, Any]:
     return {} if initial is None else {"initial": initial}
 
 

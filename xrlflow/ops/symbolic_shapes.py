@@ -240,8 +240,8 @@ def _window_size(
             dims.floor_div(room, stride) + 1
         )  # a window that does not fit is an error, and so is an image of size 0
     if not ceil_mode:  # a pool rounds towards zero
-        outside = dims.floor_div(dims.greatest(-room, 0), stride)
-        return dims.floor_div(dims.greatest(room, 0), stride) - outside + 1
+        outside = dims.floor_div(dims.maximum(-room, 0), stride)
+        return dims.floor_div(dims.maximum(room, 0), stride) - outside + 1
     if extent.number is None:
         return None
     # The last window may have to begin inside the image or its padding: runtimes and versions differ.
@@ -352,7 +352,7 @@ def _or_copied(
     filled = len(formulas) == len(sizes) and _are_filled(formulas)
     if filled and total is not None and _vanishes_with(total, element):
         return element
-    return element + own * dims.greatest(dims.ONE - element, 0)
+    return element + own * dims.maximum(dims.ONE - element, 0)
 
 
 def _vanishes_with(own: Formula, element: Formula) -> bool:
@@ -429,7 +429,7 @@ def _cut(size: Formula, start: Formula | None, end: Formula | None, step: Formul
     if first is None or last is None:
         return None
     length = last - first if by > 0 else first - last
-    return dims.greatest(dims.ceil_div(length, abs(by)), 0)
+    return dims.maximum(dims.ceil_div(length, abs(by)), 0)
 
 
 def _position(size: Formula, at: Formula, minimum: int, backwards: bool) -> Formula | None:
@@ -442,8 +442,8 @@ def _position(size: Formula, at: Formula, minimum: int, backwards: bool) -> Form
     elif not dims.not_less(at, dims.ZERO):
         return None
     if backwards:
-        return dims.least(dims.greatest(at, minimum), size - 1)
-    return dims.least(dims.greatest(at, 0), size)
+        return dims.minimum(dims.maximum(at, minimum), size - 1)
+    return dims.minimum(dims.maximum(at, 0), size)
 
 
 def _concat(node: _Node) -> Sequence[Shape | None]:
@@ -518,7 +518,7 @@ def _range(node: _Node) -> Sequence[Shape | None]:
     if by.number in (None, 0) or not fits(first) or not fits(last):
         raise _Open
     count = dims.ceil_div(last - first, by) if (by.number or 0) > 0 else dims.ceil_div(first - last, -by)
-    return [(_dim(dims.greatest(count, 0)),)]
+    return [(_dim(dims.maximum(count, 0)),)]
 
 
 def _resize(node: _Node) -> Sequence[Shape | None]:

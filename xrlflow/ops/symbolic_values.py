@@ -74,7 +74,7 @@ def values(
     `types` are those of the inputs (None: absent), `inputs` their elements, as far as known.
     """
     result = _values(op, attrs, types, inputs, out)
-    # If the two disagree, the node does not compute what it was taken for.
+    # If the two disagree, the node does not compute what was assumed.
     shape = out.shape
     if result is not None and shape is not None and len(shape) != result.ndim:
         return None
@@ -96,7 +96,7 @@ def _values(
             shape = None if types[0] is None else types[0].shape
             return None if shape is None or None in shape else _scalar(_volume(shape))
         if op in _MOVES:
-            return _moved(op, attrs, types, inputs)
+            return _movement(op, attrs, types, inputs)
         if op == "ConstantOfShape":
             return _filled(attrs, inputs, out)
         if op == "Range":
@@ -165,7 +165,7 @@ _MOVES: Mapping[str, Sequence[int]] = {
 }
 
 
-def _moved(
+def _movement(
     op: str, attrs: Attrs, types: Sequence[TensorType | None], inputs: Sequence[Known | None]
 ) -> Known | None:
     if attrs.get("reduction", "none") != "none":
@@ -223,8 +223,8 @@ def _quotient(a: Formula, b: Formula) -> Formula:
     if dims.not_less(a, dims.ZERO) and dims.not_less(b, dims.ZERO):
         return dims.floor_div(a, b)
     if b.number is not None and b.number > 0:
-        up = dims.floor_div(dims.greatest(a, 0), b)
-        return up - dims.floor_div(dims.greatest(-a, 0), b)
+        up = dims.floor_div(dims.maximum(a, 0), b)
+        return up - dims.floor_div(dims.maximum(-a, 0), b)
     return dims.call("div", a, b)
 
 
@@ -258,11 +258,11 @@ def _of_integers(op: str, attrs: Attrs, dtype: DType) -> Callable[..., Element] 
         "Sub": lambda a, b: a - b,
         "Mul": lambda a, b: a * b,
         "Neg": lambda a: -a,
-        "Abs": lambda a: dims.greatest(a, -a),
+        "Abs": lambda a: dims.maximum(a, -a),
         "Div": _quotient,
         "Mod": _remainder(attrs),
-        "Min": dims.least,
-        "Max": dims.greatest,
+        "Min": dims.minimum,
+        "Max": dims.maximum,
         "Sum": lambda *parts: sum(parts, dims.ZERO),
     }
     if (ring := rings.get(op)) is not None:

@@ -332,7 +332,7 @@ class _Slabs:
         self.graph = graph
         self.value = value
         self.shape = tuple(d for d in graph.type(value).shape or () if isinstance(d, int))
-        self.whole: dict[Value, Array] = {}
+        self.full: dict[Value, Array] = {}
         node = graph.producers[value]
         self.possible = bool(self.shape) and self._by_row(node) and self._fits(node)
 
@@ -381,19 +381,19 @@ class _Slabs:
             if cut and maker is not None and self._by_row(maker) and self._fits(maker):
                 arguments.append(self._rows(maker, rows))
             else:
-                array = self._whole(v)
+                array = self._full(v)
                 arguments.append(array[rows] if cut else array)
         try:
             return _evaluate(node.op, node.attrs, arguments, node.types)[0]
         except NotEvaluable as error:
             raise _FailedNode(node) from error
 
-    def _whole(self, value: Value) -> Array:
+    def _full(self, value: Value) -> Array:
         if value not in self.graph.producers:
             return self.graph.leaves.consts[value].numpy()
-        if value not in self.whole:
-            self.whole[value] = _evaluate_value(self.graph, value, {value})[value].numpy()
-        return self.whole[value]
+        if value not in self.full:
+            self.full[value] = _evaluate_value(self.graph, value, {value})[value].numpy()
+        return self.full[value]
 
 
 def _const(array: Array, type: TensorType) -> Const:

@@ -225,7 +225,7 @@ def draw_feeds(
 ) -> Feeds:
     """Random values of the graph's inputs and opaque constants. `floats` draws those of float types.
 
-    Integers are small. With `wide`, those that are data are drawn from the whole range of their type. Raises Unusable
+    Integers are small. With `wide`, those that are data are drawn from the full range of their type. Raises Unusable
     if a tensor is too large to be evaluated.
     """
     graph = problem.graph
@@ -312,7 +312,7 @@ def usable(problem: Problem, rng: np.random.Generator) -> bool:
     return False
 
 
-def _same_form(left: list[Array], right: list[Array]) -> None:
+def _check_types_and_shapes(left: list[Array], right: list[Array]) -> None:
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if a.shape != b.shape:
             raise Wrong(f"output {i} has shape {b.shape} instead of {a.shape}")
@@ -361,7 +361,7 @@ def check_field(case: Case, rng: np.random.Generator, probability: float = WANTE
             if failures > _MOST_TRIALS:
                 return None
             continue
-        _same_form(left, right)
+        _check_types_and_shapes(left, right)
         for i, (a, b) in enumerate(zip(left, right)):
             if not np.array_equal(a, b):
                 position = tuple(int(k) for k in np.argwhere(np.asarray(a != b))[0])
@@ -475,7 +475,7 @@ def drawn_floats(rng: np.random.Generator, kind: str, size: float) -> DrawFloats
 
 
 def _plant(case: Case, feeds: Feeds, rng: np.random.Generator, special: float) -> None:
-    """Put a special number at a random place of each float input (not of constants)."""
+    """Put a special number at a random position of each float input (not of constants)."""
     for value in case.before.inputs:
         array = feeds[value]
         if array.dtype.kind == "f" and array.size:
@@ -524,7 +524,7 @@ def compare(
     count as equal, and the right side may be NaN anywhere. With `mends` (`may_remove_nonfinite`) the right side may be
     anything where the left side is not finite.
     """
-    _same_form(left, right)
+    _check_types_and_shapes(left, right)
     for i, (a, b) in enumerate(zip(left, right)):
         if a.dtype.kind != "f":
             if not np.array_equal(a, b):
@@ -578,7 +578,7 @@ def whole_types(case: Case) -> frozenset[DType]:
 def check_runtime(case: Case, rng: np.random.Generator, wide: bool = False) -> RuntimeResult | None:
     """Run both sides in ONNX Runtime without its optimisations and compare them with our float64 results.
 
-    With `wide`, integers that are data are drawn from their whole range. None if the runtime does not run the left
+    With `wide`, integers that are data are drawn from their full range. None if the runtime does not run the left
     side, or if a tensor is empty: several kernels refuse empty tensors, and some (ConvTranspose) crash. Raises Wrong.
     """
     if any(case.before.type(v).dtype == DType.BFLOAT16 for v in case.before.inputs):

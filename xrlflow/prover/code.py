@@ -132,7 +132,7 @@ def _chain(module: str, first: int, name: str) -> Chain | None:
     return search(_tree(module).body, ())
 
 
-def _places(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
+def _mutable(function: ast.AST) -> Iterator[tuple[ast.AST, str, ast.expr]]:
     """The nodes that can be changed: node, "boundary" if it stands in a subscript (else ""), outermost expression.
 
     Code that evaluates the node runs one of the lines of that expression.
@@ -205,11 +205,11 @@ def _set(node: ast.AST, field: str, value: Any) -> Any:
     return old
 
 
-def places_of(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
-    """For each place where a function can be changed, its lines."""
+def mutable_lines(function: FunctionType) -> frozenset[frozenset[tuple[str, int]]]:
+    """For each expression of a function that can be changed, its lines."""
     code = function.__code__
     chain = _chain(function.__module__, code.co_firstlineno, code.co_name)
-    targets = _places(chain[-1]) if chain is not None else ()
+    targets = _mutable(chain[-1]) if chain is not None else ()
     return frozenset(
         _lines(function, span) for node, inside, span in targets if any(True for _ in _changes(node, inside))
     )
@@ -244,12 +244,12 @@ def mutants_of(function: FunctionType) -> Iterator[Compiled]:
     chain = _chain(module, code.co_firstlineno, code.co_name)
     if chain is None or code.co_freevars not in ((), ("__class__",)):
         return
-    tree = _alone(chain)
+    tree = _module_of(chain)
     (definition,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == code.co_name][
         :1
     ]
     counts = Counter[str]()
-    for node, inside, span in list(_places(definition)):
+    for node, inside, span in list(_mutable(definition)):
         for kind, field, value in list(_changes(node, inside)):
             before = _text(node, tree)
             old = _set(node, field, value)
@@ -278,7 +278,7 @@ def _text(node: ast.AST, tree: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(node))
 
 
-def _alone(chain: Chain) -> ast.Module:
+def _module_of(chain: Chain) -> ast.Module:
     """A module with only this function, inside its classes, at its original lines."""
     body: ast.stmt = copy.deepcopy(chain[-1])
     for around in reversed(chain[:-1]):

@@ -41,7 +41,7 @@ from xrlflow.prover.cases import (
     usable,
     whole_types,
 )
-from xrlflow.prover.code import CodeMutant, Compiled, forget, functions_of, mutants_of, places_of, put
+from xrlflow.prover.code import CodeMutant, Compiled, forget, functions_of, mutable_lines, mutants_of, put
 from xrlflow.prover.draw import Draw
 from xrlflow.prover.errors import check_errors
 from xrlflow.prover.growth import grown
@@ -62,11 +62,11 @@ _NEAR, _CLOSELY = 60, 12
 _DRAWN, _WANTED, _GIVEN = 400, 150, 24
 # So many of the cases in which a mutant differs are also run in ONNX Runtime.
 _RUN = 3
-# The number of graphs drawn to reach unreached places; the number of graphs with the same lines to draw near.
+# The number of graphs drawn to reach unreached lines; the number of graphs with the same lines to draw near.
 _EXPLORED, _ALIKE = 900, 4
-# One in so many draws is near a given graph that reached new lines.
+# The share of draws near a graph that reached new lines is one in so many.
 _OFTEN = 20
-# A mutant is put in place for so many drawn graphs at a time.
+# The number of drawn graphs on which a mutant runs before the original code returns.
 _AT_ONCE = 40
 # So many cases of a rule are tested before its code is mutated.
 _TESTED = 8
@@ -222,7 +222,7 @@ class CodeHunt:
 
     def _explored(self) -> Iterator[_ReferenceRun]:
         """Draw graphs, near those of the corpus, that reach mutable expressions which none of the corpus reaches."""
-        targets = {p for f in functions_of(self.rule).values() for p in places_of(f)}
+        targets = {p for f in functions_of(self.rule).values() for p in mutable_lines(f)}
         open_ = {
             p for p in targets if self.at_first.isdisjoint(p) and not any(k.reaches(p) for k in self.corpus)
         }
@@ -326,10 +326,10 @@ class CodeHunt:
         """Graphs near those that reach the change. They are the same for every mutant of these lines."""
         lines = compiled.lines
         if lines not in self.pools:
-            self.pools[lines] = _Pool(_chunks(self._drawn(lines, compiled.numbers, reaching)))
+            self.pools[lines] = _Pool(_chunks(self._draw_reaching(lines, compiled.numbers, reaching)))
         return self.pools[lines]
 
-    def _drawn(
+    def _draw_reaching(
         self, lines: frozenset[Line], numbers: Iterable[int], reaching: Sequence[_ReferenceRun]
     ) -> Iterator[_ReferenceRun]:
         draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)

@@ -179,7 +179,7 @@ def grant(sketch: Sketch, problem: Problem, wish: Kind, draw: Draw) -> Sketch:
     selected = targets if draw.chance(0.5) else [draw.choice(targets)]
     for at, name, index, sort in selected:
         node = sketch.nodes[at]
-        shapes = [None if t is None else _known(t) for t in problem.arguments[at]]
+        shapes = [None if t is None else _sizes_of(t) for t in problem.arguments[at]]
         if not name:
             ref = node.inputs[index]
             assert ref is not None
@@ -213,7 +213,7 @@ def _targets(sketch: Sketch, wish: Kind) -> list[tuple[int, str, int, Sort]]:
     return targets
 
 
-def _known(type: TensorType) -> tuple[int, ...] | None:
+def _sizes_of(type: TensorType) -> tuple[int, ...] | None:
     return None if type.shape is None else tuple(d if isinstance(d, int) else 2 for d in type.shape)
 
 

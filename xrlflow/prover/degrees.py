@@ -55,7 +55,7 @@ class Degrees(Field):
         """Drawn elements: degree 1."""
         return np.ones(shape)
 
-    def _made(self, n: Any, d: Any, a: Any) -> Array:
+    def _pack(self, n: Any, d: Any, a: Any) -> Array:
         a = np.minimum(a, self.applications)  # there are no more than these
         if not n.shape == d.shape == a.shape:
             n, d, a = np.broadcast_arrays(n, d, a)
@@ -78,7 +78,7 @@ class Degrees(Field):
         raise NotEvaluable("an element of a field as an integer")
 
     @staticmethod
-    def _whole(*operands: Any) -> bool:
+    def _are_integers(*operands: Any) -> bool:
         return all(np.asarray(o).dtype.kind in "iub" for o in operands)
 
     @staticmethod
@@ -88,38 +88,40 @@ class Degrees(Field):
         return unpack(np.zeros(array.shape) if array.dtype.kind in "iub" else array)
 
     def _sum_of(self, a: Counts, b: Counts) -> Array:
-        return self._made(np.maximum(a[0] + b[1], b[0] + a[1]), a[1] + b[1], a[2] + b[2])
+        return self._pack(np.maximum(a[0] + b[1], b[0] + a[1]), a[1] + b[1], a[2] + b[2])
 
     def add(self, a: Any, b: Any) -> Array:
-        return np.add(a, b) if self._whole(a, b) else self._sum_of(self._counts(a), self._counts(b))
+        return np.add(a, b) if self._are_integers(a, b) else self._sum_of(self._counts(a), self._counts(b))
 
     def sub(self, a: Any, b: Any) -> Array:
-        return np.subtract(a, b) if self._whole(a, b) else self._sum_of(self._counts(a), self._counts(b))
+        return (
+            np.subtract(a, b) if self._are_integers(a, b) else self._sum_of(self._counts(a), self._counts(b))
+        )
 
     def mul(self, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return np.multiply(a, b)  # type: ignore[no-any-return]
         x, y = self._counts(a), self._counts(b)
-        return self._made(x[0] + y[0], x[1] + y[1], x[2] + y[2])
+        return self._pack(x[0] + y[0], x[1] + y[1], x[2] + y[2])
 
     def div(self, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return MACHINE.div(a, b)
         x, y = self._counts(a), self._counts(b)
-        return self._made(x[0] + y[1], x[1] + y[0], x[2] + y[2])
+        return self._pack(x[0] + y[1], x[1] + y[0], x[2] + y[2])
 
     def neg(self, a: Any) -> Array:
-        return np.negative(a) if self._whole(a) else np.asarray(a)
+        return np.negative(a) if self._are_integers(a) else np.asarray(a)
 
     def _sum_along(self, counts: Counts, axis: tuple[int, ...], keepdims: bool) -> Array:
         n, d, a = counts
         total = d.sum(axis=axis, keepdims=True)
         top = (n - d).max(axis=axis, keepdims=True, initial=0) + total
-        out = self._made(top, total, a.sum(axis=axis, keepdims=True))
+        out = self._pack(top, total, a.sum(axis=axis, keepdims=True))
         return out if keepdims else out.squeeze(axis)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return np.matmul(a, b)  # type: ignore[no-any-return]
         left = a[None, :] if a.ndim == 1 else a
         right = b[:, None] if b.ndim == 1 else b
@@ -131,17 +133,17 @@ class Degrees(Field):
         return out.squeeze(-1 if b.ndim == 1 else -2) if a.ndim == 1 else out
 
     def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
-        if self._whole(a):
+        if self._are_integers(a):
             return np.asarray(np.sum(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
         return self._sum_along(self._counts(a), tuple(range(a.ndim)) if axes is None else axes, keepdims)
 
     def prod(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
-        if self._whole(a):
+        if self._are_integers(a):
             return np.asarray(np.prod(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
-        return self._made(*(c.sum(axis=axes, keepdims=keepdims) for c in self._counts(a)))
+        return self._pack(*(c.sum(axis=axes, keepdims=keepdims) for c in self._counts(a)))
 
     def cumsum(self, a: Array, axis: int) -> Array:
-        if self._whole(a):
+        if self._are_integers(a):
             return np.cumsum(a, axis=axis, dtype=a.dtype)
         return np.broadcast_to(self._sum_along(self._counts(a), (axis,), True), a.shape).copy()
 
@@ -151,40 +153,40 @@ class Degrees(Field):
         counts = [self._counts(o) for o in operands]
         applications = sum(c[2] for c in counts) + 1
         self.applications += int(np.size(applications))
-        return self._made(np.ones_like(applications), np.zeros_like(applications), applications)
+        return self._pack(np.ones_like(applications), np.zeros_like(applications), applications)
 
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:
-        return MACHINE.unary(name, a, *parameters) if self._whole(a) else self._applied(a)
+        return MACHINE.unary(name, a, *parameters) if self._are_integers(a) else self._applied(a)
 
     def binary(self, name: str, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return MACHINE.binary(name, a, b)
         applied = self._applied(a, b)
         if name != "pow":
             return applied
         # The exponent may be a small number: see PrimeField.
         n, d, _ = self._counts(a)
-        return self._made(4 * n + 2 * d + 1, 4 * d + 2 * n, unpack(applied)[2])
+        return self._pack(4 * n + 2 * d + 1, 4 * d + 2 * n, unpack(applied)[2])
 
     def _extreme(self, a: Any, b: Any) -> Array:
         applied = self._applied(a, b)
         x, y = self._counts(a), self._counts(b)  # the extreme of a number and itself is that number
-        return self._made(np.maximum(np.maximum(x[0], y[0]), 1), np.maximum(x[1], y[1]), unpack(applied)[2])
+        return self._pack(np.maximum(np.maximum(x[0], y[0]), 1), np.maximum(x[1], y[1]), unpack(applied)[2])
 
     def maximum(self, a: Any, b: Any) -> Array:
-        return np.maximum(a, b) if self._whole(a, b) else self._extreme(a, b)
+        return np.maximum(a, b) if self._are_integers(a, b) else self._extreme(a, b)
 
     def minimum(self, a: Any, b: Any) -> Array:
-        return np.minimum(a, b) if self._whole(a, b) else self._extreme(a, b)
+        return np.minimum(a, b) if self._are_integers(a, b) else self._extreme(a, b)
 
     def _extreme_of(self, function: Any, a: Array, axes: tuple[int, ...] | None, keepdims: bool) -> Array:
-        if self._whole(a):
+        if self._are_integers(a):
             return np.asarray(function(a, axis=axes, keepdims=keepdims))
         n, d, applications = self._counts(a)
         total = applications.sum(axis=axes, keepdims=keepdims) + 1
         self.applications += int(np.size(total))
         top = np.maximum(n.max(axis=axes, keepdims=keepdims, initial=1), 1)
-        return self._made(top, d.max(axis=axes, keepdims=keepdims, initial=0), total)
+        return self._pack(top, d.max(axis=axes, keepdims=keepdims, initial=0), total)
 
     def max(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
         return self._extreme_of(np.max, a, axes, keepdims)
@@ -197,7 +199,7 @@ class Degrees(Field):
         return 0.0
 
     def compare(self, name: str, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             functions = {"equal": np.equal, "less": np.less, "less_equal": np.less_equal}
             return functions[name](a, b)  # type: ignore[no-any-return]
         if name != "equal":
@@ -208,7 +210,7 @@ class Degrees(Field):
         return np.float64(0.0)
 
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
-        if self._whole(a):
+        if self._are_integers(a):
             {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(
                 a, index, updates
             )

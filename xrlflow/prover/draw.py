@@ -252,7 +252,7 @@ def target_shape(draw: Draw, shape: tuple[int, ...]) -> list[int]:
 
 
 # index(draw, shape, given): draws the numbers of an index input. `shape` is the shape of the first input, `given` the
-# numbers of the operator's earlier index inputs, by place. None: the input is data.
+# numbers of the operator's earlier index inputs, by position. None: the input is data.
 DrawIndex = Callable[[Draw, tuple[int, ...], Mapping[int, Any]], Any | None]
 
 
@@ -354,7 +354,7 @@ _INDICES: dict[tuple[str, int], DrawIndex] = {
 def index_input(draw: Draw, op: str, index: int, shapes: Shapes, constants: Mapping[int, Any]) -> Any | None:
     """Draw the numbers of an index input of an operator; None if this input is data.
 
-    `constants` holds the numbers of the operator's earlier index inputs, by place.
+    `constants` holds the numbers of the operator's earlier index inputs, by position.
     """
     function = _reduced_axes if op.startswith("Reduce") and index == 1 else _INDICES.get((op, index))
     return None if function is None else function(draw, shapes[0] or (), constants)

@@ -123,7 +123,7 @@ _GROUP: Family = (
 )
 
 
-def _place(value: Any, shapes: Shapes) -> int | None:
+def _axis(value: Any, shapes: Shapes) -> int | None:
     """An axis counted from the front."""
     shape = shapes[0] if shapes else None
     return None if shape is None or not shape or value is None else int(value) % len(shape)
@@ -136,13 +136,13 @@ def _between(draw: Draw, shapes: Shapes) -> Attr:
 
 
 _AXIS: Family = (
-    Sort("first", lambda v, s: _place(v, s) == 0, lambda d, s: 0),
+    Sort("first", lambda v, s: _axis(v, s) == 0, lambda d, s: 0),
     Sort(
         "last",
-        lambda v, s: (p := _place(v, s)) is not None and p == _rank(s) - 1,
+        lambda v, s: (p := _axis(v, s)) is not None and p == _rank(s) - 1,
         lambda d, s: max(_rank(s) - 1, 0),
     ),
-    Sort("between", lambda v, s: (p := _place(v, s)) is not None and 0 < p < _rank(s) - 1, _between),
+    Sort("between", lambda v, s: (p := _axis(v, s)) is not None and 0 < p < _rank(s) - 1, _between),
 )
 
 
@@ -478,7 +478,7 @@ def index_subject(op: str, index: int) -> str:
 
 @cache
 def _subjects(op: str, inputs: int) -> tuple[tuple[str, str, int], ...]:
-    """Each subject of an operator with its attribute, or with the place of its input."""
+    """Each subject of an operator with its attribute, or with the index of its input."""
     attributes = [(attribute_subject(op, n), n, 0) for n in attribute_names(op) if family(op, n)]
     index_inputs = [(index_subject(op, i), "", i) for i in range(1, inputs) if index_family(op, i)]
     return (*attributes, *index_inputs)

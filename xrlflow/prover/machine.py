@@ -105,11 +105,11 @@ def with_known_casts(graph: Graph) -> Graph:
     if not any(n.op in ("Cast", "CastLike") for n in graph.nodes()):
         return graph
     return Graph.make(
-        [_known(graph, n) for n in graph.topological()], graph.inputs, graph.outputs, graph.leaves
+        [_with_known_cast(graph, n) for n in graph.topological()], graph.inputs, graph.outputs, graph.leaves
     )
 
 
-def _known(graph: Graph, node: Node) -> Node:
+def _with_known_cast(graph: Graph, node: Node) -> Node:
     if node.op not in ("Cast", "CastLike"):
         return node
     source, to = graph.type(node.inputs[0]), node.types[0].dtype

@@ -170,7 +170,7 @@ def _perturbed(op: str, named: dict[str, Any], name: str, element: int = 0) -> d
         return out
     attrs: Attrs = out.get("attrs") or NO_ATTRS
     value = out[name] if name in out else attrs.get(name)
-    out[name] = _another(op, name, value, element)
+    out[name] = _changed_value(op, name, value, element)
     return out
 
 
@@ -178,7 +178,7 @@ def _is_permutation(value: Sequence[Any]) -> bool:
     return len(value) > 1 and sorted(value) == list(range(len(value)))
 
 
-def _another(op: str, name: str, value: Any, element: int) -> Any:
+def _changed_value(op: str, name: str, value: Any, element: int) -> Any:
     if isinstance(value, Lit):
         value = value.text
     if value is None:

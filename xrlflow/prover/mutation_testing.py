@@ -294,11 +294,11 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
     for turn in range(4 * _DRAWS):
         inputs = _RandomInputs(rng, wide=turn % 2 == 1)
         try:
-            right = _alone(case, builder.right, inputs)
+            right = _evaluate_call(case, builder.right, inputs)
         except Exception:  # the operator does not take the drawn inputs
             continue
         try:
-            wrong = _alone(case, builder.wrong, inputs)
+            wrong = _evaluate_call(case, builder.wrong, inputs)
             for a, b in zip(right, wrong, strict=True):
                 if a.dtype != b.dtype:
                     return ""
@@ -322,7 +322,7 @@ def _likeness(builder: MutatingBuilder, case: Case, rng: np.random.Generator) ->
 class _RandomInputs:
     """Random inputs of operators, and the sizes of dimensions that have a name.
 
-    With `wide`, integers are drawn from their whole range, floats are large, and dimensions too.
+    With `wide`, integers are drawn from their full range, floats are large, and dimensions too.
     """
 
     rng: np.random.Generator
@@ -349,7 +349,7 @@ class _RandomInputs:
         return self.rng.integers(0, 2 if dtype.kind == "b" else 4, shape).astype(dtype)
 
 
-def _alone(case: Case, call: Call | Val, inputs: _RandomInputs) -> tuple[Array, ...]:
+def _evaluate_call(case: Case, call: Call | Val, inputs: _RandomInputs) -> tuple[Array, ...]:
     """The outputs of an operator for random inputs, which are drawn once."""
     graph = case.before
     if isinstance(call, Val):

@@ -132,7 +132,7 @@ class _Sample:
         self.used_base = False
         self.absent = {n for n in sorted(pattern.optional) if draw.chance(0.4)}
         self.dtype = self._element_type()
-        self._heed()
+        self._apply_wish()
         # The numbers of constants: "opaque" (rules cannot read them), "read" (they can), or "uniform" (all alike).
         self.constants = draw.choice(["opaque", "opaque", "opaque", "read", "uniform", "uniform"])
         self.captured: dict[str, Attr | None] = {}
@@ -175,7 +175,7 @@ class _Sample:
         options = [t for t in _OTHER_TYPES if allowed is None or t in allowed]
         return self.draw.choice(options or [DType.FLOAT])
 
-    def _heed(self) -> None:
+    def _apply_wish(self) -> None:
         """Set the sizes, types and absences that are wished for. Raises DegenerateSample for another arity or form."""
         draw, subject, name = self.draw, self.wish.subject, self.wish.name
         if subject == "arity" and name != str(self.pattern.arity):
@@ -407,14 +407,14 @@ class _Sample:
                 out.update(self.rests[op])
             else:
                 out.update(attributes(self.draw, op, shapes))
-                self._insist(op, out, [n for n in attribute_names(op) if n not in node.attrs], shapes)
+                self._set_wished(op, out, [n for n in attribute_names(op) if n not in node.attrs], shapes)
                 self.rests[op] = dict(out)
         for name, value in node.attrs.items():
             if isinstance(value, Capture):
                 if value.name not in self.captured:
                     value_ = attribute(self.draw, op, name, shapes)
                     single = {} if value_ is None else {name: value_}
-                    self._insist(op, single, [name], shapes)
+                    self._set_wished(op, single, [name], shapes)
                     self.captured[value.name] = single.get(name)
                 value_ = self.captured[value.name]
                 out.pop(name, None)
@@ -424,7 +424,7 @@ class _Sample:
                 out[name] = value
         return out
 
-    def _insist(self, op: str, attrs: dict[str, Attr], names: Sequence[str], shapes: Shapes) -> None:
+    def _set_wished(self, op: str, attrs: dict[str, Attr], names: Sequence[str], shapes: Shapes) -> None:
         """Set the attribute that is wished for, if it is among `names`."""
         for name in names:
             make = self._wished(attribute_subject(op, name), family(op, name))

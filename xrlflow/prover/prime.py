@@ -87,7 +87,7 @@ class PrimeField(Field):
 
     # Arithmetic
 
-    def _whole(self, *operands: Any) -> bool:
+    def _are_integers(self, *operands: Any) -> bool:
         """Whether all are integers or booleans, which are ordinary numbers."""
         return all(np.asarray(o).dtype.kind in "iub" for o in operands)
 
@@ -97,25 +97,25 @@ class PrimeField(Field):
         return np.remainder(array, self.prime).astype(np.float64) if array.dtype.kind in "iu" else a
 
     def add(self, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return np.add(a, b)  # type: ignore[no-any-return]
         a, b = self._element(a), self._element(b)
         return np.fmod(np.add(a, b), self.prime)  # type: ignore[no-any-return]
 
     def sub(self, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return np.subtract(a, b)  # type: ignore[no-any-return]
         a, b = self._element(a), self._element(b)
         return np.fmod(np.subtract(a, b) + self.prime, self.prime)  # type: ignore[no-any-return]
 
     def mul(self, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return np.multiply(a, b)  # type: ignore[no-any-return]
         a, b = self._element(a), self._element(b)
         return np.fmod(np.multiply(a, b), self.prime)  # type: ignore[no-any-return]
 
     def neg(self, a: Any) -> Array:
-        if self._whole(a):
+        if self._are_integers(a):
             return np.negative(a)  # type: ignore[no-any-return]
         return np.fmod(self.prime - np.asarray(a), self.prime)  # type: ignore[no-any-return]
 
@@ -134,12 +134,12 @@ class PrimeField(Field):
         return out
 
     def div(self, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return MACHINE.div(a, b)
         return self.mul(a, self.inverse(self._element(b)))
 
     def matmul(self, a: Array, b: Array) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return np.matmul(a, b)  # type: ignore[no-any-return]
         a, b = self._element(a), self._element(b)
         depth = a.shape[-1]
@@ -155,10 +155,10 @@ class PrimeField(Field):
 
     def sum(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
         total = np.asarray(np.sum(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
-        return total if self._whole(a) else np.fmod(total, self.prime)
+        return total if self._are_integers(a) else np.fmod(total, self.prime)
 
     def prod(self, a: Array, axes: tuple[int, ...] | None, keepdims: bool = False) -> Array:
-        if self._whole(a):
+        if self._are_integers(a):
             return np.asarray(np.prod(a, axis=axes, keepdims=keepdims, dtype=a.dtype))
         return self._fold(a, axes, keepdims, lambda x, y: np.fmod(x * y, self.prime), 1.0)
 
@@ -177,7 +177,7 @@ class PrimeField(Field):
 
     def cumsum(self, a: Array, axis: int) -> Array:
         total = np.cumsum(a, axis=axis, dtype=a.dtype)
-        return total if self._whole(a) else np.fmod(total, self.prime)
+        return total if self._are_integers(a) else np.fmod(total, self.prime)
 
     # Keyed functions
 
@@ -193,10 +193,14 @@ class PrimeField(Field):
         return (state % np.uint64(self.prime)).astype(np.float64)
 
     def unary(self, name: str, a: Any, *parameters: Number) -> Array:
-        return MACHINE.unary(name, a, *parameters) if self._whole(a) else self._hash(f"{name}{parameters}", a)
+        return (
+            MACHINE.unary(name, a, *parameters)
+            if self._are_integers(a)
+            else self._hash(f"{name}{parameters}", a)
+        )
 
     def binary(self, name: str, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return MACHINE.binary(name, a, b)
         if name != "pow":
             return self._hash(name, a, b)
@@ -217,7 +221,7 @@ class PrimeField(Field):
     def _extreme(self, name: str, a: Any, b: Any) -> Array:
         """max or min as a keyed function that is commutative and idempotent, with `lowest` as neutral element."""
         a, b = np.asarray(a), np.asarray(b)
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             return (np.maximum if name == "max" else np.minimum)(a, b)  # type: ignore[no-any-return]
         out = self._hash(name, np.minimum(a, b), np.maximum(a, b))
         out = np.where(a == b, a, out)
@@ -231,7 +235,7 @@ class PrimeField(Field):
 
     def _extreme_of(self, name: str, a: Array, axes: tuple[int, ...] | None, keepdims: bool) -> Array:
         """The extreme along axes: a keyed function of the sorted arguments."""
-        if self._whole(a):
+        if self._are_integers(a):
             function = np.max if name == "max" else np.min
             return np.asarray(function(a, axis=axes, keepdims=keepdims))
         reduced = tuple(range(a.ndim)) if axes is None else tuple(i % a.ndim for i in axes)
@@ -259,7 +263,7 @@ class PrimeField(Field):
         return float(self.prime)
 
     def compare(self, name: str, a: Any, b: Any) -> Array:
-        if self._whole(a, b):
+        if self._are_integers(a, b):
             functions = {"equal": np.equal, "less": np.less, "less_equal": np.less_equal}
             return functions[name](a, b)  # type: ignore[no-any-return]
         if name != "equal":
@@ -270,7 +274,7 @@ class PrimeField(Field):
         return np.float64(0.0)
 
     def scatter(self, name: str, a: Array, index: Any, updates: Array) -> None:
-        if self._whole(a):
+        if self._are_integers(a):
             {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}[name].at(
                 a, index, updates
             )

@@ -76,7 +76,7 @@ from xrlflow.workers import Crew, Place
 # The greatest number of sketches, the number of cases at which drawing stops, and the least number of cases of a proof.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
 _RUNTIME_CASES = 8
-# For each integer type so many cases more are run in ONNX Runtime, with integers of its whole range.
+# The number of further cases of each integer type that run in ONNX Runtime, with integers of its full range.
 _RUNTIME_OF_TYPE = 4
 # Numbers: of refused problems kept for each `require`; of sketches drawn so that each `require` refuses; of sketches
 # drawn for mutants that survive the cases.
@@ -272,7 +272,7 @@ class Proof:
                 yield problem
 
     def neighbours(self, sketches: Iterable[Sketch]) -> Iterator[Problem]:
-        """The graphs that differ from a sketch in one place (`variations.neighbours`), for each sketch in turn."""
+        """The graphs that differ from a sketch in one detail (`variations.neighbours`), for each sketch in turn."""
         return filter(None, map(self.source.built, in_turn(*map(neighbours, sketches))))
 
     def around(self, problems: Sequence[Problem]) -> Iterator[Problem]:

@@ -312,7 +312,7 @@ def _floats(
 def _integers(
     shape: tuple[int, ...], dtype: np.dtype[Any], types: frozenset[DType], rng: np.random.Generator
 ) -> Array:
-    """Integers of the whole range of a type, half of them around what narrower types hold."""
+    """Integers of the full range of a type, half of them near the limits of narrower types."""
     info = np.iinfo(dtype)
     ends = {s * (HOLDS[t] + more) for t in types for more in (-1, 0, 1, 2) for s in (-1, 1)}
     extremes = np.array([n for n in sorted(ends) if info.min <= n <= info.max] or [0], dtype)

@@ -209,7 +209,7 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
     compare. Raises Wrong if the factor is more than `MOST_LOST`. If the rule may round inputs, the right side's error
     is also compared with what rounding each input does to the left side; one of the two factors must be in the limit.
     """
-    draw = _drawn(case, rng, turn)
+    draw = _draw_sides(case, rng, turn)
     if draw is None:
         return None
     feeds, left, right = draw
@@ -219,17 +219,17 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
     try:
         own = _errors(before, feeds, left, field, _SAMPLES)
         new = _errors(evaluation(case.after), feeds, right, Rounding(rng, always=False), _SAMPLES)
-        factor = _lost((left, right), own, new)
+        factor = _error_ratio((left, right), own, new)
         if factor <= MOST_LOST:
             return factor
         # The left side may have been exact by luck, or one side alone may have jumped: sample the same inputs again.
-        own = _greatest(own, _errors(before, feeds, left, field, _MORE))
-        factor = _lost((left, right), own, new)
+        own = _maxima(own, _errors(before, feeds, left, field, _MORE))
+        factor = _error_ratio((left, right), own, new)
         if factor <= MOST_LOST:
             return factor
         if declared:
-            own = _greatest(own, _errors(before, feeds, left, field, _MORE, perturbed=True))
-            again = _lost((left, right), own, new)
+            own = _maxima(own, _errors(before, feeds, left, field, _MORE, perturbed=True))
+            again = _error_ratio((left, right), own, new)
             if again <= MOST_LOST:
                 return factor
             factor = again
@@ -239,7 +239,7 @@ def check_rounding(case: Case, rng: np.random.Generator, rule: AnyRule, turn: in
     raise Wrong(f"its rounding errors are {factor:.3g} times those that {than}: digits cancel")
 
 
-def _drawn(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds, Side, Side] | None:
+def _draw_sides(case: Case, rng: np.random.Generator, turn: int) -> tuple[Feeds, Side, Side] | None:
     """Inputs, and both sides for them without errors; None if the left side has no value."""
     for numbers in tried_bindings(case.problem, rng):
         try:
@@ -277,11 +277,11 @@ def _errors(
     return errors
 
 
-def _greatest(one: Side, another: Side) -> Side:
+def _maxima(one: Side, another: Side) -> Side:
     return [np.maximum(a, b) for a, b in zip(one, another, strict=True)]
 
 
-def _lost(exact: tuple[Side, Side], own: Side, new: Side) -> float:
+def _error_ratio(exact: tuple[Side, Side], own: Side, new: Side) -> float:
     """The greatest quotient of the right side's errors and the left side's, which are at least one rounding."""
     worst = 1.0
     for x, y, a, b in zip(*exact, own, new, strict=True):

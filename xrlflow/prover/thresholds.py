@@ -23,7 +23,7 @@ from xrlflow.rewrite import AnyRule, RegionRule, Rule
 
 # Numbers up to this occur among drawn sizes.
 DRAWN = 6
-# So many limits of a rule are tried at most, the smallest first.
+# The greatest number of limits of a rule that are tried, the smallest first.
 _MOST = 24
 # So many comparisons are noted at most. Otherwise a search through a range might never end.
 _MOST_COMPARISONS = 2000
@@ -58,7 +58,7 @@ class Watched(int):
             if sum(self.notes.values()) > _MOST_COMPARISONS:
                 raise TooMany
 
-    def _made(self, number: Any, back: Callable[[int], int]) -> Any:
+    def _derived(self, number: Any, back: Callable[[int], int]) -> Any:
         if type(number) is not int:
             return number
         return Watched.of(number, self.notes, lambda n: self.back(back(n)))
@@ -90,29 +90,29 @@ class Watched(int):
         return bool(int(self) >= other)
 
     def __add__(self, other: Any) -> Any:
-        return self._made(int(self) + other, lambda n: n - other)
+        return self._derived(int(self) + other, lambda n: n - other)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self._made(int(self) - other, lambda n: n + other)
+        return self._derived(int(self) - other, lambda n: n + other)
 
     def __rsub__(self, other: Any) -> Any:
-        return self._made(other - int(self), lambda n: other - n)
+        return self._derived(other - int(self), lambda n: other - n)
 
     def __mul__(self, other: Any) -> Any:
-        return self._made(int(self) * other, lambda n: n // (other or 1))
+        return self._derived(int(self) * other, lambda n: n // (other or 1))
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
-        return self._made(int(self) // other, lambda n: n * other)
+        return self._derived(int(self) // other, lambda n: n * other)
 
     def __neg__(self) -> Any:
-        return self._made(-int(self), lambda n: -n)
+        return self._derived(-int(self), lambda n: -n)
 
     def __abs__(self) -> Any:
-        return self._made(abs(int(self)), lambda n: n)
+        return self._derived(abs(int(self)), lambda n: n)
 
     def __mod__(self, other: Any) -> Any:
         self._note(other)
@@ -120,7 +120,7 @@ class Watched(int):
 
 
 def show(value: Any, notes: dict[int, int]) -> Any:
-    """The value with its integers (also in tuples, and floats that are whole) replaced by `Watched` ones."""
+    """The value with its integers (also in tuples, and floats without a fraction) replaced by `Watched` ones."""
     if type(value) is int:
         return Watched.of(value, notes)
     if type(value) is float and value.is_integer() and abs(value) < _WIDEST:

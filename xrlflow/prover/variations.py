@@ -62,7 +62,7 @@ def vary(sketch: Sketch, draw: Draw) -> Sketch:
     sketch = replace(sketch, shown_kinds=frozenset(), dims={})  # the changes may make them untrue
     for _ in range(draw.choice([1, 1, 1, 2, 2, 3])):
         sketch = draw.choice(_CHANGES)(sketch, draw)
-    return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the others look at the shapes
+    return forget(sketch, draw) if draw.chance(0.06) else sketch  # last: the other changes read the shapes
 
 
 def neighbours(sketch: Sketch) -> Iterator[Sketch]:
@@ -97,7 +97,7 @@ def neighbours(sketch: Sketch) -> Iterator[Sketch]:
 
 
 def at_number(sketch: Sketch, number: int, attributes: bool = True) -> Iterator[Sketch]:
-    """All sketches with `number` in one place of an integer constant, or of an attribute that is no flag."""
+    """All sketches with `number` as one element of an integer constant, or of an attribute that is no flag."""
     sketch = replace(sketch, shown_kinds=frozenset(), dims={})
     for at, const in enumerate(sketch.consts):
         if const.dtype not in (DType.INT64, DType.INT32) or const.array.size > _MOST_NUMBERS:

@@ -317,7 +317,7 @@ def _with_declared(
     data: Sequence[Const | None],
     declared: Sequence[TensorType],
 ) -> tuple[TensorType, ...]:
-    """The types of a node's outputs: declared and inferred types merged. In a conflict the inferred type is taken."""
+    """The types of a node's outputs: declared and inferred types merged. The inferred type wins a conflict."""
     if schema(op) is None or any(isinstance(a, Body) for a in attrs.values()):
         return tuple(declared)
     try:

@@ -42,7 +42,7 @@ class Capture:
 
 
 PInput = Var | Out | Number | None
-# The most forms of one source and arity (beyond that a `RegionRule` is faster), and the most combinations of choices.
+# The most patterns of one source and arity (beyond it a `RegionRule` is faster), and the most combinations of choices.
 _MOST_FORMS, _MOST_CHOICES = 64, 4096
 
 
@@ -207,17 +207,17 @@ def trace_patterns(rule: Rule) -> list[Pattern]:
         raise RuleError(f"{rule.name}: a starred variable and `arity` go together")
     assert rule.where_takes or not rule.has_where  # both raise RuleError
     assert rule.target_takes
-    return [p for n in (range(low, high + 1) if starred else [None]) for p in _forms(rule, n)]
+    return [p for n in (range(low, high + 1) if starred else [None]) for p in _variants(rule, n)]
 
 
-def _forms(rule: Rule, arity: int | None) -> list[Pattern]:
+def _variants(rule: Rule, arity: int | None) -> list[Pattern]:
     """The different patterns that the combinations of choices give. Raises RuleError if there are too many."""
     variants: dict[object, Pattern] = {}
     choices: list[int] | None = []
     while choices is not None:
         tracer = _Tracer(choices)
         pattern = _trace(rule, arity, tracer)
-        variants.setdefault(_form(pattern), pattern)
+        variants.setdefault(_identity(pattern), pattern)
         if len(variants) > _MOST_CHOICES:
             raise RuleError(f"{rule.name}: more than {_MOST_CHOICES} choices: write a RegionRule")
         choices = _next([*choices, *[0] * len(tracer.counts)][: len(tracer.counts)], tracer.counts)
@@ -238,7 +238,7 @@ def _together(patterns: list[Pattern]) -> list[Pattern]:
             ops, matched_as = ((), None) if node is None else (node.ops, node.matched_as)
             if node is not None:
                 node.ops = ()
-            alike.setdefault((_form(pattern), matched_as), []).append(pattern)
+            alike.setdefault((_identity(pattern), matched_as), []).append(pattern)
             if node is not None:
                 node.ops = ops
         for first, *more in alike.values():
@@ -258,7 +258,7 @@ def _next(choices: list[int], counts: Sequence[int]) -> list[int] | None:
     return None
 
 
-def _form(pattern: Pattern) -> object:
+def _identity(pattern: Pattern) -> object:
     """A key: patterns with equal keys match the same."""
     nodes = [
         (

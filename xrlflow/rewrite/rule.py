@@ -428,7 +428,7 @@ class Captures:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A place where a region rule applies.
+    """A part of a graph that a region rule matches.
 
     `outputs` are the values that the target replaces, in order. `inputs` are the values that it reads. `nodes` are the
     nodes of the left side, with the anchor. `data` is anything hashable that `target` needs.

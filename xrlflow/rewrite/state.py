@@ -102,7 +102,7 @@ class RewriteState:
     # first of its keys only.
     index: Map[Value, tuple[Entry, ...]]
     count: int
-    # The candidates whose `delta` is negative, in no particular order. A descent looks only at these.
+    # The candidates whose `delta` is negative, in no particular order. A descent reads only these.
     gaining: Map[Match, None]
     # Sizes that are at least 1 wherever the graph runs.
     filled: frozenset[Size] = frozenset()
@@ -113,7 +113,7 @@ class RewriteState:
     ) -> RewriteState:
         """The state of a graph, matched from scratch. `delta` is evaluated for each candidate.
 
-        `until`: what is not found by then (time.monotonic) is left out.
+        `until`: the time (time.monotonic) at which matching stops; later matches are missing.
         """
         with _no_collection():
             filled = (
@@ -208,7 +208,7 @@ class RewriteState:
         for value in dirty.nodes | dirty.uses:
             fallen.update(index.get(value, ()))
         for value in dirty.producers:
-            # A region depends on a node's readers only if it asked for them.
+            # A region depends on a node's readers only if `find` has read them.
             fallen.update([e for e in index.get(value, ()) if e.__class__ is Match and e.pattern is not None])
         return fallen
 

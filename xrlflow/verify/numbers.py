@@ -15,7 +15,7 @@ import numpy as np
 
 from xrlflow.ir import Body, Dim, Graph, Node, Value
 from xrlflow.ir import dims as formulas
-from xrlflow.ir.dims import Floor, Formula, Least
+from xrlflow.ir.dims import Floor, Formula, Minimum
 from xrlflow.verify.values import LARGE
 
 Symbols: TypeAlias = frozenset[str]
@@ -59,7 +59,7 @@ def _in_formula(computed: str) -> Iterator[Mark]:
         if isinstance(atom, Floor) and atom.by.number is not None:
             for multiple in (1, 2):
                 yield from _on(atom.over, multiple * atom.by.number)
-        elif isinstance(atom, Least):
+        elif isinstance(atom, Minimum):
             for part in atom.parts:
                 limit = part.number
                 if limit is not None:
