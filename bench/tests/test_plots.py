@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import pages, plots, world_model
-from xrlflow.report.plots import Reached, save
+from xrlflow.report.plots import MethodResult, save
 
 
 def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
@@ -19,12 +19,12 @@ def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
         {"graph": "bert", "method": "taso", "seed": 1, "initial": 2.0, "cost": 1.5, "seconds": 4.0},
         {"graph": "bert", "method": "agent", "seconds": 4.0},
     ]
-    assert plots.reached(agents) == [Reached("taso", "bert", (0.5, 0.75), (3.0, 4.0))]
+    assert plots.reached(agents) == [MethodResult("taso", "bert", (0.5, 0.75), (3.0, 4.0))]
     passes = {
         "beam gpt2": {"module": "gpt2", "method": "beam", "default": 100, "operations": 80, "seconds": 2.0},
         "PPO 0": {"variant": "PPO", "less": [0.1], "seconds": 9.0},
     }
-    assert plots.reached(passes) == [Reached("beam", "gpt2", (0.8,), (2.0,))]
+    assert plots.reached(passes) == [MethodResult("beam", "gpt2", (0.8,), (2.0,))]
     world = {
         "bert": {
             "network": "bert", "greedy": 1.1, **{key: [1.25, 2.0] for key in world_model.METHODS},
@@ -32,7 +32,7 @@ def test_files_of_all_benchmarks_are_read(tmp_path: Path) -> None:
         }
     }  # fmt: skip
     found = {r.method: r for r in plots.reached(world)}
-    assert found["PPO, all steps"] == Reached("PPO, all steps", "bert", [0.8, 0.5], [1.0, 2.0])
+    assert found["PPO, all steps"] == MethodResult("PPO, all steps", "bert", [0.8, 0.5], [1.0, 2.0])
     assert found["random agent"].seconds == ()
     file = tmp_path / "x.json"
     file.write_text("[{}]")

@@ -102,8 +102,8 @@ def test_what_follows_in_a_kernel_costs_nothing_and_a_border_costs_a_call(databa
     graph, (product, relu, norm) = chain(False, True, True)
     every = sum(alone(graph, node) for node in (product, relu, norm))
     assert model.cost(graph) == pytest.approx(every + REFERENCE.overhead)
-    assert model.is_left(graph, relu)
-    assert not model.is_left(graph, product)
+    assert model.runs_on_runtime(graph, relu)
+    assert not model.runs_on_runtime(graph, product)
 
 
 def test_a_border_in_an_image_costs_conversions(database: Database) -> None:
@@ -140,7 +140,7 @@ def test_operators_of_a_graph_are_measured_once_and_remembered(database: Databas
     assert prices.seconds(graph, product, types[product.id]) == pytest.approx(1e-3)
     assert prices.seconds(graph, relu, types[relu.id]) is None
     model = PlacementCost(runtime, prices, REFERENCE)
-    assert model.is_left(graph, relu)
+    assert model.runs_on_runtime(graph, relu)
     assert model.loses(graph, product)
     again = KernelPrices(runtime, never, 2, "one", database)
     again.learn(graph, later)

@@ -28,7 +28,7 @@ from xrlflow.backends.tvm.kernels import winograd
 from xrlflow.backends.tvm.kernels.winograd_errors import Errors
 from xrlflow.backends.tvm.library.operator_times import Times
 from xrlflow.cost import Database
-from xrlflow.onnxio.model import LEFT
+from xrlflow.onnxio.model import ON_RUNTIME
 from xrlflow.options import Common, OptionError, Options, TuneOptions
 from xrlflow.pipeline import kernels, placement, tuning
 from xrlflow.pipeline.use import options_with_kernels
@@ -609,12 +609,12 @@ def test_what_a_file_leaves_is_decided_again(tmp_path: Path) -> None:
     """A result that is optimised once more, perhaps on another machine."""
     proto = network()
     for node in proto.graph.node:
-        node.metadata_props.add(key=LEFT, value="1")
+        node.metadata_props.add(key=ON_RUNTIME, value="1")
     result = asked(proto)
     assert result.hybrid is not None
     assert [node.op_type for node in result.hybrid.model.graph.node] == ["Region_0"]
     kept = [e.key for f in result.hybrid.model.functions for n in f.node for e in n.metadata_props]
-    assert LEFT not in kept
+    assert ON_RUNTIME not in kept
 
 
 def test_all_sizes_are_exercised() -> None:

@@ -8,7 +8,7 @@ from rewrite_rules.placement import placement_rules
 from tests.rules.harness import model
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load, to_proto
-from xrlflow.onnxio.model import LEFT
+from xrlflow.onnxio.model import ON_RUNTIME
 from xrlflow.rewrite import Library, Match, Op, RewriteState, Rule, Val
 
 CHAIN = "agraph (float[4,8] x, float[8,8] w) => (float[4,8] z) { a = MatMul(x, w) b = Relu(a) c = Tanh(b) z = Neg(c) }"
@@ -94,7 +94,9 @@ def test_files_say_what_is_left() -> None:
 
     def marked(graph: Graph) -> list[str]:
         nodes = to_proto(imported, graph).graph.node
-        return [node.op_type for node in nodes if any(entry.key == LEFT for entry in node.metadata_props)]
+        return [
+            node.op_type for node in nodes if any(entry.key == ON_RUNTIME for entry in node.metadata_props)
+        ]
 
     assert marked(graph) == ["Tanh", "Neg"]
     assert marked(state.graph) == []
