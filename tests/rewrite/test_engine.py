@@ -22,7 +22,7 @@ from tests.rules.harness import applies, assert_equivalent, model, random_feeds,
 from xrlflow.ir import text
 from xrlflow.onnxio import load, to_proto
 from xrlflow.rewrite import Library, RegionRule, RewriteState, Rule, RuleError
-from xrlflow.rewrite.state import MANY, _Finder
+from xrlflow.rewrite.state import MOST_MATCHES, _Finder
 from xrlflow.search import Limits, TraceError, random_walk, replay
 
 RNG = np.random.default_rng(0)
@@ -325,7 +325,7 @@ def test_a_pattern_has_a_number_of_matches_at_a_node() -> None:
     )
     library = Library((MergeMatMuls(),))
     state = RewriteState.start(load(proto).graph, library)
-    assert 2 * MANY < state.count <= 2 * MANY * count
+    assert 2 * MOST_MATCHES < state.count <= 2 * MOST_MATCHES * count
     keys = {match.key for match in state.candidates}
     everything = _Finder(state.graph, library, None, many=None)
     for node in state.graph.nodes():

@@ -20,7 +20,7 @@ _ELEMENT = 8
 _PRODUCTS, _OTHERS, _REFERENCE = 1e10, 5e8, 5e5
 
 # Operators whose number of results depends on their input's values: at most this many times the input's elements.
-_AT_MOST = {"NonZero": 1, "Compress": 1, "Unique": 3}
+_RESULTS_PER_ELEMENT = {"NonZero": 1, "Compress": 1, "Unique": 3}
 
 # Operators that slide a window over a padded input.
 _WINDOWS = frozenset(
@@ -64,13 +64,15 @@ def _effort(
     types: Sequence[TensorType],
     by_reference: bool,
 ) -> Effort:
-    if any(t.dtype == DType.STRING for t in types) and split_op(op)[1] not in _TEXT_AS_IT_IS:
+    if any(t.dtype == DType.STRING for t in types) and split_op(op)[1] not in _PASSES_STRINGS:
         return IMPOSSIBLE
     inputs_size = sum(_elements(t) for t in in_types if t is not None)
     outputs_size = sum(_elements(t) for t in types)
-    if outputs_size == inf and op in _AT_MOST:
+    if outputs_size == inf and op in _RESULTS_PER_ELEMENT:
         outputs_size = (
-            _AT_MOST[op] * max(1, max((t.rank or 1) for t in in_types if t is not None)) * inputs_size
+            _RESULTS_PER_ELEMENT[op]
+            * max(1, max((t.rank or 1) for t in in_types if t is not None))
+            * inputs_size
         )
     if inputs_size == inf or outputs_size == inf:
         return IMPOSSIBLE
@@ -87,7 +89,7 @@ def _effort(
 
 
 # Operators that pass strings on.
-_TEXT_AS_IT_IS = frozenset(
+_PASSES_STRINGS = frozenset(
     [
         "Concat",
         "ConstantOfShape",

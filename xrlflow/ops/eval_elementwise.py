@@ -174,19 +174,21 @@ NARROW_INTEGER: dict[DType, np.dtype[Any]] = {
     dtype: numpy_dtype(dtype) for dtype in (DType.INT4, DType.UINT4, DType.INT2, DType.UINT2)
 }
 WIDE_INTEGER: dict[DType, np.dtype[Any]] = {dtype: numpy_dtype(dtype) for dtype in sorted(INTEGERS)}
-_KNOWN = {dtype: number_ for number_, dtype in (NARROW_FLOAT | NARROW_INTEGER | WIDE_INTEGER).items()}
+_NARROW_FORMATS = {
+    dtype: number_ for number_, dtype in (NARROW_FLOAT | NARROW_INTEGER | WIDE_INTEGER).items()
+}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def narrow_float(dtype: np.dtype[Any]) -> DType | None:
     """The float8 or float4 format of a dtype, or None."""
-    dtype_ = _KNOWN.get(dtype)
+    dtype_ = _NARROW_FORMATS.get(dtype)
     return dtype_ if dtype_ in NARROW_FLOAT else None
 
 
 def widen(x: Array) -> Array:
     """Narrow floats as float64, integers of less than eight bits as int8, and other arrays as they are."""
-    narrow = _KNOWN.get(x.dtype)
+    narrow = _NARROW_FORMATS.get(x.dtype)
     if narrow in NARROW_FLOAT:
         return x.astype(np.float64)
     return x.astype(np.int8) if narrow in NARROW_INTEGER else x
@@ -254,9 +256,9 @@ def _dtype_of(dtype: np.dtype[Any]) -> DType:
         return DType.DOUBLE
     if dtype.kind == "b":
         return DType.BOOL
-    if dtype not in _KNOWN:
+    if dtype not in _NARROW_FORMATS:
         raise NotEvaluable(f"element type {dtype}")
-    return _KNOWN[dtype]
+    return _NARROW_FORMATS[dtype]
 
 
 def _cast_like(field: Field, attrs: Attrs, x: Array, like: Array) -> Array:

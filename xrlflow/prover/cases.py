@@ -32,7 +32,7 @@ Feeds = dict[Value, Array]
 DrawFloats = Callable[[tuple[int, ...], DType], Array]
 
 # A false rule passes with less than this probability.
-WANTED = 1e-12
+MAX_FALSE_PASS = 1e-12
 _MOST_TRIALS = 40
 # Tolerance for another order of float64 operations, relative to the largest number of an output.
 _REORDERED = 1e-9
@@ -331,7 +331,9 @@ class FieldResult:
     bound: float
 
 
-def check_field(case: Case, rng: np.random.Generator, probability: float = WANTED) -> FieldResult | None:
+def check_field(
+    case: Case, rng: np.random.Generator, probability: float = MAX_FALSE_PASS
+) -> FieldResult | None:
     """Evaluate both sides over prime fields until a false rule would pass with a probability below `probability`.
 
     None if an operator is not defined over a field or the left side has no value. Raises Wrong if the sides differ.

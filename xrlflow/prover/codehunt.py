@@ -57,35 +57,31 @@ Verdict = Literal["wrong", "raises", "loops", "loses", "useless", "costlier", "t
 KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "costlier", "tested")
 
 # The number of graphs near those in which a survivor differs, and of those graphs whose results are compared.
-_NEAR, _CLOSELY = 60, 12
+_NEIGHBOURS, _NEIGHBOURS_CHECKED = 60, 12
 # For graphs that reach some lines: the number drawn, the number wanted, and the number of graphs to draw near.
-_DRAWN, _WANTED, _GIVEN = 400, 150, 24
-# So many of the cases in which a mutant differs are also run in ONNX Runtime.
-_RUN = 3
+_DRAWS, _MOST_REACHING, _SEEDS = 400, 150, 24
+# The number of cases in which a mutant differs that also run in ONNX Runtime.
+_RUNTIME_CASES = 3
 # The number of graphs drawn to reach unreached lines; the number of graphs with the same lines to draw near.
-_EXPLORED, _ALIKE = 900, 4
-# The share of draws near a graph that reached new lines is one in so many.
-_OFTEN = 20
+_EXPLORATIONS, _SEEDS_PER_LINES = 900, 4
+# A graph that reached new lines is added once more for each so many seeds, so that it is drawn more often.
+_SEEDS_PER_COPY = 20
 # The number of drawn graphs on which a mutant runs before the original code returns.
-_AT_ONCE = 40
-# So many cases of a rule are tested before its code is mutated.
-_TESTED = 8
+_CHUNK = 40
+# The number of cases of a rule that are tested before its code is mutated.
+_TESTED_CASES = 8
 # A mutant that takes longer than this for one graph, in seconds, counts as looping.
-_LONGEST = 5.0
+_TIME_LIMIT = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class CodeHuntResult:
-    """The verdict on a mutant of code.
-
-    `cases`: the number of graphs in which it differs and is right. `rule`: the rule that rejected it, or the last one
-    that was tried.
-    """
+    """The verdict on a mutant of code."""
 
     mutant: CodeMutant
     verdict: Verdict
-    cases: int
-    rule: str
+    cases: int  # the number of graphs in which its results differ and are right
+    rule: str  # the rule that rejected it, or the last one that was tried
 
     @property
     def killed(self) -> bool:
@@ -147,18 +143,14 @@ def _cost_of_all(cases: Sequence[Case]) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class _ReferenceRun:
-    """A graph and what the rule does with it.
-
-    `outcome`: fingerprints of the results. `plain`: keys of the matches that a search finds. `useless`: whether it has
-    refusals, none of them by `require`. `cost`: of all results together. `lines`: the lines of its code that ran.
-    """
+    """A graph and what the rule does with it."""
 
     problem: Problem
-    outcome: tuple[int, ...]
-    plain: tuple[Any, ...]
-    useless: bool
-    cost: Cost
-    lines: frozenset[Line]
+    outcome: tuple[int, ...]  # fingerprints of the results
+    plain: tuple[Any, ...]  # keys of the matches that a search finds
+    useless: bool  # whether there are refusals, none of them by `require`
+    cost: Cost  # of all results together
+    lines: frozenset[Line]  # the lines of the rule's code that ran
 
     def reaches(self, lines: Iterable[Line]) -> bool:
         return not self.lines.isdisjoint(lines)
@@ -189,7 +181,7 @@ class _Gathered(Proof):
     """A proof that only gathers graphs and tests the first few cases."""
 
     def check(self, case: Case) -> bool:
-        return len(self.cases) >= _TESTED or Proof.check(self, case)
+        return len(self.cases) >= _TESTED_CASES or Proof.check(self, case)
 
 
 class CodeHunt:
@@ -236,10 +228,10 @@ class CodeHunt:
         for each in self.corpus:
             lines = each.lines & own
             count[lines] += 1
-            if lines and count[lines] <= _ALIKE and each.problem.sketch.varied:
+            if lines and count[lines] <= _SEEDS_PER_LINES and each.problem.sketch.varied:
                 seeds.append(each.problem)
         candidates = in_turn(self.proof.drawn_near(seeds), grown(seeds, draw))
-        for problem in islice(candidates, _EXPLORED):
+        for problem in islice(candidates, _EXPLORATIONS):
             if not open_:
                 break
             reference = self._reference(problem)
@@ -247,7 +239,7 @@ class CodeHunt:
                 continue
             seen_lines |= reference.lines
             open_ = {p for p in open_ if not reference.reaches(p)}
-            seeds += [problem] * (1 + len(seeds) // _OFTEN)  # what is new is drawn from more often
+            seeds += [problem] * (1 + len(seeds) // _SEEDS_PER_COPY)
             yield reference
 
     def _reference(self, problem: Problem) -> _ReferenceRun | None:
@@ -291,7 +283,7 @@ class CodeHunt:
             differing += drawn_differing
         if verdict is None and further and differing:
             neighbours = filter(
-                None, map(self._reference, islice(different(self.proof.around(differing)), _NEAR))
+                None, map(self._reference, islice(different(self.proof.around(differing)), _NEIGHBOURS))
             )
             verdict = self._judge_chunks(function, compiled, _chunks(neighbours), [])
         verdict = verdict or ("right" if differing else "same")
@@ -334,8 +326,8 @@ class CodeHunt:
     ) -> Iterator[_ReferenceRun]:
         draw = Draw(digest(f"{self.rule.name} {sorted(line for _, line in lines)}") ^ self.seed)
         self.proof.draw.rng = draw.rng  # makes the draws independent of earlier ones
-        step = max(1, len(reaching) // _GIVEN)
-        seeds = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_GIVEN]
+        step = max(1, len(reaching) // _SEEDS)
+        seeds = [k.problem for k in reaching[::step] if k.problem.sketch.varied][:_SEEDS]
         limits = chain.from_iterable(
             at_limit(p.sketch, abs(n), draw)
             for n in sorted(numbers)
@@ -344,9 +336,11 @@ class CodeHunt:
         )
         at_limits = filter(None, map(self.proof.source.built, limits))
         candidates = in_turn(self.proof.around(seeds), grown(seeds, draw), at_limits)
-        references = (self._reference(p) for p in different(islice(candidates, _DRAWN)))
+        references = (self._reference(p) for p in different(islice(candidates, _DRAWS)))
         everywhere = not self.at_first.isdisjoint(lines)
-        return islice((k for k in references if k is not None and (everywhere or k.reaches(lines))), _WANTED)
+        return islice(
+            (k for k in references if k is not None and (everywhere or k.reaches(lines))), _MOST_REACHING
+        )
 
     def _judge_on(
         self, library: Library, reference: _ReferenceRun, differing: list[Problem]
@@ -354,7 +348,7 @@ class CodeHunt:
         """The verdict against a mutant on one graph; None if there is none."""
         problem = reference.problem
         try:
-            with limited(_LONGEST):
+            with limited(_TIME_LIMIT):
                 cases, _ = find_cases(library, problem)
                 plain = _plain(library, problem)
         except TooLong:
@@ -365,8 +359,8 @@ class CodeHunt:
         if outcome == reference.outcome and plain == reference.plain:
             return None
         new = [c for c in cases if c.after.fingerprint not in reference.outcome]
-        new = new if len(differing) < _CLOSELY else []
-        if any(self._is_wrong(c, len(differing) < _RUN) for c in new):
+        new = new if len(differing) < _NEIGHBOURS_CHECKED else []
+        if any(self._is_wrong(c, len(differing) < _RUNTIME_CASES) for c in new):
             return "wrong"
         if len(outcome) < len(reference.outcome) or len(plain) < len(reference.plain):
             return "loses"
@@ -409,7 +403,7 @@ def anew(rule: AnyRule) -> AnyRule:
 
 def _chunks(references: Iterable[_ReferenceRun]) -> Iterator[Sequence[_ReferenceRun]]:
     source = iter(references)
-    while chunk := list(islice(source, _AT_ONCE)):
+    while chunk := list(islice(source, _CHUNK)):
         yield chunk
 
 

@@ -25,7 +25,7 @@ _ROUNDED = {
 }
 # By item size in bytes: the integer type to which a float is cast first. A number that does not fit it becomes its
 # least number. Then the upper bits are dropped. This is what x86 does; ONNX leaves it open.
-_BY_WAY_OF = {1: "int32", 2: "int32", 4: "int64", 8: "int64"}
+_CAST_REGISTERS = {1: "int32", 2: "int32", 4: "int64", 8: "int64"}
 
 
 class Undefined(ArithmeticError):
@@ -42,7 +42,7 @@ class Machine(Reals):
         return round_to(a, to)
 
     def truncate(self, a: Array, dtype: np.dtype[Any]) -> Array:
-        register: np.dtype[Any] = np.dtype("int32" if dtype == np.int32 else _BY_WAY_OF[dtype.itemsize])
+        register: np.dtype[Any] = np.dtype("int32" if dtype == np.int32 else _CAST_REGISTERS[dtype.itemsize])
         limit = 2.0 ** (8 * register.itemsize - 1)
         truncated = np.trunc(a)
         fits = (truncated >= -limit) & (truncated < limit)  # NaN does not
@@ -84,7 +84,7 @@ def _refuse_division(a: Any, b: Any) -> None:
 
 
 # For each float type the wider types that hold all of its numbers.
-_HELD = {
+_HOLDING_TYPES = {
     DType.FLOAT16: (DType.FLOAT, DType.DOUBLE),
     DType.BFLOAT16: (DType.FLOAT, DType.DOUBLE),
     DType.FLOAT: (DType.DOUBLE,),
@@ -113,7 +113,7 @@ def _with_known_cast(graph: Graph, node: Node) -> Node:
     if node.op not in ("Cast", "CastLike"):
         return node
     source, to = graph.type(node.inputs[0]), node.types[0].dtype
-    if source.dtype in FLOATS and (to == source.dtype or to in _HELD.get(source.dtype, ())):
+    if source.dtype in FLOATS and (to == source.dtype or to in _HOLDING_TYPES.get(source.dtype, ())):
         return Node("Identity", node.inputs[:1], node.outputs, node.types, NO_ATTRS)
     attrs = canonical_attrs("Cast", {**node.attrs, "to": int(to)}, [source])
     return Node("Cast", node.inputs[:1], node.outputs, node.types, attrs)

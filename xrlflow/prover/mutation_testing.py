@@ -49,15 +49,11 @@ _BROADCASTS = "equivalent: only the shape differs, and what reads it broadcasts"
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A mutant that passed.
+    """A mutant that passed."""
 
-    `mutant`: its description. `cases`: in how many cases it changes the graph but not what the graph computes. `why`:
-    why it is right (empty: not explained).
-    """
-
-    mutant: str
-    cases: int
-    why: str
+    mutant: str  # its description
+    cases: int  # the number of cases in which it changes the graph but not what the graph computes
+    why: str  # why it is right (empty: not explained)
     kind: str = ""
 
 

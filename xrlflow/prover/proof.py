@@ -80,7 +80,7 @@ _RUNTIME_CASES = 8
 _RUNTIME_OF_TYPE = 4
 # Numbers: of refused problems kept for each `require`; of sketches drawn so that each `require` refuses; of sketches
 # drawn for mutants that survive the cases.
-_KEPT, _MISSES, _FURTHER = 24, 600, 300
+_MOST_STORED, _MISSES, _FURTHER = 24, 600, 300
 # The most cases or refused graphs to find near those where a surviving mutant makes a difference.
 _MOST_NEAR = 300
 # In so many graphs of each condition, and in so many admitted graphs, numbers and sizes near limits are tried.
@@ -92,42 +92,35 @@ _AROUND_LIMITS = 600
 # The number of graphs that are tried with sizes beyond the range of narrow types.
 _AT_RANGES = 96
 # These numbers are always tried, because a rule may compute a limit that is not a literal in its code.
-_WHATEVER_IS_WRITTEN = (100, LARGEST - 1)
+_ALWAYS_TRIED = (100, LARGEST - 1)
 # A case may lose at most so many bits of float32. A case that seems to lose more is run again so many times.
 MOST_BITS, _RUNS = 2.0, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The certificate of a rule: the prover's report.
-
-    `admitted`: number of cases, out of `sketches`. `refused`: near misses by reason. `unreached`: conditions of the
-    rule that refused nothing. `trials`: evaluations over a prime field. `bound`: the greatest probability, over the
-    cases, that a false rule passes (1 for numeric rules). `bits`: the most bits of float32 accuracy that a case lost
-    (None: not run). `mutants_by_kind`: numbers of mutants rejected and made. `survivors`: mutants that passed, and why
-    they are right. `redundant`: conditions that can be dropped because another one refuses. `covered`: for each
-    attribute, index, dimension, rank and type the verdict on each kind: admitted; refused by a condition; beside (the
-    left side did not match); untested; meaningless for the shapes; unbuilt (no operator took it).
-    """
+    """The certificate of a rule: the prover's report."""
 
     name: str
     proof: str
-    sketches: int
-    admitted: int
-    refused: dict[str, int]
-    unreached: tuple[str, ...]
-    trials: int
+    sketches: int  # graphs that were tried
+    admitted: int  # cases among them
+    refused: dict[str, int]  # near misses by reason
+    unreached: tuple[str, ...]  # conditions of the rule that refused nothing
+    trials: int  # evaluations over a prime field
     field_cases: int
-    bound: float
+    bound: float  # the greatest probability, over the cases, that a false rule passes (1 for numeric rules)
     float_draws: int
     runtime_cases: int
-    bits: float | None
-    lost: float
+    bits: float | None  # the most bits of float32 accuracy that a case lost; None: not run
+    lost: float  # the greatest ratio of the right side's rounding error to the left side's
     mutants: int
     mutants_rejected: int
-    mutants_by_kind: dict[str, tuple[int, int]]
-    survivors: tuple[Survivor, ...]
-    redundant: tuple[str, ...]
+    mutants_by_kind: dict[str, tuple[int, int]]  # mutants rejected, all mutants
+    survivors: tuple[Survivor, ...]  # mutants that passed, and why they are right
+    redundant: tuple[str, ...]  # conditions that can be dropped because another one refuses
+    # For each attribute, index, dimension, rank and type the verdict on each kind: admitted; refused by a condition;
+    # beside (the left side did not match); untested; meaningless for the shapes; unbuilt (no operator took it).
     covered: dict[str, dict[str, str]]
     failures: tuple[str, ...]
     seconds: float
@@ -208,7 +201,7 @@ class Proof:
                     continue
                 if wished is not None:
                     self.take(wished)
-        bases = [sketch for sketch, _ in self.source.examples or self.bases[:_KEPT]]
+        bases = [sketch for sketch, _ in self.source.examples or self.bases[:_MOST_STORED]]
         for problem in chain(self.neighbours(bases), self.directed(_MISSES)):
             if self.failures or not self.unreached:
                 break
@@ -247,7 +240,7 @@ class Proof:
                 self.matches(problem, conditions_only=True)
         numbers = limits(integers_in_code(self.rule) | set(notes))
         bases += [p.sketch for p in near_misses]
-        sources = [at_number(s, n, attributes=False) for s in bases for n in _WHATEVER_IS_WRITTEN]
+        sources = [at_number(s, n, attributes=False) for s in bases for n in _ALWAYS_TRIED]
         sources += [at_limit(s, n, self.draw) for s in bases for n in numbers]
         yield from islice(filter(None, map(self.source.built, in_turn(*sources))), _AROUND_LIMITS // 2)
         numbers_seen = set[int]()
@@ -280,8 +273,8 @@ class Proof:
 
         They differ in one number, in one kind, or at random. `problems` may grow during the iteration.
         """
-        bases = [s for s, _ in self.source.examples or self.bases[:_KEPT]]
-        sketches = [p.sketch for p in problems[:_KEPT] if p.sketch.varied]
+        bases = [s for s, _ in self.source.examples or self.bases[:_MOST_STORED]]
+        sketches = [p.sketch for p in problems[:_MOST_STORED] if p.sketch.varied]
         return in_turn(
             self.neighbours(bases),
             self.neighbours(sketches),
@@ -329,10 +322,10 @@ class Proof:
             if refused.site is not None:
                 sample = self.sites.setdefault(refused.site, [])
                 self.reasons[refused.site] = str(refused)
-                if len(sample) < _KEPT:
+                if len(sample) < _MOST_STORED:
                     sample.append(problem)
-                elif self.draw.chance(_KEPT / self.refused[str(refused)]):  # keep a random sample
-                    at = self.draw.integer(0, _KEPT - 1)
+                elif self.draw.chance(_MOST_STORED / self.refused[str(refused)]):  # keep a random sample
+                    at = self.draw.integer(0, _MOST_STORED - 1)
                     if sample[at] not in self.source.fixed:  # keep the near misses that the rule names
                         sample[at] = problem
         if not cases:

@@ -65,7 +65,7 @@ _COUNTS = _SIZES | {
 }  # fmt: skip
 _MOST_NODES, _MOST_ELEMENTS, _MOST_CHEAP = 8, 1 << 19, 1 << 25
 # The most elements of the inputs of a graph with bodies, whose inner sizes are not inferred.
-_MOST_UNTOLD = 1 << 12
+_MOST_BODY_ELEMENTS = 1 << 12
 # Tolerances: for another order of float64 operations and constants rounded to float32, relative to the largest number
 # of an output; and for floats that are computed from integers, in roundings of the coarsest type of the left side.
 _ROUNDED, _UNITS = 2.0**-20, 64.0
@@ -147,7 +147,7 @@ def _named(problem: Problem, name: str, size: int) -> Iterator[Problem]:
     graph = problem.graph
     actual = {v: _bound(problem.type(v), name, size) for v in graph.inputs}
     if not problem.sketch.varied:
-        if sum(t.size or 0 for t in actual.values()) > _MOST_UNTOLD:
+        if sum(t.size or 0 for t in actual.values()) > _MOST_BODY_ELEMENTS:
             return
         full = problem
     else:

@@ -22,7 +22,7 @@ from xrlflow.prover.hooks import watched
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
 
 # Numbers up to this occur among drawn sizes.
-DRAWN = 6
+LARGEST_USUAL_SIZE = 6
 # The greatest number of limits of a rule that are tried, the smallest first.
 _MOST = 24
 # So many comparisons are noted at most. Otherwise a search through a range might never end.
@@ -218,7 +218,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 def limits(numbers: set[int]) -> list[int]:
     """The sizes of the numbers that random draws do not come near, in ascending order, at most `_MOST`."""
-    return sorted({abs(n) for n in numbers if DRAWN <= abs(n) <= LARGEST + 1})[:_MOST]
+    return sorted({abs(n) for n in numbers if LARGEST_USUAL_SIZE <= abs(n) <= LARGEST + 1})[:_MOST]
 
 
 def around(number: int) -> tuple[int, int, int]:

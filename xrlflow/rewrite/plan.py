@@ -113,7 +113,7 @@ def mismatch(declared: Mapping[str, VarSpec], types: Mapping[str, TensorType | N
 
 
 # The greatest relative difference between a float32 constant and the number it stands for: exporters round to float32.
-_CLOSE = 1e-6
+_ROUNDING = 1e-6
 
 
 def _is(constant: float, number: float, dtype: DType) -> bool:
@@ -121,7 +121,7 @@ def _is(constant: float, number: float, dtype: DType) -> bool:
     if constant == number:
         return True
     if dtype == DType.FLOAT:
-        return abs(constant - number) <= _CLOSE * abs(number) < math.inf
+        return abs(constant - number) <= _ROUNDING * abs(number) < math.inf
     return dtype in (DType.FLOAT16, DType.BFLOAT16) and constant == float(numpy_dtype(dtype).type(number))
 
 

@@ -48,10 +48,10 @@ Size = int | str | tuple[Value, int]
 
 MAY_BE_EMPTY = "an open dimension may be 0"
 
-MANY = 32
+MOST_MATCHES = 32
 """Matches of one pattern that begin at one node. Of 180 products of one input there are a million triples, and each of
 them can be merged in place of another."""
-_CONSIDERED = 1024
+_MOST_CONSIDERED = 1024
 """Matches of one pattern at one node whose conditions are evaluated."""
 
 
@@ -159,7 +159,7 @@ class RewriteState:
         return self._left_out(key)
 
     def _left_out(self, key: Key) -> Match | None:
-        """A match with this key that is no candidate because there are many like it (see `MANY`)."""
+        """A match with this key that is no candidate because there are many like it (see `MOST_MATCHES`)."""
         rule = self.library.rules.get(key[0])
         node = self.graph.producers.get(key[1][0])
         if rule is None or node is None or isinstance(rule, RegionRule):
@@ -402,7 +402,7 @@ class _Finder:
         library: Library,
         delta: Delta | None,
         filled: frozenset[Size] = frozenset(),
-        many: int | None = MANY,
+        many: int | None = MOST_MATCHES,
     ) -> None:
         self.many = many
         self.graph = graph
@@ -457,7 +457,7 @@ class _Finder:
         """Evaluate the conditions of the rule for a match of its pattern, and keep the match if they hold."""
         rule, stats = pattern.rule, self.library.stats[pattern.rule.name]
         if self.many is not None and (
-            self.considered >= _CONSIDERED or len(self.matches) - self._before >= self.many
+            self.considered >= _MOST_CONSIDERED or len(self.matches) - self._before >= self.many
         ):
             raise _EnoughMatches
         types = tuple(map(self._types.__getitem__, values))
