@@ -284,7 +284,7 @@ def with_captured(
     captured: Sequence[tuple[Val, Value]],
     name: str,
 ) -> tuple[Body, list[Val]]:
-    """A body without unused nodes, and the values that it captures. Constants become known inside instead."""
+    """A body without unused nodes, and the values that it captures. Captured constants become constants of the body."""
     inputs = (*formals, *(inside for _, inside in captured))
     graph = Graph.make(needed(graph, outputs), inputs, tuple(outputs), graph.leaves)
     for val, inside in captured:
@@ -309,7 +309,7 @@ def _bound(graph: Graph, val: Val, inside: Value) -> Graph:
 
 
 def _share(source: Graph, target: Graph, value: Value) -> None:
-    """Make a constant of one graph known to another."""
+    """Add a constant of one graph to another."""
     target.leaves.add_const(value, source.leaves.consts[value])
     name = source.leaves.names.get(value)
     if name is not None:
@@ -320,7 +320,7 @@ def _share(source: Graph, target: Graph, value: Value) -> None:
 
 
 class Outside:
-    """Maps values of a body to values of the graph around it. It starts with `known`, and adds to it.
+    """Maps values of a body to values of the graph around it. It starts with the pairs in `known`, and adds others.
 
     `sizes_only`: copied types lose the body's symbols, which may stand for another number in each step.
     """
@@ -335,7 +335,7 @@ class Outside:
         self.sizes_only = sizes_only
 
     def __call__(self, value: Value) -> Val:
-        """The value outside. Copies the node or constant that makes it, if the value is not known yet."""
+        """The value outside. Copies the node or constant that makes it, unless that has been done."""
         val = self.values.get(value)
         if val is not None:
             return val
@@ -384,7 +384,7 @@ def repeats(graph: Graph) -> bool:
 
 
 def through_identity(graph: Graph, value: Value) -> Value:
-    """The value that Identity nodes pass on as this value."""
+    """The value behind any Identity nodes above this value."""
     while (node := graph.producers.get(value)) is not None and node.op == "Identity":
         value = node.inputs[0]
     return value

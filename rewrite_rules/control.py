@@ -214,7 +214,7 @@ def _leads_to_an_error(graph: Graph, node: Node, branch: bool, below: Sequence[V
 
 
 def _taking(graph: Graph, node: Node, branch: bool) -> Graph | None:
-    """The graph with this branch always taken, and its types inferred again; None if the types contradict those that
+    """The graph in which this branch always runs, with types inferred again; None if these contradict the types that
     the file declares for the results."""
     body, captured = _branches(node)[branch]
     op = GraphBuilder(graph)
@@ -368,7 +368,9 @@ class MoveInvariantsOutOfLoop(RegionRule, family="control"):
                 continue
             if not all(v == ABSENT or v in fixed or loop.is_constant(v) for v in inner.inputs):
                 continue
-            if inner.types[0].dtype == DType.UNDEFINED:  # and so are those of other outputs
+            if (
+                inner.types[0].dtype == DType.UNDEFINED
+            ):  # then those of the other outputs are undefined as well
                 continue
             if starts or (inner.op in _TOTAL and not _may_divide_by_zero(inner)):
                 invariants.append(inner)

@@ -31,7 +31,7 @@ _LONGEST_ROW = 4096
 
 
 class _Substitute(Rule, family="idioms"):
-    """A rule for ONNX Runtime alone."""
+    """A rule that is offered only for ONNX Runtime."""
 
     backend = "onnxruntime"
     dtypes: ClassVar[frozenset[DType] | None] = FLOAT

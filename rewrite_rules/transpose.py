@@ -101,7 +101,7 @@ class ReplaceTransposeByReshape(Rule, family="transpose"):
 class _TransposedOperator:
     """An operator on the other side of a Transpose, where its own axes (see `Axes`) are `own`.
 
-    `before` says for each of its data how it is transposed (None: not at all), `after` how the results are.
+    `before`: the permutation of each data input (None: not transposed); `after`: that of the results.
     """
 
     op: str
@@ -471,7 +471,7 @@ class ReplaceReshapedTranspose(Rule, family="transpose"):
 def _whole_moves(
     before: Sequence[int], middle: Sequence[int], perm: Sequence[int] | None, after: Sequence[int]
 ) -> tuple[int, ...]:
-    """The permutation of x's dimensions that a Reshape, a Transpose and a Reshape amount to; refuses others."""
+    """The permutation of x's dimensions that equals a Reshape, a Transpose and a Reshape; refuses if there is none."""
     source = AccessMap.source(before)
     result = source.reshape(middle).transpose(permutation(perm, len(middle))).reshape(after)
     units = iter([i for i, dim in enumerate(source.dims) if not dim])

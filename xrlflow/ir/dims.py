@@ -825,17 +825,17 @@ def filled(a: Dim) -> bool:
     return _never((of, *map(symbol, names)), condition, lambda n: n[0] < 1 <= min(n[1:], default=1))
 
 
-def positive(a: Dim, known: Collection[object] = ()) -> bool:
-    """Whether a dimension is at least 1 for all sizes from 0 if the dimensions `known` are; False if it is unknown."""
+def positive(a: Dim, known_positive: Collection[object] = ()) -> bool:
+    """Whether a dimension is at least 1 for all sizes from 0 if the dimensions `known_positive` are; False if it is unknown."""
     if a is None or isinstance(a, int):
         return a is not None and a >= 1
     of = formula(a)
-    if a in known or bounds(of)[0] >= 1:
+    if a in known_positive or bounds(of)[0] >= 1:
         return True
     if not is_computed(a):
         return False
     names = sorted(symbols(of))
-    least_ = [int(name in known) for name in names]
+    least_ = [int(name in known_positive) for name in names]
     condition = " and ".join(["{0} < 1", *(f"{{{k + 1}}} >= {n}" for k, n in enumerate(least_))])
     return _never(
         (of, *map(symbol, names)), condition, lambda n: n[0] < 1 and all(map(int.__ge__, n[1:], least_))

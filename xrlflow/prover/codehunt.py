@@ -1,7 +1,7 @@
 """Judges mutants of a rule's code: whether each is rejected, and how.
 
-The graphs that the rule's proof tries, and given graphs, are kept with the rule's results and the lines of its code
-that ran. A mutant is run on the graphs that reach the changed lines. The verdicts:
+The graphs that the rule's proof tries, and further graphs from the caller, are stored with the rule's results and the
+lines of its code that ran. A mutant is run on the graphs that reach the changed lines. The verdicts:
 
 - wrong: a result does not compute the same; raises: it raises; loops: it takes too long;
 - loses: it does not apply to a graph to which the rule applies;
@@ -58,7 +58,7 @@ KILLED: tuple[Verdict, ...] = ("wrong", "raises", "loops", "loses", "useless", "
 
 # The number of graphs near those in which a survivor differs, and of those graphs whose results are compared.
 _NEIGHBOURS, _NEIGHBOURS_CHECKED = 60, 12
-# For graphs that reach some lines: the number drawn, the number wanted, and the number of graphs to draw near.
+# To get graphs that reach some lines: the number of draws, the number at which drawing stops, the number of seeds.
 _DRAWS, _MOST_REACHING, _SEEDS = 400, 150, 24
 # The number of cases in which a mutant differs that also run in ONNX Runtime.
 _RUNTIME_CASES = 3
@@ -243,7 +243,7 @@ class CodeHunt:
             yield reference
 
     def _reference(self, problem: Problem) -> _ReferenceRun | None:
-        """Run the rule on a graph; None if it raises, which it may do if the graph is meaningless."""
+        """Run the rule on a graph; None if it raises, as it may for a graph without a value."""
         forget(self.home)
         try:
             library = self._library()
@@ -419,7 +419,7 @@ def _outcome(cases: Sequence[Case]) -> tuple[int, ...]:
 
 
 def _plain(library: Library, problem: Problem) -> tuple[Any, ...]:
-    """The keys of the matches that a search finds, which skips plans that seem hopeless."""
+    """The keys of the matches that a search finds. A search skips plans that cannot match by types alone."""
     return tuple(sorted(m.key for m in match_all(problem.graph, library)))
 
 

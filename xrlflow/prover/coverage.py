@@ -42,7 +42,7 @@ from xrlflow.rewrite.rule import Site, VarSpec
 
 # A kind is given up after so many graphs that were not admitted, or after so many attempts to build one.
 ENOUGH, MOST_ATTEMPTS = 16, 120
-# The same for an element type, and the wanted number of cases. There are many types, and most operators take few.
+# The same for an element type, and its number of cases. There are many types, and most operators take few.
 _MOST_OUTCOMES, _MOST_TYPES, _CASES_OF_TYPE = 14, 20, 3
 
 # The outcome for a graph: a tested case, a refused match, no match, a case that no test could evaluate.
@@ -234,7 +234,7 @@ def _with_size(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
 
 
 def _with_rank(sketch: Sketch, wish: Kind, draw: Draw) -> Sketch:
-    """One input, or all, with one dimension more or less."""
+    """The sketch with one dimension more or less in one input, or in all."""
     count = len(sketch.inputs)
     selected = range(count) if draw.chance(0.5) else [draw.integer(0, max(count - 1, 0))]
     inputs = list(sketch.inputs)

@@ -230,7 +230,7 @@ _BY_OPERATOR: Mapping[tuple[str, str], Family] = {
     ("GRU", "direction"): _options("forward", "reverse", "bidirectional"),
     ("RNN", "direction"): _options("forward", "reverse", "bidirectional"),
 }
-# Attributes that do not change what is computed, or that repeat what shapes say.
+# Attributes that do not change what is computed, or that follow from shapes.
 _SILENT = frozenset(
     {"stash_type", "momentum", "saturate", "seed", "num_outputs", "kernel_shape", "storage_order"}
 )
@@ -303,7 +303,7 @@ def _ones(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
 
 
 def _new_axes(several: bool, back: bool) -> Callable[[Draw, Shapes], Any]:
-    """Places of new dimensions, for an Unsqueeze."""
+    """The axes of new dimensions, for an Unsqueeze."""
 
     def draw_axes(draw: Draw, shapes: Shapes) -> Any:
         count = 1 + several

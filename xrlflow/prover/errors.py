@@ -1,4 +1,4 @@
-"""Tests that what fails still fails: the right side must have no value where the left side has none.
+"""Tests that a rule keeps errors: the right side must have no value where the left side has none.
 
 A left side fails for sizes that do not fit together, and for an index (or a size that is an operand) out of range.
 """
@@ -25,7 +25,7 @@ from xrlflow.prover.cases import (
 from xrlflow.prover.machine import MACHINE, evaluation
 from xrlflow.rewrite import AnyRule
 
-# So many sizes, and so many indices, are drawn for each case.
+# The number of sizes, and of indices, that are drawn for each case.
 _SIZES, _INDICES = 4, 3
 
 

@@ -1,4 +1,4 @@
-"""What a proof changes in the rule language for a while: a condition is dropped, or what rules read is watched.
+"""Temporary changes of the rule language for a proof: drop a condition, or record what rules read.
 
 Rules and their helpers find `require` by the global name under which they imported it, and read values through
 properties of `Val` and through `Captures`. Both are replaced here, for this process, while a context lasts.

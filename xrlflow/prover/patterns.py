@@ -143,7 +143,7 @@ class _Sample:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.ops = self._operators()
         self.absent |= self._surplus_inputs()
-        self.constant_inputs: dict[int, Any] = {}  # the constant inputs of the node at hand, by position
+        self.constant_inputs: dict[int, Any] = {}  # the constant inputs of the current node, by position
         self.types: dict[int, tuple[TensorType, ...]] = {}
 
     def _dimension_alike(self, turn: int) -> int | str | None:
@@ -329,7 +329,7 @@ class _Sample:
             return np.full(shape, draw.choice([0.0, 1.0, 2.0, 0.5, 3.0, 6.0, -1.0]))
         if dtype not in FLOATS:
             number = numpy_dtype(dtype)
-            if dtype == self.dtype and draw.chance(0.4):  # they are data
+            if dtype == self.dtype and draw.chance(0.4):  # the numbers are data
                 return integers(draw.rng, shape, number)
             return draw.rng.integers(0 if number.kind == "u" else -3, 4, shape)
         return draw.normals(shape) if self.constants == "opaque" else draw.eighths(shape)

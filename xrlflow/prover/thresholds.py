@@ -1,9 +1,9 @@
 """Finds the numbers that a rule's conditions and code compare with. A proof tries sizes and numbers around each.
 
-For example, a Slice that ends at 1,000 keeps the whole of a smaller dimension. Drawn sizes are small, and none shows
-that it does not keep 1,001. The numbers come from two sources: the rule's code (constants of its functions, of those
-that they call, of closures, tables and class attributes; `written`), and the comparisons made while the conditions are
-evaluated (`watch`).
+For example, a Slice that ends at 1,000 keeps all of a smaller dimension. Drawn sizes are small, and none shows that a
+dimension of 1,001 loses an element. The numbers come from two sources: the rule's code (constants of its functions, of
+those that they call, of closures, tables and class attributes; `integers_in_code`), and the comparisons made while the
+conditions are evaluated (`watch`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from xrlflow.ir.dims import LARGEST
 from xrlflow.prover.hooks import watched
 from xrlflow.rewrite import AnyRule, RegionRule, Rule
 
-# Numbers up to this occur among drawn sizes.
+# Random draws give sizes up to this.
 LARGEST_USUAL_SIZE = 6
 # The greatest number of limits of a rule that are tried, the smallest first.
 _MOST = 24
-# So many comparisons are noted at most. Otherwise a search through a range might never end.
+# The greatest number of recorded comparisons. Without it a search through a range might never end.
 _MOST_COMPARISONS = 2000
 _MOST_DIGITS = 19
 _WIDEST = 1 << 63
@@ -36,7 +36,7 @@ class TooMany(Exception):
 
 
 class Watched(int):
-    """An integer that notes what it, or a sum, difference, product or quotient made from it, is compared with.
+    """An integer that records what it, or a sum, difference, product or quotient made from it, is compared with.
 
     `back` maps a number that such a result is compared with to the corresponding original number. `notes` counts
     the comparisons by that number.

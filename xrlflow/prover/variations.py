@@ -68,7 +68,8 @@ def vary(sketch: Sketch, draw: Draw) -> Sketch:
 def neighbours(sketch: Sketch) -> Iterator[Sketch]:
     """All sketches that differ in one operator, one number of an integer constant, or an input's dimension or rank.
 
-    A dimension gets another size or a name. Or the graph does not know it, or the rank; the input keeps its full type.
+    A dimension gets another size or a name, or becomes unknown to the graph, as the rank may; the input keeps its full
+    type.
     """
     sketch = replace(sketch, shown_kinds=frozenset(), dims={})
     for at, node in enumerate(sketch.nodes):

@@ -62,7 +62,7 @@ class _EnoughMatches(Exception):
 # Not frozen: freezing would take most of the time to make a match, and thousands are made.
 @dataclass(slots=True, eq=False)
 class Match:
-    """A place where a rule applies, and the change of cost (`delta`). It does not change once it is a candidate.
+    """A part of a graph where a rule applies, and the change of cost (`delta`). A candidate never changes.
 
     `key` names the substitution in traces: rule, ids of the matched nodes, values of the variables.
     """
@@ -82,7 +82,7 @@ class Match:
 
 @dataclass(slots=True, eq=False)  # see `Match`
 class Attempt:
-    """A region rule that read more than its anchor and found nothing. It is tried again when what it read changes."""
+    """A region rule that read more than its anchor and found no match. It runs again when what it read changes."""
 
     rule: RegionRule
     reads: tuple[Value, ...]
@@ -314,7 +314,7 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Dirty:
-    """What an edit touched: the stale keys of the index, and the nodes where new matches can begin.
+    """What an edit affects: the stale keys of the index, and the nodes where new matches can begin.
 
     `nodes`: ids of nodes that were added, removed or rewired, or that read a value whose type became more precise.
     `uses`: keys (`uses_key`) of values whose readers changed. `producers`: ids of otherwise unchanged nodes that make
@@ -465,7 +465,7 @@ class _Finder:
         situation = (types, attrs)
         verdicts = pattern.verdicts
         verdict = verdicts.get(situation, _NOT_ASKED)
-        if verdict.__class__ is Refused:  # most matches end here: it has to be quick
+        if verdict.__class__ is Refused:  # most matches end here, so this comes first
             stats.matched += 1
             self.refused_by_types += 1
             self.library.refuse(rule, verdict)
