@@ -826,7 +826,7 @@ def filled(a: Dim) -> bool:
 
 
 def positive(a: Dim, known_positive: Collection[object] = ()) -> bool:
-    """Whether a dimension is at least 1 for all sizes from 0 if the dimensions `known_positive` are; False if it is unknown."""
+    """Whether a dimension is at least 1 at all sizes at which those in `known_positive` are; False if it is unknown."""
     if a is None or isinstance(a, int):
         return a is not None and a >= 1
     of = formula(a)
