@@ -58,7 +58,7 @@ def explore(context: Context, start: Start) -> Explored:
     assert base.state.delta is not None
     begin = time.monotonic()
     agent = Agent.load(PRETRAINED).extended(context.library)
-    original = context.write(base.state.graph)
+    original = context.artifact(base.state.graph).file
     seconds = max(SECONDS, RUNS * clock.latency)
     found = Measured(base, PairedLatency(context.imported, original, context.feeds, context.threads, seconds))
     state = replace(base.state, delta=Pricing.of(base.state.delta))

@@ -14,7 +14,7 @@ from xrlflow.batch import Batch
 from xrlflow.onnxio import Source, load
 from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
 from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
-from xrlflow.pipeline.context import runnable
+from xrlflow.pipeline.artifact import runnable
 from xrlflow.pipeline.errors import CORRECTABLE
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats

@@ -232,7 +232,7 @@ def test_kernels_for_several_sizes_need_what_the_plain_file_needs(monkeypatch: p
         begin = start(context, cost_model(context, "roofline"))
         (match,) = begin.base.state.candidates
         steps = [TraceStep("FillUp", "", match.key, 0.0)]
-        path = context.write(begin.base.state.apply(match).graph)
+        path = context.artifact(begin.base.state.apply(match).graph).file
         verifier = Verifier(context)
         plain = verifier.check(path, steps)
         both = verifier.check_kernels(path, steps, [{"x": (2, 4)}, {"x": (3, 4)}])

@@ -99,8 +99,8 @@ class Trials:
         self.count += 1
         best = "" if self.best is None else f", best so far {self.best:.3f} times as fast"
         context.say("select", self.count, 0, f"measuring whole models{best}")
-        written = [context.write(f.state.graph) for f in (against, found) if f is not None]
-        models = written if against is not None else [context.original, *written]
+        before = context.original.runnable if against is None else context.artifact(against.state.graph).file
+        models = [before, context.artifact(found.state.graph).file]
         left = max(_COMPARE_AT_LEAST, self.deadline - time.monotonic())
         budget = context.clock.budget
         most = budget.careful_comparison if self.careful else budget.each_comparison
@@ -117,15 +117,14 @@ class Trials:
                 raise Unrunnable(found, str(error)) from error
             self.refused.append(str(error))
             return _REFUSED
-        finally:
-            for path in written:
-                context.remove(path)
         ratio = Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
         if against is None:
             self.best = max(ratio.median, self.best or 0.0)
-        before = self._of(against)
-        if before is not None and not measured.load.disturbed:
-            self.kept += history.keep(self.known, context, self.start.model, before, found.state.graph, ratio)
+        baseline = self._of(against)
+        if baseline is not None and not measured.load.disturbed:
+            self.kept += history.keep(
+                self.known, context, self.start.model, baseline, found.state.graph, ratio
+            )
         return ratio
 
     def _of(self, against: SearchNode | None) -> Graph | None:

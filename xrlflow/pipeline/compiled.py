@@ -111,7 +111,8 @@ def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
     context.say("compile", note="with TVM")
     with clock.phase("compile"), Child(TMPDIR=context.folder) as child, deadline.within(clock.limit):
         choice = lower_best(
-            replace(context.lowering, child=child), context.original, start.base, explored.proposals, context.write,
+            replace(context.lowering, child=child), context.original.runnable, start.base, explored.proposals,
+            lambda graph: context.artifact(graph).file,
             context.feeds if options.measure else None, lambda: clock.limit - time.monotonic(), interrupted,
         )  # fmt: skip
     context.notes.extend(choice.remarks)

@@ -74,7 +74,7 @@ def judged(context: Context, start: Start, explored: Explored, proposal: Proposa
         return Finished(None, nothing_chosen(selection, explored.late), selection=selection)
     try:
         context.notes.extend(check_result(context.imported, chosen.state.graph))
-        path = context.write(chosen.state.graph)
+        path = context.artifact(chosen.state.graph).file
     except ModelError as error:
         raise failure(context, start, chosen, str(error), partial(_is_model, context)) from error
     judging = Judging(context, start, chosen, path)
@@ -113,10 +113,9 @@ def _is_model(context: Context, graph: Graph) -> bool:
     """Whether a graph can be written, as a model to which ONNX's checker has no objection."""
     try:
         check_result(context.imported, graph)
-        context.remove(context.write(graph))
+        return bool(context.artifact(graph).file)
     except ModelError:
         return False
-    return True
 
 
 def _runs(context: Context, path: str) -> bool:
@@ -221,7 +220,7 @@ def _compared(
 ) -> RepeatedComparison:
     assert context.feeds is not None
     with context.clock.phase("measure"):
-        original = context.original_file()
+        original = context.original.file
         context.say("measure", note="in fresh processes")
         return measure_in_fresh_processes(
             original, path, dict(context.feeds), deciding=deciding, threads=context.threads, time_limit=seconds,

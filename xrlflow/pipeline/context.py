@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from xrlflow.backends.onnxruntime import default_threads
@@ -17,8 +13,9 @@ from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.cost import Database
 from xrlflow.ir import Graph
-from xrlflow.onnxio import ImportedModel, Source, save, size_of
+from xrlflow.onnxio import ImportedModel
 from xrlflow.options import Options
+from xrlflow.pipeline.artifact import Artifact, Artifacts, Original
 from xrlflow.report import Listener
 from xrlflow.rewrite import Library
 from xrlflow.search import Budget, SearchNode
@@ -112,18 +109,18 @@ class Clock:
 class Context:
     """One optimisation, read by all phases. Only its clock and its notes change.
 
-    `folder` is temporary. `feeds` are inputs to measure with, or None if nothing is measured. `target` is where a
-    compiled model runs, and `store` has what is known of its kernels; both are None with ONNX Runtime. `database`
-    has the prices of operators; None: what `Profiled` opens. `unwritable`: why no file that is written of the model can
-    take the original's place, if so. (It may be that nothing can be compared with it.)
+    `artifacts` has the graphs as files, in a temporary folder. `feeds` are inputs to measure with, or None if nothing
+    is measured. `target` is where a compiled model runs, and `store` has what is known of its kernels; both are None
+    with ONNX Runtime. `database` has the prices of operators; None: what `Profiled` opens. `unwritable`: why no file
+    that is written of the model can take the original's place, if so. (It may be that nothing can be compared with it.)
     """
 
     options: Options
-    source: Source
+    original: Original
     imported: ImportedModel
     library: Library
     clock: Clock
-    folder: str
+    artifacts: Artifacts
     listener: Listener | None = None
     feeds: Mapping[str, Any] | None = None
     target: ExecutionTarget | None = None
@@ -131,6 +128,11 @@ class Context:
     database: Database | None = None
     unwritable: str = ""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> str:
+        """A temporary folder."""
+        return self.artifacts.folder
 
     @property
     def threads(self) -> int:
@@ -151,45 +153,16 @@ class Context:
             Algorithms(exact=options.exact_kernels), for_compiling(self.target.machine),
         )  # fmt: skip
 
-    @property
-    def original(self) -> str | bytes:
-        """The original, as the runtime takes it."""
-        return runnable(self.source)
-
     def say(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
         if self.listener is not None:
             self.listener(phase, done, total, note)
 
-    def original_file(self) -> str:
-        """The original as a file."""
-        original = self.original
-        if not isinstance(original, bytes):
-            return original
-        file = os.path.join(self.folder, "original.onnx")
-        Path(file).write_bytes(original)
-        return file
-
-    def write(self, graph: Graph) -> str:
-        """Write a graph to a file in a new folder. The file may have any size."""
-        path = os.path.join(tempfile.mkdtemp(dir=self.folder), "model.onnx")
-        save(self.imported, graph, path, max_growth=float("inf"), durable=False)
-        return path
-
-    def remove(self, path: str) -> None:
-        """Remove what `write` wrote."""
-        shutil.rmtree(os.path.dirname(path))
+    def artifact(self, graph: Graph) -> Artifact:
+        """A graph of this model, with its file."""
+        return self.artifacts.of(self.imported, graph)
 
     def fits(self, found: SearchNode) -> bool:
         """Whether the file of this result would not be too large."""
         size = self.imported.size
-        return size_of(self.imported, found.state.graph) <= max(self.options.max_growth * size, size + _SPARE)
-
-
-def runnable(source: Source) -> str | bytes:
-    """A model as the runtime takes it: a path or bytes."""
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        return os.fspath(source)
-    serialized: bytes = source.SerializeToString()
-    return serialized
+        most = max(self.options.max_growth * size, size + _SPARE)
+        return self.artifact(found.state.graph).size <= most

@@ -45,7 +45,7 @@ def _operands(graph: Graph, op: str) -> str:
 def _runs_unoptimised(context: Context) -> bool:
     try:
         with open_model(
-            context.original, threads=context.threads, optimization=Optimization.NONE,
+            context.original.runnable, threads=context.threads, optimization=Optimization.NONE,
             session_options=context.options.session_options,
         ) as model:  # fmt: skip
             feeds_for_measurement(context.imported, context.options.seed, model.run)

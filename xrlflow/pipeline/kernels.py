@@ -323,7 +323,8 @@ class _Trials:
             if self.fastest is not None:
                 before, margin, name = self.fastest.path, 1.0, "the other graph with kernels"
             else:
-                before = self.context.original if chosen is None else self.context.write(chosen.state.graph)
+                original = self.context.original.runnable
+                before = original if chosen is None else self.context.artifact(chosen.state.graph).file
                 margin, name = MARGIN, "the plain file"
                 self.fastest = made if self.asked else None
             if self._faster(before, made.path, margin, name):
@@ -355,7 +356,7 @@ class _Trials:
             context.say("compile", note="kernels of our own")
             try:
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
-                plain = context.write(found.state.graph)
+                plain = context.artifact(found.state.graph).file
                 with deadline.within(self._compile_until()):
                     hybrid = how.hybrid(plain, _sizes(context), path)
             except OutOfTime:

@@ -13,7 +13,8 @@ import numpy as np
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.onnxio import Source, load, name_of
 from xrlflow.options import Options
-from xrlflow.pipeline.context import Clock, Context, runnable
+from xrlflow.pipeline.artifact import Artifacts, Original, runnable
+from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.prepare import random_feeds
 from xrlflow.pipeline.use import options_with_kernels
 from xrlflow.report import bounds
@@ -41,12 +42,14 @@ def bench(
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xrlflow-") as folder:
-        context = Context(options, model, imported, Library(()), Clock(now, now + time_limit), folder)
+        original, clock = Original(model, folder), Clock(now, now + time_limit)
+        context = Context(options, original, imported, Library(()), clock, Artifacts(folder))
         feeds = dict(user_case(imported, inputs).feeds) if inputs is not None else random_feeds(context)
-        baseline = runnable(against) if against is not None else context.original
+        baseline = runnable(against) if against is not None else original.runnable
+        libraries = options_with_kernels(baseline, original.runnable, required=True) if kernels else None
         measured = measure(
-            [baseline, context.original], feeds, threads=context.threads, time_limit=time_limit,
-            session_options=options_with_kernels(baseline, context.original, required=True) if kernels else None,
+            [baseline, original.runnable], feeds, threads=context.threads, time_limit=time_limit,
+            session_options=libraries,
         )  # fmt: skip
     before, after = measured.latencies[0], measured.latencies[1]
     return {

@@ -20,7 +20,8 @@ from xrlflow.ir import Graph
 from xrlflow.ir.exchange import FORMATS, serialised, to_labelled
 from xrlflow.onnxio import ImportedModel, ModelError, Source, load
 from xrlflow.options import OptionError, Options
-from xrlflow.pipeline.context import Context, runnable
+from xrlflow.pipeline.artifact import runnable
+from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.outputs import check_writable
@@ -216,7 +217,7 @@ def _profiles(
             ("No times by operator: the session options are an object, which cannot be copied.",),
         )
     profiler = _Profiler(dict(context.feeds), context.threads, options.session_options)
-    before = known if isinstance(known, OperatorProfile) else profiler.of(context.original)
+    before = known if isinstance(known, OperatorProfile) else profiler.of(context.original.runnable)
     after: OperatorProfile | None = None
     if result.compiled is not None:
         profiler.lines.append("No times by operator of the result: it does not run in ONNX Runtime.")

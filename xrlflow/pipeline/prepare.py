@@ -37,6 +37,7 @@ from xrlflow.onnxio import ImportedModel, Source, load, preferring, to_proto
 from xrlflow.ops.schema import OPSET
 from xrlflow.options import Common, OptionError, Options
 from xrlflow.pipeline import history
+from xrlflow.pipeline.artifact import Artifacts, Original
 from xrlflow.pipeline.context import Clock, Context
 from xrlflow.pipeline.failing import explained
 from xrlflow.pipeline.library import check_supported, library_for
@@ -148,8 +149,8 @@ def opened(
                 store = stack.enter_context(Store(options.store if kernels is None else kernels))
                 store.check()
         yield Context(
-            options, source, imported, library, clock, folder, listener, target=target, store=store,
-            database=database,
+            options, Original(source, folder), imported, library, clock, Artifacts(folder), listener, target=target,
+            store=store, database=database,
         )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def _original(context: Context) -> Iterator[OrtModel]:
     """The original in a session. The clock notes how long loading it takes."""
     since = time.monotonic()
     with open_model(
-        context.original, threads=context.threads, session_options=context.options.session_options
+        context.original.runnable, threads=context.threads, session_options=context.options.session_options
     ) as model:
         context.clock.loading = time.monotonic() - since
         yield model
@@ -271,7 +272,7 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
             shapes[info.name] = shape
     if not shapes or imported.fixed:
         return imported
-    return preferring(load(context.source, shapes={**context.shapes, **shapes}), imported.opset)
+    return preferring(load(context.original.source, shapes={**context.shapes, **shapes}), imported.opset)
 
 
 def cost_model(context: Context, cost: str | CostModel) -> CostModel:

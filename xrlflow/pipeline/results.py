@@ -130,7 +130,7 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
         steps,
         context.imported,
         graph,
-        context.source,
+        context.original.source,
         context.options.max_growth,
         context.options.opset,
         Evidence.of(context, start, explored, finished),

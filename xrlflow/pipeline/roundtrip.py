@@ -52,7 +52,7 @@ def _tried(context: Context) -> Context:
     """See `tried`. Raises OutOfTime."""
     options = context.options
     try:
-        trial = _Trial(context, _outputs(context, context.original))
+        trial = _Trial(context, _outputs(context, context.original.runnable))
     except OutOfTime:
         raise
     except BackendError:  # what is wrong with the original is said where it is run
@@ -86,8 +86,8 @@ class _Trial:
     def fault(self, imported: ImportedModel) -> str:
         """What is wrong with the file that the model itself gives; "" if nothing is."""
         context = replace(self.context, imported=imported)
-        path = context.write(imported.graph)
         try:
+            path = context.artifact(imported.graph).file
             outputs = _outputs(context, path)
             if outputs is None or self.outputs is None or _same(self.outputs, outputs):
                 return ""
@@ -96,14 +96,12 @@ class _Trial:
             raise
         except BackendError as error:
             return f"ONNX Runtime does not run it: {first_line(error)}"
-        finally:
-            context.remove(path)
 
     def _difference(self, path: str) -> str:
         """How a file differs from the original by more than rounding; "" if it does not."""
         context = self.context
         reference = Reference.of(
-            context.original, imported=context.imported, inputs=context.feeds, seed=context.options.seed,
+            context.original.runnable, imported=context.imported, inputs=context.feeds, seed=context.options.seed,
             threads=context.threads, session_options=context.options.session_options,
         )  # fmt: skip
         found = reference.check(path)

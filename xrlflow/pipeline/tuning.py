@@ -94,7 +94,9 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
         target = context.target
         assert target is not None
         target.check_runs()
-        graphs = [context.write(graph) for graph in _graphs(context, options.rewrite and options.measure)]
+        graphs = [
+            context.artifact(graph).file for graph in _graphs(context, options.rewrite and options.measure)
+        ]
         if options.measure:
             given = options.inputs
             feeds = (
@@ -144,7 +146,9 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
                 Method(options.method), trials, options.batch, options.time_limit, options.seed,
                 None if options.ray is None else place,
             )  # fmt: skip
-            return tune_model(context.lowering, context.original, graphs, context.feeds, plan, tell, hurried)
+            return tune_model(
+                context.lowering, context.original.runnable, graphs, context.feeds, plan, tell, hurried
+            )
     except PoolError as error:
         raise BackendError(f"{error} (what was measured is kept: the same command goes on)") from error
 

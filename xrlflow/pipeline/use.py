@@ -18,7 +18,7 @@ from xrlflow.backends.onnxruntime.session import ort_errors
 from xrlflow.backends.protocol import one_line
 from xrlflow.onnxio import Source, load
 from xrlflow.options import OptionError, check_seed
-from xrlflow.pipeline.context import runnable
+from xrlflow.pipeline.artifact import runnable
 from xrlflow.storage import files
 from xrlflow.verify import feeds_for_measurement
 from xrlflow.verify.inputs import user_case

@@ -88,7 +88,7 @@ class Verifier:
             return checks[0]
         references = [self._original()]
         for sizes in wanted[1:]:
-            imported = load(context.source, shapes={**context.shapes, **sizes})
+            imported = load(context.original.source, shapes={**context.shapes, **sizes})
             with deadline.within(self._until()):
                 try:
                     references.append(self._reference_of(imported, against=path))
@@ -150,7 +150,7 @@ class Verifier:
         # The result needs time, too.
         with deadline.within(time.monotonic() + _ORIGINAL * deadline.remaining()):
             found = Reference.of(
-                context.original, imported=imported, seed=options.seed, threads=context.threads,
+                context.original.runnable, imported=imported, seed=options.seed, threads=context.threads,
                 session_options=options.session_options, **how,
             )  # fmt: skip
         return replace(found, empty=()) if NONEMPTY in options.assumptions else found
@@ -163,7 +163,7 @@ class Verifier:
 def check_without(context: Context, start: Start, found: SearchNode) -> None:
     """Raise VerificationFailed if a graph that is wrong with kernels of our own is wrong without them, too."""
     verifier = Verifier(context)
-    path = context.write(without_placement(found.state.graph))
+    path = context.artifact(without_placement(found.state.graph)).file
     with context.clock.phase("verify"):
         checked = verifier.check(path, (*start.early, *found.trace))
         if checked.status is Status.FAILED:
@@ -173,14 +173,7 @@ def check_without(context: Context, start: Start, found: SearchNode) -> None:
 def on_file(context: Context, right: Callable[[str], bool]) -> Callable[[Graph], bool]:
     """Whether the file of a graph is right."""
 
-    def check(graph: Graph) -> bool:
-        path = context.write(graph)
-        try:
-            return right(path)
-        finally:
-            context.remove(path)
-
-    return check
+    return lambda graph: right(context.artifact(graph).file)
 
 
 def failure(

@@ -1,0 +1,109 @@
+"""A model as one value: a graph, and what is made of it once and when it is first needed: its size and its file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel, Source, save, size_of
+
+# So many artifacts are remembered, and so many of them have a file: the latest. A comparison has two files, and a
+# candidate with kernels of our own is made from a third.
+_REMEMBERED, _FILES = 64, 4
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """The user's model: `source` as it was given. A session is made from `runnable`, a process reads `file`."""
+
+    source: Source
+    folder: str
+
+    @cached_property
+    def runnable(self) -> str | bytes:
+        """The model as a runtime takes it: a path or bytes."""
+        return runnable(self.source)
+
+    @cached_property
+    def file(self) -> str:
+        """The model as a file: its own, or one in the folder."""
+        if not isinstance(self.runnable, bytes):
+            return self.runnable
+        file = Path(self.folder) / "original.onnx"
+        file.write_bytes(self.runnable)
+        return str(file)
+
+
+def runnable(source: Source) -> str | bytes:
+    """A model as the runtime takes it: a path or bytes."""
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    serialized: bytes = source.SerializeToString()
+    return serialized
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """A graph of the imported model. Two artifacts with one `fingerprint` compute the same."""
+
+    imported: ImportedModel
+    graph: Graph
+    _artifacts: Artifacts = field(repr=False)
+
+    @property
+    def fingerprint(self) -> int:
+        return self.graph.fingerprint
+
+    @cached_property
+    def size(self) -> int:
+        """The approximate bytes of the file. Constants are not evaluated."""
+        return size_of(self.imported, self.graph)
+
+    @property
+    def file(self) -> str:
+        """The path of its file, which may have any size. It stays until four other artifacts were asked for theirs.
+
+        Raises ModelError if the graph cannot be written.
+        """
+        return self._artifacts.file_of(self)
+
+
+@dataclass(slots=True, eq=False)
+class Artifacts:
+    """The artifacts of one optimisation, each once. Their files are in new folders in `folder`."""
+
+    folder: str
+    _known: OrderedDict[tuple[int, int], Artifact] = field(default_factory=OrderedDict, init=False)
+    _files: OrderedDict[Artifact, str] = field(default_factory=OrderedDict, init=False)
+
+    def of(self, imported: ImportedModel, graph: Graph) -> Artifact:
+        """The artifact of a graph, as a file of this model would have it."""
+        key = (id(imported), graph.fingerprint)  # the artifact keeps the model, so that its id stays unique
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Artifact(imported, graph, self)
+        self._known.move_to_end(key)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return found
+
+    def file_of(self, artifact: Artifact) -> str:
+        """See `Artifact.file`."""
+        path = self._files.get(artifact)
+        if path is None:
+            path = os.path.join(tempfile.mkdtemp(dir=self.folder), "model.onnx")
+            save(artifact.imported, artifact.graph, path, max_growth=float("inf"), durable=False)
+            self._files[artifact] = path
+        self._files.move_to_end(artifact)
+        if len(self._files) > _FILES:
+            _, old = self._files.popitem(last=False)
+            shutil.rmtree(os.path.dirname(old))
+        return path
