@@ -108,8 +108,9 @@ def random_policy(start: Start, limits: Limits, seed: int, horizon: int = 100) -
                 at, steps = start.found, 0
                 continue
             match = offered[number]
-            cost = at.cost + match.delta
-            at, steps = SearchNode(at.state.apply(match), extend(at.path, match, cost), cost), steps + 1
+            cost, edit = at.cost + match.delta, at.state.edit(match)
+            path = extend(at.path, match, edit, cost)
+            at, steps = SearchNode(at.state.apply(match, edit), path, cost), steps + 1
             if cost < best.cost:
                 best = at
     except KeyboardInterrupt:

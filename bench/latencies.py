@@ -190,8 +190,8 @@ def _walked(start: SearchNode, rng: random.Random) -> SearchNode:
             break
         rule = rng.choice(rules)
         match = rng.choice([m for m in node.state.candidates if m.rule.name == rule])
-        cost = node.cost + match.delta
-        node = SearchNode(node.state.apply(match), extend(node.path, match, cost), cost)
+        cost, edit = node.cost + match.delta, node.state.edit(match)
+        node = SearchNode(node.state.apply(match, edit), extend(node.path, match, edit, cost), cost)
     return node
 
 

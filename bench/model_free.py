@@ -103,7 +103,7 @@ class Measured:
         parts = [self.latency(made[n - 1][2].graph) for n in measured]
         costs = self.base.cost * np.interp(range(1, len(made) + 1), [0, *measured], [1.0, *parts])
         path = None
-        for number, ((_, match, state), cost) in enumerate(zip(made, costs.tolist()), 1):
-            path = extend(path, match, cost)
+        for number, ((before, match, state), cost) in enumerate(zip(made, costs.tolist()), 1):
+            path = extend(path, match, before.edit(match), cost)
             if number in measured and self.known[state.fingerprint] < UNRUNNABLE:
                 self.nodes[state.fingerprint] = SearchNode(state, path, cost)

@@ -17,8 +17,7 @@ from tests.onnxio.test_opsets import LEVELS, MODELS, X, session
 from xrlflow.api import optimize
 from xrlflow.backends import BackendError
 from xrlflow.onnxio import ModelError, versions
-from xrlflow.pipeline import context as pipeline_context
-from xrlflow.pipeline import roundtrip
+from xrlflow.pipeline import artifact, roundtrip
 from xrlflow.verify import runner
 
 make, declare = helper.make_node, helper.make_tensor_value_info
@@ -128,7 +127,7 @@ def test_an_opset_that_cannot_be_written_is_refused_at_once(opset: int) -> None:
 
 def test_what_differs_is_written_at_another_opset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the file at opset 17 has other weights."""
-    real = pipeline_context.save
+    real = artifact.save
 
     def save(imported: Any, graph: Any, path: Any, **options: Any) -> None:
         real(imported, graph, path, **options)
@@ -140,7 +139,7 @@ def test_what_differs_is_written_at_another_opset(monkeypatch: pytest.MonkeyPatc
             )
             onnx.save(proto, path)
 
-    monkeypatch.setattr(pipeline_context, "save", save)
+    monkeypatch.setattr(artifact, "save", save)
     result = optimize(twice_transposed().SerializeToString(), **MEASURED)
     (note,) = [n for n in result.report.notes if "opset" in n]
     assert note.startswith("written at opset 23, because at 17 it differs from the original: output 'y'")

@@ -21,7 +21,7 @@ from xrlflow import optimize
 from xrlflow.ir import Body, DType, Graph, Node, TensorType
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, declared_in
-from xrlflow.search import simplify
+from xrlflow.search import simplify, steps_of
 
 
 def only(graph: Graph, op: str) -> Node:
@@ -125,9 +125,9 @@ def test_a_branch_that_fails_by_what_it_decides_is_dropped() -> None:
         " y = Concat<axis = 1>(e, z)"
     )
     rewritten(DropFailingBranch(), proto)
-    graph, steps = simplify(load(proto).graph, Library(declared_in(control)), lambda graph: 1.0)
+    graph, path = simplify(load(proto).graph, Library(declared_in(control)), lambda graph: 1.0)
     assert outside(graph) == ["Concat", "Relu", "Squeeze"]
-    assert {s.rule for s in steps} <= {"DropFailingBranch", "InlineConstantIf"}
+    assert {s.rule for s in steps_of(path)} <= {"DropFailingBranch", "InlineConstantIf"}
 
 
 def branched(value: str, then: str, other: str, after: str = "y = Relu(e)") -> str:

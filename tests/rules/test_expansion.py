@@ -22,7 +22,7 @@ from tests.rules.harness import applies, model, refuses
 from tests.runtime import recent
 from xrlflow.onnxio import load
 from xrlflow.rewrite import AnyRule, Library, RewriteState, declared_in
-from xrlflow.search.bodies import simplify
+from xrlflow.search import simplify, steps_of
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 RULES: dict[str, AnyRule] = {"LSTM": ExpandLSTM(), "GRU": ExpandGRU(), "RNN": ExpandRNN()}
@@ -314,8 +314,8 @@ def test_what_a_loop_repeats_is_spelt_out_too() -> None:
         f" y = RNN<hidden_size={SIZE}>(v, w, r) o = Squeeze(y, one) }}> }}",
         n=np.array(20), one=np.array([1]), w=numbers(1, SIZE, SIZE), r=numbers(1, SIZE, SIZE),
     )  # fmt: skip
-    graph, steps = simplify(load(proto).graph, Library(LIBRARY, backend="tvm"), lambda _: 0.0)
-    assert Counter(s.rule for s in steps) == {"ExpandLoop": 1, "ExpandRNN": 20}
+    graph, path = simplify(load(proto).graph, Library(LIBRARY, backend="tvm"), lambda _: 0.0)
+    assert Counter(s.rule for s in steps_of(path)) == {"ExpandLoop": 1, "ExpandRNN": 20}
     assert left(graph).isdisjoint(("Loop", "RNN"))
 
 

@@ -73,8 +73,8 @@ def searching(modelled: Weighted) -> Callable[[SearchNode, frozenset[str]], Sear
         library, path = found.state.library, found.path
         state = RewriteState.start(found.state.graph, library.only(rules), modelled.delta)
         best = greedy(state, found.cost, Limits()).best
-        for step in best.trace:
-            path = append(path, step)
+        for part in best.path.parts() if best.path is not None else ():
+            path = append(path, part.step, part.edit)
         return SearchNode(RewriteState.start(best.state.graph, library, modelled.delta), path, best.cost)
 
     return search
@@ -342,7 +342,9 @@ def made(base: SearchNode, *rules: str) -> SearchNode:
     for rule in rules:
         (match,) = [m for m in base.state.candidates if m.rule.name == rule]
         cost = base.cost + match.delta
-        base = SearchNode(base.state.apply(match), extend(base.path, match, cost), cost)
+        base = SearchNode(
+            base.state.apply(match), extend(base.path, match, base.state.edit(match), cost), cost
+        )
     return base
 
 
@@ -642,7 +644,7 @@ def greedy_from(found: SearchNode) -> SearchNode:
     for step in better.trace:
         match = state.find(step.key)
         assert match is not None
-        path = extend(path, match, step.cost)
+        path = extend(path, match, state.edit(match), step.cost)
         state = state.apply(match)
     return SearchNode(state, path, better.cost)
 

@@ -145,8 +145,8 @@ class Trials:
         if better.path is None:
             return found
         path = found.path
-        for step in better.trace:
-            path = append(path, step)
+        for part in better.path.parts():
+            path = append(path, part.step, part.edit)
         full = RewriteState.start(better.state.graph, library, found.state.delta)
         return replace(better, state=full, path=path)
 

@@ -25,15 +25,16 @@ from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Finished
 from xrlflow.pipeline.outputs import check_writable
-from xrlflow.pipeline.prepare import Early, Start, makers, opened, with_feeds
+from xrlflow.pipeline.prepare import Early, Start, opened, with_feeds
 from xrlflow.report.page.advice import advice
 from xrlflow.report.page.changes import Changes, Substitution, differences
 from xrlflow.report.page.document import VERSION, Curve, Page, RuleText, Run, measurements
 from xrlflow.report.page.drawing import Drawing, draw
 from xrlflow.report.page.environment import environment
 from xrlflow.report.page.html import page_html
-from xrlflow.rewrite import AnyRule, RewriteState
-from xrlflow.search import SearchNode, TraceStep
+from xrlflow.rewrite import AnyRule
+from xrlflow.search import Path as Steps
+from xrlflow.search import SearchNode
 from xrlflow.storage import files
 
 if TYPE_CHECKING:
@@ -137,38 +138,21 @@ def _run(
 
 
 def _changes(evidence: Evidence) -> Changes:
-    """The edits of all substitutions, made once more."""
+    """The edits of all substitutions."""
     assert evidence.kept is not None
     changes = Changes()
-    library = evidence.kept.state.library
     for part in evidence.before:
-        used = makers(library, part.steps)
-        scope = f"{part.body}/" if part.body else ""
-        _follow(changes, scope, RewriteState.start(part.graph, used), part.steps, part.cost)
-    state = RewriteState.start(evidence.base.state.graph, library)
-    _follow(changes, "", state, evidence.kept.trace, evidence.base.cost)
+        _note(changes, f"{part.body}/" if part.body else "", part.path, part.cost)
+    _note(changes, "", evidence.kept.path, evidence.base.cost)
     return changes
 
 
-def _follow(
-    changes: Changes, scope: str, state: RewriteState, steps: Sequence[TraceStep], cost: float | None
-) -> None:
-    """Apply substitutions to a state, and note what they change.
-
-    A step that is no candidate here ends it: the places of the rest are not known.
-    """
-    lost = False
-    for step in steps:
-        gain = None if cost is None else cost - step.cost
-        cost = None if cost is None else step.cost
-        match = None if lost else state.find(step.key)
-        lost = match is None
-        if match is None:
-            changes.step(scope, step.rule, gain, None)
-            continue
-        edit = state.edit(match)
-        changes.step(scope, step.rule, gain, edit)
-        state = state.apply(match, edit)
+def _note(changes: Changes, scope: str, path: Steps | None, cost: float | None) -> None:
+    """Note what substitutions change; `cost`: the modelled seconds before them, if they have a price."""
+    for part in () if path is None else path.parts():
+        gain = None if cost is None else cost - part.step.cost
+        cost = None if cost is None else part.step.cost
+        changes.step(scope, part.step.rule, gain, part.edit)
 
 
 def _texts(names: set[str], result: Result) -> Iterator[RuleText]:

@@ -46,13 +46,16 @@ from xrlflow.report import Listener
 from xrlflow.rewrite import Library, RewriteState
 from xrlflow.search import (
     Limits,
+    Path,
     Ratio,
     SearchNode,
     TraceError,
     TraceStep,
+    append,
     greedy,
     retrace,
     simplify,
+    steps_of,
     with_bodies,
 )
 from xrlflow.storage.stores import server_of
@@ -85,8 +88,12 @@ class Early:
 
     body: str
     graph: Graph
-    steps: tuple[TraceStep, ...]
+    path: Path | None
     cost: float | None
+
+    @property
+    def steps(self) -> tuple[TraceStep, ...]:
+        return steps_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +348,8 @@ def start(context: Context, model: CostModel) -> Start:
 
     def tidy(graph: Graph, body: str = "") -> Graph:
         # Operators that TVM lacks must be written out in any case.
-        simple, steps = simplify(graph, library, model.cost, math.inf if options.compiling else until)
-        before.append(Early(body, graph, tuple(steps), None))
+        simple, path = simplify(graph, library, model.cost, math.inf if options.compiling else until)
+        before.append(Early(body, graph, path, None))
         return simple
 
     def improve(graph: Graph, label: str) -> Graph:
@@ -353,7 +360,7 @@ def start(context: Context, model: CostModel) -> Start:
         if result.interrupted:
             raise KeyboardInterrupt
         found = result.best
-        before.append(Early(label, graph, found.trace, cost))
+        before.append(Early(label, graph, found.path, cost))
         return found.state.graph if found.path is not None else graph
 
     graph = without_placement(context.imported.graph)
@@ -380,13 +387,14 @@ def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
         priced = rules is library and context.options.cost_name != "measured"
         start = cost = model.cost(graph) if priced else None
         state = RewriteState.start(graph, rules, model.delta if priced else None)
-        made: list[TraceStep] = []
+        path: Path | None = None
         for step, (at, match, after) in zip(steps, retrace(state, steps, done + 1)):
             state = after
+            edit, delta = at.priced(match)
             if cost is not None:
-                cost += at.priced(match)[1]
-            made.append(step if cost is None else replace(step, cost=cost))
-        before.append(Early(body, graph, tuple(made), start))
+                cost += delta
+            path = append(path, step if cost is None else replace(step, cost=cost), edit)
+        before.append(Early(body, graph, path, start))
         done += len(steps)
         return state.graph
 
@@ -398,8 +406,8 @@ def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
     if next(counts, None) is not None:
         raise TraceError("the trace has substitutions in control-flow bodies that this graph lacks")
     if context.options.compiling:  # a trace of another backend may leave operators that TVM lacks
-        simple, steps = simplify(graph, library, model.cost)
-        before.append(Early("", graph, tuple(steps), None))
+        simple, path = simplify(graph, library, model.cost)
+        before.append(Early("", graph, path, None))
         graph = simple
     base = SearchNode(RewriteState.start(graph, library, model.delta), None, model.cost(graph))
     return Start(base, model, tuple(before), trace.searched)
@@ -416,14 +424,15 @@ def restarted(context: Context, start: Start, without: Collection[str]) -> Start
         parts = [part for part in start.before if part.body == body]
         steps = [step for part in parts for step in part.steps if step.rule not in without]
         state = RewriteState.start(graph, makers(library, steps))
-        made: list[TraceStep] = []
+        path: Path | None = None
         for step in steps:
             match = state.find(step.key)
             if match is not None:
-                state = state.apply(match)
-                made.append(step)
+                edit = state.edit(match)
+                state = state.apply(match, edit)
+                path = append(path, step, edit)
         cost = next((part.cost for part in parts if part.graph.fingerprint == graph.fingerprint), None)
-        before.append(Early(body, graph, tuple(made), cost))
+        before.append(Early(body, graph, path, cost))
         return state.graph
 
     graph = without_placement(context.imported.graph)

@@ -171,7 +171,7 @@ class RewriteEnv(gymnasium.Env[Obs, int], Generic[Obs]):
             # The edit also removes nodes that nobody reads any more. These may have changed since the pricing.
             delta = match.delta if state.delta is None else float(state.delta(state.graph, edit))
             cost = now.cost + delta
-            self._path = extend(self._path, match, cost)
+            self._path = extend(self._path, match, edit, cost)
             self._visited.add((state := state.apply(match, edit)).fingerprint)
             self._best = min(self._best, cost)
             self._arrive(state, cost)

@@ -67,7 +67,7 @@ class States:
         known = self.reached.get(successor.fingerprint)
         if known is not None:
             return known
-        found = SearchNode(successor, extend(parent.path, match, cost), cost)
+        found = SearchNode(successor, extend(parent.path, match, edit, cost), cost)
         self.reached[successor.fingerprint] = found
         self.parents[successor.fingerprint] = parent.state.fingerprint
         self.shortlist.offer(found)

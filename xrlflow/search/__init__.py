@@ -8,6 +8,7 @@ from xrlflow.search.lookahead import lookahead
 from xrlflow.search.random import random_walk
 from xrlflow.search.result import (
     Limits,
+    Path,
     SearchNode,
     SearchResult,
     Shortlist,
@@ -28,6 +29,7 @@ from xrlflow.search.taso import taso
 __all__ = [
     "Budget",
     "Limits",
+    "Path",
     "Ratio",
     "SearchNode",
     "SearchResult",

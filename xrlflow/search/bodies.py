@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from xrlflow.ir import Attr, Attrs, Body, Graph, Node, Value, apply_edit, plan_edit
+from xrlflow.ir import Attr, Attrs, Body, Edit, Graph, Node, Value, apply_edit, plan_edit
 from xrlflow.rewrite import Library, Match, RewriteState
-from xrlflow.search.result import TraceStep
+from xrlflow.search.result import Path, extend
 
 
 def simplify(
     graph: Graph, library: Library, cost: Callable[[Graph], float], until: float = math.inf
-) -> tuple[Graph, list[TraceStep]]:
+) -> tuple[Graph, Path | None]:
     """Apply all rules that need no price (`canonicalises`) until `until` (time.monotonic). Returns the graph and the
     substitutions.
 
@@ -22,17 +22,20 @@ def simplify(
     They also replace operators that the backend lacks. Each step has the cost of the final graph.
     """
     state = RewriteState.start(graph, library.canonicalising())
-    matches: list[Match] = []
+    applied: list[tuple[Match, Edit]] = []
     # Replacing one operator may add thousands of nodes, so the bound grows with the graph.
-    while (candidates := state.candidates) and len(matches) < 4 * state.graph.node_count:
+    while (candidates := state.candidates) and len(applied) < 4 * state.graph.node_count:
         if time.monotonic() >= until:
             break
-        matches.append(min(candidates, key=lambda m: m.key))
-        state = state.apply(matches[-1])
-    if not matches:
-        return graph, []
-    price = cost(state.graph)
-    return state.graph, [TraceStep(m.rule.name, m.rule.family, m.key, price) for m in matches]
+        match = min(candidates, key=lambda m: m.key)
+        edit = state.edit(match)
+        applied.append((match, edit))
+        state = state.apply(match, edit)
+    path: Path | None = None
+    price = cost(state.graph) if applied else 0.0
+    for match, edit in applied:
+        path = extend(path, match, edit, price)
+    return state.graph, path
 
 
 def with_bodies(

@@ -41,6 +41,6 @@ def _step(node: SearchNode) -> SearchNode | None:
         edit, delta = node.state.priced(best)
         if delta < -threshold:
             cost = node.cost + delta
-            return SearchNode(node.state.apply(best, edit), extend(node.path, best, cost), cost)
+            return SearchNode(node.state.apply(best, edit), extend(node.path, best, edit, cost), cost)
         rejected.add(best)  # its delta was out of date: edits next to it have changed it
     return None

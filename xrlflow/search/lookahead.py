@@ -6,7 +6,7 @@ import time
 
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.rewrite import Match, RewriteState
-from xrlflow.search.result import Limits, Path, SearchNode, SearchResult, Shortlist, extend
+from xrlflow.search.result import Limits, SearchNode, SearchResult, Shortlist, successor
 
 # A gain of less than this part of the cost is a rounding error; such gains might never end.
 _NOTHING = 1e-9
@@ -96,15 +96,12 @@ class _Lookahead:
                     continue
                 if self.over:
                     return successors
-                successor = self._follow(node, match)
-                if successor.state.fingerprint not in visited:
-                    visited.update((expected, successor.state.fingerprint))
-                    successors.append(successor)
+                after = self._follow(node, match)
+                if after.state.fingerprint not in visited:
+                    visited.update((expected, after.state.fingerprint))
+                    successors.append(after)
         return successors
 
     def _follow(self, node: SearchNode, match: Match) -> SearchNode:
         self.expanded += 1
-        edit, delta = node.state.priced(match)
-        cost = node.cost + delta
-        path: Path = extend(node.path, match, cost)
-        return SearchNode(node.state.apply(match, edit), path, cost)
+        return successor(node, match)

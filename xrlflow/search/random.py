@@ -30,7 +30,7 @@ def random_walk(state: RewriteState, cost: float, limits: Limits, seed: int = 0)
             state = state.apply(match, edit)
             cost += delta
             expanded += 1
-            path = extend(path, match, cost)
+            path = extend(path, match, edit, cost)
     except KeyboardInterrupt:
         interrupted = True
     last = SearchNode(state, path, cost)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from xrlflow.ir import Edit
 from xrlflow.rewrite import Match, RewriteState
 from xrlflow.rewrite.state import Key
 
@@ -22,30 +23,35 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The substitutions that lead to a state, as a linked list: the last one, and the path before it."""
+    """The substitutions that lead to a state, as a linked list: the last one with its edit, and the path before it."""
 
     step: TraceStep
+    edit: Edit
     before: Path | None
     families: frozenset[str]
 
-    def steps(self) -> tuple[TraceStep, ...]:
-        steps: list[TraceStep] = []
+    def parts(self) -> list[Path]:
+        """The path up to each substitution, the first one first."""
+        parts: list[Path] = []
         at: Path | None = self
         while at is not None:
-            steps.append(at.step)
+            parts.append(at)
             at = at.before
-        return tuple(reversed(steps))
+        return parts[::-1]
+
+    def steps(self) -> tuple[TraceStep, ...]:
+        return tuple(part.step for part in self.parts())
 
 
-def append(path: Path | None, step: TraceStep) -> Path:
+def append(path: Path | None, step: TraceStep, edit: Edit) -> Path:
     """The path with one more step. `path` is None at the start."""
     families = path.families if path is not None else frozenset()
-    return Path(step, path, families if step.family in families else families | {step.family})
+    return Path(step, edit, path, families if step.family in families else families | {step.family})
 
 
-def extend(path: Path | None, match: Match, cost: float) -> Path:
+def extend(path: Path | None, match: Match, edit: Edit, cost: float) -> Path:
     """The path with one more substitution."""
-    return append(path, TraceStep(match.rule.name, match.rule.family, match.key, cost))
+    return append(path, TraceStep(match.rule.name, match.rule.family, match.key, cost), edit)
 
 
 def steps_of(path: Path | None) -> tuple[TraceStep, ...]:
@@ -128,19 +134,28 @@ def retrace(
         match = state.find((step.key[0], step.key[1]))
         if match is None:
             raise TraceError(f"step {number} of the trace ({step.rule}) does not apply to this graph")
-        successor = state.apply(match)
-        yield state, match, successor
-        state = successor
+        after = state.apply(match)
+        yield state, match, after
+        state = after
 
 
 def retraced(base: SearchNode, trace: Sequence[TraceStep], first: int = 1) -> SearchNode:
     """The node that a trace leads to from `base`, with the costs of its cost model. Raises TraceError as `retrace`
     does."""
     node = base
-    for before, match, successor in retrace(base.state, trace, first):
-        cost = node.cost + before.priced(match)[1]
-        node = SearchNode(successor, extend(node.path, match, cost), cost)
+    for number, step in enumerate(trace, first):
+        match = node.state.find(step.key)
+        if match is None:
+            raise TraceError(f"step {number} of the trace ({step.rule}) does not apply to this graph")
+        node = successor(node, match)
     return node
+
+
+def successor(node: SearchNode, match: Match) -> SearchNode:
+    """The node after one more substitution, with its cost by the cost model."""
+    edit, delta = node.state.priced(match)
+    cost = node.cost + delta
+    return SearchNode(node.state.apply(match, edit), extend(node.path, match, edit, cost), cost)
 
 
 def leave_out(base: SearchNode, trace: Sequence[TraceStep], rules: Collection[str]) -> SearchNode:
@@ -150,12 +165,10 @@ def leave_out(base: SearchNode, trace: Sequence[TraceStep], rules: Collection[st
     for step in trace:
         match = None if step.rule in rules else node.state.find(step.key)
         if match is not None:
-            edit, delta = node.state.priced(match)
-            cost = node.cost + delta
-            node = SearchNode(node.state.apply(match, edit), extend(node.path, match, cost), cost)
+            node = successor(node, match)
     return node
 
 
 def replay(state: RewriteState, trace: Sequence[TraceStep]) -> Iterator[RewriteState]:
     """The state after each step of a trace. Raises TraceError as `retrace` does."""
-    return (successor for _, _, successor in retrace(state, trace))
+    return (after for _, _, after in retrace(state, trace))

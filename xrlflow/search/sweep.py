@@ -27,6 +27,6 @@ def sweep(node: SearchNode, rule: str, limits: Limits, at_most: float) -> Search
         visited.add(successor.fingerprint)
         state = successor
         cost += delta
-        path = extend(path, match, cost)
+        path = extend(path, match, edit, cost)
         applied += 1
     return SearchNode(state, path, cost)

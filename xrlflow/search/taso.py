@@ -57,7 +57,7 @@ def taso(state: RewriteState, cost: float, limits: Limits, alpha: float = 1.05) 
                 continue
             visited.add(successor.fingerprint)
             expanded += 1
-            path = extend(path, match, successor_cost)
+            path = extend(path, match, edit, successor_cost)
             node = SearchNode(successor, path, successor_cost)
             if successor_cost < best.cost:
                 best = node

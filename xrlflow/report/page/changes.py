@@ -55,14 +55,14 @@ class Changes:
     readers: list[frozenset[NodeKey]] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)  # a union-find structure of regions
 
-    def step(self, scope: str, rule: str, gain: float | None, edit: Edit | None) -> None:
-        """Add a substitution; `edit` is None if its nodes are not known."""
+    def step(self, scope: str, rule: str, gain: float | None, edit: Edit) -> None:
+        """Add a substitution."""
         number = len(self.rules)
         self.rules.append((rule, gain))
         self.parents.append(number)
-        removed = [(scope, n.id) for n in (edit.removed if edit else ()) if not n.const]
-        added = [(scope, n.id) for n in (edit.added if edit else ()) if not n.const]
-        rewired = [(scope, new.id) for _, new in (edit.rewired if edit else ())]
+        removed = [(scope, n.id) for n in edit.removed if not n.const]
+        added = [(scope, n.id) for n in edit.added if not n.const]
+        rewired = [(scope, new.id) for _, new in edit.rewired]
         origins = frozenset[NodeKey]().union(*(self.origins.get(p, frozenset([p])) for p in removed))
         steps = frozenset([number]).union(*(self.steps.get(p, frozenset()) for p in removed))
         for earlier in steps:
