@@ -20,7 +20,7 @@ from xrlflow.pipeline import attempts
 from xrlflow.pipeline.attempts import Attempt, attempted
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
-from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.finish import Candidates, Finished
 from xrlflow.pipeline.prepare import Start, opened, with_feeds
 from xrlflow.pipeline.results import _notes
 
@@ -57,15 +57,16 @@ def finishing(monkeypatch: pytest.MonkeyPatch, *kept: bool, interrupting: int = 
     """The cost models whose results were judged; each is kept or not, and Ctrl-C comes in one of them."""
     judged: list[str] = []
 
-    def finish(context: Context, start: Start, explored: Explored) -> Finished:
+    def plain(context: Context, start: Start, explored: Explored) -> Candidates:
+        yield from ()
         judged.append(start.model.name)
         if len(judged) - 1 == interrupting:
             raise KeyboardInterrupt
         found = explored.result.best if kept[len(judged) - 1] else None
         return Finished(found, f"as {start.model.name} says")
 
-    monkeypatch.setitem(attempts.FINISHERS, "onnxruntime", finish)  # type: ignore[arg-type]
-    monkeypatch.setattr("xrlflow.pipeline.confirm.finish", finish)
+    monkeypatch.setitem(attempts.CANDIDATES, "onnxruntime", plain)  # type: ignore[arg-type]
+    monkeypatch.setattr("xrlflow.pipeline.choose.plain", plain)
     return judged
 
 
@@ -98,11 +99,11 @@ def test_later_attempts_make_no_kernels_and_have_the_time_for_them(monkeypatch: 
     judged = finishing(monkeypatch, False, True)
     reserved: list[float] = []
 
-    def with_kernels(context: Context, start: Start, explored: Explored) -> Finished:
+    def with_kernels(context: Context, start: Start, explored: Explored) -> Candidates:
         reserved.append(context.clock.reserved)
-        return attempts.confirm.finish(context, start, explored)
+        return attempts.choose.plain(context, start, explored)
 
-    monkeypatch.setitem(attempts.FINISHERS, "auto", with_kernels)  # type: ignore[arg-type]
+    monkeypatch.setitem(attempts.CANDIDATES, "auto", with_kernels)  # type: ignore[arg-type]
     monkeypatch.setattr(attempts, "lacking", lambda context: None)
     monkeypatch.setattr(attempts, "compile_seconds", lambda context: 5.0)
     with context(replace(OPTIONS, backend="auto")) as known:

@@ -329,7 +329,7 @@ def test_it_is_done_where_an_agent_learns_from_learned_costs(
 
     monkeypatch.setattr(attempts, "corrected", record)
     monkeypatch.setattr(attempts, "explore", lambda context, start: Explored(None, ()))  # type: ignore[arg-type]
-    monkeypatch.setitem(attempts.FINISHERS, "onnxruntime", lambda *_: Finished(None, ""))
+    monkeypatch.setattr(attempts, "finish", lambda _: Finished(None, ""))
     with opened(models.small("squeezenet"), replace(OPTIONS, **options), None, time.monotonic()) as found:
         context = found if options.get("measure") is False else with_feeds(found)
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The parts of the pipeline that the interfaces do not show: the clock, and the two finishers."""
+"""The parts of the pipeline that the interfaces do not show: the clock, and the loop over candidates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from xrlflow.cost import Roofline
 from xrlflow.cost.model import InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.options import BACKENDS, OptionError, Options
-from xrlflow.pipeline.attempts import FINISHERS
+from xrlflow.pipeline.attempts import CANDIDATES
 from xrlflow.pipeline.context import Clock
 from xrlflow.pipeline.explore import explore
+from xrlflow.pipeline.finish import finish
 from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
 
 
@@ -44,8 +45,8 @@ def test_a_phase_that_fails_is_counted() -> None:
     assert list(clock.phases) == ["search", "verify"]
 
 
-def test_every_backend_has_its_finisher() -> None:
-    assert set(FINISHERS) == set(BACKENDS)
+def test_every_backend_has_its_candidates() -> None:
+    assert set(CANDIDATES) == set(BACKENDS)
 
 
 def test_what_cannot_be_compared_is_not_called_different() -> None:
@@ -72,7 +73,7 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
         found = [explore(context, begin) for begin in begins]
         assert begins[0].base.state.fingerprint == begins[1].base.state.fingerprint
         assert found[0].result.best.trace == found[1].result.best.trace
-        finished = FINISHERS["onnxruntime"](context, begins[0], found[0])
+        finished = finish(CANDIDATES["onnxruntime"](context, begins[0], found[0]))
         assert finished.kept is not None
         assert [n.op for n in finished.kept.state.graph.nodes()] == ["Relu"]
         folder = Path(context.folder)

@@ -271,14 +271,14 @@ def interrupt(*_: Any, **__: Any) -> Any:
 def test_ctrl_c_while_kernels_compile_keeps_the_plain_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposal that was chosen before is judged, in the time that Ctrl-C leaves."""
 
-    def judged(context: Any, start: Any, explored: Any, proposal: Any) -> Any:
+    def offered(context: Any, start: Any, explored: Any, proposal: Any) -> Any:
         judging.append((proposal, context.clock.hurried))
-        return judge(context, start, explored, proposal)
+        return offer(context, start, explored, proposal)
 
     judging: list[tuple[Any, bool]] = []
-    judge, propose, proposals = kernels.judged, kernels.propose, list[Any]()
+    offer, propose, proposals = kernels.offer, kernels.propose, list[Any]()
     monkeypatch.setattr(kernels, "propose", lambda *given: proposals.append(propose(*given)) or proposals[0])
-    monkeypatch.setattr(kernels, "judged", judged)
+    monkeypatch.setattr(kernels, "offer", offered)
     monkeypatch.setattr(kernels.Lowering, "hybrid", interrupt)
     result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=30.0, threads=1)
     assert result.hybrid is None

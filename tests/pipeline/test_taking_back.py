@@ -20,7 +20,7 @@ from xrlflow.backends.results import RepeatedComparison, Verdict
 from xrlflow.cli import app
 from xrlflow.cost import Roofline
 from xrlflow.options import Options
-from xrlflow.pipeline import confirm
+from xrlflow.pipeline import choose, confirm
 from xrlflow.pipeline.prepare import cost_model, opened, start
 from xrlflow.pipeline.verifier import Verifier
 from xrlflow.rewrite import AnyRule, Captures, Op, Rule, Val, require
@@ -131,7 +131,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_right_rule_stays_where_models_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     decide(monkeypatch)
-    monkeypatch.setattr(confirm, "choose", lambda context, start, nodes, **how: Selection(nodes[0], ()))
+    monkeypatch.setattr(choose, "choose", lambda context, start, nodes, **how: Selection(nodes[0], ()))
     result = optimize(model(WRONG), measure=True, time_limit=20.0)
     assert taken_back(result) == ["ForgetTransposes"]
     assert [step.rule for step in result.trace] == ["DropNegations"]

@@ -1,6 +1,7 @@
-"""One optimisation, phase by phase: prepare, explore, finish (choose, confirm), results.
+"""One optimisation, phase by phase: prepare, explore, finish, results.
 
-Each phase takes values and returns values; no phase calls an earlier one. All of them read a `Context`.
+Each phase takes values and returns values. All of them read a `Context`. To finish is one loop over candidates, which
+are compared with the original, verified and decided on; a model is one `Artifact` in all of them.
 """
 
 from xrlflow.pipeline.results import Result

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from xrlflow.cost import CostModel, Learned, NoTimeLeft, Profiled, Roofline
-from xrlflow.pipeline import compiled, confirm, kernels
+from xrlflow.pipeline import choose, compiled, kernels
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.correct import corrected, ordered
 from xrlflow.pipeline.explore import Explored, explore
-from xrlflow.pipeline.finish import Finished, Finisher
+from xrlflow.pipeline.finish import Finished, Source, finish
 from xrlflow.pipeline.kernels import compile_seconds, lacking
 from xrlflow.pipeline.prepare import Start, cost_model, restarted, start
 from xrlflow.pipeline.verifier import VerificationFailed
@@ -20,13 +20,13 @@ from xrlflow.rewrite import Library, RewriteState
 from xrlflow.rewrite.state import MAY_BE_EMPTY
 from xrlflow.search import SearchNode, SearchResult, leave_out
 
-FINISHERS: Mapping[str, Finisher] = {
-    "auto": kernels.finish,
-    "hybrid": kernels.finish,
-    "onnxruntime": confirm.finish,
-    "tvm": compiled.finish,
+CANDIDATES: Mapping[str, Source] = {
+    "auto": kernels.candidates,
+    "hybrid": kernels.candidates,
+    "onnxruntime": choose.plain,
+    "tvm": compiled.candidates,
 }
-"""What follows the search, by backend."""
+"""What a search leads to, by backend."""
 
 # So many rules are named that an open dimension of 0 prevents.
 _NAMED = 3
@@ -48,7 +48,7 @@ def attempted(context: Context) -> Attempt:
     """The first attempt whose result is kept, or the first of all if none is.
 
     A later attempt has the time that an earlier one left, and makes no kernels. After Ctrl-C none begins. Raises what
-    `Finisher` raises, and OptionError. VerificationFailed is raised only for what the user chose: a trace, or a
+    `Source` raises, and OptionError. VerificationFailed is raised only for what the user chose: a trace, or a
     compiled model.
     """
     options, clock = context.options, context.clock
@@ -118,17 +118,17 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
     prices = model.prices if isinstance(model, Learned) else model
     if isinstance(prices, Profiled) and not later:
         context.notes.append(f"operators: {prices.counts}")
-    finish = confirm.finish if later else FINISHERS[context.options.backend]
-    return _finished(Attempt(context, begin, explored, Finished(None, "")), finish)
+    source = choose.plain if later else CANDIDATES[context.options.backend]
+    return _finished(Attempt(context, begin, explored, Finished(None, "")), source)
 
 
-def _finished(attempt: Attempt, finish: Finisher) -> Attempt:
+def _finished(attempt: Attempt, source: Source) -> Attempt:
     """What becomes of a search. The rule that makes a wrong graph is taken back, and what is left is tried again. If no
     rule is to blame, or it is not known which, the original stays."""
     context = attempt.context
     while True:
         try:
-            finished = finish(attempt.context, attempt.start, attempt.explored)
+            finished = finish(source(attempt.context, attempt.start, attempt.explored))
         except VerificationFailed as failed:
             if context.options.replay is not None or (context.options.compiling and not failed.rule):
                 raise

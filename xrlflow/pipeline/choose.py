@@ -1,10 +1,11 @@
-"""Choosing among the search's proposals, and variations of them, by measuring whole models."""
+"""Plain files as candidates: one of the search's proposals, or a variation, is chosen by measuring whole models."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from xrlflow.backends import BackendError
 from xrlflow.backends.onnxruntime import measure
@@ -12,9 +13,15 @@ from xrlflow.common import deadline
 from xrlflow.cost import InContextBenchmark
 from xrlflow.cost.history import History
 from xrlflow.ir import Graph
+from xrlflow.onnxio import ImportedModel, ModelError, check_result
 from xrlflow.pipeline import history
+from xrlflow.pipeline.confirm import Judging, runs
 from xrlflow.pipeline.context import Context
+from xrlflow.pipeline.explore import Explored
+from xrlflow.pipeline.finish import Candidates, Finished
 from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.verifier import failure, on_file
+from xrlflow.report import nothing_chosen, operators
 from xrlflow.rewrite import RewriteState
 from xrlflow.search import Limits, Ratio, SearchNode, Selection, append, greedy, retrace, select
 
@@ -40,6 +47,94 @@ class Unrunnable(BackendError):
     def __init__(self, found: SearchNode, reason: str) -> None:
         super().__init__(reason)
         self.found = found
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What was chosen among the search's proposals, by measurement if there was one (`selection`).
+
+    `chosen`: None if nothing is worth a comparison with the original.
+    """
+
+    chosen: SearchNode | None
+    selection: Selection | None
+
+
+def propose(context: Context, start: Start, explored: Explored) -> Proposal:
+    """Choose a proposal. Raises KeyboardInterrupt if the search was interrupted before anything was chosen, and
+    VerificationFailed if the runtime refuses the best proposal for the sake of one rule."""
+    options = context.options
+    leaner = _runs_fewer(context.imported, start.base.state.graph)
+    selection: Selection | None = None
+    chosen: SearchNode | None = None
+    if options.replay is not None:
+        chosen = explored.result.best if context.fits(explored.result.best) else None
+    elif options.measure and options.search != "random":
+        selection = _selected(context, start, explored, leaner)
+        chosen = selection.selected
+    elif explored.proposals:
+        best = explored.proposals[0]
+        if options.search == "random" or best.cost < start.base.cost or leaner:
+            chosen = best
+    if chosen is not None and chosen.path is None and not leaner and not start.early:
+        chosen = None
+    return Proposal(chosen, selection)
+
+
+def plain(context: Context, start: Start, explored: Explored) -> Candidates:
+    """The proposal that is chosen by measurement or, without measuring, the first one. See `Source`."""
+    return (yield from offer(context, start, explored, propose(context, start, explored)))
+
+
+def offer(context: Context, start: Start, explored: Explored, proposal: Proposal) -> Candidates:
+    """A proposal as a plain file, if there is one. Raises VerificationFailed if it is no model."""
+    chosen, known = proposal.chosen, Finished(None, "", selection=proposal.selection)
+    if chosen is None:
+        return replace(known, reason=nothing_chosen(proposal.selection, explored.late))
+    try:
+        context.notes.extend(check_result(context.imported, chosen.state.graph))
+        path = context.artifact(chosen.state.graph).file
+    except ModelError as error:
+        raise failure(context, start, chosen, str(error), partial(_is_model, context)) from error
+    yield Judging(context, start, chosen, path, known)
+    return None
+
+
+def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
+    """Whether importing the file (folding constants, dropping dead nodes) leaves fewer operators to run."""
+    return sum(operators(graph).values()) < imported.nodes_before
+
+
+def _selected(context: Context, start: Start, explored: Explored, leaner: bool) -> Selection:
+    """Choose among the proposals. Raises what `propose` raises."""
+    improving: Sequence[SearchNode] = explored.proposals
+    if not (leaner or start.early):
+        improving = [f for f in improving if f.path is not None]
+    with context.clock.phase("select"):
+        try:
+            selection = choose(context, start, improving, strict=True)
+        except Unrunnable as refused:
+            failed = failure(
+                context, start, refused.found, str(refused), on_file(context, partial(runs, context))
+            )
+            if failed.rule:
+                raise failed from refused
+            selection = choose(context, start, improving)
+    if selection.interrupted and explored.result.interrupted:
+        raise KeyboardInterrupt
+    if selection.interrupted:
+        context.notes.append("interrupted while whole models were compared: the best so far is kept")
+        context.clock.hurry()
+    return selection
+
+
+def _is_model(context: Context, graph: Graph) -> bool:
+    """Whether a graph can be written, as a model to which ONNX's checker has no objection."""
+    try:
+        check_result(context.imported, graph)
+        return bool(context.artifact(graph).file)
+    except ModelError:
+        return False
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""The end of an optimisation with TVM: proposals are compiled, and the fastest is verified and measured."""
+"""Compiled libraries as candidates: proposals are compiled with TVM, and the fastest is offered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xrlflow.ir import Graph
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
-from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.finish import Candidates, Finished
 from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.verifier import VerificationFailed, Verifier, check_without
 from xrlflow.report import compared_with
@@ -56,53 +56,63 @@ class Choice:
     interrupted: bool = False
 
 
-def finish(context: Context, start: Start, explored: Explored) -> Finished:
-    """Compile the proposals, choose by measurement, verify the compiled model, compare it with ONNX Runtime.
+def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
+    """The compiled proposal that runs fastest; if it computes something else, again with plain kernels. See `Source`.
 
-    VerificationFailed names a rule if the graph is wrong in ONNX Runtime, too. See `Finisher`.
+    VerificationFailed names a rule if the graph is wrong in ONNX Runtime, too.
     """
-    options, target = context.options, context.target
-    assert target is not None
     choice = _compiled(context, start, explored)
     try:
-        verification = _verified(context, choice.lowered)
+        yield _Compiled(context, choice)
     except VerificationFailed as error:
         check_without(context, start, choice.lowered.found)
         if not multiplies_less(choice.lowered.model.chosen):
             raise
         context.notes.append(f"compiled again, with plain kernels: {error}")
-        context = replace(context, options=replace(options, exact_kernels=True))
-        choice = _compiled(context, start, explored)
-        verification = _verified(context, choice.lowered)
-    best = choice.lowered
-    compared = best.compared
-    reason = "not measured"
-    if compared is not None:
-        reason = f"measured {compared.speedup} against the original graph, compiled, on {target.remote}"
-    elif options.measure and target.remote is not None and choice.interrupted:
-        reason = "the original graph, compiled: interrupted before anything was compared with it"
-    elif options.measure and target.remote is not None:
-        reason = "the original graph, compiled: nothing is faster on the remote device"
-    elif options.measure:
-        compared = final(context, best.path)
-        reason = f"{compared_with(compared)} against ONNX Runtime"
-        if compared.speedup is not None and compared.speedup.slower:
-            reason += ", which is faster"
-    return Finished(
-        best.found, reason, verification, compared, compiled=best.model, threads=target.machine.cores
-    )
+    context = replace(context, options=replace(context.options, exact_kernels=True))
+    yield _Compiled(context, _compiled(context, start, explored))
+    return None
 
 
-def _verified(context: Context, lowered: Lowered) -> Verification | None:
-    """Compare a compiled model with the original, if it is asked for. Raises VerificationFailed."""
-    if not context.options.verify:
-        return None
-    assert context.target is not None
-    with (
-        context.clock.phase("verify"),
-        running(context.target, lowered.path, lowered.model) as runner,
-    ):
-        return Verifier(context).check_compiled(runner, lowered.model.sizes)
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled model as a candidate. It is the result, whatever its comparison with ONNX Runtime says."""
+
+    context: Context
+    choice: Choice
+
+    def judged(self) -> Finished:
+        context, best = self.context, self.choice.lowered
+        assert context.target is not None
+        verification = self._verified()
+        compared, reason = best.compared, "not measured"
+        if compared is not None:
+            remote = context.target.remote
+            reason = f"measured {compared.speedup} against the original graph, compiled, on {remote}"
+        elif context.options.measure and context.target.remote is not None:
+            why = "nothing is faster on the remote device"
+            if self.choice.interrupted:
+                why = "interrupted before anything was compared with it"
+            reason = f"the original graph, compiled: {why}"
+        elif context.options.measure:
+            compared = final(context, best.path)
+            reason = f"{compared_with(compared)} against ONNX Runtime"
+            if compared.speedup is not None and compared.speedup.slower:
+                reason += ", which is faster"
+        cores = context.target.machine.cores
+        return Finished(best.found, reason, verification, compared, compiled=best.model, threads=cores)
+
+    def _verified(self) -> Verification | None:
+        """Compare the compiled model with the original, if it is asked for. Raises VerificationFailed."""
+        context, lowered = self.context, self.choice.lowered
+        if not context.options.verify:
+            return None
+        assert context.target is not None
+        with (
+            context.clock.phase("verify"),
+            running(context.target, lowered.path, lowered.model) as runner,
+        ):
+            return Verifier(context).check_compiled(runner, lowered.model.sizes)
 
 
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:

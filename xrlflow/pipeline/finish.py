@@ -1,9 +1,15 @@
-"""After the search: a backend chooses among the proposals, verifies and measures."""
+"""After the search: candidates are compared with the original and verified, one after the other, until one is kept.
+
+Where candidates come from depends on the backend: plain files (`choose`), files with kernels of our own (`kernels`),
+compiled libraries (`compiled`). The loop is the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.tvm import TvmModel
@@ -12,6 +18,7 @@ from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.prepare import Start
+from xrlflow.pipeline.verifier import VerificationFailed
 from xrlflow.search import SearchNode, Selection
 from xrlflow.verify import Verification
 
@@ -43,8 +50,43 @@ class Finished:
         return self.compiled.chosen if self.compiled is not None else ()
 
 
-class Finisher(Protocol):
-    """What a backend does with proposals. Raises BackendError and KeyboardInterrupt, and VerificationFailed for a graph
-    that is wrong, with the rule to blame if it is known."""
+class Candidate(Protocol):
+    """What may take the original's place."""
 
-    def __call__(self, context: Context, start: Start, explored: Explored) -> Finished: ...
+    def judged(self) -> Finished:
+        """Compare it with the original, verify it, and decide. Raises BackendError, KeyboardInterrupt, and
+        VerificationFailed for a graph that is wrong, with the rule to blame if it is known."""
+        ...
+
+
+Candidates: TypeAlias = "Generator[Candidate, Finished, Finished | None]"
+"""The first candidate first. Each is answered by the decision on it, or by VerificationFailed. What is returned in the
+end is the result where no candidate is kept; None: the last decision."""
+
+
+class Source(Protocol):
+    """The candidates of a search. They raise what `Candidate.judged` raises."""
+
+    def __call__(self, context: Context, start: Start, explored: Explored) -> Candidates: ...
+
+
+def finish(candidates: Candidates) -> Finished:
+    """The first candidate that is kept, or why none is. Raises what the candidates raise."""
+    finished: Finished | None = None
+    with closing(candidates):
+        try:
+            candidate = next(candidates)
+            while True:
+                try:
+                    finished = candidate.judged()
+                except VerificationFailed as failed:
+                    candidate = candidates.throw(failed)
+                    continue
+                if finished.kept is not None:
+                    return finished
+                candidate = candidates.send(finished)
+        except StopIteration as end:
+            last: Finished | None = end.value
+    finished = last if last is not None else finished
+    assert finished is not None, "there was neither a candidate nor a reason"
+    return finished

@@ -1,4 +1,4 @@
-"""The end of an optimisation with kernels of our own: an ONNX file and a library, if the measurements say so.
+"""Candidates with kernels of our own: an ONNX file and a library, if the measurements say so.
 
 Several graphs are compiled, as long as there is time: the proposal that ONNX Runtime runs fastest, the imported graph,
 and what a search by the prices of both runtimes finds. If one is faster with kernels than the plain file, by a margin,
@@ -27,11 +27,11 @@ from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
 from xrlflow.backends.tvm.library.hybrid import Hybrid, open_inputs
 from xrlflow.common import deadline
 from xrlflow.ir import Graph
-from xrlflow.pipeline import confirm
-from xrlflow.pipeline.confirm import Judging, Proposal, judged, propose
+from xrlflow.pipeline.choose import Proposal, offer, plain, propose
+from xrlflow.pipeline.confirm import Judging
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
-from xrlflow.pipeline.finish import Finished
+from xrlflow.pipeline.finish import Candidates, Finished
 from xrlflow.pipeline.placement import Found, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.pipeline.verifier import check_without
@@ -128,28 +128,27 @@ class _Candidates:
         return None if self.cost is None else (self.cost(self.base), self.cost(found.state.graph))
 
 
-def finish(context: Context, start: Start, explored: Explored) -> Finished:
-    """Choose with or without kernels, verify and measure. See `Finisher`.
+def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
+    """The fastest graph with kernels; if it computes something else, it again with plain kernels; then the plain
+    proposal. See `Source`.
 
-    Raises BackendError if kernels were asked for (`backend="hybrid"`) and there can be none, VerificationFailed if a
-    rule makes a wrong graph, and KeyboardInterrupt if there is nothing to keep.
+    Raises BackendError if kernels were asked for (`backend="hybrid"`) and there can be none, and KeyboardInterrupt if
+    there is nothing to keep.
     """
     if not context.options.with_kernels:
-        return confirm.finish(context, start, explored)
+        return (yield from plain(context, start, explored))
     proposal = propose(context, start, explored)
     missing = lacking(context)
     if missing is None and context.options.backend != "hybrid":
         missing = _too_late(context, [f.state.graph for f in (start.base, proposal.chosen) if f is not None])
     if missing is not None:
         context.notes.append(f"no kernels of our own: {missing}")
-        return judged(context, start, explored, proposal)
+        return (yield from offer(context, start, explored, proposal))
     made = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
     while made is not None:
         context.notes.append(_told(made))
-        finished = _judged(context, start, made)
-        if finished.kept is not None:
-            return replace(finished, hybrid=made.hybrid, costs=made.costs, selection=proposal.selection)
+        finished = yield _judging(context, start, made, proposal)
         context.notes.append(f"not kept with kernels: {finished.reason}")
         different = finished.verification is not None and not finished.verification.verified
         if different:
@@ -159,7 +158,7 @@ def finish(context: Context, start: Start, explored: Explored) -> Finished:
         context.notes.append("compiled again, with plain kernels")
         context = replace(context, options=replace(context.options, exact_kernels=True))
         made = _best(context, start, explored, proposal, made)
-    return judged(context, start, explored, proposal)
+    return (yield from offer(context, start, explored, proposal))
 
 
 def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
@@ -179,13 +178,12 @@ def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
     return None
 
 
-def _judged(context: Context, start: Start, made: _Made) -> Finished:
-    """A graph with kernels, verified and compared with the original."""
+def _judging(context: Context, start: Start, made: _Made, proposal: Proposal) -> Judging:
+    """A graph with kernels as a candidate."""
     asked = context.options.backend == "hybrid"
     context = with_kernels(context, made.path)
-    return Judging(
-        context, start, made.found, made.path, kernels=_sizes(context), decides=not asked
-    ).finished()
+    known = Finished(None, "", selection=proposal.selection, hybrid=made.hybrid, costs=made.costs)
+    return Judging(context, start, made.found, made.path, known, kernels=_sizes(context), decides=not asked)
 
 
 def _candidates(
