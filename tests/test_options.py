@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -12,12 +13,60 @@ import typer
 
 import xrlflow
 from xrlflow.cli import app
-from xrlflow.options import OptionError, Options, TrainOptions, TuneOptions, flags
+from xrlflow.options import GROUPS, OptionError, Options, TrainOptions, TuneOptions, flags
 
 BOTH = ((xrlflow.optimize, Options), (xrlflow.tune, TuneOptions), (xrlflow.train, TrainOptions))
 
 
-@pytest.mark.parametrize(("function", "kind"), BOTH)
+def test_what_most_users_need_is_a_parameter() -> None:
+    taken = {
+        p.name: p.default
+        for p in inspect.signature(xrlflow.optimize).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.name not in ("listener", "options")
+    }
+    assert len(taken) == 12
+    assert taken.keys() < {f.name for f in fields(Options)}
+    assert set(taken.values()) == {None}, "defaults are those of Options"
+
+
+def test_what_is_given_by_name_takes_the_place_of_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Options] = []
+    monkeypatch.setattr("xrlflow.pipeline.optimize", lambda model, options, listener: asked.append(options))
+    own = Options(search="greedy", time_limit=5.0, measure=False)
+    xrlflow.optimize("m.onnx")
+    xrlflow.optimize("m.onnx", options=own)
+    xrlflow.optimize("m.onnx", options=own, time_limit=7.0, measure=True, only=["CancelTransposes"])
+    assert asked[0] == Options()
+    assert asked[1] == own
+    assert asked[2] == Options(search="greedy", time_limit=7.0, only=["CancelTransposes"])
+    with pytest.raises(OptionError, match="choose one of xrlflow"):
+        xrlflow.optimize("m.onnx", options=own, search="luck")
+    with pytest.raises(TypeError, match="serach"):
+        xrlflow.optimize("m.onnx", serach="greedy")
+
+
+def test_errors_that_a_caller_can_correct_are_exported() -> None:
+    named = {error.__name__ for error in xrlflow.UserError}
+    assert named <= set(xrlflow.__all__)
+    assert all(getattr(xrlflow, name) in xrlflow.UserError for name in named)
+
+
+def test_the_help_has_ten_options_before_its_groups() -> None:
+    command = typer.main.get_command(app).commands["optimize"]  # type: ignore[attr-defined]
+    text = command.get_help(typer.Context(command))
+    first = text.partition("\nOptions:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (?:-\w, )?(--[\w-]+)", first, re.MULTILINE) == [
+        *("--output", "--report", "--json", "--quiet", "--portable", "--allow-approximate"),
+        *("--time-limit", "--shape", "--threads", "--inputs", "--help"),
+    ]
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert titles == ["Arguments", "Options", *GROUPS]
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(set(grouped)) == len(grouped)
+    assert set(grouped) < flags(Options).keys()
+
+
+@pytest.mark.parametrize(("function", "kind"), BOTH[1:])
 def test_a_function_takes_the_options_with_the_same_defaults(
     function: Callable[..., Any], kind: type
 ) -> None:

@@ -3,7 +3,8 @@
     result = xrlflow.optimize("model.onnx")
     result.save("fast.onnx")
 
-The functions are loaded when they are first used: importing the package costs nothing.
+The functions, the options and the errors are loaded when they are first used: importing the package costs nothing. The
+errors that a caller can correct are `UserError`, a tuple to catch: their messages are one line, which says what to do.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ os.environ["ORT_DISABLE_TELEMETRY"] = os.environ.get("ORT_DISABLE_TELEMETRY") or
 
 if TYPE_CHECKING:
     from xrlflow.api import (
+        BackendError,
         Batch,
         Comparison,
+        ModelError,
+        OptionError,
+        Options,
         Result,
+        StoreError,
+        TraceError,
         Tuned,
+        UserError,
+        VerificationError,
+        VerificationFailed,
         compare,
         optimize,
         optimize_all,
@@ -32,9 +42,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch", "Comparison", "Result", "Tuned", "__version__", "compare", "optimize", "optimize_all", "session", "train",
+    "BackendError",
+    "Batch",
+    "Comparison",
+    "ModelError",
+    "OptionError",
+    "Options",
+    "Result",
+    "StoreError",
+    "TraceError",
+    "Tuned",
+    "UserError",
+    "VerificationError",
+    "VerificationFailed",
+    "__version__",
+    "compare",
+    "optimize",
+    "optimize_all",
+    "session",
+    "train",
     "tune",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from xrlflow import batch, pipeline
+from xrlflow.backends import BackendError
 from xrlflow.batch import Batch
-from xrlflow.onnxio import Source, load
+from xrlflow.onnxio import ModelError, Source, load
 from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOptions, check_seed
 from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
 from xrlflow.pipeline.artifact import runnable
@@ -28,25 +29,29 @@ from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, s
 from xrlflow.report import Listener, Report
 from xrlflow.report.page.html import page_html
 from xrlflow.report.page.server import PageServer
-from xrlflow.verify import Verification, verify
+from xrlflow.search import TraceError
+from xrlflow.storage.stores import StoreError
+from xrlflow.verify import Verification, VerificationError, verify
 
 if TYPE_CHECKING:
-    import onnxruntime as ort
-
     from xrlflow.backends.tvm.devices.remote import Remote
-    from xrlflow.cost import CostModel
     from xrlflow.rl.train import Trained
 
 __all__ = [
+    "BackendError",
     "Batch",
     "Comparison",
+    "ModelError",
     "OptionError",
     "Options",
     "Result",
+    "StoreError",
+    "TraceError",
     "TrainOptions",
     "TuneOptions",
     "Tuned",
     "UserError",
+    "VerificationError",
     "VerificationFailed",
     "bench",
     "check_apart",
@@ -97,56 +102,40 @@ class Comparison:
 def optimize(
     model: Source,
     *,
-    search: str = "xrlflow",
-    cost: str | CostModel = "auto",
-    backend: str = "auto",
-    portable: bool = False,
-    cpu: str | None = None,
-    triple: str | None = None,
-    remote: str | Remote | None = None,
-    backend_ops: bool = False,
-    allow_approximate: bool = False,
-    assuming: Sequence[str] = (),
-    budget: int = 1000,
-    time_limit: float = 60.0,
-    alpha: float = 1.05,
-    agent: str | os.PathLike[str] | None = None,
-    train_steps: int = 0,
-    exclude: Sequence[str] = (),
-    only: Sequence[str] = (),
-    rules: str | os.PathLike[str] | None = None,
-    trust_rules: bool = False,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    further_shapes: Sequence[Mapping[str, Sequence[int]]] = (),
-    fix_shapes: bool = False,
-    store: str | os.PathLike[str] | None = None,
+    time_limit: float | None = None,
     threads: int | None = None,
-    session_options: Mapping[str, str] | ort.SessionOptions | None = None,
-    providers: Sequence[str] = ("CPUExecutionProvider",),
-    seed: int = 0,
-    measure: bool = True,
-    verify: bool = True,
+    shapes: Mapping[str, Sequence[int]] | None = None,
     inputs: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    exact_kernels: bool = False,
-    max_growth: float = 1.2,
-    opset: int | None = None,
-    replay: str | os.PathLike[str] | None = None,
+    search: str | None = None,
+    backend: str | None = None,
+    portable: bool | None = None,
+    assuming: Sequence[str] | None = None,
+    allow_approximate: bool | None = None,
+    measure: bool | None = None,
+    verify: bool | None = None,
+    seed: int | None = None,
+    options: Options | None = None,
     listener: Listener | None = None,
+    **further: Any,
 ) -> Result:
     """Make a model faster. `model` is a path, the bytes of a file, or a ModelProto.
+
+    `options` has all options; what is given by name as well takes the place of what it has. Those that most users need
+    are parameters, and every other field of `Options` may be given by name, too.
 
     Search:
 
     - `search`: "xrlflow" (a trained agent), "mcts" (tree search with that agent), "rlflow" (an agent that first
-      trains in a world model of this graph), "greedy", "taso", "lookahead2" and "lookahead3" (greedy, but they look
-      2 or 3 steps ahead when no single step gains), or "random" (`budget` edits that ignore the cost).
+      trains in a world model of this graph), "greedy" or "taso". Controls of experiments: "lookahead2" and "lookahead3"
+      (greedy, but they look 2 or 3 steps ahead when no single step gains), "random" (`budget` edits that ignore the
+      cost).
     - `agent`: the file of an agent; default: the agent of the package. `train_steps`: train the agent for this many
       steps on this model first; with "rlflow" those that its world model learns from (default 200).
     - `cost`: "profiled" (operators measured alone), "learned" (these prices, corrected by a network for where the
       operators stand), "roofline" (from the machine's figures), "auto" ("profiled"; if nothing is measured to be faster
       and time is left, "learned", then "roofline"), "measured" (whole models, slow), or any CostModel.
     - `budget`: states that a search may expand. `alpha`: TASO keeps graphs that cost up to `alpha` times the best.
-    - `time_limit`: seconds for everything. `seed`: the seed of everything random.
+    - `time_limit`: seconds for everything (default 60). `seed`: the seed of everything random.
     - `replay`: apply the substitutions of this trace file instead of searching.
 
     Permitted changes:
@@ -190,9 +179,17 @@ def optimize(
     original. Otherwise a rule that makes such a graph is taken back, and in the end the original is returned; the notes
     of the report say so.
     """
-    arguments = dict(locals())
-    model, listener = arguments.pop("model"), arguments.pop("listener")
-    return pipeline.optimize(model, Options(**arguments), listener)
+    given = dict(locals())
+    for name in ("model", "options", "listener", "further"):
+        del given[name]
+    return pipeline.optimize(model, _asked(options, given | further), listener)
+
+
+def _asked(options: Options | None, given: Mapping[str, Any]) -> Options:
+    """The options, with what is given in the place of what they have; None: not given."""
+    return replace(
+        options or Options(), **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def optimize_all(
@@ -203,13 +200,14 @@ def optimize_all(
     ray: str | None = None,
     executor: batch.Executor | None = None,
     listener: batch.Listener | None = None,
-    **options: Any,
+    options: Options | None = None,
+    **given: Any,
 ) -> Batch:
     """Make many models faster: those of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a file.
 
     The folder `output` gets a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page beside it, and
-    `report.html` with all of them. `options` are those of `optimize`; shapes are given to the inputs that have the
-    name. A model that cannot be optimised is a row with an error, and the others go on.
+    `report.html` with all of them. `options` and what is `given` are those of `optimize`; shapes are given to the
+    inputs that have the name. A model that cannot be optimised is a row with an error, and the others go on.
 
     The same call goes on where the last one ended: a model is not done again unless its content, its external data, an
     option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; what is done is kept.
@@ -220,7 +218,7 @@ def optimize_all(
 
     Raises OptionError if an argument is wrong, ModelError if the output cannot be written.
     """
-    asked = Options(**options)
+    asked = _asked(options, given)
     if ray is None or executor is not None:
         here = executor if executor is not None else batch.Processes(workers)
         return batch.optimize_all(models, output, asked, executor=here, listener=listener)
@@ -310,12 +308,14 @@ def compare(
     model: Source,
     *,
     searches: Sequence[str] = COMPARED,
-    **options: Any,
+    options: Options | None = None,
+    **given: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies, by default without kernels of our own. `options` and the errors raised
-    are those of `optimize`."""
-    options.setdefault("backend", "onnxruntime")
-    return Comparison(tuple(optimize(model, search=search, **options) for search in searches))
+    """Optimise with each of several strategies, by default without kernels of our own. `options`, what is `given` and
+    the errors raised are those of `optimize`."""
+    if options is None:
+        given.setdefault("backend", "onnxruntime")
+    return Comparison(tuple(optimize(model, search=search, options=options, **given) for search in searches))
 
 
 def view(

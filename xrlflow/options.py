@@ -1,6 +1,6 @@
 """The options of all entry points: typed, checked once, and the same in Python and on the command line.
 
-The fields of `Options` are the keyword arguments of `optimize` and, if they have a `Flag`, the flags of
+The fields of `Options` are what `optimize` takes by name or as one value and, if they have a `Flag`, the flags of
 `xrlflow optimize`. Those of `TuneOptions` and `TrainOptions` belong to `tune` and `train`. The command line imports
 this module before it knows the command, so nothing heavy is imported at the top.
 """
@@ -56,6 +56,17 @@ PROCESSORS = (
 """LLVM's names of processors that shells offer. LLVM knows more."""
 SYSTEMS = ("x86_64-linux-gnu", "aarch64-linux-gnu", "riscv64-linux-gnu")
 _CPU = "CPUExecutionProvider"
+GROUPS = {
+    "What the result may be": (
+        *("assuming", "backend_ops", "max_growth", "opset", "fix_shapes"),
+        *("only", "exclude", "rules", "trust_rules"),
+    ),
+    "Search": ("search", "cost", "agent", "train_steps", "seed", "replay"),
+    "Measurement and verification": ("measure", "verify"),
+    "Kernels and compiled models": ("backend", "exact_kernels", "store", "cpu", "triple", "remote"),
+    "Controls of experiments, besides --search lookahead2, lookahead3, random": ("budget", "alpha"),
+}
+"""The groups of the help of `optimize`, with their options; those of no group come first."""
 LOCAL = "local"
 """The Ray cluster that is started for one command, of this machine alone."""
 RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
@@ -163,7 +174,7 @@ class Options(Common):
 
     search: str = option(
         AGENT,
-        "xrlflow (an agent), mcts, rlflow, taso, greedy, lookahead2, lookahead3 or random.",
+        "xrlflow (an agent), mcts, rlflow, taso or greedy; controls of experiments: lookahead2, lookahead3, random.",
         str,
         values=SEARCHES,
     )
@@ -349,7 +360,12 @@ class Options(Common):
 class TuneOptions(Common):
     """The options of `tune`; `xrlflow.tune` explains them. Raises OptionError."""
 
-    method: str = option("chameleon", f"One of {', '.join(METHODS)}.", str, values=METHODS)
+    method: str = option(
+        "chameleon",
+        "chameleon, one-shot or one-shot-8; controls of experiments: genetic, annealing, beam, random.",
+        str,
+        values=METHODS,
+    )
     trials: int = option(512, "Kernels that are built and measured.", int, least=0)
     batch: int = option(16, "Of one kernel at a time.", int, least=1)
     time_limit: float = option(600.0, "Seconds of tuning.", float, least=0.0)

@@ -13,7 +13,7 @@ import typer
 
 from xrlflow.cli.completion import completing
 from xrlflow.cli.failures import fail
-from xrlflow.options import Flag, flags
+from xrlflow.options import GROUPS, Flag, flags
 
 Model = Annotated[Path, typer.Argument(help="The ONNX file; -: standard input.")]
 ReportTo = Annotated[
@@ -40,9 +40,10 @@ Given = dict[str, Any]
 
 
 def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of a class of options: those in `names`, or all. The command gets their values as its
-    parameter `options`. `texts` replaces the help of an option."""
+    """Give a command the flags of a class of options: those in `names`, or all, in groups. The command gets their
+    values as its parameter `options`. `texts` replaces the help of an option."""
     known = {name: found for name, found in flags(kind).items() if not names or name in names}
+    groups = {} if names else {name: group for group, inside in GROUPS.items() for name in inside}
 
     def parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
         declared = () if flag.name is None else (flag.name,)
@@ -52,6 +53,7 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
             min=flag.least,
             show_default=flag.shown,
             autocompletion=completing(flag.values) if flag.values else None,
+            rich_help_panel=groups.get(name),
         )
         several = default == ()
         return inspect.Parameter(

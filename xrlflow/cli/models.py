@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,9 @@ def optimize(
         Path, typer.Option("-o", "--output", help="Where the result goes; -: standard output.")
     ],
     options: Given,
-    trace: Annotated[Path | None, typer.Option(help="Write the substitutions to this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the substitutions to this file.", rich_help_panel="Search")
+    ] = None,
     report: ReportTo = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -40,7 +43,7 @@ def optimize(
         _check_extra_files(model, output, trace=trace, report=report)
         if output == PIPE:
             one_file(model, compiled=asked.compiling, hybrid=asked.backend == "hybrid")
-            options["portable"] = not asked.compiling
+            asked = replace(asked, portable=not asked.compiling)
         else:
             api.check_writable(output, library=asked.compiling, kernels=asked.with_kernels)
         read = source(model)
@@ -48,7 +51,7 @@ def optimize(
         if output == PIPE and asked.with_kernels and not (as_json or quiet):
             typer.echo("note: no kernels of our own: they would be a second file (name one with -o)")
         with progress(not (as_json or quiet) and sys.stderr.isatty(), asked.time_limit) as listener:
-            result = api.optimize(read, **options, listener=listener)
+            result = api.optimize(read, options=asked, listener=listener)
         target.put(result.save)
         if report is not None:
             api.save_page(result.page, report)

@@ -16,6 +16,7 @@ import typer
 
 from xrlflow.cli import batch, doctor, learning, models, passes, plot, rules
 from xrlflow.cli.failures import output_failed
+from xrlflow.cli.help import GroupedCommand
 from xrlflow.common.text import printable
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _program(
         rich_markup_mode=None,
     )  # fmt: skip
     for name, command in commands.items():
-        made.command(name)(command)
+        made.command(name, cls=GroupedCommand)(command)
     return made
 
 
