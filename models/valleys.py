@@ -43,7 +43,7 @@ from xrlflow.cost.machine import REFERENCE
 from xrlflow.ir.graph import FINGERPRINT_MASK
 from xrlflow.onnxio import load
 from xrlflow.rewrite import Library, Match, RewriteState, declared_in
-from xrlflow.search import Limits, SearchNode, append, extend, taso
+from xrlflow.search import Limits, SearchNode, extend, joined, taso
 
 # Composite rules and the chains of rules that they replace. Each crosses a valley of this file in one step.
 COMPOSITES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -460,12 +460,13 @@ def explore(start: SearchNode, ceiling: float, budget: int) -> Exploration:
     while queue and states < budget:
         height, _, node, match = heapq.heappop(queue)
         if match is not None:
-            state = node.state.apply(match)
+            edit = node.state.edit(match)
+            state = node.state.apply(match, edit)
             if state.fingerprint in visited:
                 continue
             visited.add(state.fingerprint)
             cost = node.cost + match.delta
-            node = SearchNode(state, extend(node.path, match, cost), cost)
+            node = SearchNode(state, extend(node.path, match, edit, cost), cost)
         states += 1
         if node.cost < best.cost * (1 - 1e-9):
             best = node
@@ -568,10 +569,7 @@ def _settled(node: SearchNode, budget: int) -> tuple[SearchNode, int]:
         best = min((wide.best, local.best), key=lambda f: f.cost)
         if best.cost >= node.cost * (1 - 1e-6):
             return node, searched
-        path = node.path
-        for step in best.trace:
-            path = append(path, step)
-        node = replace(best, path=path)
+        node = replace(best, path=joined(node.path, best.path))
 
 
 # The catalogue

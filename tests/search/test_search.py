@@ -21,9 +21,9 @@ from xrlflow.search import (
     Limits,
     Ratio,
     SearchNode,
-    append,
     extend,
     greedy,
+    joined,
     random_walk,
     replay,
     select,
@@ -70,12 +70,11 @@ def searching(modelled: Weighted) -> Callable[[SearchNode, frozenset[str]], Sear
     """Greedy search with some of the rules. Its result has the candidates of all rules, and the whole path."""
 
     def search(found: SearchNode, rules: frozenset[str]) -> SearchNode:
-        library, path = found.state.library, found.path
+        library = found.state.library
         state = RewriteState.start(found.state.graph, library.only(rules), modelled.delta)
         best = greedy(state, found.cost, Limits()).best
-        for part in best.path.parts() if best.path is not None else ():
-            path = append(path, part.step, part.edit)
-        return SearchNode(RewriteState.start(best.state.graph, library, modelled.delta), path, best.cost)
+        full = RewriteState.start(best.state.graph, library, modelled.delta)
+        return SearchNode(full, joined(found.path, best.path), best.cost)
 
     return search
 

@@ -23,7 +23,7 @@ from xrlflow.pipeline.prepare import Start
 from xrlflow.pipeline.verifier import failure, on_file
 from xrlflow.report import nothing_chosen, operators
 from xrlflow.rewrite import RewriteState
-from xrlflow.search import Limits, Ratio, SearchNode, Selection, append, greedy, retrace, select
+from xrlflow.search import Limits, Ratio, SearchNode, Selection, greedy, joined, retrace, select
 
 # Substitutions that lose at most this part of the modelled cost may still gain: they are measured.
 _TOLERANCE = 0.02
@@ -239,11 +239,8 @@ class Trials:
         better = result.best
         if better.path is None:
             return found
-        path = found.path
-        for part in better.path.parts():
-            path = append(path, part.step, part.edit)
         full = RewriteState.start(better.state.graph, library, found.state.delta)
-        return replace(better, state=full, path=path)
+        return replace(better, state=full, path=joined(found.path, better.path))
 
 
 @dataclass(frozen=True, slots=True)

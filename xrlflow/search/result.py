@@ -54,6 +54,13 @@ def extend(path: Path | None, match: Match, edit: Edit, cost: float) -> Path:
     return append(path, TraceStep(match.rule.name, match.rule.family, match.key, cost), edit)
 
 
+def joined(path: Path | None, further: Path | None) -> Path | None:
+    """The path with the substitutions of another one after its own."""
+    for part in further.parts() if further is not None else ():
+        path = append(path, part.step, part.edit)
+    return path
+
+
 def steps_of(path: Path | None) -> tuple[TraceStep, ...]:
     return path.steps() if path is not None else ()
 
