@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -16,8 +17,10 @@ from xrlflow.options import BACKENDS, OptionError, Options
 from xrlflow.pipeline.attempts import CANDIDATES
 from xrlflow.pipeline.context import Clock
 from xrlflow.pipeline.explore import explore
-from xrlflow.pipeline.finish import finish
+from xrlflow.pipeline.finish import Candidates, Finished, finish
 from xrlflow.pipeline.prepare import cost_model, opened, start, with_feeds
+from xrlflow.pipeline.verifier import VerificationFailed
+from xrlflow.search import SearchNode
 
 
 def test_a_phase_does_not_count_those_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +96,62 @@ def test_a_cost_models_that_gives_no_seconds_is_named(seconds: float, search: st
     proto = model("agraph (float[N,4] x) => (float[N,4] y) { a = Neg(x) b = Neg(a) y = Relu(b) }")
     with pytest.raises(OptionError, match=r"cost 'roofline' gives Relu .* seconds: give 0 or more"):
         xrlflow.optimize(proto, search=search, cost=Odd(), measure=False, threads=1)
+
+
+class Offered:
+    """A candidate that is judged as it is told."""
+
+    def __init__(self, result: Finished | VerificationFailed) -> None:
+        self.result = result
+
+    def judged(self) -> Finished:
+        if isinstance(self.result, VerificationFailed):
+            raise self.result
+        return self.result
+
+
+NODE = SearchNode(cast(Any, None), None, 1.0)
+KEPT, LOST, WRONG = Finished(NODE, "faster"), Finished(None, "slower"), VerificationFailed("it is wrong")
+
+
+def test_candidates_are_judged_until_one_is_kept() -> None:
+    answers: list[Finished] = []
+
+    def candidates() -> Candidates:
+        answers.append((yield Offered(LOST)))
+        answers.append((yield Offered(KEPT)))
+        pytest.fail("it goes on")
+
+    assert finish(candidates()) is KEPT
+    assert answers == [LOST]
+
+
+def test_a_source_says_why_nothing_is_kept() -> None:
+    def nothing() -> Candidates:
+        yield from ()
+        return LOST
+
+    def one(last: Finished | None) -> Candidates:
+        yield Offered(Finished(None, "not faster"))
+        return last
+
+    assert finish(nothing()) is LOST
+    assert finish(one(None)).reason == "not faster"
+    assert finish(one(LOST)) is LOST
+
+
+def test_a_source_may_answer_what_is_wrong_by_another_candidate() -> None:
+    def candidates() -> Candidates:
+        with pytest.raises(VerificationFailed, match="it is wrong"):
+            yield Offered(WRONG)
+        yield Offered(KEPT)
+        return None
+
+    def helpless() -> Candidates:
+        yield Offered(WRONG)
+        return LOST
+
+    assert finish(candidates()) is KEPT
+    with pytest.raises(VerificationFailed) as caught:
+        finish(helpless())
+    assert caught.value is WRONG
