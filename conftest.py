@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from xrlflow.backends.children import Child
 from xrlflow.storage.sqlite import cache_directory
+from xrlflow.workers import ProcessWorker
 
 # Tests of what an extra installs are left out where it is not installed (`make test-python`). In the environment of
 # `make test` all of it is (tests/test_install.py).
@@ -117,6 +119,38 @@ def reference_machine() -> Iterator[None]:
         for module in ("placement", "prepare"):
             patch.setattr(f"xrlflow.pipeline.{module}.calibrated", lambda threads: Machine.reference())
         yield
+
+
+def _in(folder: str) -> None:
+    """Files without a name of their own come into this folder."""
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilers_serve_several_tests() -> Iterator[None]:
+    """The process that compiles for a run is used again by the next one: it takes seconds to load TVM."""
+    begun, end = Child._begun, Child.__exit__
+    idle: list[ProcessWorker] = []
+
+    def begin(child: Child, function: Callable[..., Any], arguments: tuple[Any, ...]) -> ProcessWorker:
+        if child._worker is None and child._place._variables.keys() == {"TMPDIR"} and idle:
+            child._worker = idle.pop()
+            child.prepare(functools.partial(_in, child._place._variables["TMPDIR"]))
+        return begun(child, function, arguments)
+
+    def leave(child: Child, kind: type[BaseException] | None, *error: Any) -> None:
+        kept = child._worker if kind is None and child._unheard == 0 else None
+        if kept is not None and not kept.closed and child._place._variables.keys() == {"TMPDIR"}:
+            idle.append(kept)
+            child._worker = None
+        end(child, kind, *error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Child, "_begun", begin)
+        patch.setattr(Child, "__exit__", leave)
+        yield
+    for worker in idle:
+        worker.close()
 
 
 # Seconds: of a comparison in this process, and in fresh processes, of which at least three have to start.
