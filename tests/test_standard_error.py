@@ -89,6 +89,7 @@ def test_quick_commands(folder: Path, command: str) -> None:
     check(folder, command)
 
 
+@pytest.mark.whole
 @pytest.mark.measures
 @pytest.mark.parametrize("command", SLOW)
 def test_commands_that_measure_and_compile(folder: Path, command: str) -> None:

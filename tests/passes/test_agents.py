@@ -63,6 +63,7 @@ def test_ppo_crosses_valleys_where_greedy_stays() -> None:
     assert after < min(before, by_greedy) - 3
 
 
+@pytest.mark.whole
 def test_what_was_learned_holds_for_a_word_that_was_not_seen() -> None:
     found = np.mean([left(trained(seed).agent, [UNSEEN]) for seed in range(3)])
     assert found < greedy(Words(), Words().load(UNSEEN), Budget(400, 10)).value

@@ -79,6 +79,7 @@ def best(start: Start) -> SearchNode:
     return greedy(start.base.state, start.base.cost, Limits()).best
 
 
+@pytest.mark.whole
 def test_costs_follow_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with begun(tmp_path) as (context, begin, model):
         rule = best(begin).trace[0].rule

@@ -20,6 +20,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.batch.conftest import Here
+from tests.levels import whole
 from tests.repository.test_docs import DOCS, FENCE, ROOT
 from tests.rules.harness import model
 from xrlflow import api
@@ -130,7 +131,7 @@ def compiled(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("brief_comparisons")
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("name", whole(PYTHON, [*PYTHON.keys() - {"python.md"}]))
 def test_a_program_runs(name: str, folder: Path) -> None:
     given: dict[str, Any] = {}
     if name == "kernels.md":

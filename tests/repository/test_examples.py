@@ -57,7 +57,7 @@ def run_alone(name: str, folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("brief_comparisons")
-@pytest.mark.parametrize("name", whole(SAYS, ("own_rule", "compare_strategies", "run_with_kernels")))
+@pytest.mark.parametrize("name", whole(SAYS, ("own_rule", "run_with_kernels")))
 def test_an_example_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

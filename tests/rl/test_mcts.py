@@ -83,6 +83,7 @@ def test_several_valleys_are_crossed_one_after_the_other() -> None:
     assert search(valleys(3, 2)).best.cost == cost - 3 * 14
 
 
+@pytest.mark.whole
 def test_the_policy_decides_what_is_tried_first() -> None:
     proto = valleys(1, relus=3, distractors=6)
 

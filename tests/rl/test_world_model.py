@@ -315,6 +315,7 @@ def test_train_with_a_world_model_writes_an_agent_that_optimize_takes(tmp_path: 
     assert dreamt.report.cost_after <= result.report.cost_before
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("brief_learning")
 def test_rlflow_goes_on_with_the_world_model_of_its_agent_and_begins_one_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

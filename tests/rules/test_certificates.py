@@ -43,7 +43,7 @@ def edited(module: str, before: str, after: str) -> Sources:
     [
         pytest.param(
             "FuseReduceMean", "rewrite_rules.reduction",
-            'require(c.rank <= left, "it may broadcast")', 'require(c.rank < left, "it may broadcast")', id="its class",
+            'require(c.rank <= rank, "it may broadcast")', 'require(c.rank < rank, "it may broadcast")', id="its class",
         ),
         pytest.param(
             "FuseReduceMean", "rewrite_rules.reduction",
@@ -96,8 +96,8 @@ def test_it_falls_with_a_version(changed: str) -> None:
         ("rewrite_rules.reduction", '"""sum(x) / n -> mean(x) ', '"""The sum(x) / n -> mean(x) '),
         (
             "rewrite_rules.reduction",
-            "        wanted = count if",
-            "        # a comment\n        wanted = count if",
+            "        expected = count if",
+            "        # a comment\n        expected = count if",
         ),
         ("rewrite_rules.identity", "return op.Identity(x)", "return op.Identity(op.Identity(x))"),
         ("xrlflow.pipeline.confirm", "_FINAL_AT_LEAST = 3.0", "_FINAL_AT_LEAST = 4.0"),

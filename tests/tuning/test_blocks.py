@@ -601,6 +601,7 @@ def test_blocks_that_others_made_possible_are_measured(
     assert [row["algorithm"] for row in rows] == ["one by one"] * 2
 
 
+@pytest.mark.whole
 def test_blocks_are_measured_until_no_more_come_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     assert tune_one(store, LAYER, 6).measured == 0
 
 
+@pytest.mark.whole
 def test_the_leading_kernels_are_measured_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.tuning.session._AGAIN_SECONDS", 60.0)  # beside other work it takes longer
     tune_one(store, LAYER, 6, confirm=True)
@@ -338,6 +339,7 @@ def test_equal_layers_are_one() -> None:
     assert replace(found[1], far=True).key != found[1].key
 
 
+@pytest.mark.whole
 def test_tune_reports_algorithms(tmp_path: Path) -> None:
     """From the command to the report, and what is stored is used by the next compilation."""
     path = tmp_path / "store.sqlite"

@@ -135,6 +135,7 @@ def test_large_arrays_go_once_to_a_node(cluster: Cluster) -> None:
         array[0] = 2.0  # others have it already
 
 
+@pytest.mark.whole
 def test_a_killed_worker_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
     with Crew(cluster, partial(Dying, str(tmp_path / "died")), 2) as crew:
         assert sorted(crew.work(iter(range(8)))) == [(n, n) for n in range(8)]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.backends.tvm.kernels.test_kernels import network
 from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, results
+from tests.levels import whole
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion import bands as bands_fusion
 from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock
@@ -105,12 +106,12 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", whole(ELSEWHERE, [*ELSEWHERE][::3]))
 def test_other_machines(name: str, machine: Machine) -> None:
     assert_close(*results(network(GRAPHS[name]), Algorithm.F23, machine))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", whole(range(6), range(3)))
 @pytest.mark.parametrize(
     "name", ["a residual", "strides", "expansion alone", "channels that no vector divides"]
 )
