@@ -33,8 +33,10 @@ def parsed(text: str, version: int = 8) -> ModelProto:
     return onnx.parser.parse_model(f'<ir_version: {version}, opset_import: ["": 17]> agraph {text}')
 
 
-def run(model: ModelProto, feeds: dict[str, Any]) -> list[Any]:
+def run(model: ModelProto, feeds: dict[str, Any], optimized: bool = True) -> list[Any]:
     options = ort.SessionOptions()
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     found: list[Any] = ort.InferenceSession(model.SerializeToString(), options).run(None, feeds)
@@ -56,10 +58,12 @@ def feeds_of(model: ModelProto) -> dict[str, Any]:
     }
 
 
-def same_bits(model: ModelProto, made: ModelProto, feeds: dict[str, Any] | None = None) -> None:
+def same_bits(
+    model: ModelProto, made: ModelProto, feeds: dict[str, Any] | None = None, optimized: bool = True
+) -> None:
     onnx.checker.check_model(made, full_check=True)
     feeds = feeds_of(model) if feeds is None else feeds
-    for a, b in zip(run(model, feeds), run(made, feeds), strict=True):
+    for a, b in zip(run(model, feeds, optimized), run(made, feeds, optimized), strict=True):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
@@ -274,9 +278,10 @@ def convex(model: ModelProto, region: Region) -> bool:
 def test_models_cut_at_random_compute_the_same_bits(
     model: ModelProto, seed: int, percent: int, weights_as_inputs: bool
 ) -> None:
+    """Without ONNX Runtime's optimiser: it fuses some operators (a Gelu) only where all of them are in one graph."""
     try:
-        run(model, feeds_of(model))
-    except Exception:  # ONNX Runtime removes casts that a body reads, and fails
+        run(model, feeds_of(model), optimized=False)
+    except Exception:  # ONNX Runtime loses a value that only a branch reads, and fails
         assume(False)
     random = Random(seed)
     fits = [random.randrange(100) < percent for _ in model.graph.node]
@@ -288,7 +293,7 @@ def test_models_cut_at_random_compute_the_same_bits(
     assert all(convex(model, region) for region in regions)
     named = {f"Region_{i}": region for i, region in enumerate(regions)}
     made = with_functions(model, named, DOMAIN, weights_as_inputs=weights_as_inputs)
-    same_bits(model, made)
+    same_bits(model, made, optimized=False)
 
 
 def test_outputs_of_a_guarded_model_keep_their_order() -> None:
