@@ -206,9 +206,11 @@ def results(
     times: StoredTimes,
     untuned: Callable[[Layer, Algorithm], Way],
 ) -> list[LayerResult]:
-    """What became of the layers of a tuned model, by what was chosen for those of the untuned one and for them. Equal
-    ones are together. Those that were part of a block before count as untuned with a plain algorithm. `untuned`: the
-    kernel of an algorithm in an untuned compilation."""
+    """The kernels of each layer before and after tuning, with their times; equal layers share an entry.
+
+    `before`, `after`: the layers of both models with the kernels chosen for them. A layer that was computed within a
+    block before counts as untuned, with a plain algorithm. `untuned`: the kernel of an algorithm without tuning.
+    """
     found: dict[tuple[str, str, str], LayerResult] = {}
     algorithms: dict[str, deque[Algorithm]] = defaultdict(deque)
     for layer, chosen in before:
