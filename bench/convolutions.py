@@ -33,7 +33,7 @@ from xrlflow.backends.placement import choose_cpus, pinned
 from xrlflow.backends.results import Comparison, SpeedUp
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.onnxio import load
 from xrlflow.ops.evaluate import evaluate_graph
 

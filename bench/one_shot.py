@@ -36,8 +36,8 @@ from bench.space import NETWORKS, layers_in
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.kernels import direct, products
+from xrlflow.backends.tvm.kernels.layer_kernels import KernelChoice, LayerWorkload
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import LayerForm, Way
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
@@ -48,7 +48,7 @@ from xrlflow.tuning.one_shot.tokens import tokens_of
 from xrlflow.tuning.one_shot.training import Measured, TrainingConfig, train
 from xrlflow.tuning.pool import Pool, PoolOptions
 from xrlflow.tuning.session import tune
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.protocol import Method
 
@@ -72,19 +72,19 @@ Fields: TypeAlias = "dict[str, Any]"
 
 def fields_of(layer: Layer) -> Fields | None:
     """The fields of a layer with as many rows as columns; None for others."""
-    form, kind = layer.form, min(len(layer.form.steps), len(_STEPS) - 1)
+    workload, kind = layer.workload, min(len(layer.workload.steps), len(_STEPS) - 1)
     common = {"far": layer.far, "steps": list(_STEPS)[kind]}
-    if isinstance(form, products.Product):
+    if isinstance(workload, products.Product):
         return common | {
-            "window": None, "stride": 1, "side": form.rows, "channels": form.terms, "columns": form.columns,
+            "window": None, "stride": 1, "side": workload.rows, "channels": workload.terms, "columns": workload.columns,
             "groups": "one",
         }  # fmt: skip
-    if len(form.image) != 4 or form.image[0] != 1 or max(form.dilations) > 1:
+    if len(workload.image) != 4 or workload.image[0] != 1 or max(workload.dilations) > 1:
         return None
-    groups = "one" if form.groups == 1 else "each" if form.channels == 1 else str(form.channels)
+    groups = "one" if workload.groups == 1 else "each" if workload.channels == 1 else str(workload.channels)
     return common | {
-        "window": list(form.window[1:]), "stride": form.strides[2], "side": form.out[2],
-        "channels": form.image[3], "columns": form.out[3], "groups": groups,
+        "window": list(workload.window[1:]), "stride": workload.strides[2], "side": workload.out[2],
+        "channels": workload.image[3], "columns": workload.out[3], "groups": groups,
     }  # fmt: skip
 
 
@@ -92,9 +92,9 @@ def layer_of(fields: Fields) -> Layer | None:
     """The layer of fields; None if they do not fit together, or if it is too large."""
     channels, columns, side = fields["channels"], fields["columns"], fields["side"]
     steps = _STEPS[fields["steps"]]
-    form: LayerForm
+    workload: LayerWorkload
     if fields["window"] is None:
-        form = products.Product((1, side, channels), (1, side, columns), steps)
+        workload = products.Product((1, side, channels), (1, side, columns), steps)
     else:
         (down, across), stride = fields["window"], fields["stride"]
         groups = {"one": 1, "each": channels}.get(fields["groups"])
@@ -103,12 +103,12 @@ def layer_of(fields: Fields) -> Layer | None:
             return None
         rows = side * stride
         begin = (0, (down - 1) // 2, (across - 1) // 2)
-        form = direct.Convolution(
+        workload = direct.Convolution(
             (1, rows, rows, channels), (1, side, side, columns), (1, down, across), (1, stride, stride),
             (1, 1, 1), begin, groups, steps,
         )  # fmt: skip
-    layer = Layer(form, fields["far"])
-    return layer if layer.work <= _WORK and largest(form) <= LARGEST else None
+    layer = Layer(workload, fields["far"])
+    return layer if layer.work <= _WORK and largest(workload) <= LARGEST else None
 
 
 def drawn(known: Sequence[Fields], prior: bool, rng: random.Random) -> Layer:
@@ -137,12 +137,15 @@ def known_fields(names: Iterable[str], machine: Machine) -> list[Fields]:
     return list({json.dumps(fields): fields for fields in found}.values())
 
 
-def stored(form: LayerForm) -> Row:
+def stored(workload: LayerWorkload) -> Row:
     """A form as JSON."""
-    return {"kind": "product" if isinstance(form, products.Product) else "convolution", **asdict(form)}
+    return {
+        "kind": "product" if isinstance(workload, products.Product) else "convolution",
+        **asdict(workload),
+    }
 
 
-def form_of(row: Row) -> LayerForm:
+def workload_of(row: Row) -> LayerWorkload:
     given = dict(row)
     steps = tuple(
         Step(step["operator"], tuple(_operand(o) for o in step["operands"])) for step in given.pop("steps")
@@ -191,12 +194,12 @@ def layers_to_measure(options: argparse.Namespace, machine: Machine) -> Iterator
     if options.layers == "held-out":
         yield from held_out
         return
-    others = {replace(layer.form, steps=()) for layer in held_out}
+    others = {replace(layer.workload, steps=()) for layer in held_out}
     known = known_fields([name for name in NETWORKS if name not in HELD_OUT], machine)
     rng = random.Random(f"{options.seed} {options.layers}")
     while True:
         layer = drawn(known, options.layers == "prior", rng)
-        if replace(layer.form, steps=()) not in others:
+        if replace(layer.workload, steps=()) not in others:
             yield layer
 
 
@@ -210,7 +213,7 @@ def gather(options: argparse.Namespace) -> None:
         for number, layer in enumerate(layers_to_measure(options, machine)):
             if time.monotonic() > end:
                 return
-            row = {"form": stored(layer.form), "far": layer.far, "machine": asdict(machine)}
+            row = {"form": stored(layer.workload), "far": layer.far, "machine": asdict(machine)}
             if _place(row) in known:
                 continue
             begin = time.monotonic()
@@ -255,11 +258,11 @@ class Known:
 
 def known_of(row: Row) -> Known | None:
     """The measurements of a row; None if fewer than two are of ways that there are today."""
-    layer, machine = Layer(form_of(row["form"]), row["far"]), Machine(**row["machine"])
-    space = WaySpace.of(layer, machine)
-    places = {way: i for i, way in enumerate(space.ways)}
-    ways = [(Way.stored(json.dumps(text)), seconds) for text, seconds in row["found"]]
-    kept = [(places[way], seconds) for way, seconds in ways if way in places]
+    layer, machine = Layer(workload_of(row["form"]), row["far"]), Machine(**row["machine"])
+    space = DesignSpace.of(layer, machine)
+    places = {choice: i for i, choice in enumerate(space.choices)}
+    choices = [(KernelChoice.stored(json.dumps(text)), seconds) for text, seconds in row["found"]]
+    kept = [(places[choice], seconds) for choice, seconds in choices if choice in places]
     if len(kept) < 2:
         return None
     at = np.array([place for place, _ in kept], np.int64)

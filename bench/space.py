@@ -38,11 +38,11 @@ from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.storage.exclusive import measuring
-from xrlflow.tuning.blocks import Block, BlockWay
+from xrlflow.tuning.blocks import Block, BlockChoice
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_times import Seen, together
 from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, LayerTasks
@@ -50,7 +50,7 @@ from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import shipped
 from xrlflow.tuning.one_shot.times import predictable, predicted
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.protocol import Measurement
 
 Row: TypeAlias = "dict[str, Any]"
@@ -76,7 +76,7 @@ class Case:
 
     source: str
     layer: Layer | Block
-    usual: Way | BlockWay
+    usual: KernelChoice | BlockChoice
 
 
 def layers_in(model: Any, machine: Machine) -> list[Layer | Block]:
@@ -89,7 +89,7 @@ def layers_in(model: Any, machine: Machine) -> list[Layer | Block]:
 def case(source: str, layer: Layer | Block, machine: Machine) -> Case:
     if isinstance(layer, Block):
         return Case(source, layer, layer.usual(machine))
-    alone = fuse(module_of(layer.form, drawn(layer.form)), machine, channels_last=False)
+    alone = fuse(module_of(layer.workload, drawn(layer.workload)), machine, channels_last=False)
     (chosen,) = chosen_in(alone)
     return Case(source, layer, layer.usual(Algorithm(chosen.algorithm), machine))
 
@@ -111,7 +111,7 @@ def cases(machine: Machine, seed: int) -> Iterator[Case]:
         yield case(pool[key][0], pool[key][1], machine)
 
 
-def first_ways(one: Case, space: WaySpace, seed: int) -> list[Any]:
+def first_choices(one: Case, space: DesignSpace, seed: int) -> list[Any]:
     """The untuned way, of each algorithm those with the least estimates and random ones, and a predictor's choices."""
     layer: Any = one.layer
     rng = np.random.default_rng([seed, int(layer.key.split()[1][:8], 16)])
@@ -120,30 +120,30 @@ def first_ways(one: Case, space: WaySpace, seed: int) -> list[Any]:
         mine = np.flatnonzero(space.points[:, 0] == kind)
         likely = mine[np.argsort(space.estimates[mine], kind="stable")[:_LIKELY]]
         others = rng.choice(mine, size=min(_OTHERS, len(mine)), replace=False)
-        found += [space.ways[place] for place in (*likely, *others)]
+        found += [space.choices[place] for place in (*likely, *others)]
     if predictable(layer):
-        places, seconds = predicted(shipped(), space, space.ways.index(one.usual))
-        found += [space.ways[place] for place in places[np.argsort(seconds, kind="stable")[:_PREDICTED]]]
+        places, seconds = predicted(shipped(), space, space.choices.index(one.usual))
+        found += [space.choices[place] for place in places[np.argsort(seconds, kind="stable")[:_PREDICTED]]]
     return list(dict.fromkeys(found))
 
 
 def explored(one: Case, measurer: LayerMeasurer, seed: int) -> tuple[dict[Any, float], int]:
     """The seconds of ways of a layer, each timed in turns with the untuned one, and how many failed. The first ones are
     followed by neighbours of the fastest, again and again."""
-    space, (task,) = WaySpace.of(one.layer, measurer.layers.machine), measurer.layers.tasks
-    by_vector = dict(zip(map(tuple, space.points.tolist()), space.ways))
+    space, (task,) = DesignSpace.of(one.layer, measurer.layers.machine), measurer.layers.tasks
+    by_vector = dict(zip(map(tuple, space.points.tolist()), space.choices))
     rng = np.random.default_rng(seed)
     seconds: dict[Any, float] = {}
     tried: set[Any] = set()
     keys: set[str] = set()  # several ways may have the same kernel
-    failed, ways = 0, first_ways(one, space, seed)
+    failed, choices = 0, first_choices(one, space, seed)
     for _ in range(1 + _STEPS):
-        tried.update(ways)
+        tried.update(choices)
         kernels: list[tuple[Any, Candidate]] = []
-        for way in ways:
-            if (kernel := space.candidate(way)) is not None and kernel.key not in keys:
+        for choice in choices:
+            if (kernel := space.candidate(choice)) is not None and kernel.key not in keys:
                 keys.add(kernel.key)
-                kernels.append((way, kernel))
+                kernels.append((choice, kernel))
         for place, outcome in measurer.outcomes(task, [kernel for _, kernel in kernels]):
             if outcome.error is None:
                 seconds[kernels[place][0]] = outcome.median
@@ -151,18 +151,18 @@ def explored(one: Case, measurer: LayerMeasurer, seed: int) -> tuple[dict[Any, f
                 print(f"{one.layer.name}: {kernels[place][0]}: {outcome.error}", file=sys.stderr)
                 failed += 1
         near: dict[Any, None] = {}
-        for way in sorted(seconds, key=seconds.__getitem__)[:_BEST]:
-            vectors = space.neighbours(space.points[space.ways.index(way)].tolist())
+        for choice in sorted(seconds, key=seconds.__getitem__)[:_BEST]:
+            vectors = space.neighbours(space.points[space.choices.index(choice)].tolist())
             near |= dict.fromkeys(by_vector[vector] for vector in vectors)
-        fresh = [way for way in near if way not in tried]
-        ways = [fresh[i] for i in rng.permutation(len(fresh))[:_NEIGHBOURS]]
+        fresh = [choice for choice in near if choice not in tried]
+        choices = [fresh[i] for i in rng.permutation(len(fresh))[:_NEIGHBOURS]]
     return seconds, failed
 
 
 def kind_of(layer: Layer | Block) -> str:
     if isinstance(layer, Block):
         return "block"
-    return "product" if isinstance(layer.form, products.Product) else "convolution"
+    return "product" if isinstance(layer.workload, products.Product) else "convolution"
 
 
 def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
@@ -172,9 +172,11 @@ def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
     tasks = LayerTasks([layer], machine, lambda _: one.usual)
     with ExitStack() as stack:
         seconds, failed = explored(one, LayerMeasurer(tasks, pool.options, stack, pool), seed)
-    leaders = [way for way in sorted(seconds, key=seconds.__getitem__) if way != one.usual][:_LEADERS]
+    leaders = [choice for choice in sorted(seconds, key=seconds.__getitem__) if choice != one.usual][
+        :_LEADERS
+    ]
     order = [one.usual, *leaders, one.usual]
-    with pool.built(machine.target(), [layer.kernel(way, machine) for way in order]) as built:
+    with pool.built(machine.target(), [layer.kernel(choice, machine) for choice in order]) as built:
         several = [kernel for kernel in built if isinstance(kernel, Kernel)]
         if len(several) < len(order):
             raise BackendError(f"{layer.name}: a kernel that ran before cannot be built")
@@ -186,7 +188,7 @@ def measured(one: Case, machine: Machine, pool: Pool, seed: int) -> Row:
         "layer": layer.name, "source": one.source, "far": layer.far, "usual": str(one.usual),
         "turns": dict(zip(map(str, order), columns)), "again": again, "failed": failed, "running": len(seconds),
         "kind": kind_of(layer),
-        "once": {str(way): value for way, value in seconds.items()}, "cpu": machine.cpu,
+        "once": {str(choice): value for choice, value in seconds.items()}, "cpu": machine.cpu,
     }  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def verdict(row: Row) -> tuple[str, float, float, float]:
     """The best way by the even rounds; by the odd ones its microseconds, the untuned kernel's time over its, and that
     of the untuned kernel against itself."""
     turns: dict[str, list[float]] = row["turns"]
-    best = min(turns, key=lambda way: statistics.median(turns[way][::2]))
+    best = min(turns, key=lambda choice: statistics.median(turns[choice][::2]))
     usual, odd = turns[row["usual"]][1::2], turns[best][1::2]
     ratio = statistics.median(a / b for a, b in zip(usual, odd))
     return (

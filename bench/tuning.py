@@ -57,7 +57,7 @@ from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.cost.machine import cpu_name
@@ -67,7 +67,7 @@ from xrlflow.tuning.layer_tuning import COLD_PRIVATE_CACHES, LayerMeasurer, Laye
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.session import MakeTuner, Outcomes, tune
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task, extract_tasks, target_text
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
@@ -538,8 +538,10 @@ class Subject:
 
     def stock(self) -> Task:
         """Its own kernel, without changes of layout around it."""
-        form, only = self.layer.form, Algorithms(only=Algorithm.TILES)
-        module = fuse(module_of(form, drawn(form)), self.machine, channels_last=False, algorithms=only)
+        workload, only = self.layer.workload, Algorithms(only=Algorithm.TILES)
+        module = fuse(
+            module_of(workload, drawn(workload)), self.machine, channels_last=False, algorithms=only
+        )
         tasks = extract_tasks(module, self.machine.target())
         return replace(max(tasks, key=lambda task: task.flops), weight=1)
 
@@ -556,7 +558,7 @@ class Subject:
         return Contestant(tasks.tasks[0], make, Ours(tasks, pool.options, at_end, pool))
 
     def _tuner(self, method: Method, agent: Agent | None, task: Task, seed: int) -> Tuner:
-        return make_tuner(method, WaySpace.of(self.layer, self.machine), seed, agent=agent)
+        return make_tuner(method, DesignSpace.of(self.layer, self.machine), seed, agent=agent)
 
 
 def some_layers(names: Sequence[str], count: int, machine: Machine) -> dict[str, Subject]:
@@ -570,7 +572,7 @@ def some_layers(names: Sequence[str], count: int, machine: Machine) -> dict[str,
     found: dict[str, Subject] = {}
     for source, layer in (known[key] for key in drawn_keys):
         title = f"{layer.name}{', weights from memory' if layer.far else ''} ({source})"
-        steps = f" {len(layer.form.steps)} steps" if title in found else ""
+        steps = f" {len(layer.workload.steps)} steps" if title in found else ""
         found[title + steps] = Subject(layer, machine)
     return found
 

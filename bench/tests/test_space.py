@@ -14,7 +14,7 @@ from tests.tuning.test_layers import FORMS
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.layer_tuning import LayerMeasurer, LayerTasks
 from xrlflow.tuning.layers import Layer
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -44,19 +44,19 @@ class Clock:
 
 
 def test_neighbours_of_the_fastest_are_tried_and_nothing_twice() -> None:
-    space = WaySpace.of(LAYER, MACHINE)
+    space = DesignSpace.of(LAYER, MACHINE)
     one = bench.Case("here", LAYER, LAYER.estimated(MACHINE))
-    first = bench.first_ways(one, space, 0)
+    first = bench.first_choices(one, space, 0)
     assert first[0] == one.usual
-    goal = next(way for way in reversed(space.ways) if way not in first)
-    clock = Clock(space.points[space.ways.index(goal)].tolist())
+    goal = next(choice for choice in reversed(space.choices) if choice not in first)
+    clock = Clock(space.points[space.choices.index(goal)].tolist())
     seconds, failed = bench.explored(one, cast("LayerMeasurer", clock), 0)
     assert failed == 1
     assert len(clock.asked) == len(set(clock.asked)) == len(seconds) + 1
     assert not {*seconds} <= {*first}
 
-    def far(way: Any) -> float:
-        return clock.seconds(space.points[space.ways.index(way)].tolist())
+    def far(choice: Any) -> float:
+        return clock.seconds(space.points[space.choices.index(choice)].tolist())
 
     assert min(map(far, seconds)) < min(map(far, first))
 

@@ -18,7 +18,7 @@ from tests.rules.harness import model
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.kernels import bands
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Timed, Times
-from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, LayerWorkload
 from xrlflow.backends.tvm.library.operator_times import Operator, operator_times
 from xrlflow.backends.tvm.library.operator_times import Times as Taken
 from xrlflow.backends.tvm.library.operator_times import _compiled as compiled
@@ -49,10 +49,10 @@ class Fastest:
     def __init__(self, algorithm: Algorithm) -> None:
         self._times = {a: Timed(1.0 if a is algorithm else 2.0) for a in Algorithm}
 
-    def of(self, form: LayerForm, far: bool) -> Times:
+    def of(self, workload: LayerWorkload, far: bool) -> Times:
         return self._times
 
-    def of_block(self, form: bands.ConvBlock, far: bool) -> None:
+    def of_block(self, workload: bands.ConvBlock, far: bool) -> None:
         return None
 
 

@@ -27,7 +27,7 @@ def setting() -> Setting:
 def put(
     store: Store,
     layer: Measurable[Any],
-    way: Any,
+    choice: Any,
     *seconds: float,
     error: str | None = None,
     key: str | None = None,
@@ -35,9 +35,9 @@ def put(
     """Store measurements of a way; none of them has the same number."""
     outcomes = [Measurement((s + 1e-9 * i,)) for i, s in enumerate(seconds)]
     for outcome in [*outcomes, *([Measurement(error=error)] if error else [])]:
-        candidate = key_of(layer, way, MACHINE) if key is None else key
+        candidate = key_of(layer, choice, MACHINE) if key is None else key
         now = time.time()
-        store.put(Record(layer.key, setting(), candidate, way.text, outcome.seconds, outcome.error, now))
+        store.put(Record(layer.key, setting(), candidate, choice.text, outcome.seconds, outcome.error, now))
 
 
 def tune_one(store: Store, layer: Measurable[Any], trials: int, *, confirm: bool = False) -> TuningResult:

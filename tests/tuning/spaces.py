@@ -11,7 +11,7 @@ from typing import Any
 from tests.tuning.measured import MACHINE
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]
 """An algorithm's knobs, with their values."""
@@ -60,14 +60,14 @@ class MadeUp:
                 found.append(Choice((("algorithm", number), *zip(names, values))))
         return found
 
-    def numbers(self, way: Choice) -> dict[str, int]:
-        return dict(way.numbers)
+    def numbers(self, choice: Choice) -> dict[str, int]:
+        return dict(choice.numbers)
 
-    def estimate(self, way: Choice, machine: Any) -> float:
+    def estimate(self, choice: Choice, machine: Any) -> float:
         return 1.0
 
-    def kernel(self, way: Choice, machine: Any) -> Any:
-        numbers = self.numbers(way)
+    def kernel(self, choice: Choice, machine: Any) -> Any:
+        numbers = self.numbers(choice)
         if numbers.get("rows", 1) * numbers.get("vectors", 1) > self.most:
             raise BackendError("there is no such kernel")
         if not numbers.get("order"):
@@ -76,9 +76,9 @@ class MadeUp:
 
 
 @cache
-def space_of(layer: MadeUp) -> WaySpace:
+def space_of(layer: MadeUp) -> DesignSpace:
     made: Any = layer
-    return WaySpace.of(made, MACHINE)
+    return DesignSpace.of(made, MACHINE)
 
 
 PRODUCT = MadeUp(

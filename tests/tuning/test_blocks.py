@@ -25,15 +25,15 @@ from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import bands_plan
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms, TimedBlock
 from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock, Tile
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.lowering.plan import plan_of, sequence
 from xrlflow.tuning import blocks
-from xrlflow.tuning.blocks import Block, BlockWay
+from xrlflow.tuning.blocks import Block, BlockChoice
 from xrlflow.tuning.layer_times import Seen, StoredTimes, block_results, together
 from xrlflow.tuning.layer_tuning import LayerMeasurer
 from xrlflow.tuning.layers import Layer
@@ -46,7 +46,7 @@ from xrlflow.tuning.tuners.protocol import Measurement
 
 pytestmark = pytest.mark.measures
 
-APART = BlockWay()
+APART = BlockChoice()
 BIAS = Step("relax.add", (Earlier(0), Extra(True)))
 RELU = (BIAS, Step("relax.nn.relu", (Earlier(1),)))
 SILU = (
@@ -78,14 +78,14 @@ CHAIN = (
 """Two depthwise convolutions, and a 1x1 convolution between them that either could be one kernel with."""
 
 
-def untuned(known: Block) -> BlockWay:
+def untuned(known: Block) -> BlockChoice:
     """The untuned kernel in bands."""
     return known.untuned(MACHINE)[1]
 
 
-def other(known: Block) -> BlockWay:
+def other(known: Block) -> BlockChoice:
     """Another kernel in bands."""
-    return next(way for way in known.everything(MACHINE) if way not in known.untuned(MACHINE))
+    return next(choice for choice in known.everything(MACHINE) if choice not in known.untuned(MACHINE))
 
 
 def blocks_of(text: str, known: StoredTimes | None = None) -> list[Block]:
@@ -108,22 +108,22 @@ def test_a_store_knows_blocks_of_earlier_versions() -> None:
 def test_all_ways_of_a_block_compute_the_same(name: str, pool: Pool) -> None:
     known = Block(FORMS[name], far=False)
     wanted = known.expected(MACHINE)
-    assert wanted.shape == known.form.out
+    assert wanted.shape == known.workload.out
     some = [*known.untuned(MACHINE), other(known)]
-    assert [way.plan is None for way in some] == [True, False, False]
-    modules = [known.kernel(way, MACHINE) for way in some]
+    assert [choice.blocking is None for choice in some] == [True, False, False]
+    modules = [known.kernel(choice, MACHINE) for choice in some]
     with pool.built(MACHINE.target(), modules) as built:
-        for way, kernel in zip(some, built):
+        for choice, kernel in zip(some, built):
             assert kernel is not None
             assert not isinstance(kernel, Measurement)
-            (found,) = pool.called(kernel, known.arguments(way, MACHINE))
+            (found,) = pool.called(kernel, known.arguments(choice, MACHINE))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())
 
 
 def test_what_is_expected_is_the_block() -> None:
     """Against ONNX Runtime: a block is made of its form with the right operators, paddings and layouts."""
-    form = FORMS["strides, odd channels, a batch"]
-    drawn = blocks._drawn(form)
+    workload = FORMS["strides, odd channels, a batch"]
+    drawn = blocks._drawn(workload)
     assert drawn.expand is not None
     assert drawn.project is not None
     model = network(
@@ -141,7 +141,7 @@ def test_what_is_expected_is_the_block() -> None:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run({"x": np.ascontiguousarray(drawn.image.transpose(0, 3, 1, 2))})
-    found = Block(form, False).expected(MACHINE).transpose(0, 3, 1, 2)
+    found = Block(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
@@ -163,15 +163,15 @@ def test_a_block_of_a_model_has_this_form(name: str) -> None:
     }
     (found,) = blocks_of(texts[name])
     assert not found.far
-    form = found.form
-    assert replace(form, expand=None, depthwise=(), project=None) == replace(
+    workload = found.workload
+    assert replace(workload, expand=None, depthwise=(), project=None) == replace(
         FORMS[name], expand=None, depthwise=(), project=None
     )
-    assert [s is None for s in (form.expand, form.project)] == [
+    assert [s is None for s in (workload.expand, workload.project)] == [
         s is None for s in (FORMS[name].expand, FORMS[name].project)
     ]
     if name != "a residual":
-        assert form == FORMS[name]
+        assert workload == FORMS[name]
 
 
 def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
@@ -182,8 +182,8 @@ def test_an_expansion_that_is_read_elsewhere_is_no_part_of_a_block() -> None:
         " d = Conv<group=48, pads=[1,1,1,1]>(f, w1) a = Relu(d) y = Conv(a, w2) }"
     )
     (found,) = blocks_of(text)
-    assert found.form.expand is None
-    assert found.form.project is not None
+    assert found.workload.expand is None
+    assert found.workload.project is not None
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -195,36 +195,42 @@ def test_blocks_know_where_their_weights_come_from(far: bool, monkeypatch: pytes
 
 def test_every_way_is_stored() -> None:
     found = BLOCK.everything(MACHINE)
-    assert {APART, BlockWay(bands_plan.plan(BLOCK.form, MACHINE))} == {*BLOCK.untuned(MACHINE)} <= {*found}
-    assert [BlockWay.stored(way.text) for way in found] == found
+    assert (
+        {APART, BlockChoice(bands_plan.best_blocking(BLOCK.workload, MACHINE))}
+        == {*BLOCK.untuned(MACHINE)}
+        <= {*found}
+    )
+    assert [BlockChoice.stored(choice.text) for choice in found] == found
 
 
 def test_keys_are_those_of_blocks() -> None:
-    keys = [known.key for form in FORMS.values() for far in (False, True) for known in [Block(form, far)]]
+    keys = [
+        known.key for workload in FORMS.values() for far in (False, True) for known in [Block(workload, far)]
+    ]
     assert len(set(keys)) == len(keys)
     assert all(key.startswith("block ") for key in keys)
     assert BLOCK.name == "3x3 block of 16 to 48 to 16 channels at 9x9"
 
 
 def test_blocks_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[BlockWay] = []
+    checked: list[BlockChoice] = []
     arguments = Block.arguments
 
-    def watched(known: Block, way: BlockWay, machine: Any) -> Any:
-        checked.append(way)
-        return arguments(known, way, machine)
+    def watched(known: Block, choice: BlockChoice, machine: Any) -> Any:
+        checked.append(choice)
+        return arguments(known, choice, machine)
 
     monkeypatch.setattr(Block, "arguments", watched)
     assert tune_one(store, BLOCK, 3).measured == 3
     assert {*checked} > {*BLOCK.untuned(MACHINE)}, "each way is compared before it is timed"
     records = store.known(BLOCK.key, setting())
-    assert {record.candidate for record in records} == {key_of(BLOCK, way, MACHINE) for way in checked}
+    assert {record.candidate for record in records} == {key_of(BLOCK, choice, MACHINE) for choice in checked}
     assert all(record.error is None for record in records)
-    found = times(store).of_block(BLOCK.form, far=False)
+    found = times(store).of_block(BLOCK.workload, far=False)
     assert found is not None
     assert found.seconds > 0
-    assert BlockWay(found.plan) in checked
-    assert times(store).of_block(BLOCK.form, far=True) == found, "at another distance, for want of better"
+    assert BlockChoice(found.blocking) in checked
+    assert times(store).of_block(BLOCK.workload, far=True) == found, "at another distance, for want of better"
     assert tune_one(store, BLOCK, 3).measured == 0
 
 
@@ -233,23 +239,23 @@ def test_kernels_that_compute_something_else_are_no_choice(
 ) -> None:
     fused = blocks._in_bands
 
-    def wrong(form: ConvBlock, how: BandBlocking) -> Any:
-        return fused(replace(form, depthwise=form.depthwise[:1]), how)
+    def wrong(workload: ConvBlock, blocking: BandBlocking) -> Any:
+        return fused(replace(workload, depthwise=workload.depthwise[:1]), blocking)
 
     monkeypatch.setattr(blocks, "_in_bands", wrong)
     tune_one(store, BLOCK, 3)
     assert sum("off by" in (record.error or "") for record in store.known(BLOCK.key)) == 2
-    found = times(store).of_block(BLOCK.form, far=False)
+    found = times(store).of_block(BLOCK.workload, far=False)
     assert found is not None
-    assert found.plan is None
+    assert found.blocking is None
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_one_by_one_there_is_a_kernel_for_each_convolution(name: str) -> None:
     """Else bands would be compared with themselves."""
-    form = FORMS[name]
-    called = [call.kernel for call in plan_of(sequence(blocks._scheduled(form, MACHINE))).calls]
-    assert len(called) == 1 + (form.expand is not None) + (form.project is not None)
+    workload = FORMS[name]
+    called = [call.kernel for call in plan_of(sequence(blocks._scheduled(workload, MACHINE))).calls]
+    assert len(called) == 1 + (workload.expand is not None) + (workload.project is not None)
     assert all("conv2d" in kernel for kernel in called)
 
 
@@ -266,7 +272,7 @@ def test_a_block_that_cannot_run_alone_is_left_to_the_estimates(
     assert store.known(BLOCK.key, setting()) == []
     put(store, BLOCK, APART, 1e-9, key="code")
     put(store, BLOCK, untuned(BLOCK), 1e-3)
-    assert times(store).of_block(BLOCK.form, far=False) is None
+    assert times(store).of_block(BLOCK.workload, far=False) is None
     monkeypatch.undo()
     blocks._apart.cache_clear()
 
@@ -301,42 +307,42 @@ CHOSEN: dict[str, tuple[Times, Times, Times, str]] = {
 }
 
 
-def ways_of(known: Block) -> dict[str, BlockWay]:
+def choices_of(known: Block) -> dict[str, BlockChoice]:
     return {"apart": APART, "untuned": untuned(known), "other": other(known)}
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_is_chosen(name: str, store: Store) -> None:
     *seconds, wanted = CHOSEN[name]
-    options = ways_of(BLOCK)
-    for way, measured in zip(options.values(), seconds):
-        put(store, BLOCK, way, *measured, error=None if measured else "died")
-    found = times(store).of_block(BLOCK.form, far=False)
+    options = choices_of(BLOCK)
+    for choice, measured in zip(options.values(), seconds):
+        put(store, BLOCK, choice, *measured, error=None if measured else "died")
+    found = times(store).of_block(BLOCK.workload, far=False)
     assert found is not None
-    assert BlockWay(found.plan) == options[wanted]
+    assert BlockChoice(found.blocking) == options[wanted]
 
 
-@pytest.mark.parametrize("way", ["apart", "untuned"])
-def test_a_block_that_was_measured_one_way_only_is_estimated(way: str, store: Store) -> None:
-    put(store, BLOCK, ways_of(BLOCK)[way], 1e-9)
-    assert times(store).of_block(BLOCK.form, far=False) is None
+@pytest.mark.parametrize("choice", ["apart", "untuned"])
+def test_a_block_that_was_measured_one_way_only_is_estimated(choice: str, store: Store) -> None:
+    put(store, BLOCK, choices_of(BLOCK)[choice], 1e-9)
+    assert times(store).of_block(BLOCK.workload, far=False) is None
     put(store, BLOCK, APART, error="died")
-    assert times(store).of_block(BLOCK.form, far=False) is None
+    assert times(store).of_block(BLOCK.workload, far=False) is None
 
 
 def test_a_block_that_stays_apart_untuned_does_so_unless_bands_are_clearly_faster(store: Store) -> None:
-    form = replace(
+    workload = replace(
         FORMS["projection alone"], image=(1, 20, 20, 48), middle=(1, 20, 20, 48), out=(1, 20, 20, 16)
     )
-    known = Block(form, far=False)
+    known = Block(workload, far=False)
     assert known.usual(MACHINE) == APART
     put(store, known, APART, *[1e-3] * 4)
     put(store, known, untuned(known), *[0.99e-3] * 4)
-    assert times(store).of_block(form, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
+    assert times(store).of_block(workload, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
     put(store, known, untuned(known), *[0.5e-3] * 8)
-    found = times(store).of_block(form, far=False)
+    found = times(store).of_block(workload, far=False)
     assert found is not None
-    assert found.plan == untuned(known).plan
+    assert found.blocking == untuned(known).blocking
 
 
 OTHER_PLAN = BandBlocking(Tile(3, 17), Tile(3, 17), 16, 17, 5)
@@ -350,7 +356,7 @@ OTHER_PLAN = BandBlocking(Tile(3, 17), Tile(3, 17), 16, 17, 5)
         untuned(BLOCK).text.replace('"parts"', '"pieces"'),
         untuned(BLOCK).text.replace('"lanes": ', '"lanes": [1, 2], "parts": '),
         json.dumps(["one by one", json.loads(untuned(BLOCK).text)[1]]),
-        BlockWay(OTHER_PLAN).text,
+        BlockChoice(OTHER_PLAN).text,
     ],
 )  # fmt: skip
 def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, store: Store) -> None:
@@ -358,22 +364,22 @@ def test_plans_that_are_unknown_or_no_longer_a_choice_are_ignored(text: str, sto
     (known,) = blocks_of(MODEL)
     put(store, known, APART, *[1e-3] * 4)
     store.put(Record(known.key, setting(), "code", text, (1e-9,), None, time.time()))
-    assert times(store).of_block(known.form, known.far) is None
+    assert times(store).of_block(known.workload, known.far) is None
     assert bands_in(MODEL, Algorithms(timings=times(store))) == 1
 
 
 def test_a_blocking_that_was_given_up_is_ignored(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is still the one that was measured."""
-    for way, seconds in zip(ways_of(BLOCK).values(), (2e-3, 1e-3, 0.5e-3)):
-        put(store, BLOCK, way, *[seconds] * 4)
-    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(
-        pytest.approx(0.5e-3, rel=1e-3), other(BLOCK).plan
+    for choice, seconds in zip(choices_of(BLOCK).values(), (2e-3, 1e-3, 0.5e-3)):
+        put(store, BLOCK, choice, *[seconds] * 4)
+    assert times(store).of_block(BLOCK.workload, far=False) == TimedBlock(
+        pytest.approx(0.5e-3, rel=1e-3), other(BLOCK).blocking
     )
-    given_up = other(BLOCK).plan
-    left = [how for how in bands_plan.plans(BLOCK.form, MACHINE) if how != given_up]
-    monkeypatch.setattr(blocks, "plans", lambda form, machine: left)
-    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(
-        pytest.approx(1e-3, rel=1e-3), untuned(BLOCK).plan
+    given_up = other(BLOCK).blocking
+    left = [blocking for blocking in bands_plan.blockings(BLOCK.workload, MACHINE) if blocking != given_up]
+    monkeypatch.setattr(blocks, "blockings", lambda workload, machine: left)
+    assert times(store).of_block(BLOCK.workload, far=False) == TimedBlock(
+        pytest.approx(1e-3, rel=1e-3), untuned(BLOCK).blocking
     )
 
 
@@ -387,39 +393,39 @@ def test_numbers_of_another_type_are_no_blocking(field: str, kind: type, store: 
     wrong = kind(number)
     blocking[field] = {**blocking["expand"], "rows": wrong} if field == "expand" else wrong
     text = json.dumps([name, blocking])
-    assert BlockWay.stored(text) is None
+    assert BlockChoice.stored(text) is None
     put(store, known, APART, *[1e-3] * 4)
     key = key_of(known, untuned(known), MACHINE)
     store.put(Record(known.key, setting(), key, text, (1e-9,), None, time.time()))
-    assert times(store).of_block(known.form, known.far) is None
+    assert times(store).of_block(known.workload, known.far) is None
 
 
 def test_nested_nonsense_is_no_way() -> None:
-    assert BlockWay.stored("[" * 100_000) is Way.stored("[" * 100_000) is None
+    assert BlockChoice.stored("[" * 100_000) is KernelChoice.stored("[" * 100_000) is None
 
 
 def test_times_of_other_code_are_ignored(store: Store) -> None:
     """Of a kernel that the same plan once had, and of another machine or thread count."""
     put(store, BLOCK, APART, *[1e-3] * 4, key="another kernel")
     put(store, BLOCK, untuned(BLOCK), *[2e-3] * 4)
-    assert times(store).of_block(BLOCK.form, far=False) is None
+    assert times(store).of_block(BLOCK.workload, far=False) is None
     put(store, BLOCK, APART, *[1e-3] * 4)
-    assert times(store).of_block(BLOCK.form, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
+    assert times(store).of_block(BLOCK.workload, far=False) == TimedBlock(pytest.approx(1e-3, rel=1e-3))
     put(store, BLOCK, other(BLOCK), *[0.5e-3] * 4)
     put(store, BLOCK, untuned(BLOCK), *[1e-9] * 4, key="another kernel")
     put(store, BLOCK, untuned(BLOCK), *[0.4e-3] * 9, key="yet another kernel")
-    found = times(store).of_block(BLOCK.form, far=False)
+    found = times(store).of_block(BLOCK.workload, far=False)
     assert found is not None
-    assert found.plan == other(BLOCK).plan
+    assert found.blocking == other(BLOCK).blocking
     for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):
-        assert StoredTimes.on(store, machine, threads, device).of_block(BLOCK.form, far=False) is None
+        assert StoredTimes.on(store, machine, threads, device).of_block(BLOCK.workload, far=False) is None
 
 
 def tuned_store(store: Store, text: str, fastest: str) -> None:
     """Times of the blocks of a model of which one way is the fastest."""
     for known in together(blocks_of(text)):
-        for name, way in ways_of(known).items():
-            put(store, known, way, *[0.5e-3 if name == fastest else 1e-3] * 4)
+        for name, choice in choices_of(known).items():
+            put(store, known, choice, *[0.5e-3 if name == fastest else 1e-3] * 4)
 
 
 @pytest.mark.parametrize("fastest", ["apart", "untuned", "other"])
@@ -431,9 +437,9 @@ def test_a_compilation_uses_what_was_measured(
     made: list[BandBlocking] = []
     kernel = blocks.kernel
 
-    def watched(form: ConvBlock, how: BandBlocking) -> Any:
-        made.append(how)
-        return kernel(form, how)
+    def watched(workload: ConvBlock, blocking: BandBlocking) -> Any:
+        made.append(blocking)
+        return kernel(workload, blocking)
 
     monkeypatch.setattr("xrlflow.backends.tvm.fusion.bands.kernel", watched)
     model, algorithms = network(MODEL), Algorithms(timings=times(store))
@@ -444,7 +450,9 @@ def test_a_compilation_uses_what_was_measured(
     with compiled(model, MACHINE, threads=2, algorithms=algorithms) as lowered:
         (found,) = lowered.run(given)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.abs(np.asarray(wanted)).max())
-    assert set(made) == {how for how in [ways_of(known)[fastest].plan] if how is not None}
+    assert set(made) == {
+        blocking for blocking in [choices_of(known)[fastest].blocking] if blocking is not None
+    }
 
 
 @pytest.mark.parametrize("fastest", ["apart", "untuned"])
@@ -453,8 +461,8 @@ def test_kernels_beside_a_file_use_what_was_measured(fastest: str, store: Store,
     model = network(MODEL)
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
-    how = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store)
-    made = how.hybrid(str(path), [{}], str(path.with_name("made.onnx")))
+    blocking = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store)
+    made = blocking.hybrid(str(path), [{}], str(path.with_name("made.onnx")))
     assert any(b"bands" in code for code in made.library.code) == (fastest != "apart")
     made.save(tmp_path / "fast.onnx")
     given = numbers(model)
@@ -479,23 +487,23 @@ def test_a_store_without_blocks_leaves_them_to_the_estimates(store: Store) -> No
     store.close()
     with Store(store.path) as again:
         known = times(again)
-        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.TILES}
+        assert known.of(convolution.workload, convolution.far).keys() == {Algorithm.TILES}
         assert bands_in(text, Algorithms(timings=known)) == bands_in(text, Algorithms()) == 1
         tuned_store(again, text, "apart")
-        assert known.of(convolution.form, convolution.far).keys() == {Algorithm.TILES}
+        assert known.of(convolution.workload, convolution.far).keys() == {Algorithm.TILES}
         assert bands_in(text, Algorithms(timings=known)) == 0
 
 
 def test_what_comes_apart_leaves_its_convolutions_to_others(store: Store) -> None:
     first, second = blocks_of(CHAIN)
-    assert first.form.project is not None
-    assert second.form.expand is None
-    for way, seconds in ((APART, 1e-3), (untuned(first), 2e-3)):
-        put(store, first, way, *[seconds] * 4)
+    assert first.workload.project is not None
+    assert second.workload.expand is None
+    for choice, seconds in ((APART, 1e-3), (untuned(first), 2e-3)):
+        put(store, first, choice, *[seconds] * 4)
     again, third = blocks_of(CHAIN, times(store))
     assert again.key == first.key
-    assert third.form.expand is not None
-    assert third.form.project is not None
+    assert third.workload.expand is not None
+    assert third.workload.project is not None
 
 
 def test_equal_blocks_are_one() -> None:

@@ -13,7 +13,7 @@ from tests.tuning.tuners.test_tuners import WALKS
 from xrlflow.learn.tensors import to_arrays
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.knobs import Candidate, Floats
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.surrogate import Experience, Surrogate
 from xrlflow.tuning.tuners.chameleon import Agent, ChameleonTuner
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -25,18 +25,18 @@ _KNOBS = slice(8, 10)
 """Where a description has the logarithms of rows and vectors."""
 
 
-def descriptions(space: WaySpace, candidates: Sequence[Candidate]) -> Floats:
+def descriptions(space: DesignSpace, candidates: Sequence[Candidate]) -> Floats:
     surrogate = Surrogate(space, 0)
     surrogate.add([(c, Measurement((1.0,))) for c in candidates])
     return surrogate.experience.kernels
 
 
-def drawn(layer: MadeUp, count: int, seed: int = 0) -> tuple[WaySpace, Sequence[Candidate]]:
+def drawn(layer: MadeUp, count: int, seed: int = 0) -> tuple[DesignSpace, Sequence[Candidate]]:
     space = space_of(layer)
     return space, RandomTuner(space, seed).propose(count)
 
 
-def measured(space: WaySpace, candidates: Sequence[Candidate]) -> list[tuple[Candidate, Measurement]]:
+def measured(space: DesignSpace, candidates: Sequence[Candidate]) -> list[tuple[Candidate, Measurement]]:
     values = descriptions(space, candidates)[:, _KNOBS].sum(axis=1)
     return [(c, Measurement((float(2 ** (-v / 4)),))) for c, v in zip(candidates, values)]
 

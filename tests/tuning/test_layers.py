@@ -25,9 +25,15 @@ from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.kernels import direct, products
-from xrlflow.backends.tvm.kernels.algorithms import Algorithms, Choice, Timed, with_times
+from xrlflow.backends.tvm.kernels.algorithms import AlgorithmOption, Algorithms, Timed, with_times
+from xrlflow.backends.tvm.kernels.layer_kernels import (
+    KERNELS,
+    Algorithm,
+    KernelChoice,
+    LayerWorkload,
+    algorithms_of,
+)
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import KERNELS, Algorithm, LayerForm, Way, algorithms_of
 from xrlflow.backends.tvm.kernels.winograd import WinogradBlocking
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
@@ -67,18 +73,18 @@ MODEL = (
 )
 
 
-def other(layer: Layer, algorithm: Algorithm) -> Way:
+def other(layer: Layer, algorithm: Algorithm) -> KernelChoice:
     """Another blocking than the untuned one."""
     return next(
-        way
-        for way in layer.everything(MACHINE)
-        if way.algorithm is algorithm and way != layer.usual(algorithm, MACHINE)
+        choice
+        for choice in layer.everything(MACHINE)
+        if choice.algorithm is algorithm and choice != layer.usual(algorithm, MACHINE)
     )
 
 
 TWICE = (Step("relax.sigmoid", (Earlier(0),)), Step("relax.multiply", (Earlier(0), Earlier(1))))
-FORMS: dict[str, LayerForm] = {
-    "steps": LAYER.form,
+FORMS: dict[str, LayerWorkload] = {
+    "steps": LAYER.workload,
     "odd sizes, one side padded": of_3x3((2, 7, 9, 19), (2, 8, 7, 23), (2, 0), STEPS[:1]),
     "groups": of_3x3((1, 6, 6, 32), (1, 6, 6, 48), (1, 1), groups=2),
     "a step that reads two": of_3x3((1, 6, 6, 16), (1, 4, 4, 16), (0, 0), TWICE),
@@ -110,22 +116,22 @@ def test_a_store_knows_layers_of_earlier_versions() -> None:
 def test_all_kernels_of_a_layer_compute_the_same(name: str, pool: Pool) -> None:
     layer = Layer(FORMS[name], far=False)
     wanted = layer.expected(MACHINE)
-    assert wanted.shape == layer.form.out
+    assert wanted.shape == layer.workload.out
     some = [
         *layer.untuned(MACHINE),
-        *(Way(TILES, how) for how in tiles.tile_choices(layer.form, MACHINE)[1:3]),
+        *(KernelChoice(TILES, blocking) for blocking in tiles.tile_choices(layer.workload, MACHINE)[1:3]),
     ]
-    assert {way.algorithm for way in some} == {*algorithms_of(layer.form)}
-    modules = [layer.kernel(way, MACHINE) for way in some]
+    assert {choice.algorithm for choice in some} == {*algorithms_of(layer.workload)}
+    modules = [layer.kernel(choice, MACHINE) for choice in some]
     with pool.built(MACHINE.target(), modules) as built:
-        for way, kernel in zip(some, built):
-            assert isinstance(kernel, Kernel), way
-            if (arguments := layer.arguments(way, MACHINE)) is None:
-                assert way == layer.usual(TILES, MACHINE)
+        for choice, kernel in zip(some, built):
+            assert isinstance(kernel, Kernel), choice
+            if (arguments := layer.arguments(choice, MACHINE)) is None:
+                assert choice == layer.usual(TILES, MACHINE)
                 continue
             (found,) = pool.called(kernel, arguments)
             np.testing.assert_allclose(
-                found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max(), err_msg=str(way)
+                found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max(), err_msg=str(choice)
             )
 
 
@@ -135,19 +141,19 @@ def test_a_tile_leaves_the_kernel_to_the_next_one() -> None:
     alone = tiles.only_kernel(tiles.fused(FORMS["groups and strides"], MACHINE))
     assert alone is not None
     before = alone.kernel.script()
-    choices = tiles.tile_choices(FORMS["groups and strides"], MACHINE)
-    found = [tiles.tiled(alone, choice, MACHINE) for choice in choices]
+    tile_options = tiles.tile_choices(FORMS["groups and strides"], MACHINE)
+    found = [tiles.tiled(alone, tile_option, MACHINE) for tile_option in tile_options]
     assert alone.kernel.script() == before
-    assert sum(kernel is not None for kernel in found) > len(choices) // 2
-    again = tiles.tiled(alone, choices[0], MACHINE)
+    assert sum(kernel is not None for kernel in found) > len(tile_options) // 2
+    again = tiles.tiled(alone, tile_options[0], MACHINE)
     assert again is not None
     assert again.script() == found[0].script()
 
 
 def test_tiles_are_the_convolution() -> None:
     """Against ONNX Runtime: a layer is made of its form with the right operators, paddings and layouts."""
-    form = FORMS["odd sizes, one side padded"]
-    given = tiles.drawn(form)
+    workload = FORMS["odd sizes, one side padded"]
+    given = tiles.drawn(workload)
     weights, (bias,) = given.weights, given.extras
     assert bias is not None
     model = network(
@@ -159,25 +165,25 @@ def test_tiles_are_the_convolution() -> None:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run(
-            {"x": np.ascontiguousarray(tiles.large_of(form)["image"].transpose(0, 3, 1, 2))}
+            {"x": np.ascontiguousarray(tiles.large_of(workload)["image"].transpose(0, 3, 1, 2))}
         )
-    found = Layer(form, False).expected(MACHINE).transpose(0, 3, 1, 2)
+    found = Layer(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
 
 
 def test_every_way_is_stored() -> None:
     found = LAYER.everything(MACHINE)
     assert {LAYER.usual(algorithm, MACHINE) for algorithm in ALL} == {*LAYER.untuned(MACHINE)} <= {*found}
-    assert [Way.stored(way.text) for way in found] == found
+    assert [KernelChoice.stored(choice.text) for choice in found] == found
 
 
 def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Way] = []
+    checked: list[KernelChoice] = []
     arguments = Layer.arguments
 
-    def watched(layer: Layer, way: Way, machine: Any) -> Any:
-        checked.append(way)
-        return arguments(layer, way, machine)
+    def watched(layer: Layer, choice: KernelChoice, machine: Any) -> Any:
+        checked.append(choice)
+        return arguments(layer, choice, machine)
 
     monkeypatch.setattr(Layer, "arguments", watched)
     untuned = LAYER.untuned(MACHINE)
@@ -185,11 +191,13 @@ def test_layers_are_measured_once(store: Store, tmp_path: Path, monkeypatch: pyt
     assert len(checked) == len({*checked}) == 6
     assert {*checked} > {*untuned}, "each kernel is compared before it is timed"
     records = store.known(LAYER.key, setting())
-    assert {record.candidate for record in records} == {key_of(LAYER, way, MACHINE) for way in checked}
+    assert {record.candidate for record in records} == {key_of(LAYER, choice, MACHINE) for choice in checked}
     assert all(record.error is None for record in records)
-    known = times(store).of(LAYER.form, far=False)
+    known = times(store).of(LAYER.workload, far=False)
     assert set(known) == {*ALL}
-    assert times(store).of(LAYER.form, far=True) == known, "measured at another distance, for want of better"
+    assert times(store).of(LAYER.workload, far=True) == known, (
+        "measured at another distance, for want of better"
+    )
     assert tune_one(store, LAYER, 6).measured == 0
 
 
@@ -208,28 +216,30 @@ def test_only_a_blocking_that_is_clearly_faster_replaces_the_untuned_one(store: 
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, untuned, 1e-3)
     put(store, LAYER, another, 0.99e-3)
-    known = times(store).of(LAYER.form, far=False)
-    assert known == {TILES: Timed(4e-3, PLAIN.plan), F43: Timed(1e-3, untuned.plan)}
+    known = times(store).of(LAYER.workload, far=False)
+    assert known == {TILES: Timed(4e-3, PLAIN.blocking), F43: Timed(1e-3, untuned.blocking)}
     put(store, LAYER, another, 0.5e-3)
-    found = times(store).of(LAYER.form, far=False)[F43]
+    found = times(store).of(LAYER.workload, far=False)[F43]
     assert found is not None
-    assert found.plan == another.plan
+    assert found.blocking == another.blocking
 
 
 def test_what_was_measured_once_is_lucky(store: Store) -> None:
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, LAYER.usual(F43, MACHINE), *[1e-3] * 4)
     put(store, LAYER, other(LAYER, F43), 0.5e-3)
-    found = times(store).of(LAYER.form, far=False)[F43]
+    found = times(store).of(LAYER.workload, far=False)[F43]
     assert found is not None
-    assert found.plan == LAYER.usual(F43, MACHINE).plan
+    assert found.blocking == LAYER.usual(F43, MACHINE).blocking
 
 
 NOT_CURRENT = {
-    "no plan any more": Way(F43, WinogradBlocking(rows=3, columns=17, lanes=16, block=3, parts=1)),
-    "no plan": Way(F43),
-    "a plan of another kernel": Way(DIRECT, WinogradBlocking(2, 16, 16, 2, 1)),
-    "an algorithm that cannot compute it": Way(Algorithm.PRODUCT, products.ProductBlocking(2, 16, 16, 2, 1)),
+    "no plan any more": KernelChoice(F43, WinogradBlocking(rows=3, columns=17, lanes=16, block=3, parts=1)),
+    "no plan": KernelChoice(F43),
+    "a plan of another kernel": KernelChoice(DIRECT, WinogradBlocking(2, 16, 16, 2, 1)),
+    "an algorithm that cannot compute it": KernelChoice(
+        Algorithm.PRODUCT, products.ProductBlocking(2, 16, 16, 2, 1)
+    ),
 }
 
 
@@ -238,7 +248,7 @@ def test_a_plan_that_is_no_longer_a_choice_is_ignored(name: str, store: Store) -
     assert not LAYER.is_current(NOT_CURRENT[name], "code", MACHINE)
     put(store, LAYER, PLAIN, 4e-3)
     put(store, LAYER, NOT_CURRENT[name], 1e-9, key="code")
-    assert times(store).of(LAYER.form, far=False) == {TILES: Timed(4e-3, PLAIN.plan)}
+    assert times(store).of(LAYER.workload, far=False) == {TILES: Timed(4e-3, PLAIN.blocking)}
 
 
 def test_times_of_other_code_are_ignored(store: Store) -> None:
@@ -253,28 +263,31 @@ def test_times_of_other_code_are_ignored(store: Store) -> None:
     for text in ("", "[]", '["F(9,3)", null]', '["F(4,3)", {"rows": 3}]', "null", several, real):
         record = Record(LAYER.key, setting(), "x", text, (1e-9,), None, time.time())
         store.put(record)
-    assert times(store).of(LAYER.form, far=False) == {TILES: Timed(4e-3, PLAIN.plan)}
+    assert times(store).of(LAYER.workload, far=False) == {TILES: Timed(4e-3, PLAIN.blocking)}
     for machine, threads, device in ((MACHINE, 1, None), (MACHINE, 2, "raspberry")):
-        assert StoredTimes.on(store, machine, threads, device).of(LAYER.form, far=False) == {}
-    assert StoredTimes.on(store, detect(cpu="haswell", cores=2), 2).of(LAYER.form, far=False) == {}
+        assert StoredTimes.on(store, machine, threads, device).of(LAYER.workload, far=False) == {}
+    assert StoredTimes.on(store, detect(cpu="haswell", cores=2), 2).of(LAYER.workload, far=False) == {}
 
 
 def test_a_layer_without_a_time_of_its_plain_algorithm_is_estimated(store: Store) -> None:
     """Seconds and estimates have different units."""
     put(store, LAYER, LAYER.usual(F43, MACHINE), 1e-9)
-    assert times(store).of(LAYER.form, far=False) == {}
+    assert times(store).of(LAYER.workload, far=False) == {}
     put(store, LAYER, PLAIN, error="died")
-    assert times(store).of(LAYER.form, far=False) == {}
+    assert times(store).of(LAYER.workload, far=False) == {}
 
 
 def test_estimates_and_seconds_have_one_unit() -> None:
     blocking = WinogradBlocking(4, 64, 16, 8, 1)
-    estimates = [[Choice(TILES, n), Choice(F23, n / 2, 1.1), Choice(F43, n / 4, 3.0)] for n in (8.0, 6.0)]
+    estimates = [
+        [AlgorithmOption(TILES, n), AlgorithmOption(F23, n / 2, 1.1), AlgorithmOption(F43, n / 4, 3.0)]
+        for n in (8.0, 6.0)
+    ]
     assert with_times(estimates, [{}, {}]) == estimates
     measured = with_times(estimates, [{TILES: Timed(16.0), F43: Timed(5.0, blocking), F23: None}, {}])
     assert measured == [
-        [Choice(TILES, 16.0), Choice(F43, 5.0, 3.0, blocking)],
-        [Choice(TILES, 12.0), Choice(F23, 6.0, 1.1), Choice(F43, 3.0, 3.0)],
+        [AlgorithmOption(TILES, 16.0), AlgorithmOption(F43, 5.0, 3.0, blocking)],
+        [AlgorithmOption(TILES, 12.0), AlgorithmOption(F23, 6.0, 1.1), AlgorithmOption(F43, 3.0, 3.0)],
     ]
 
 
@@ -378,7 +391,7 @@ def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
     assert all(row["best_us"] is None for row in found.to_json()["layers"])
 
 
-def untuned_way(layer: Layer, algorithm: Algorithm) -> Way:
+def untuned_way(layer: Layer, algorithm: Algorithm) -> KernelChoice:
     return layer.usual(algorithm, MACHINE)
 
 

@@ -31,7 +31,7 @@ from xrlflow.backends.tvm.fusion import layers as layers_fusion
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.tiles import tile_choices
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.schedules.contraction import schedule_contraction
 from xrlflow.cli import app
@@ -43,7 +43,7 @@ from xrlflow.tuning.measurable import key_of
 from xrlflow.tuning.one_shot.predictor import shipped
 from xrlflow.tuning.pool import Kernel, Pool
 from xrlflow.tuning.session import tune
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.chameleon import ChameleonConfig, ChameleonTuner
@@ -114,8 +114,8 @@ def test_kernels_are_timed_in_turns_with_the_untuned_one(
     monkeypatch.setattr(Pool, "in_turns", in_turns)
     monkeypatch.setattr(Pool, "timed", lambda pool, kernel, timing: Measurement((3e-3, 4e-3, 4e-3)))
     task = tasks.tasks[0]
-    space = WaySpace.of(tasks.layers[0], MACHINE)
-    others = [found for way in space.ways[:2] if (found := space.candidate(way)) is not None]
+    space = DesignSpace.of(tasks.layers[0], MACHINE)
+    others = [found for choice in space.choices[:2] if (found := space.candidate(choice)) is not None]
     with measuring(tasks) as measurer:
         assert measurer.untuned_seconds(task.key) is None
         outcomes = dict(measurer.outcomes(task, others))
@@ -139,8 +139,8 @@ def test_kernels_that_are_measured_again_are_not_built_again(
 
     monkeypatch.setattr(Pool, "built", built)
     task = tasks.tasks[0]
-    space = WaySpace.of(tasks.layers[0], MACHINE)
-    a, b, c = [found for way in space.ways[:3] if (found := space.candidate(way)) is not None]
+    space = DesignSpace.of(tasks.layers[0], MACHINE)
+    a, b, c = [found for choice in space.choices[:3] if (found := space.candidate(choice)) is not None]
     with measuring(tasks) as measurer:
         assert sorted(position for position, _ in measurer.outcomes(task, [a, b])) == [0, 1]
         again = dict(measurer.outcomes(task, [b, c, a]))
@@ -163,10 +163,10 @@ def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
     """Layers have so many ways of each algorithm."""
     everything = Layer.everything
 
-    def first(layer: Layer, machine: Machine) -> list[Way]:
+    def first(layer: Layer, machine: Machine) -> list[KernelChoice]:
         found = everything(layer, machine)
-        some = [[way for way in found if way.algorithm is a][:count] for a in Algorithm]
-        return list(dict.fromkeys([*layer.untuned(machine), *(way for each in some for way in each)]))
+        some = [[choice for choice in found if choice.algorithm is a][:count] for a in Algorithm]
+        return list(dict.fromkeys([*layer.untuned(machine), *(choice for each in some for choice in each)]))
 
     monkeypatch.setattr(Layer, "everything", first)
 
@@ -174,24 +174,24 @@ def few_ways(monkeypatch: pytest.MonkeyPatch, count: int = 3) -> None:
 def test_a_tile_that_does_not_fit_is_no_kernel(tasks: LayerTasks, monkeypatch: pytest.MonkeyPatch) -> None:
     from tvm.s_tir import ScheduleError
 
-    def failing(sch: Any, block: Any, found: Any, form: Any, machine: Any, choice: Any) -> None:
+    def failing(sch: Any, block: Any, found: Any, workload: Any, machine: Any, choice: Any) -> None:
         if choice == bad:
             raise ScheduleError("not with this tile")
-        schedule_contraction(sch, block, found, form, machine, choice)
+        schedule_contraction(sch, block, found, workload, machine, choice)
 
-    form = replace(tasks.layers[0].form, out=(16, 48))  # kernels of other tests are remembered
-    layer = Layer(form, False)
-    untuned, bad = tile_choices(form, MACHINE)[:2]
+    workload = replace(tasks.layers[0].workload, out=(16, 48))  # kernels of other tests are remembered
+    layer = Layer(workload, False)
+    untuned, bad = tile_choices(workload, MACHINE)[:2]
     monkeypatch.setattr("xrlflow.backends.tvm.schedules.dispatch.schedule_contraction", failing)
-    space = WaySpace.of(layer, MACHINE)
-    assert space.candidate(Way(Algorithm.TILES, bad)) is None
-    assert space.candidate(Way(Algorithm.TILES, untuned)) is not None
+    space = DesignSpace.of(layer, MACHINE)
+    assert space.candidate(KernelChoice(Algorithm.TILES, bad)) is None
+    assert space.candidate(KernelChoice(Algorithm.TILES, untuned)) is not None
 
 
 def test_the_untuned_kernels_are_the_first_proposals(tasks: LayerTasks) -> None:
     layer = tasks.layers[0]
     tuner = tasks.maker(Method.RANDOM)(tasks.tasks[0], 3)
-    untuned = [key_of(layer, way, MACHINE) for way in layer.untuned(MACHINE)]
+    untuned = [key_of(layer, choice, MACHINE) for choice in layer.untuned(MACHINE)]
     proposed = tuner.propose(len(untuned) + 3)
     assert [candidate.key for candidate in proposed][: len(untuned)] == untuned
     others = [*proposed[len(untuned) :], *tuner.propose(20)]
@@ -200,8 +200,8 @@ def test_the_untuned_kernels_are_the_first_proposals(tasks: LayerTasks) -> None:
 
 def test_what_a_predictor_chooses_is_measured_after_the_untuned_kernels(tasks: LayerTasks) -> None:
     layer = tasks.layers[0]
-    space = WaySpace.of(layer, MACHINE)
-    untuned = [key_of(layer, way, MACHINE) for way in layer.untuned(MACHINE)]
+    space = DesignSpace.of(layer, MACHINE)
+    untuned = [key_of(layer, choice, MACHINE) for choice in layer.untuned(MACHINE)]
     chosen = [candidate.key for candidate in OneShotTuner(space, shipped()).propose(8)]
     first = list(dict.fromkeys([*untuned, *chosen]))
     assert len(first) > len(untuned)
@@ -236,7 +236,7 @@ def test_asked_for_one_at_a_time_a_tuner_comes_to_all_ways(
         keys += [candidate.key for candidate in proposed]
         tuner.update([(candidate, Measurement((1e-3 / len(keys),))) for candidate in proposed])
     assert len(keys) == len(set(keys))
-    assert set(keys) == {key_of(layer, way, MACHINE) for way in layer.everything(MACHINE)}
+    assert set(keys) == {key_of(layer, choice, MACHINE) for choice in layer.everything(MACHINE)}
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -298,7 +298,7 @@ def test_kernels_that_compute_something_else_fail(
         records = store.known(one.layers[0].key)
         wrong = [record for record in records if "off by" in (record.error or "")]
         assert len(wrong) == len(records) - 1 == 4
-        known = StoredTimes.on(store, MACHINE, 2).of(one.layers[0].form, False)
+        known = StoredTimes.on(store, MACHINE, 2).of(one.layers[0].workload, False)
         assert known == {} or set(known.values()) == {None, known[Algorithm.TILES]}
 
 
@@ -315,7 +315,7 @@ def test_a_layer_that_cannot_run_alone_is_left_to_the_estimates(
         assert found.tasks[0].best is None
         errors = {record.error for record in store.known(one.layers[0].key)}
         assert errors == {"the layer cannot run alone: not this one"}
-        assert StoredTimes.on(store, MACHINE, 2).of(one.layers[0].form, False) == {}
+        assert StoredTimes.on(store, MACHINE, 2).of(one.layers[0].workload, False) == {}
 
 
 def test_kernels_that_cannot_be_scheduled_run_as_they_are(
@@ -359,21 +359,23 @@ def test_kernels_run_as_the_store_has_them(
     function: Any, file: Path, tasks: LayerTasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "store.sqlite"
-    wanted: dict[Any, Way] = {}
+    wanted: dict[Any, KernelChoice] = {}
     with Store(path) as store:
         for layer in tasks.layers:
             first, *untuned = layer.untuned(MACHINE)
-            products = [way for way in layer.everything(MACHINE) if way.algorithm is Algorithm.PRODUCT]
-            other = next(way for way in products if way not in (first, *untuned))
+            products = [
+                choice for choice in layer.everything(MACHINE) if choice.algorithm is Algorithm.PRODUCT
+            ]
+            other = next(choice for choice in products if choice not in (first, *untuned))
             put(store, layer, first, *[1e-3] * 4)
             put(store, layer, other, *[1e-4] * 4)
-            wanted[layer.form] = other
-    used: dict[Any, Way] = {}
+            wanted[layer.workload] = other
+    used: dict[Any, KernelChoice] = {}
     replacement = layers_fusion._replacement
 
-    def watched(match: Any, choice: Any, machine: Machine) -> Any:
-        used[match.form] = Way(choice.algorithm, choice.plan)
-        return replacement(match, choice, machine)
+    def watched(match: Any, option: Any, machine: Machine) -> Any:
+        used[match.workload] = KernelChoice(option.algorithm, option.blocking)
+        return replacement(match, option, machine)
 
     monkeypatch.setattr(layers_fusion, "_replacement", watched)
     if function is api.optimize:
@@ -468,7 +470,7 @@ def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
 def test_what_cannot_be_compared_is_not_rewritten(
     options: dict[str, bool], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def watched(how: Any, original: Any, given: Sequence[str], *rest: Any) -> Any:
+    def watched(lowering: Any, original: Any, given: Sequence[str], *rest: Any) -> Any:
         graphs.extend([node.op_type for node in onnx.load(path).graph.node] for path in given)
         raise BackendError("enough")
 

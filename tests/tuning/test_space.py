@@ -15,12 +15,12 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.knobs import KnobError
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import key_of
-from xrlflow.tuning.space import KNOBS, WaySpace
+from xrlflow.tuning.space import KNOBS, DesignSpace
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.protocol import SEARCHING, Measurement, Method
 
@@ -33,20 +33,20 @@ LAYERS_BY_NAME: dict[str, Layer | Block] = {
 EACH = pytest.mark.parametrize("name", LAYERS_BY_NAME)
 
 
-def space_of(name: str) -> WaySpace:
-    return WaySpace.of(LAYERS_BY_NAME[name], MACHINE)
+def space_of(name: str) -> DesignSpace:
+    return DesignSpace.of(LAYERS_BY_NAME[name], MACHINE)
 
 
 @EACH
 def test_every_way_has_a_vector_of_its_own(name: str) -> None:
     space = space_of(name)
     vectors = list(space.enumerate())
-    assert len(set(vectors)) == len(vectors) == space.size == len(set(space.ways))
-    assert set(space.ways) == set(LAYERS_BY_NAME[name].everything(MACHINE))
+    assert len(set(vectors)) == len(vectors) == space.size == len(set(space.choices))
+    assert set(space.choices) == set(LAYERS_BY_NAME[name].everything(MACHINE))
     points = np.array(vectors)
     assert np.array_equal(space.masked(points), points)
     assert (points < space.sizes).all()
-    assert [space.ways.index(way) for way in space.ways[::97]] == list(range(0, space.size, 97))
+    assert [space.choices.index(choice) for choice in space.choices[::97]] == list(range(0, space.size, 97))
 
 
 @EACH
@@ -67,14 +67,14 @@ def test_every_vector_stands_for_a_way_of_its_algorithm(name: str) -> None:
 @EACH
 def test_a_vector_decodes_to_the_kernel_of_its_way(name: str) -> None:
     space, layer = space_of(name), LAYERS_BY_NAME[name]
-    for way in [*layer.untuned(MACHINE), *space.ways[:: max(1, space.size // 5)]]:
-        candidate = space.candidate(way)
+    for choice in [*layer.untuned(MACHINE), *space.choices[:: max(1, space.size // 5)]]:
+        candidate = space.candidate(choice)
         if candidate is None:  # a tile that does not fit
             with pytest.raises(BackendError):
-                layer.kernel(way, MACHINE)
+                layer.kernel(choice, MACHINE)
             continue
-        assert layer.stored(json.dumps(candidate.trace)) == way
-        assert candidate.key == key_of(layer, way, MACHINE)
+        assert layer.stored(json.dumps(candidate.trace)) == choice
+        assert candidate.key == key_of(layer, choice, MACHINE)
         assert candidate.vector in set(space.enumerate())
 
 
@@ -101,7 +101,7 @@ def test_features_tell_ways_apart(name: str) -> None:
 def test_descriptions_have_one_width() -> None:
     assert len({space_of(name).width for name in LAYERS_BY_NAME}) == 1
     layer = LAYERS_BY_NAME["steps"]
-    near, far = (WaySpace.of(layer.at(far), MACHINE) for far in (False, True))
+    near, far = (DesignSpace.of(layer.at(far), MACHINE) for far in (False, True))
     candidate = near.decode(next(near.enumerate()))
     assert candidate is not None
     assert not np.array_equal(near.described([candidate]), far.described([candidate]))
@@ -118,7 +118,7 @@ def test_what_is_no_vector_is_refused() -> None:
 def test_knobs_are_named() -> None:
     assert space_of("steps").knobs[0].name == KNOBS[0] == "algorithm"
     assert {knob.name for knob in space_of("a block").knobs} <= set(KNOBS)
-    algorithms = {list(Algorithm).index(way.algorithm) for way in space_of("pointwise").ways}
+    algorithms = {list(Algorithm).index(choice.algorithm) for choice in space_of("pointwise").choices}
     assert {int(level) for level in space_of("pointwise").knobs[0].levels} == algorithms
 
 
@@ -127,8 +127,8 @@ def test_tuners_find_what_is_fast(method: Method) -> None:
     """Times are the estimates, which the tuner does not see: the best of 64 is better than that of as many random
     ones, on average over five seeds."""
     layer = Layer(replace(FORMS["steps"], image=(1, 28, 28, 64), out=(1, 28, 28, 96)), False)
-    space = WaySpace.of(layer, MACHINE)
-    seconds = {way: float(value) for way, value in zip(space.ways, space.estimates)}
+    space = DesignSpace.of(layer, MACHINE)
+    seconds = {choice: float(value) for choice, value in zip(space.choices, space.estimates)}
     hidden = np.ones(space.size)
     space.__dict__["estimates"] = hidden
     found = dict.fromkeys((method, Method.RANDOM), 0.0)

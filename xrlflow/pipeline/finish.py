@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from xrlflow.backends import RepeatedComparison
 from xrlflow.backends.tvm import TvmModel
-from xrlflow.backends.tvm.kernels.algorithms import Chosen
+from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice
 from xrlflow.backends.tvm.library.hybrid import Hybrid
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
@@ -43,7 +43,7 @@ class Finished:
     costs: tuple[float, float] | None = None
 
     @property
-    def algorithms(self) -> tuple[Chosen, ...]:
+    def algorithms(self) -> tuple[AlgorithmChoice, ...]:
         """The algorithms of convolutions in kernels of our own."""
         if self.hybrid is not None:
             return self.hybrid.chosen

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrlflow.backends.results import Latency, SpeedUp
-from xrlflow.backends.tvm.kernels.algorithms import Chosen
+from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice
 from xrlflow.ir import Body, Graph
 from xrlflow.search import Ratio, Trial
 
@@ -46,7 +46,7 @@ class Report:
     processes: int = 0  # that measured `speedup`
     trials: tuple[Trial, ...] = field(default=())
     kernel_nodes: int = 0  # nodes that run in generated kernels
-    algorithms: tuple[Chosen, ...] = field(default=())
+    algorithms: tuple[AlgorithmChoice, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data. Times are in milliseconds if the key says so, else in seconds."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from xrlflow.backends.beside import library_path
 from xrlflow.backends.results import SpeedUp
-from xrlflow.backends.tvm.kernels.algorithms import Chosen, multiplies_less
+from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice, multiplies_less
 from xrlflow.common.text import printable, printable_words
 from xrlflow.prover import Certificate
 from xrlflow.report.reasons import PHASES
@@ -108,7 +108,7 @@ def page(path: Path | None) -> None:
         _console.print(f"{path}: the report page, open it in a browser")
 
 
-def _algorithms(choices: Sequence[Chosen]) -> Table:
+def _algorithms(choices: Sequence[AlgorithmChoice]) -> Table:
     """Layers with an algorithm that is not plain, by kind."""
     table = _grid(
         "layer", "times", "algorithm", "error", "share of all errors", title="\nAlgorithms of convolutions"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrlflow.backends.tvm.kernels.building import FLOAT
-from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats
 from xrlflow.backends.tvm.lowering.compiled import Interface, TvmModel, Value
 from xrlflow.backends.tvm.lowering.executable import compile_module
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm

@@ -18,10 +18,10 @@ import numpy as np
 
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.algorithms import Chosen, Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Floats, LayerForm, Way
+from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice, Timed, TimedBlock, Times, Timings
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, Floats, KernelChoice, LayerWorkload
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.tuning.blocks import Block, BlockWay, Kernels
+from xrlflow.tuning.blocks import Block, BlockChoice, Kernels
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable, W
 from xrlflow.tuning.pool import Kernel, Pool
@@ -50,13 +50,13 @@ class Seen:
         """In the order of the model."""
         self.blocks: list[Block] = []
 
-    def of(self, form: LayerForm, far: bool) -> Times:
-        self.layers.append(Layer(form, far))
-        return {} if self._known is None else self._known.of(form, far)
+    def of(self, workload: LayerWorkload, far: bool) -> Times:
+        self.layers.append(Layer(workload, far))
+        return {} if self._known is None else self._known.of(workload, far)
 
-    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
-        self.blocks.append(Block(form, far))
-        return None if self._known is None else self._known.of_block(form, far)
+    def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
+        self.blocks.append(Block(workload, far))
+        return None if self._known is None else self._known.of_block(workload, far)
 
 
 Called = TypeVar("Called", Layer, Block)
@@ -84,26 +84,26 @@ class StoredTimes:
         """The times of a device (None: this machine)."""
         return StoredTimes(store, machine, Setting.on(device, machine.target(), threads, flushed=True))
 
-    def of(self, form: LayerForm, far: bool) -> Times:
-        found = self._used(Layer(form, far))[1]
+    def of(self, workload: LayerWorkload, far: bool) -> Times:
+        found = self._used(Layer(workload, far))[1]
         return {
-            algorithm: None if best is None else Timed(best.seconds, best.way.plan)
+            algorithm: None if best is None else Timed(best.seconds, best.choice.blocking)
             for algorithm in Algorithm
             if algorithm in found
             for best in [found[algorithm]]
         }
 
-    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
+    def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
         """What an untuned compilation chooses is kept, too, unless another way is faster by a margin."""
-        block = Block(form, far)
+        block = Block(workload, far)
         found = self._used(block)[1]
         if (apart := found.get(Kernels.APART)) is None:
             return None
         if (fused := found[Kernels.BANDS]) is None:
             return TimedBlock(apart.seconds)
-        usual, other = (fused, apart) if block.usual(self.machine).plan is not None else (apart, fused)
+        usual, other = (fused, apart) if block.usual(self.machine).blocking is not None else (apart, fused)
         best = other if other.seconds < _WORTH * usual.seconds else usual
-        return TimedBlock(best.seconds, best.way.plan)
+        return TimedBlock(best.seconds, best.choice.blocking)
 
     def _used(self, layer: Measurable[W]) -> tuple[Measurable[W], dict[Hashable, _Known[W] | None]]:
         """The layer at the distance whose times are used, and its best kernels: nothing if too little is known."""
@@ -119,7 +119,7 @@ class StoredTimes:
         kept = _kept(self.store, layer, self.setting)
         found: dict[Hashable, _Known[W] | None] = {}
         for untuned in layer.untuned(self.machine) if kept else ():
-            some = [known for known in kept if known.way.group == untuned.group]
+            some = [known for known in kept if known.choice.group == untuned.group]
             best = next((known for known in _ranked(some) if self._is_current(layer, known)), None)
             if best is not None:
                 found[untuned.group] = self._worth(layer, best, untuned, some)
@@ -132,18 +132,18 @@ class StoredTimes:
     ) -> _Known[W]:
         """The best kernel, unless the untuned one is as fast."""
         for known in some:
-            as_fast = known.way == untuned and not known.failed and best.seconds > _WORTH * known.seconds
+            as_fast = known.choice == untuned and not known.failed and best.seconds > _WORTH * known.seconds
             if as_fast and self._is_current(layer, known):
                 return known
         return best
 
     def _is_current(self, layer: Measurable[W], known: _Known[W]) -> bool:
-        return layer.is_current(known.way, known.key, self.machine)
+        return layer.is_current(known.choice, known.key, self.machine)
 
-    def seconds(self, layer: Measurable[W], way: W) -> float | None:
+    def seconds(self, layer: Measurable[W], choice: W) -> float | None:
         """The median time of a kernel, at the distance whose times are used; None if it is not known there."""
         for known in _kept(self.store, self._used(layer)[0], self.setting):
-            if known.way == way and not known.failed and self._is_current(layer, known):
+            if known.choice == choice and not known.failed and self._is_current(layer, known):
                 return known.seconds
         return None
 
@@ -152,7 +152,7 @@ class StoredTimes:
 class _Known(Generic[W]):
     """What the store has of a kernel. `failed`: the last time. `seconds`: the median of `count` measurements."""
 
-    way: W
+    choice: W
     key: str
     seconds: float
     count: int
@@ -162,11 +162,11 @@ class _Known(Generic[W]):
 def _kept(store: Store, layer: Measurable[W], setting: Setting) -> list[_Known[W]]:
     groups: dict[tuple[W, str], list[Measurement]] = {}
     for record in store.known(layer.key, setting):
-        if (way := layer.stored(record.trace)) is not None:
-            groups.setdefault((way, record.candidate), []).append(record.outcome)
+        if (choice := layer.stored(record.trace)) is not None:
+            groups.setdefault((choice, record.candidate), []).append(record.outcome)
     return [
-        _Known(way, key, _median(outcomes), len(outcomes), outcomes[-1].error is not None)
-        for (way, key), outcomes in groups.items()
+        _Known(choice, key, _median(outcomes), len(outcomes), outcomes[-1].error is not None)
+        for (choice, key), outcomes in groups.items()
     ]
 
 
@@ -201,10 +201,10 @@ class LayerResult:
 
 
 def results(
-    before: Iterable[tuple[Layer, Chosen]],
-    after: Iterable[tuple[Layer, Chosen]],
+    before: Iterable[tuple[Layer, AlgorithmChoice]],
+    after: Iterable[tuple[Layer, AlgorithmChoice]],
     times: StoredTimes,
-    untuned: Callable[[Layer, Algorithm], Way],
+    untuned: Callable[[Layer, Algorithm], KernelChoice],
 ) -> list[LayerResult]:
     """The kernels of each layer before and after tuning, with their times; equal layers share an entry.
 
@@ -216,12 +216,12 @@ def results(
     for layer, chosen in before:
         algorithms[layer.key].append(Algorithm(chosen.algorithm))
     for layer, chosen in after:
-        known = times.of(layer.form, layer.far)
+        known = times.of(layer.workload, layer.far)
         earlier_ones = algorithms[layer.key] or deque(layer.needed(times.machine))
         first = untuned(layer, earlier_ones.popleft())
         algorithm = Algorithm(chosen.algorithm)
         best = known.get(algorithm)
-        last = untuned(layer, algorithm) if best is None else Way(algorithm, best.plan)
+        last = untuned(layer, algorithm) if best is None else KernelChoice(algorithm, best.blocking)
         plain = known.get(layer.needed(times.machine)[0])
         key = (layer.key, str(first), str(last))
         earlier = found.get(key)
@@ -237,12 +237,12 @@ def block_results(blocks: Iterable[Block], times: StoredTimes) -> list[LayerResu
     """What became of blocks. Equal ones are together."""
     found = []
     for block in together(blocks):
-        first, known = block.usual(times.machine), times.of_block(block.form, block.far)
-        last = first if known is None else BlockWay(known.plan)
+        first, known = block.usual(times.machine), times.of_block(block.workload, block.far)
+        last = first if known is None else BlockChoice(known.blocking)
         found.append(
             LayerResult(
                 block.name, block.weight, str(first), times.seconds(block, first), str(last),
-                None if known is None else known.seconds, times.seconds(block, BlockWay()),
+                None if known is None else known.seconds, times.seconds(block, BlockChoice()),
             )
         )  # fmt: skip
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from xrlflow.backends.placement import last_level
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.knobs import Candidate, KnobError
 from xrlflow.tuning.layer_times import deviation
@@ -22,7 +22,7 @@ from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.times import predictable
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.session import MakeTuner, Outcomes
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.store import Record
 from xrlflow.tuning.tasks import Task
 from xrlflow.tuning.tuners.factory import make_tuner
@@ -65,9 +65,9 @@ class LayerTasks:
 
         def make(task: Task, seed: int) -> Tuner:
             layer = self.by_key[task.key]
-            space = WaySpace.of(layer, self.machine)
+            space = DesignSpace.of(layer, self.machine)
             untuned = dict.fromkeys([self.heuristic(layer), *layer.untuned(self.machine)])
-            first = [candidate for way in untuned if (candidate := space.candidate(way)) is not None]
+            first = [candidate for choice in untuned if (candidate := space.candidate(choice)) is not None]
             if self.usual(task) is None:
                 raise KnobError(f"{layer.name}: its untuned kernel cannot be measured alone")
             if self.predictor is not None and predictable(layer):
@@ -84,16 +84,16 @@ class LayerTasks:
     def recorded(self, task: Task, record: Record) -> Candidate | None:
         """The kernel of a record; None if the layer has no such kernel today."""
         layer = self.by_key[task.key]
-        way = layer.stored(record.trace)
-        current = way is not None and layer.is_current(way, record.candidate, self.machine)
-        return self._candidate(layer, way) if current else None
+        choice = layer.stored(record.trace)
+        current = choice is not None and layer.is_current(choice, record.candidate, self.machine)
+        return self._candidate(layer, choice) if current else None
 
-    def _candidate(self, layer: Measurable[Any], way: Any) -> Candidate | None:
+    def _candidate(self, layer: Measurable[Any], choice: Any) -> Candidate | None:
         try:
-            module = layer.kernel(way, self.machine)
+            module = layer.kernel(choice, self.machine)
         except BackendError:  # it is more than a sequence of kernels
             return None
-        return Candidate.of(None, json.loads(way.text), module)
+        return Candidate.of(None, json.loads(choice.text), module)
 
 
 class BeginWith:
@@ -247,9 +247,9 @@ class LayerMeasurer:
     def _wrong(self, layer: Measurable[Any], candidate: Candidate, kernel: Kernel) -> str | None:
         if self.options.remote is not None:
             return None
-        way = layer.stored(json.dumps(candidate.trace))
-        assert way is not None
-        arguments = layer.arguments(way, self.layers.machine)
+        choice = layer.stored(json.dumps(candidate.trace))
+        assert choice is not None
+        arguments = layer.arguments(choice, self.layers.machine)
         try:
             if layer.key not in self._expected:
                 self._expected = {layer.key: layer.expected(self.layers.machine)}

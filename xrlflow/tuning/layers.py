@@ -15,23 +15,23 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.fusion.layers import estimates, plain
 from xrlflow.backends.tvm.kernels import direct
-from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, weights_of
-from xrlflow.backends.tvm.kernels.ways import (
+from xrlflow.backends.tvm.kernels.layer_kernels import (
     KERNELS,
     Algorithm,
     Floats,
-    LayerForm,
-    Way,
+    KernelChoice,
+    LayerWorkload,
     algorithms_of,
     tiles_cost,
     title,
 )
+from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, weights_of
 from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.joined import joined
 from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.alone import alone, run
-from xrlflow.tuning.measurable import form_key, key_of
+from xrlflow.tuning.measurable import key_of, workload_key
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -44,151 +44,156 @@ _PLACES = {algorithm: place for place, algorithm in enumerate(Algorithm)}
 class Layer:
     """A convolution or product, of whichever algorithm (see `Measurable`). `weight`: how often the model calls it."""
 
-    form: LayerForm
+    workload: LayerWorkload
     far: bool
     weight: int = 1
 
     @property
     def name(self) -> str:
-        return title(self.form)
+        return title(self.workload)
 
     @property
     def key(self) -> str:
-        return form_key("layer", self.form, self.far)
+        return workload_key("layer", self.workload, self.far)
 
     @property
     def work(self) -> int:
-        return self.weight * math.prod(self.form.out) * self.form.terms
+        return self.weight * math.prod(self.workload.out) * self.workload.terms
 
     def needed(self, machine: Machine) -> tuple[Algorithm, ...]:
-        return (plain(self.form, machine),)
+        return (plain(self.workload, machine),)
 
     def at(self, far: bool) -> Layer:
         return replace(self, far=far)
 
-    def usual(self, algorithm: Algorithm, machine: Machine) -> Way:
+    def usual(self, algorithm: Algorithm, machine: Machine) -> KernelChoice:
         """The kernel of an algorithm in an untuned compilation."""
         if algorithm is not Algorithm.TILES:
-            return Way(algorithm, KERNELS[algorithm].usual(self.form, machine))
-        return Way(algorithm, next(iter(tiles.tile_choices(self.form, machine)), None))
+            return KernelChoice(algorithm, KERNELS[algorithm].usual(self.workload, machine))
+        return KernelChoice(algorithm, next(iter(tiles.tile_choices(self.workload, machine)), None))
 
-    def estimated(self, machine: Machine) -> Way:
+    def estimated(self, machine: Machine) -> KernelChoice:
         """The kernel of an untuned compilation without a predictor, whatever its errors."""
-        costs = estimates(self.form, machine)
+        costs = estimates(self.workload, machine)
         return self.usual(min(costs, key=costs.__getitem__), machine)
 
-    def untuned(self, machine: Machine) -> list[Way]:
-        first = plain(self.form, machine)
-        others = [algorithm for algorithm in algorithms_of(self.form) if algorithm is not first]
+    def untuned(self, machine: Machine) -> list[KernelChoice]:
+        first = plain(self.workload, machine)
+        others = [algorithm for algorithm in algorithms_of(self.workload) if algorithm is not first]
         return [self.usual(algorithm, machine) for algorithm in (first, *others)]
 
-    def everything(self, machine: Machine) -> list[Way]:
-        found = [Way(Algorithm.TILES, how) for how in tiles.tile_choices(self.form, machine) or (None,)]
-        for algorithm in algorithms_of(self.form):
+    def everything(self, machine: Machine) -> list[KernelChoice]:
+        found = [
+            KernelChoice(Algorithm.TILES, blocking)
+            for blocking in tiles.tile_choices(self.workload, machine) or (None,)
+        ]
+        for algorithm in algorithms_of(self.workload):
             if algorithm is not Algorithm.TILES:
-                plans = dict.fromkeys(KERNELS[algorithm].plans(self.form, machine))
-                found += [Way(algorithm, how) for how in plans]
+                blockings = dict.fromkeys(KERNELS[algorithm].blockings(self.workload, machine))
+                found += [KernelChoice(algorithm, blocking) for blocking in blockings]
         return found
 
-    def numbers(self, way: Way) -> dict[str, int]:
-        algorithm = {"algorithm": _PLACES[way.algorithm]}
-        if isinstance(way.plan, TileBlocking):
-            tile = way.plan.tile
+    def numbers(self, choice: KernelChoice) -> dict[str, int]:
+        algorithm = {"algorithm": _PLACES[choice.algorithm]}
+        if isinstance(choice.blocking, TileBlocking):
+            tile = choice.blocking.tile
             blocked = {"rows": tile.rows, "vectors": tile.columns // tile.lanes, "lanes": tile.lanes}
-            return algorithm | blocked | {"order": int(way.plan.columns_first)}
-        if way.algorithm is Algorithm.TILES:
+            return algorithm | blocked | {"order": int(choice.blocking.columns_first)}
+        if choice.algorithm is Algorithm.TILES:
             return algorithm
-        return algorithm | KERNELS[way.algorithm].numbers(self.form, way.plan)
+        return algorithm | KERNELS[choice.algorithm].numbers(self.workload, choice.blocking)
 
-    def loops(self, way: Way) -> list[Loop]:
-        return loops_of(self.form, way)
+    def loops(self, choice: KernelChoice) -> list[Loop]:
+        return loops_of(self.workload, choice)
 
-    def weights(self, way: Way) -> int:
-        return weights_of(self.form, way)
+    def weights(self, choice: KernelChoice) -> int:
+        return weights_of(self.workload, choice)
 
-    def estimate(self, way: Way, machine: Machine) -> float:
-        if way.algorithm is Algorithm.TILES:
-            return tiles_cost(self.form, machine)
-        return KERNELS[way.algorithm].cost(self.form, way.plan, machine)
+    def estimate(self, choice: KernelChoice, machine: Machine) -> float:
+        if choice.algorithm is Algorithm.TILES:
+            return tiles_cost(self.workload, machine)
+        return KERNELS[choice.algorithm].cost(self.workload, choice.blocking, machine)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Rows and columns of the image and of the result, channels, groups, terms, extras of the steps, and whether
         weights come from memory."""
-        form = self.form
-        read, written = math.prod(form.image[:-1]), math.prod(form.out[:-1])
+        workload = self.workload
+        read, written = math.prod(workload.image[:-1]), math.prod(workload.out[:-1])
         window, groups, stride = 1, 1, 1
-        if isinstance(form, direct.Convolution):
-            window, groups, stride = math.prod(form.window), form.groups, max(form.strides)
-        width = form.out[-2] if len(form.out) > 1 else 1
-        large = sum(not extra.by_channel for extra in form.extras)
+        if isinstance(workload, direct.Convolution):
+            window, groups, stride = math.prod(workload.window), workload.groups, max(workload.strides)
+        width = workload.out[-2] if len(workload.out) > 1 else 1
+        large = sum(not extra.by_channel for extra in workload.extras)
         return (
-            read, written, width, form.image[-1], form.out[-1], form.terms, window, groups, stride,
-            len(form.steps), large, int(self.far), 0,
+            read, written, width, workload.image[-1], workload.out[-1], workload.terms, window, groups, stride,
+            len(workload.steps), large, int(self.far), 0,
         )  # fmt: skip
 
-    def stored(self, text: str) -> Way | None:
-        return Way.stored(text)
+    def stored(self, text: str) -> KernelChoice | None:
+        return KernelChoice.stored(text)
 
-    def is_current(self, way: Way, key: str, machine: Machine) -> bool:
-        if way.algorithm not in algorithms_of(self.form):
+    def is_current(self, choice: KernelChoice, key: str, machine: Machine) -> bool:
+        if choice.algorithm not in algorithms_of(self.workload):
             return False
-        if way.algorithm is Algorithm.TILES:
-            known: Any = tiles.tile_choices(self.form, machine) or (None,)
+        if choice.algorithm is Algorithm.TILES:
+            known: Any = tiles.tile_choices(self.workload, machine) or (None,)
         else:
-            known = _plans(self.form, way.algorithm, machine)
+            known = _plans(self.workload, choice.algorithm, machine)
         try:
-            return way.plan in known and key_of(self, way, machine) == key
+            return choice.blocking in known and key_of(self, choice, machine) == key
         except BackendError:  # today the layer has no such kernel
             return False
 
-    def kernel(self, way: Way, machine: Machine) -> IRModule:
+    def kernel(self, choice: KernelChoice, machine: Machine) -> IRModule:
         """Tiles with other kernels beside them, which pad and crop, are one function with those."""
-        if way.algorithm is not Algorithm.TILES:
-            return _written(self.form, way)
-        return _tiled(self.form, way, machine)
+        if choice.algorithm is not Algorithm.TILES:
+            return _written(self.workload, choice)
+        return _tiled(self.workload, choice, machine)
 
-    def arguments(self, way: Way, machine: Machine) -> list[Floats] | None:
+    def arguments(self, choice: KernelChoice, machine: Machine) -> list[Floats] | None:
         """Results are compared with those of the untuned tiles, which are not compared themselves."""
-        form, given = self.form, tiles.drawn(self.form)
-        if way == self.usual(Algorithm.TILES, machine):
+        workload, given = self.workload, tiles.drawn(self.workload)
+        if choice == self.usual(Algorithm.TILES, machine):
             return None
-        if way.algorithm is Algorithm.TILES:
-            only = tiles.only_kernel(tiles.fused(form, machine))
-            return None if only is None else tiles.arguments(only, _tiled(form, way, machine), form)
-        large = tiles.large_of(form)
-        packed = KERNELS[way.algorithm].packed(given.weights, form, way.plan)
+        if choice.algorithm is Algorithm.TILES:
+            only = tiles.only_kernel(tiles.fused(workload, machine))
+            return (
+                None if only is None else tiles.arguments(only, _tiled(workload, choice, machine), workload)
+            )
+        large = tiles.large_of(workload)
+        packed = KERNELS[choice.algorithm].packed(given.weights, workload, choice.blocking)
         extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
         return [large["image"], packed, *extras]
 
     def expected(self, machine: Machine) -> Floats:
         """What untuned tiles compute."""
-        return run(_scheduled(self.form, machine), tiles.large_of(self.form), machine)
+        return run(_scheduled(self.workload, machine), tiles.large_of(self.workload), machine)
 
 
 @cache
-def _plans(form: LayerForm, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
-    return frozenset(KERNELS[algorithm].plans(form, machine))
+def _plans(workload: LayerWorkload, algorithm: Algorithm, machine: Machine) -> frozenset[Any]:
+    return frozenset(KERNELS[algorithm].blockings(workload, machine))
 
 
 @cache
-def _written(form: LayerForm, way: Way) -> IRModule:
+def _written(workload: LayerWorkload, choice: KernelChoice) -> IRModule:
     with heeding_interrupts():
-        return alone(KERNELS[way.algorithm].code(form, way.plan))
+        return alone(KERNELS[choice.algorithm].code(workload, choice.blocking))
 
 
 @cache
-def _tiled(form: LayerForm, way: Way, machine: Machine) -> IRModule:
-    if way.plan is not None:
-        assert isinstance(way.plan, TileBlocking)
-        only = tiles.only_kernel(tiles.fused(form, machine))
-        scheduled = None if only is None else tiles.tiled(only, way.plan, machine)
+def _tiled(workload: LayerWorkload, choice: KernelChoice, machine: Machine) -> IRModule:
+    if choice.blocking is not None:
+        assert isinstance(choice.blocking, TileBlocking)
+        only = tiles.only_kernel(tiles.fused(workload, machine))
+        scheduled = None if only is None else tiles.tiled(only, choice.blocking, machine)
         if scheduled is None:
-            raise BackendError(f"{title(form)} has no kernel of {way}")
+            raise BackendError(f"{title(workload)} has no kernel of {choice}")
         return alone(scheduled)
-    return alone(joined(_scheduled(form, machine))[0])
+    return alone(joined(_scheduled(workload, machine))[0])
 
 
-def _scheduled(form: LayerForm, machine: Machine) -> Any:
+def _scheduled(workload: LayerWorkload, machine: Machine) -> Any:
     """The scheduled module of a layer with untuned tiles."""
-    return schedule_all(tiles.fuse_alone(form, tiles.drawn(form), machine), machine)
+    return schedule_all(tiles.fuse_alone(workload, tiles.drawn(workload), machine), machine)

@@ -13,7 +13,7 @@ from typing import Any
 from xrlflow.backends.children import Child
 from xrlflow.backends.tvm import Tvm, TvmModel, detect
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen, Timings
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms, Timings
 from xrlflow.backends.tvm.library.hybrid import Hybrid, Told, hybrid
 from xrlflow.backends.tvm.library.operator_times import Operator, Times, operator_times
 from xrlflow.backends.tvm.lowering.compiled import Interface
@@ -50,14 +50,14 @@ class _Recipe:
 
 def _hybrid_there(recipe: _Recipe, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Told:
     """`Lowering.hybrid` in a process of its own."""
-    with recipe.made() as how:
-        return Told.of(how.hybrid(path, sizes, to))
+    with recipe.made() as lowering:
+        return Told.of(lowering.hybrid(path, sizes, to))
 
 
-def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tuple[Chosen, ...]]:
+def _compiled_there(recipe: _Recipe, path: str, to: str) -> tuple[Interface, tuple[AlgorithmChoice, ...]]:
     """`Lowering.compiled` in a process of its own."""
-    with recipe.made() as how:
-        model = how.backend().compile(path, threads=how.threads)
+    with recipe.made() as lowering:
+        model = lowering.backend().compile(path, threads=lowering.threads)
         model.save(to)
         return model.interface, model.chosen
 
@@ -66,8 +66,8 @@ def _operators_there(
     recipe: _Recipe, operators: Sequence[Operator], channels_last: bool
 ) -> Sequence[Times | None]:
     """`Lowering.operator_times` in a process of its own."""
-    with recipe.made() as how:
-        return how.operator_times(operators, channels_last)
+    with recipe.made() as lowering:
+        return lowering.operator_times(operators, channels_last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats
 from xrlflow.backends.tvm.kernels.loops import Loop
-from xrlflow.backends.tvm.kernels.ways import Floats
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.tasks import module_key
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tvm.ir import IRModule
 
 
-class Way(Hashable, Protocol):
+class KernelChoice(Hashable, Protocol):
     """How something is computed. Ways of one `group` differ in blocking only."""
 
     @property
@@ -28,12 +28,12 @@ class Way(Hashable, Protocol):
         ...
 
 
-W = TypeVar("W", bound=Way)
+W = TypeVar("W", bound=KernelChoice)
 
 
-def form_key(kind: str, form: object, far: bool) -> str:
+def workload_key(kind: str, workload: object, far: bool) -> str:
     """A `Measurable.key`. It does not depend on the name of the form's class: in keys of stores they are all `Form`."""
-    text = json.dumps([f"Form({repr(form).partition('(')[2]}", far])
+    text = json.dumps([f"Form({repr(workload).partition('(')[2]}", far])
     return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
@@ -79,19 +79,19 @@ class Measurable(Protocol[W]):
         """All ways, each once."""
         ...
 
-    def numbers(self, way: W) -> Mapping[str, int]:
+    def numbers(self, choice: W) -> Mapping[str, int]:
         """A way as numbers, of `space.KNOBS`."""
         ...
 
-    def loops(self, way: W) -> Sequence[Loop]:
+    def loops(self, choice: W) -> Sequence[Loop]:
         """The loops of a way's kernel (see `loops`); none where they are not known."""
         ...
 
-    def weights(self, way: W) -> int:
+    def weights(self, choice: W) -> int:
         """How many weights a way's kernel reads, as it keeps them."""
         ...
 
-    def estimate(self, way: W, machine: Machine) -> float:
+    def estimate(self, choice: W, machine: Machine) -> float:
         """The estimated time, in a unit of this layer."""
         ...
 
@@ -99,15 +99,15 @@ class Measurable(Protocol[W]):
         """The way of a record; None if another version of the program wrote something else."""
         ...
 
-    def is_current(self, way: W, key: str, machine: Machine) -> bool:
+    def is_current(self, choice: W, key: str, machine: Machine) -> bool:
         """Whether a stored way is still one to choose, and its kernel still the one that was measured."""
         ...
 
-    def kernel(self, way: W, machine: Machine) -> IRModule:
+    def kernel(self, choice: W, machine: Machine) -> IRModule:
         """The kernel of a way, in a module of its own. Raises BackendError if it cannot be had alone."""
         ...
 
-    def arguments(self, way: W, machine: Machine) -> Sequence[Floats] | None:
+    def arguments(self, choice: W, machine: Machine) -> Sequence[Floats] | None:
         """What the kernel of a way reads; None if its results are not compared."""
         ...
 
@@ -116,6 +116,6 @@ class Measurable(Protocol[W]):
         ...
 
 
-def key_of(subject: Measurable[W], way: W, machine: Machine) -> str:
+def key_of(subject: Measurable[W], choice: W, machine: Machine) -> str:
     """A key of the kernel's code."""
-    return module_key(subject.kernel(way, machine))
+    return module_key(subject.kernel(choice, machine))

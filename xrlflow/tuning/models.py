@@ -17,8 +17,8 @@ from xrlflow.backends.tvm.devices.execution import ExecutionTarget, compare_ther
 from xrlflow.backends.tvm.devices.remote import Remote
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.kernels.algorithms import Chosen, Timings
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Way
+from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice, Timings
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.tuning.blocks import Block
 from xrlflow.tuning.layer_times import LayerResult, Seen, block_results, results, together
@@ -84,7 +84,7 @@ class TuningPlan:
 
 
 def tune_model(
-    how: Lowering,
+    lowering: Lowering,
     original: str | bytes,
     graphs: Sequence[str],
     feeds: Mapping[str, Any] | None,
@@ -100,24 +100,26 @@ def tune_model(
 
     Raises BackendError if the original graph cannot be lowered or run, and PoolError if nothing can be measured.
     """
-    how.target.check_runs()
+    lowering.target.check_runs()
     predicted = plan.method is Method.ONE_SHOT
     if predicted:  # what is compared with is not predicted
-        how = replace(how, predictor=None)
+        lowering = replace(lowering, predictor=None)
     # First of all, because a graph that cannot be compiled is not worth tuning.
-    untuned = how.backend(tuned=False).compile(graphs[0], threads=how.threads)
-    fused, remarks = _fused(how, graphs)
+    untuned = lowering.backend(tuned=False).compile(graphs[0], threads=lowering.threads)
+    fused, remarks = _fused(lowering, graphs)
     layers: list[tuple[LayerResult, ...]]
     if predicted:
         found, layers = TuningResult((), Stop.TRIALS, 0.0, 0.0, 0.0), [() for _ in fused]
-        how = replace(how, predictor=shipped())
+        lowering = replace(lowering, predictor=shipped())
         remarks.append(
             "a predictor chose the kernels of convolutions and products whose times are not stored: none was measured"
         )
     else:
-        found, layers = _tuned(how, fused, plan, listener)
-    models = [untuned, *_compiled(how, [graph.path for graph in fused], remarks)]
-    made = [(os.path.join(how.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)]
+        found, layers = _tuned(lowering, fused, plan, listener)
+    models = [untuned, *_compiled(lowering, [graph.path for graph in fused], remarks)]
+    made = [
+        (os.path.join(lowering.folder, f"tuned{number}.so"), model) for number, model in enumerate(models)
+    ]
     for path, model in made:
         model.settle(path)
     if feeds is None:
@@ -127,10 +129,10 @@ def tune_model(
     limit = _COMPARING_HURRIED if hurried or found.interrupted else _COMPARING
     runtime: float | None = None
     compared: RepeatedComparison | None = None
-    if how.target.remote is not None:
-        times, best, compared = _fastest_there(how.target, made, feeds, limit)
+    if lowering.target.remote is not None:
+        times, best, compared = _fastest_there(lowering.target, made, feeds, limit)
     else:
-        runtime, times, best = _fastest_here(how, original, made, feeds, limit)
+        runtime, times, best = _fastest_here(lowering, original, made, feeds, limit)
     path, model = made[best]
     untuned_ms, tuned_ms, *rewritten = times
     return TunedModel(
@@ -146,44 +148,49 @@ class _Fused:
     path: str
     module: Any
     layers: tuple[Layer, ...]
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[AlgorithmChoice, ...]
     blocks: tuple[Block, ...]
 
     @property
-    def choices(self) -> list[tuple[Layer, Chosen]]:
+    def choices(self) -> list[tuple[Layer, AlgorithmChoice]]:
         """Each layer with the algorithm that it has."""
         return list(zip(self.layers, self.chosen, strict=True))
 
 
 def _tuned(
-    how: Lowering, graphs: Sequence[_Fused], plan: TuningPlan, listener: Callable[[Progress], None] | None
+    lowering: Lowering,
+    graphs: Sequence[_Fused],
+    plan: TuningPlan,
+    listener: Callable[[Progress], None] | None,
 ) -> tuple[TuningResult, list[tuple[LayerResult, ...]]]:
     """Tune the layers and blocks of graphs: the result, and what became of those of each graph."""
     choices = [choice for graph in graphs for choice in graph.choices]
-    untuned = _Untuned(how.target.machine, choices, how.untuned_times)
+    untuned = _Untuned(lowering.target.machine, choices, lowering.untuned_times)
     end, again = time.monotonic() + plan.time_limit, list(graphs)
     found: TuningResult | None = None
     with contextlib.ExitStack() as at_end:
-        tasks = LayerTasks(_together(again, ()), how.target.machine, untuned.way, how.predictor)
-        measurer = LayerMeasurer(tasks, plan.pool(how.threads, how.target.remote), at_end)
+        tasks = LayerTasks(_together(again, ()), lowering.target.machine, untuned.choice, lowering.predictor)
+        measurer = LayerMeasurer(tasks, plan.pool(lowering.threads, lowering.target.remote), at_end)
         tried: set[str] = set()
         # A block that is no longer one kernel leaves its convolutions to others, which may come apart in turn.
         while found is None or (tasks.layers and not found.interrupted):
             spent = 0 if found is None else sum(task.trials for task in found.tasks)
             result = tune(
                 tasks.tasks, tasks.maker(plan.method), trials=max(0, plan.trials - spent), batch=plan.batch,
-                time_limit=max(1e-3, end - time.monotonic()), seed=plan.seed, store=how.store, pool=measurer,
+                time_limit=max(1e-3, end - time.monotonic()), seed=plan.seed, store=lowering.store, pool=measurer,
                 listener=listener, kernels=tasks,
             )  # fmt: skip
             found = result if found is None else found.joined(result)
             tried.update(layer.key for layer in tasks.layers)
-            again = [_fuse(how, graph.path, how.tuned_algorithms.timings) for graph in graphs]
-            tasks = LayerTasks(_together(again, tried), how.target.machine, untuned.way, how.predictor)
+            again = [_fuse(lowering, graph.path, lowering.tuned_algorithms.timings) for graph in graphs]
+            tasks = LayerTasks(
+                _together(again, tried), lowering.target.machine, untuned.choice, lowering.predictor
+            )
             measurer.layers = tasks
     layers = [
         (
-            *results(graph.choices, tuned.choices, how.layer_times, untuned.of),
-            *block_results(tuned.blocks, how.layer_times),
+            *results(graph.choices, tuned.choices, lowering.layer_times, untuned.of),
+            *block_results(tuned.blocks, lowering.layer_times),
         )
         for graph, tuned in zip(graphs, again)
     ]
@@ -205,28 +212,32 @@ class _Untuned:
     were part of a block have a plain one. `times`: by which blockings are chosen; None: by estimates."""
 
     def __init__(
-        self, machine: Machine, choices: Iterable[tuple[Layer, Chosen]], times: Timings | None = None
+        self, machine: Machine, choices: Iterable[tuple[Layer, AlgorithmChoice]], times: Timings | None = None
     ) -> None:
         self._machine, self._times = machine, times
         self._chosen = {layer.key: Algorithm(chosen.algorithm) for layer, chosen in choices}
 
-    def way(self, layer: Any) -> Any:
+    def choice(self, layer: Any) -> Any:
         if isinstance(layer, Block):
             return layer.usual(self._machine)
         return self.of(layer, self._chosen.get(layer.key, layer.needed(self._machine)[0]))
 
-    def of(self, layer: Layer, algorithm: Algorithm) -> Way:
+    def of(self, layer: Layer, algorithm: Algorithm) -> KernelChoice:
         """The way of an algorithm for a layer."""
-        known = None if self._times is None else self._times.of(layer.form, layer.far).get(algorithm)
-        return layer.usual(algorithm, self._machine) if known is None else Way(algorithm, known.plan)
+        known = None if self._times is None else self._times.of(layer.workload, layer.far).get(algorithm)
+        return (
+            layer.usual(algorithm, self._machine)
+            if known is None
+            else KernelChoice(algorithm, known.blocking)
+        )
 
 
-def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
+def _compiled(lowering: Lowering, graphs: Sequence[str], remarks: list[str]) -> Iterator[TvmModel]:
     """Compile files with the results of tuning. If one fails, there is a remark, except for the first."""
-    backend = how.backend()
+    backend = lowering.backend()
     for graph in graphs:
         try:
-            yield backend.compile(graph, threads=how.threads)
+            yield backend.compile(graph, threads=lowering.threads)
         except BackendError as error:
             if graph == graphs[0]:
                 raise
@@ -234,7 +245,7 @@ def _compiled(how: Lowering, graphs: Sequence[str], remarks: list[str]) -> Itera
 
 
 def _fastest_here(
-    how: Lowering,
+    lowering: Lowering,
     original: str | bytes,
     made: Sequence[tuple[str, TvmModel]],
     feeds: Mapping[str, Any],
@@ -243,7 +254,7 @@ def _fastest_here(
     """Milliseconds of the original in ONNX Runtime and of the other models on this machine, and which is the fastest (a
     tuned one, if several are equal)."""
     measured = measure(
-        [original, *(path for path, _ in made)], dict(feeds), threads=how.threads, time_limit=limit,
+        [original, *(path for path, _ in made)], dict(feeds), threads=lowering.threads, time_limit=limit,
         target_width=0.02, control=False,
     )  # fmt: skip
     runtime, *times = (latency.median_ms for latency in measured.latencies)
@@ -264,13 +275,13 @@ def _fastest_there(
     return times, better if times[better] <= times[0] else 0, repeated(there)
 
 
-def _fused(how: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str]]:
+def _fused(lowering: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str]]:
     """ONNX files as fused modules, and remarks. Files that cannot be lowered are left out, except the first."""
     found: list[_Fused] = []
     remarks: list[str] = []
     for graph in graphs:
         try:
-            found.append(_fuse(how, graph, how.untuned_times))
+            found.append(_fuse(lowering, graph, lowering.untuned_times))
         except BackendError as error:
             if not found:
                 raise
@@ -278,14 +289,14 @@ def _fused(how: Lowering, graphs: Sequence[str]) -> tuple[list[_Fused], list[str
     return found, remarks
 
 
-def _fuse(how: Lowering, path: str, known: Timings | None = None) -> _Fused:
+def _fuse(lowering: Lowering, path: str, known: Timings | None = None) -> _Fused:
     """A file as a fused module, with estimates where there are no times. Raises BackendError if it cannot be
     lowered."""
     import onnx
 
     seen = Seen(known)
-    module = import_model(onnx.load(path), how.shapes or None)
-    module = fuse(module, how.target.machine, algorithms=replace(how.algorithms, timings=seen))
+    module = import_model(onnx.load(path), lowering.shapes or None)
+    module = fuse(module, lowering.target.machine, algorithms=replace(lowering.algorithms, timings=seen))
     return _Fused(path, module, tuple(seen.layers), chosen_in(module), tuple(seen.blocks))
 
 

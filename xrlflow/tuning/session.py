@@ -192,8 +192,8 @@ def tune(
     with contextlib.ExitStack() as stack:
         kept = store if store is not None else stack.enter_context(Store())
         measurer = stack.enter_context(_Measuring(pool))
-        limits, ways = _Limits(trials, batch, time_limit), _Ways(make, seed, kernels, listener)
-        return _Session(tasks, limits, ways, kept, measurer).run()
+        limits, choices = _Limits(trials, batch, time_limit), _Ways(make, seed, kernels, listener)
+        return _Session(tasks, limits, choices, kept, measurer).run()
 
 
 class _Measuring:
@@ -274,15 +274,15 @@ class _Ways:
 
 class _Session:
     def __init__(
-        self, tasks: Sequence[Task], limits: _Limits, ways: _Ways, store: Store, measurer: Measurer
+        self, tasks: Sequence[Task], limits: _Limits, choices: _Ways, store: Store, measurer: Measurer
     ) -> None:
-        self._ways, self._store, self._measurer = ways, store, measurer
+        self._ways, self._store, self._measurer = choices, store, measurer
         self._budget, self._batch = limits.trials, limits.batch
         self._start = time.monotonic()
         self._end = self._start + limits.seconds
         # Part of the time is reserved for measuring again.
         again = min(_AGAIN * limits.seconds, _AGAIN_SECONDS * len(tasks))
-        self._again = again if ways.kernels is not None else 0.0
+        self._again = again if choices.kernels is not None else 0.0
         self._until = self._end - self._again
         self._spent = 0
         self._proposing = self._measuring = 0.0

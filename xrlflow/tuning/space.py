@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xrlflow.backends.protocol import BackendError
-from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.knobs import Candidate, Indices, Knob, KnobError, Vector
 
@@ -63,39 +63,39 @@ class _Group:
 
 
 @dataclass(frozen=True, eq=False)
-class WaySpace:
+class DesignSpace:
     """All ways of a layer, as vectors [K] of the knobs that differ between some of them: an index for each knob, the
     first of which is the algorithm. A vector that is none of a way stands for the nearest way of its algorithm, whose
     vector is its normal form."""
 
     layer: Measurable[Any]
     machine: Machine
-    ways: tuple[Any, ...]
+    choices: tuple[Any, ...]
     knobs: tuple[Knob, ...]
     points: Indices
     numbers: npt.NDArray[np.float64] = field(repr=False)
     """Of each way, all of `KNOBS`, [M, len(KNOBS)]; -1 where its algorithm has no such knob."""
 
     @staticmethod
-    def of(layer: Measurable[Any], machine: Machine) -> WaySpace:
+    def of(layer: Measurable[Any], machine: Machine) -> DesignSpace:
         """Raises KnobError if there is nothing to choose from."""
-        ways = [*layer.everything(machine)]
-        if not ways:
+        choices = [*layer.everything(machine)]
+        if not choices:
             raise KnobError(f"{layer.name} has no kernels to choose from")
-        told: list[Mapping[str, int]] = [layer.numbers(way) for way in ways]
+        told: list[Mapping[str, int]] = [layer.numbers(choice) for choice in choices]
         numbers = np.array([[each.get(name, _UNUSED) for name in KNOBS] for each in told])
         order = np.argsort(numbers[:, 0], kind="stable")
-        numbers, ways = numbers[order], [ways[i] for i in order]
+        numbers, choices = numbers[order], [choices[i] for i in order]
         levels = [np.unique(column) for column in numbers.T]
         several = [k for k, level in enumerate(levels) if k == 0 or len(level) > 1]
         points = np.stack([np.searchsorted(levels[k], numbers[:, k]) for k in several], axis=1)
         knobs = tuple(Knob(KNOBS[k], tuple(levels[k].tolist()), ordered=k > 0) for k in several)
-        return WaySpace(layer, machine, tuple(ways), knobs, points, numbers)
+        return DesignSpace(layer, machine, tuple(choices), knobs, points, numbers)
 
     @property
     def size(self) -> int:
         """The number of ways."""
-        return len(self.ways)
+        return len(self.choices)
 
     @cached_property
     def sizes(self) -> Indices:
@@ -160,7 +160,7 @@ class WaySpace:
 
     def enumerate(self) -> Iterator[Vector]:
         """The vectors of all ways."""
-        return map(self._vector, range(len(self.ways)))
+        return map(self._vector, range(len(self.choices)))
 
     def features(self, vectors: Indices | Sequence[Vector]) -> Floats:
         """Features of vectors, without decoding them, [N, F]: the algorithm (one of all), the logarithms of the other
@@ -172,16 +172,16 @@ class WaySpace:
     def decode(self, vector: Sequence[int]) -> Candidate | None:
         """The kernel of a vector; None if its way has no kernel of its own."""
         position = self._position(self.normal(vector))
-        way = self.ways[position]
+        choice = self.choices[position]
         try:
-            module = self.layer.kernel(way, self.machine)
+            module = self.layer.kernel(choice, self.machine)
         except BackendError:
             return None
-        return Candidate.of(self._vector(position), json.loads(way.text), module)
+        return Candidate.of(self._vector(position), json.loads(choice.text), module)
 
-    def candidate(self, way: Any) -> Candidate | None:
+    def candidate(self, choice: Any) -> Candidate | None:
         """The kernel of a way; None if there is none, or if it is not in the space."""
-        return self.decode(self._vector(self.ways.index(way))) if way in self.ways else None
+        return self.decode(self._vector(self.choices.index(choice))) if choice in self.choices else None
 
     def described(self, candidates: Sequence[Candidate]) -> Floats:
         """Features of kernels that mean the same for all layers, [N, width]: all of `KNOBS`, the estimate, and the
@@ -210,7 +210,7 @@ class WaySpace:
     @cached_property
     def estimates(self) -> npt.NDArray[np.float64]:
         """The estimated times of all ways, [M], in a unit of their own."""
-        return np.array([self.layer.estimate(way, self.machine) for way in self.ways])
+        return np.array([self.layer.estimate(choice, self.machine) for choice in self.choices])
 
     @cached_property
     def _features(self) -> Floats:

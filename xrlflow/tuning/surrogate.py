@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.protocol import Measurement
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Surrogate:
     `experience`: with other layers, if there is any.
     """
 
-    def __init__(self, space: WaySpace, seed: int, experience: Experience | None = None) -> None:
+    def __init__(self, space: DesignSpace, seed: int, experience: Experience | None = None) -> None:
         self.space, self._seed = space, seed % 2**31
         self._others = experience if experience is not None else Experience.none()
         if len(self._others) and self._others.kernels.shape[1] != space.width:

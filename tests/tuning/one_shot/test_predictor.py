@@ -15,14 +15,14 @@ from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape
 from xrlflow.tuning.one_shot.times import PredictedTimes
 from xrlflow.tuning.one_shot.tokens import Tokens, tokens_of
 from xrlflow.tuning.one_shot.training import Measured, Network, TrainingConfig, train
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.one_shot import OneShotTuner
 
 pytestmark = pytest.mark.learns
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.learns
 SMALL = Shape(width=16, hidden=32, layers=2, heads=2)
 
 
-def space_of(name: str, **changed: tuple[int, ...]) -> WaySpace:
-    return WaySpace.of(Layer(replace(FORMS[name], **changed), False), MACHINE)
+def space_of(name: str, **changed: tuple[int, ...]) -> DesignSpace:
+    return DesignSpace.of(Layer(replace(FORMS[name], **changed), False), MACHINE)
 
 
-def measured(space: WaySpace, count: int, seed: int) -> Measured:
+def measured(space: DesignSpace, count: int, seed: int) -> Measured:
     """Times as estimated, but tiles of more than two vectors are twice as slow: what the estimates do not say."""
     places = np.random.default_rng(seed).permutation(space.size)[:count]
     vectors = space.numbers[places, 2]
@@ -71,31 +71,31 @@ def test_numpy_computes_what_torch_does(name: str) -> None:
 
 
 def test_the_kernels_token_says_what_follows_from_the_loops() -> None:
-    space, form = space_of("steps"), FORMS["steps"]
-    assert isinstance(form, direct.Convolution)
+    space, workload = space_of("steps"), FORMS["steps"]
+    assert isinstance(workload, direct.Convolution)
     kernel = tokens_of(space).kernel
-    for way, row in zip(space.ways, kernel.tolist()):
-        if not isinstance(way.plan, direct.DirectBlocking):
+    for choice, row in zip(space.choices, kernel.tolist()):
+        if not isinstance(choice.blocking, direct.DirectBlocking):
             continue
         sums, weights, registers, balance, computed, _, _, size, turns, uses = row
-        wide = way.plan.vectors * way.plan.lanes / MACHINE.lanes
-        assert 2**sums - 1 == pytest.approx(min(way.plan.pixels, form.results[2]) * wide, rel=1e-3)
-        assert 2**weights - 1 == pytest.approx(form.window[2] * wide, rel=1e-3)
+        wide = choice.blocking.vectors * choice.blocking.lanes / MACHINE.lanes
+        assert 2**sums - 1 == pytest.approx(min(choice.blocking.pixels, workload.results[2]) * wide, rel=1e-3)
+        assert 2**weights - 1 == pytest.approx(workload.window[2] * wide, rel=1e-3)
         assert registers == pytest.approx((2**sums + 2**weights - 1) / MACHINE.registers, rel=1e-3)
         assert 1 <= balance <= MACHINE.cores
         assert computed > -1e-3, "no less than what is asked for"
-        read = form.terms * form.out[-1]
+        read = workload.terms * workload.out[-1]
         assert 2**size - 1 == pytest.approx(4 * read / MACHINE.second_level, rel=1e-3)
         assert 2**turns >= 0.999, "each weight is read"
-        assert 2**uses >= 0.999 * math.prod(form.out) * form.terms / read, (
+        assert 2**uses >= 0.999 * math.prod(workload.out) * workload.terms / read, (
             "each weight is used for each pixel"
         )
-    assert any(isinstance(way.plan, direct.DirectBlocking) for way in space.ways)
+    assert any(isinstance(choice.blocking, direct.DirectBlocking) for choice in space.choices)
 
 
 def test_transformed_weights_are_more() -> None:
     space = space_of("steps")
-    sizes = {way.algorithm: row[7] for way, row in zip(space.ways, tokens_of(space).kernel.tolist())}
+    sizes = {choice.algorithm: row[7] for choice, row in zip(space.choices, tokens_of(space).kernel.tolist())}
     plain = 2 ** sizes[Algorithm.DIRECT] - 1
     assert 2 ** sizes[Algorithm.F23] - 1 == pytest.approx(plain * 16 / 9, rel=1e-2)
     assert 2 ** sizes[Algorithm.F43] - 1 == pytest.approx(plain * 36 / 9, rel=1e-2)
@@ -190,19 +190,21 @@ def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
 
     times = PredictedTimes(predictor, MACHINE)
     forms = (FORMS["steps"], FORMS["strided"], products.Product((1, 40, 64), (1, 40, 96)))
-    for form in forms:
-        known = times.of(form, False)
-        assert {way.algorithm for way in Layer(form, False).untuned(MACHINE)} == set(known)
-        module = fuse(module_of(form, drawn(form)), MACHINE, False, Algorithms(timings=times, budget=1e9))
+    for workload in forms:
+        known = times.of(workload, False)
+        assert {choice.algorithm for choice in Layer(workload, False).untuned(MACHINE)} == set(known)
+        module = fuse(
+            module_of(workload, drawn(workload)), MACHINE, False, Algorithms(timings=times, budget=1e9)
+        )
         (chosen,) = chosen_in(module)
         fastest = min(known, key=lambda a: known[a].seconds)  # type: ignore[union-attr]
         assert chosen.algorithm == fastest.value
-    assert times.of_block(BLOCK.form, False) is None
+    assert times.of_block(BLOCK.workload, False) is None
 
 
 def test_tokens_tell_where_weights_come_from() -> None:
     layer = Layer(FORMS["pointwise"], False)
-    near, far = (tokens_of(WaySpace.of(layer.at(far), MACHINE), np.arange(3)) for far in (False, True))
+    near, far = (tokens_of(DesignSpace.of(layer.at(far), MACHINE), np.arange(3)) for far in (False, True))
     assert not np.array_equal(near.task, far.task)
     assert np.array_equal(near.loops, far.loops)
     assert isinstance(near, Tokens)

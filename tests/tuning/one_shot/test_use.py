@@ -19,13 +19,13 @@ from xrlflow.backends.tvm.devices.execution import ExecutionTarget
 from xrlflow.backends.tvm.fusion import tiles
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.algorithms import Timed, Times
-from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice, LayerWorkload
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.lowering import Lowering
 from xrlflow.tuning.one_shot.predictor import Predictor, Shape, Standard, for_compiling, shipped
 from xrlflow.tuning.one_shot.times import PredictedTimes, predicted
 from xrlflow.tuning.one_shot.tokens import tokens_of
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.store import Store
 from xrlflow.tuning.tuners.factory import make_tuner
 from xrlflow.tuning.tuners.one_shot import OneShotTuner
@@ -42,13 +42,13 @@ def arbitrary(seed: int = 0) -> Predictor:
 class Known:
     """Measured times of one layer."""
 
-    def __init__(self, form: LayerForm, times: Times) -> None:
-        self._form, self._times = form, times
+    def __init__(self, workload: LayerWorkload, times: Times) -> None:
+        self._workload, self._times = workload, times
 
-    def of(self, form: LayerForm, far: bool) -> Times:
-        return self._times if form == self._form else {}
+    def of(self, workload: LayerWorkload, far: bool) -> Times:
+        return self._times if workload == self._workload else {}
 
-    def of_block(self, form: Any, far: bool) -> None:
+    def of_block(self, workload: Any, far: bool) -> None:
         return None
 
 
@@ -85,19 +85,19 @@ def test_the_untuned_kernel_must_be_beaten_by_a_margin(
     layer = Layer(FORMS["steps"], False)
     usual = layer.estimated(MACHINE)
 
-    def faked(predictor: Predictor, space: WaySpace, place: int) -> tuple[Any, Any]:
+    def faked(predictor: Predictor, space: DesignSpace, place: int) -> tuple[Any, Any]:
         """All ways take this part of the time of the untuned one."""
         places = np.arange(space.size)
         return places, np.where(places == place, 1e-3, part * 1e-3)
 
     monkeypatch.setattr("xrlflow.tuning.one_shot.times.predicted", faked)
-    times = PredictedTimes(arbitrary(), MACHINE).of(layer.form, False)
+    times = PredictedTimes(arbitrary(), MACHINE).of(layer.workload, False)
     best = min(times, key=lambda a: times[a].seconds)  # type: ignore[union-attr]
-    assert (Way(best, times[best].plan) == usual) is stays  # type: ignore[union-attr]
+    assert (KernelChoice(best, times[best].blocking) == usual) is stays  # type: ignore[union-attr]
 
 
 def test_the_times_of_all_ways_that_are_looked_at_are_predicted() -> None:
-    space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
+    space = DesignSpace.of(Layer(FORMS["steps"], False), MACHINE)
     worst = int(space.estimates.argmax())
     places, seconds = predicted(arbitrary(), space, worst)
     assert worst in places
@@ -107,17 +107,19 @@ def test_the_times_of_all_ways_that_are_looked_at_are_predicted() -> None:
 def test_untuned_compilations_have_the_predicted_kernels(tmp_path: Path) -> None:
     predictor = arbitrary(1)
     with Store(tmp_path / "store.sqlite") as store:
-        how = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store, predictor=predictor)
-        assert how.untuned_times == PredictedTimes(predictor, MACHINE)
-        timings = how.tuned_algorithms.timings
+        lowering = Lowering(ExecutionTarget(MACHINE), {}, str(tmp_path), store, predictor=predictor)
+        assert lowering.untuned_times == PredictedTimes(predictor, MACHINE)
+        timings = lowering.tuned_algorithms.timings
         assert isinstance(timings, PredictedTimes)
-        assert timings.measured == how.layer_times
-        plain = replace(how, predictor=None)
+        assert timings.measured == lowering.layer_times
+        plain = replace(lowering, predictor=None)
         assert plain.untuned_times is None
-        assert plain.tuned_algorithms.timings == how.layer_times
-        versions = {some.kernels_version for some in (plain, how, replace(how, predictor=arbitrary(2)))}
+        assert plain.tuned_algorithms.timings == lowering.layer_times
+        versions = {
+            some.kernels_version for some in (plain, lowering, replace(lowering, predictor=arbitrary(2)))
+        }
         assert len(versions) == 3
-        assert replace(how, predictor=arbitrary(1)).kernels_version == how.kernels_version
+        assert replace(lowering, predictor=arbitrary(1)).kernels_version == lowering.kernels_version
 
 
 def test_layers_that_are_larger_than_any_that_it_learned_from_are_not_predicted() -> None:
@@ -127,13 +129,13 @@ def test_layers_that_are_larger_than_any_that_it_learned_from_are_not_predicted(
 
 
 def test_estimates_order_the_kernels_of_larger_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
+    space = DesignSpace.of(Layer(FORMS["steps"], False), MACHINE)
     stubborn = replace(arbitrary(), standard=Standard(30.0, 100.0))  # estimates count for little
 
     def first() -> list[float]:
         proposed = OneShotTuner(space, stubborn).propose(8)
-        ways = [Way.stored(json.dumps(one.trace)) for one in proposed]
-        return [float(space.estimates[space.ways.index(way)]) for way in ways]
+        choices = [KernelChoice.stored(json.dumps(one.trace)) for one in proposed]
+        return [float(space.estimates[space.choices.index(choice)]) for choice in choices]
 
     assert first() != sorted(first())
     monkeypatch.setattr("xrlflow.tuning.one_shot.times.LARGEST", 1)
@@ -157,12 +159,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[LayerForm] = []
+    asked: list[LayerWorkload] = []
 
     class Listening(PredictedTimes):
-        def of(self, form: LayerForm, far: bool) -> Times:
-            asked.append(form)
-            return PredictedTimes.of(self, form, far)
+        def of(self, workload: LayerWorkload, far: bool) -> Times:
+            asked.append(workload)
+            return PredictedTimes.of(self, workload, far)
 
     monkeypatch.setattr("xrlflow.tuning.lowering.shipped", arbitrary)
     monkeypatch.setattr("xrlflow.tuning.lowering.PredictedTimes", Listening)
@@ -178,7 +180,7 @@ def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: py
 
 def test_eight_kernels_of_a_layer_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrlflow.tuning.one_shot.predictor.shipped", arbitrary)
-    space = WaySpace.of(Layer(FORMS["steps"], False), MACHINE)
+    space = DesignSpace.of(Layer(FORMS["steps"], False), MACHINE)
     for method, count in ((Method.ONE_SHOT, 1), (Method.ONE_SHOT_8, 8)):
         tuner = make_tuner(method, space, 0)
         assert len(tuner.propose(16)) == count

@@ -14,7 +14,7 @@ from tests.tuning.tuners.test_tuners import Landscape, goal_of
 from xrlflow.learn.ppo import Rollout, update
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.chameleon import (
     Agent,
@@ -41,7 +41,7 @@ SMALL = ChameleonConfig(walks=32, steps=16)
 class Known(Surrogate):
     """A surrogate that has nothing to learn: the score falls with the distance in places from a goal."""
 
-    def __init__(self, space: WaySpace, goal: Vector | None) -> None:
+    def __init__(self, space: DesignSpace, goal: Vector | None) -> None:
         super().__init__(space, 0)
         assert goal is not None
         self.goal = np.array(goal)
@@ -52,17 +52,17 @@ class Known(Surrogate):
         return scores
 
 
-def observations(space: WaySpace, count: int, seed: int = 0) -> list[Observation]:
+def observations(space: DesignSpace, count: int, seed: int = 0) -> list[Observation]:
     view, points = View.of(space), space.draw(np.random.default_rng(seed), count)
     strides = np.full(len(space.knobs), 0.1, np.float32)
     return [Observation(view, p, m, strides) for p, m in zip(points, space.movable(points))]
 
 
-def starts(space: WaySpace, count: int = 32) -> Indices:
+def starts(space: DesignSpace, count: int = 32) -> Indices:
     return space.draw(np.random.default_rng(0), count)
 
 
-def walks_of(agent: Agent, space: WaySpace, surrogate: Surrogate, seed: int = 0, near: int = 0) -> Walks:
+def walks_of(agent: Agent, space: DesignSpace, surrogate: Surrogate, seed: int = 0, near: int = 0) -> Walks:
     draws = torch.Generator().manual_seed(seed)
     return walk(agent, View.of(space), space, surrogate, starts(space), SMALL, draws, near)
 
@@ -293,13 +293,13 @@ class Decoded(list[Vector]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        decode = WaySpace.decode
+        decode = DesignSpace.decode
 
-        def noted(space: WaySpace, vector: Vector) -> Candidate | None:
+        def noted(space: DesignSpace, vector: Vector) -> Candidate | None:
             self.append(space.normal(vector))
             return decode(space, vector)
 
-        monkeypatch.setattr(WaySpace, "decode", noted)
+        monkeypatch.setattr(DesignSpace, "decode", noted)
 
 
 def told(config: ChameleonConfig) -> tuple[ChameleonTuner, list[Vector]]:

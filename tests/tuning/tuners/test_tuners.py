@@ -10,7 +10,7 @@ import pytest
 
 from tests.tuning.spaces import CONVOLUTION, FOUR, ONE, PRODUCT, SMALLEST, TINY, MadeUp, space_of
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.annealing import AnnealingConfig, AnnealingTuner
 from xrlflow.tuning.tuners.beam import BeamConfig, BeamTuner
@@ -28,7 +28,7 @@ ANNEALING = AnnealingConfig(chains=32, steps=60)
 BEAM = BeamConfig(beam=8, completions=4, passes=2)
 GENES = GeneticConfig(population=32, generations=3, best=8)
 WALKS = ChameleonConfig(walks=24, steps=12, rounds=2)
-MAKERS: dict[Method, Callable[[WaySpace, int], Tuner]] = {
+MAKERS: dict[Method, Callable[[DesignSpace, int], Tuner]] = {
     Method.RANDOM: RandomTuner,
     Method.ANNEALING: lambda space, seed: AnnealingTuner(space, seed, ANNEALING),
     Method.GENETIC: lambda space, seed: GeneticTuner(space, seed, GENES),
@@ -44,7 +44,7 @@ class Landscape:
     The goal's kernel takes one, whichever vector it comes from: some vectors decode to the same.
     """
 
-    def __init__(self, space: WaySpace, goal: Candidate) -> None:
+    def __init__(self, space: DesignSpace, goal: Candidate) -> None:
         self.goal = goal
         self._logs = dict(zip(space.enumerate(), np.log2(2 + space.numbers)))
 
@@ -58,7 +58,7 @@ class Landscape:
         return Measurement((1e-3 * (1.01 + float(apart.sum() + 3 * (apart[0] > 0))),))
 
 
-def goal_of(space: WaySpace, seed: int) -> Candidate:
+def goal_of(space: DesignSpace, seed: int) -> Candidate:
     """Any candidate."""
     candidate = space.decode(space.random(np.random.default_rng(100 + seed)))
     assert candidate is not None
@@ -80,7 +80,7 @@ def trials_to_goal(tuner: Tuner, landscape: Landscape, most: int, batch: int = 8
     return None
 
 
-def play(tuner: Tuner, space: WaySpace, batches: Sequence[int]) -> list[Candidate]:
+def play(tuner: Tuner, space: DesignSpace, batches: Sequence[int]) -> list[Candidate]:
     """What it proposes while it is told of a landscape in which every fifth fails."""
     landscape, found = Landscape(space, goal_of(space, 0)), []
     for size in batches:
@@ -169,7 +169,7 @@ def test_what_another_has_measured_is_not_proposed(method: Method) -> None:
         ),
     ],
 )
-def test_every_kernel_is_proposed_once_and_then_it_ends(make: Callable[[WaySpace, int], Tuner]) -> None:
+def test_every_kernel_is_proposed_once_and_then_it_ends(make: Callable[[DesignSpace, int], Tuner]) -> None:
     space = space_of(SMALLEST)
     kernels = {c.key for v in space.enumerate() if (c := space.decode(v)) is not None}
     tuner, found = make(space, 0), []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from xrlflow.backends.tvm.kernels.ways import Floats
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.tuning.one_shot.tokens import (

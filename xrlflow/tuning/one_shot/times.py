@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from xrlflow.backends.tvm.kernels import bands
 from xrlflow.backends.tvm.kernels.algorithms import Timed, TimedBlock, Times, Timings
-from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, LayerWorkload
 from xrlflow.backends.tvm.toolchain.target import Machine
 from xrlflow.tuning.layers import Layer
 from xrlflow.tuning.measurable import Measurable
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.tokens import tokens_of
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 
 # So many ways of each algorithm are looked at, those with the least estimates.
 _MOST = 200
@@ -44,24 +44,24 @@ class PredictedTimes:
     machine: Machine
     measured: Timings | None = None
 
-    def of(self, form: LayerForm, far: bool) -> Times:
-        found = {} if self.measured is None else self.measured.of(form, far)
-        if found or not predictable(Layer(form, far)):
+    def of(self, workload: LayerWorkload, far: bool) -> Times:
+        found = {} if self.measured is None else self.measured.of(workload, far)
+        if found or not predictable(Layer(workload, far)):
             return found
-        return _times(self.predictor, self.machine, form, far)
+        return _times(self.predictor, self.machine, workload, far)
 
-    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
-        return None if self.measured is None else self.measured.of_block(form, far)
+    def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
+        return None if self.measured is None else self.measured.of_block(workload, far)
 
 
 def predictable(layer: Measurable[Any]) -> TypeGuard[Layer]:
     """Whether a predictor learned from layers of such a kind and size."""
-    return isinstance(layer, Layer) and largest(layer.form) <= LARGEST
+    return isinstance(layer, Layer) and largest(layer.workload) <= LARGEST
 
 
-def largest(form: LayerForm) -> int:
+def largest(workload: LayerWorkload) -> int:
     """How many numbers the image, the weights or the result of a layer has, whichever has the most."""
-    return max(math.prod(form.image), math.prod(form.out), form.terms * form.out[-1])
+    return max(math.prod(workload.image), math.prod(workload.out), workload.terms * workload.out[-1])
 
 
 @cache
@@ -77,22 +77,22 @@ def version_of(predictor: Predictor) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _times(predictor: Predictor, machine: Machine, form: LayerForm, far: bool) -> Times:
+def _times(predictor: Predictor, machine: Machine, workload: LayerWorkload, far: bool) -> Times:
     """The predicted times of a layer. They are kept, since a search compiles many graphs with the same layers."""
-    layer = Layer(form, far)
-    space = WaySpace.of(layer, machine)
-    usual = space.ways.index(layer.estimated(machine))
+    layer = Layer(workload, far)
+    space = DesignSpace.of(layer, machine)
+    usual = space.choices.index(layer.estimated(machine))
     places, seconds = predicted(predictor, space, usual)
     seconds[places == usual] *= WORTH
     best: dict[Algorithm, Timed] = {}
     for i in np.argsort(seconds, kind="stable"):
-        way = space.ways[places[i]]
-        best.setdefault(way.algorithm, Timed(float(seconds[i]), way.plan))
+        choice = space.choices[places[i]]
+        best.setdefault(choice.algorithm, Timed(float(seconds[i]), choice.blocking))
     return MappingProxyType(best)
 
 
 def predicted(
-    predictor: Predictor, space: WaySpace, usual: int
+    predictor: Predictor, space: DesignSpace, usual: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """The places of promising ways of a layer, among them `usual`, and their predicted seconds. Ways with a large
     estimate are not promising."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats
 from xrlflow.backends.tvm.kernels.loops import Loop, totals
-from xrlflow.backends.tvm.kernels.ways import Floats
 from xrlflow.backends.tvm.toolchain.target import Machine
-from xrlflow.tuning.space import KNOBS, WaySpace
+from xrlflow.tuning.space import KNOBS, DesignSpace
 
 if TYPE_CHECKING:
     from xrlflow.tuning.measurable import Measurable
@@ -54,11 +54,11 @@ class Tokens:
         return Tokens(self.loops[places], self.knobs[places], self.kernel[places], self.task)
 
 
-def tokens_of(space: WaySpace, places: npt.NDArray[np.int64] | None = None) -> Tokens:
+def tokens_of(space: DesignSpace, places: npt.NDArray[np.int64] | None = None) -> Tokens:
     """The tokens of a space's ways at these places (None: of all)."""
     layer, machine = space.layer, space.machine
     wanted = range(space.size) if places is None else places.tolist()
-    each = [layer.loops(space.ways[i]) for i in wanted]
+    each = [layer.loops(space.choices[i]) for i in wanted]
     loops = np.stack([_of_loops(some) for some in each])
     numbers = space.numbers[list(wanted)]
     algorithm = np.eye(ALGORITHMS)[numbers[:, 0].astype(np.int64)]
@@ -67,7 +67,7 @@ def tokens_of(space: WaySpace, places: npt.NDArray[np.int64] | None = None) -> T
     knobs = np.concatenate([algorithm, estimates[:, None], logs[:, 1:]], axis=1)
     kernel = np.array(
         [
-            _of_kernel(some, layer.weights(space.ways[i]), layer, machine, estimate)
+            _of_kernel(some, layer.weights(space.choices[i]), layer, machine, estimate)
             for i, some, estimate in zip(wanted, each, estimates.tolist())
         ]
     ).reshape(-1, KERNEL_FEATURES)

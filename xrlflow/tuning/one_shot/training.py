@@ -39,7 +39,7 @@ class TrainingConfig:
 
     steps: int = 4000
     layers: int = 8
-    ways: int = 32
+    choices: int = 32
     learning_rate: float = 1e-3
     weight_decay: float = 1e-2
     ranking: float = 1.0
@@ -47,7 +47,7 @@ class TrainingConfig:
     shape: Shape = field(default_factory=Shape)
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.layers, self.ways) < 1 or self.learning_rate <= 0:
+        if min(self.steps, self.layers, self.choices) < 1 or self.learning_rate <= 0:
             raise ValueError(f"training takes positive numbers, not {self}")
         if self.ranking < 0 or not (self.ranking > 0 or self.squared):
             raise ValueError("training needs the squared error, the ranking loss, or both")
@@ -179,7 +179,7 @@ def _drawn(
     loops, knobs, kernels, tasks, wanted, estimates, owner = [], [], [], [], [], [], []
     for i in layers:
         tokens = measured[i].tokens
-        places = rng.permutation(len(tokens))[: config.ways]
+        places = rng.permutation(len(tokens))[: config.choices]
         loops.append(tokens.loops[places])
         knobs.append(tokens.knobs[places])
         kernels.append(tokens.kernel[places])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrlflow.tuning.knobs import Floats, Indices, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.guided import Guided
 
 
@@ -33,7 +33,7 @@ class AnnealingTuner(Guided):
 
     name = "annealing"
 
-    def __init__(self, space: WaySpace, seed: int, config: AnnealingConfig = AnnealingConfig()) -> None:
+    def __init__(self, space: DesignSpace, seed: int, config: AnnealingConfig = AnnealingConfig()) -> None:
         super().__init__(space, seed)
         self._config = config
         self._points: Indices | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrlflow.tuning.knobs import Indices, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.guided import Guided
 
 
@@ -39,7 +39,7 @@ class BeamTuner(Guided):
 
     name = "beam"
 
-    def __init__(self, space: WaySpace, seed: int, config: BeamConfig = BeamConfig()) -> None:
+    def __init__(self, space: DesignSpace, seed: int, config: BeamConfig = BeamConfig()) -> None:
         super().__init__(space, seed)
         self._config = config
 

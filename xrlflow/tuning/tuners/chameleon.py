@@ -40,7 +40,7 @@ from xrlflow.learn.tensors import to_arrays, to_tensors
 from xrlflow.learn.threads import one_thread
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from xrlflow.tuning.knobs import Candidate, Floats, Indices, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.surrogate import Experience, Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -123,7 +123,7 @@ class View:
     task: Tensor  # [_TASK]
 
     @staticmethod
-    def of(space: WaySpace) -> View:
+    def of(space: DesignSpace) -> View:
         count = len(space.knobs)
         values = np.zeros((count, int(space.sizes.max()), _VALUE), np.float32)
         knobs = np.zeros((count, _KNOB), np.float32)
@@ -238,7 +238,7 @@ class ChameleonTuner:
 
     def __init__(
         self,
-        space: WaySpace,
+        space: DesignSpace,
         seed: int,
         config: ChameleonConfig = ChameleonConfig(),
         agent: Agent | None = None,
@@ -382,7 +382,7 @@ class ChameleonTuner:
 def walk(
     agent: Agent,
     view: View,
-    space: WaySpace,
+    space: DesignSpace,
     surrogate: Surrogate,
     starts: Indices,
     config: ChameleonConfig,
@@ -481,7 +481,7 @@ def _distances(points: Floats, centres: Floats) -> Floats:
     return found
 
 
-def _strides(space: WaySpace, step: int, steps: int) -> Indices:
+def _strides(space: DesignSpace, step: int, steps: int) -> Indices:
     """The length of a move at a step of a walk, for each knob [K]: a quarter of its values at first, halved repeatedly
     in the first half of the walk, then one."""
     halvings = np.log2(np.maximum(space.sizes / 4, 1))
@@ -491,7 +491,7 @@ def _strides(space: WaySpace, step: int, steps: int) -> Indices:
 
 
 def _observe(
-    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: WaySpace
+    view: View, points: Indices, movable: npt.NDArray[np.bool_], strides: Indices, space: DesignSpace
 ) -> list[Observation]:
     relative = (strides / space.sizes).astype(np.float32)
     return [Observation(view, *seen) for seen in zip(points, movable, relative)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.protocol import Method, Tuner
 
 if TYPE_CHECKING:
     from xrlflow.tuning.tuners.chameleon import Agent
 
 
-def make_tuner(method: Method, space: WaySpace, seed: int, *, agent: Agent | None = None) -> Tuner:
+def make_tuner(method: Method, space: DesignSpace, seed: int, *, agent: Agent | None = None) -> Tuner:
     """A tuner of this kind. `agent`: for `chameleon`, one that learned on other layers; the tuner uses a copy.
 
     Raises ValueError if an agent is given to another method.

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 
 # Smaller spaces are listed in random order, so that it is known when nothing is left.
 _LISTED = 4096
@@ -22,7 +22,7 @@ class Frontier:
     A kernel is identified by its key. Of vectors that decode to the same kernel, the first is used.
     """
 
-    def __init__(self, space: WaySpace, generator: np.random.Generator) -> None:
+    def __init__(self, space: DesignSpace, generator: np.random.Generator) -> None:
         self.space, self._generator = space, generator
         self._keys: set[str] = set()
         # Vectors without a new kernel: they are invalid, or their kernel is known.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xrlflow.tuning.knobs import Floats, Indices, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.guided import Guided
 
 
@@ -32,7 +32,7 @@ class GeneticTuner(Guided):
 
     name = "genetic"
 
-    def __init__(self, space: WaySpace, seed: int, config: GeneticConfig = GeneticConfig()) -> None:
+    def __init__(self, space: DesignSpace, seed: int, config: GeneticConfig = GeneticConfig()) -> None:
         super().__init__(space, seed)
         self._config = config
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate, Vector
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.surrogate import Surrogate
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
@@ -25,7 +25,7 @@ class Guided(ABC):
     # The part of the proposals that is random: AutoTVM's epsilon.
     explore: ClassVar[float] = 0.05
 
-    def __init__(self, space: WaySpace, seed: int) -> None:
+    def __init__(self, space: DesignSpace, seed: int) -> None:
         self.space = space
         self.generator = np.random.default_rng(seed)
         self.frontier = Frontier(space, self.generator)

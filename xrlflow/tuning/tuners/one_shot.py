@@ -11,7 +11,7 @@ import numpy as np
 from xrlflow.tuning.knobs import Candidate
 from xrlflow.tuning.one_shot.predictor import Predictor
 from xrlflow.tuning.one_shot.times import predictable, predicted
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.protocol import Measurement
 
 
@@ -21,9 +21,9 @@ class OneShotTuner:
 
     name = "one-shot"
 
-    def __init__(self, space: WaySpace, predictor: Predictor, most: float = math.inf) -> None:
+    def __init__(self, space: DesignSpace, predictor: Predictor, most: float = math.inf) -> None:
         if predictable(space.layer):
-            usual = space.ways.index(space.layer.estimated(space.machine))
+            usual = space.choices.index(space.layer.estimated(space.machine))
             places, seconds = predicted(predictor, space, usual)
             order = places[np.argsort(seconds, kind="stable")]
         else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xrlflow.tuning.knobs import Candidate
-from xrlflow.tuning.space import WaySpace
+from xrlflow.tuning.space import DesignSpace
 from xrlflow.tuning.tuners.frontier import Frontier
 from xrlflow.tuning.tuners.protocol import Measurement
 
@@ -17,7 +17,7 @@ class RandomTuner:
 
     name = "random"
 
-    def __init__(self, space: WaySpace, seed: int) -> None:
+    def __init__(self, space: DesignSpace, seed: int) -> None:
         self._frontier = Frontier(space, np.random.default_rng(seed))
 
     def propose(self, count: int) -> Sequence[Candidate]:

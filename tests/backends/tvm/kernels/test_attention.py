@@ -15,7 +15,7 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
-from xrlflow.backends.tvm.kernels.attention import Array, Attention, kernel, plan
+from xrlflow.backends.tvm.kernels.attention import Array, Attention, best_blocking, kernel
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.importer import import_model
@@ -278,37 +278,40 @@ def test_tiles_fit_the_registers_and_cover_the_rows(
     def array(*shape: int) -> Array:
         return Array(shape, tuple(range(len(shape))))
 
-    form = Attention(
+    workload = Attention(
         array(number, rows, depth), array(number, depth, keys), array(number, keys, width),
         array(number, rows, width), (),
     )  # fmt: skip
     machine = Machine("x86_64-unknown-linux-gnu", "znver4", cores, *((8, 16) if narrow else (16, 32)))
-    how = plan(form, machine)
-    for columns, lanes in ((how.columns, how.lanes), (how.value_columns, how.value_lanes)):
+    blocking = best_blocking(workload, machine)
+    for columns, lanes in (
+        (blocking.columns, blocking.lanes),
+        (blocking.value_columns, blocking.value_lanes),
+    ):
         vectors = columns // lanes
         assert vectors * lanes == columns
-        assert how.rows * vectors + vectors + 1 <= machine.registers
-    tiles = -(-rows // how.rows)
-    assert 1 <= how.parts <= tiles
+        assert blocking.rows * vectors + vectors + 1 <= machine.registers
+    tiles = -(-rows // blocking.rows)
+    assert 1 <= blocking.parts <= tiles
 
     def longest(parts: int) -> int:
         """What the thread with the most to do does, in tiles: to pack keys takes as long as two."""
         return -(-number * parts // cores) * (2 + -(-tiles // parts))
 
-    assert longest(how.parts) <= min(longest(1), longest(min(cores, tiles)))
+    assert longest(blocking.parts) <= min(longest(1), longest(min(cores, tiles)))
 
 
 def test_rows_a_page_apart_do_not_push_each_other_out() -> None:
     """32 heads of 32 are 4 KB: more than 8 rows of q would share a set of the first-level cache."""
 
-    def form(number: int) -> Attention:
+    def workload(number: int) -> Attention:
         rows, keys = (1, 64, number, 32), (1, 32, number, 32)
         q, k, v = Array(rows, (0, 2, 1, 3)), Array(keys, (0, 2, 3, 1)), Array(keys, (0, 2, 1, 3))
         return Attention(q, k, v, q, ())
 
     machine = Machine("x86_64-unknown-linux-gnu", "znver4", 2, 16, 32)
-    assert form(32).q.row_stride == 4096
-    assert plan(form(32), machine).rows <= 8 < plan(form(31), machine).rows
+    assert workload(32).q.row_stride == 4096
+    assert best_blocking(workload(32), machine).rows <= 8 < best_blocking(workload(31), machine).rows
 
 
 def test_few_heads_are_divided_among_threads() -> None:
@@ -316,7 +319,7 @@ def test_few_heads_are_divided_among_threads() -> None:
     keys = Array((1, 64, 512), (0, 1, 2))
 
     def parts(cores: int) -> int:
-        return plan(
+        return best_blocking(
             Attention(array, keys, array, array, ()), Machine("x86_64", "znver4", cores, 16, 32)
         ).parts
 
@@ -327,9 +330,11 @@ def test_packing_keys_again_is_weighed_against_idle_threads() -> None:
     def parts(number: int, rows: int, cores: int) -> int:
         array, keys = Array((number, rows, 64), (0, 1, 2)), Array((number, 64, 128), (0, 1, 2))
         values = Array((number, 128, 64), (0, 1, 2))
-        how = plan(Attention(array, keys, values, array, ()), Machine("x86_64", "znver4", cores, 16, 32))
-        assert 3 * how.rows < rows <= 4 * how.rows or rows > 100
-        return how.parts
+        blocking = best_blocking(
+            Attention(array, keys, values, array, ()), Machine("x86_64", "znver4", cores, 16, 32)
+        )
+        assert 3 * blocking.rows < rows <= 4 * blocking.rows or rows > 100
+        return blocking.parts
 
     assert parts(3, 128, 2) == 2  # three heads for two threads
     assert (
@@ -342,8 +347,8 @@ def test_rows_behind_the_last_are_not_stored() -> None:
 
     def guarded_if_needed(rows: int) -> bool:
         array, keys = Array((2, rows, 64), (0, 1, 2)), Array((2, 64, 32), (0, 1, 2))
-        form = Attention(array, keys, Array((2, 32, 64), (0, 1, 2)), array, ())
-        tile = plan(form, detect()).rows
-        return (rows % tile == 0) == (f"< {rows}" not in kernel(form, detect()).script())
+        workload = Attention(array, keys, Array((2, 32, 64), (0, 1, 2)), array, ())
+        tile = best_blocking(workload, detect()).rows
+        return (rows % tile == 0) == (f"< {rows}" not in kernel(workload, detect()).script())
 
     assert all(guarded_if_needed(rows) for rows in (7, 37, 41, 48, 64))

@@ -14,8 +14,8 @@ from tests.levels import whole
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion import bands as bands_fusion
 from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock
-from xrlflow.backends.tvm.kernels.bands_plan import cost, plan, plans
-from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.bands_plan import best_blocking, blockings, cost
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 
 pytestmark = pytest.mark.measures
 
@@ -118,8 +118,8 @@ def test_other_machines(name: str, machine: Machine) -> None:
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[BandBlocking] = []
 
-    def drawn(form: ConvBlock, machine: Machine) -> BandBlocking:
-        options = sorted(plans(form, machine), key=repr)
+    def drawn(workload: ConvBlock, machine: Machine) -> BandBlocking:
+        options = sorted(blockings(workload, machine), key=repr)
         chosen.append(random.Random(f"{name}{seed}").choice(options))
         return chosen[-1]
 
@@ -171,9 +171,11 @@ def test_what_is_read_elsewhere_is_not_swallowed() -> None:
 
 
 def test_the_plan_costs_least() -> None:
-    form = ConvBlock((1, 28, 28, 32), (1, 28, 28, 192), (1, 28, 28, 32), (3, 3), (1, 1), 1, 1, (), (), ())
+    workload = ConvBlock((1, 28, 28, 32), (1, 28, 28, 192), (1, 28, 28, 32), (3, 3), (1, 1), 1, 1, (), (), ())
     machine = replace(detect(cores=2), second_level=512 << 10)
-    best = plan(form, machine)
-    assert cost(form, best, machine) == min(cost(form, how, machine) for how in plans(form, machine))
-    assert 4 * best.rows(form) * form.width * best.block <= machine.second_level
-    assert np.isfinite(cost(form, best, machine))
+    best = best_blocking(workload, machine)
+    assert cost(workload, best, machine) == min(
+        cost(workload, blocking, machine) for blocking in blockings(workload, machine)
+    )
+    assert 4 * best.rows(workload) * workload.width * best.block <= machine.second_level
+    assert np.isfinite(cost(workload, best, machine))

@@ -14,7 +14,7 @@ from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
-from xrlflow.backends.tvm.kernels.batches import BatchedProduct, cost, plan, plans
+from xrlflow.backends.tvm.kernels.batches import BatchedProduct, best_blocking, blockings, cost
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
 
@@ -116,11 +116,13 @@ def test_tiles_fit_registers_and_cover_the_columns(
 ) -> None:
     lanes, registers = (8, 16) if narrow else (16, 32)
     machine = Machine("x86_64", "znver4", 2, lanes, registers, in_halves=in_halves)
-    form = BatchedProduct((8,), rows, 10, columns)
-    how = plan(form, machine)
-    groups = how.groups(form)
-    assert all(machine.keeps(how.rows, len(group)) for group in groups)
-    covered = {c for group in groups for start in group for c in range(start, start + how.lanes)}
+    workload = BatchedProduct((8,), rows, 10, columns)
+    blocking = best_blocking(workload, machine)
+    groups = blocking.groups(workload)
+    assert all(machine.keeps(blocking.rows, len(group)) for group in groups)
+    covered = {c for group in groups for start in group for c in range(start, start + blocking.lanes)}
     assert covered == set(range(columns))
-    assert how.rows <= rows
-    assert cost(form, how, machine) == min(cost(form, each, machine) for each in plans(form, machine))
+    assert blocking.rows <= rows
+    assert cost(workload, blocking, machine) == min(
+        cost(workload, each, machine) for each in blockings(workload, machine)
+    )

@@ -13,8 +13,8 @@ from tests.backends.tvm.kernels.test_winograd import assert_close, kernels, resu
 from tests.levels import whole
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.kernels import direct
-from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, cost, plan, plans
-from xrlflow.backends.tvm.kernels.ways import Algorithm
+from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, best_blocking, blockings, cost
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 
 pytestmark = pytest.mark.measures
 
@@ -101,11 +101,11 @@ def test_other_machines(name: str, machine: Machine) -> None:
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[DirectBlocking] = []
 
-    def drawn(form: Convolution, machine: Machine) -> DirectBlocking:
-        chosen.append(random.Random(f"{name}{seed}").choice(sorted(plans(form, machine), key=repr)))
+    def drawn(workload: Convolution, machine: Machine) -> DirectBlocking:
+        chosen.append(random.Random(f"{name}{seed}").choice(sorted(blockings(workload, machine), key=repr)))
         return chosen[-1]
 
-    monkeypatch.setattr(direct, "plan", drawn)
+    monkeypatch.setattr(direct, "best_blocking", drawn)
     assert_close(*results(network(GRAPHS[name]), Algorithm.F23, detect(cores=3)))
     assert chosen
 
@@ -174,10 +174,12 @@ def test_left_alone(name: str) -> None:
 
 
 def test_the_plan_costs_least() -> None:
-    form = Convolution((1, 28, 28, 128), (1, 28, 28, 128), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 32)
+    workload = Convolution((1, 28, 28, 128), (1, 28, 28, 128), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 32)
     machine = detect(cores=2)
-    best = plan(form, machine)
-    assert cost(form, best, machine) == min(cost(form, how, machine) for how in plans(form, machine))
+    best = best_blocking(workload, machine)
+    assert cost(workload, best, machine) == min(
+        cost(workload, blocking, machine) for blocking in blockings(workload, machine)
+    )
     assert best.together == best.lanes // 4
 
 
@@ -197,18 +199,20 @@ def test_vectors_are_narrower_where_there_are_no_more_of_them(
     groups: int, channels: int, columns: int, lanes: set[int]
 ) -> None:
     image, out = (1, 8, 8, groups * channels), (1, 8, 8, groups * columns)
-    form = Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
+    workload = Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
     machine = replace(detect(cores=1), lanes=16, registers=32, in_halves=False)
-    assert {how.lanes for how in plans(form, machine)} == lanes
-    assert {how.lanes for how in plans(form, replace(machine, in_halves=True))} == lanes | {8}
+    assert {blocking.lanes for blocking in blockings(workload, machine)} == lanes
+    assert {blocking.lanes for blocking in blockings(workload, replace(machine, in_halves=True))} == lanes | {
+        8
+    }
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_code_does_not_grow_with_channels(groups: int) -> None:
     def written(channels: int) -> int:
         image, out = (1, 8, 8, groups * channels), (1, 8, 8, groups * 64)
-        form = Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
-        best = plan(form, detect(cores=1))
-        return len(direct.kernel(form, replace(best, band=2)).script().splitlines())
+        workload = Convolution(image, out, (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), groups)
+        best = best_blocking(workload, detect(cores=1))
+        return len(direct.kernel(workload, replace(best, band=2)).script().splitlines())
 
     assert written(1024) == written(512)

@@ -18,9 +18,9 @@ from tests.levels import whole
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.kernels import direct_norm
-from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, plans
+from xrlflow.backends.tvm.kernels.direct import Convolution, DirectBlocking, blockings
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import Algorithm
 from xrlflow.backends.tvm.lowering.importer import import_model
 
 pytestmark = pytest.mark.measures
@@ -82,12 +82,16 @@ def test_other_machines(name: str, machine: Machine) -> None:
 def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[DirectBlocking] = []
 
-    def drawn(form: Convolution, machine: Machine) -> DirectBlocking:
-        whole = [how for how in plans(form, machine) if how.together == how.lanes == machine.lanes]
+    def drawn(workload: Convolution, machine: Machine) -> DirectBlocking:
+        whole = [
+            blocking
+            for blocking in blockings(workload, machine)
+            if blocking.together == blocking.lanes == machine.lanes
+        ]
         chosen.append(random.Random(f"{name}{seed}").choice(sorted(whole, key=repr)))
         return chosen[-1]
 
-    monkeypatch.setattr(direct_norm, "plan", drawn)
+    monkeypatch.setattr(direct_norm, "best_blocking", drawn)
     assert_close(*results(network(GRAPHS[name]), Algorithm.F23, detect(cores=3)))
     assert chosen
 
@@ -114,7 +118,7 @@ def test_left_alone(name: str) -> None:
     assert_close(*results(network(LEFT[name]), Algorithm.F23, ONE))
 
 
-def form(channels: int, size: int, window: int = 7) -> Convolution:
+def workload(channels: int, size: int, window: int = 7) -> Convolution:
     image, border = (1, size, size, channels), window // 2
     steps = (Step("relax.add", (Earlier(0), Extra(True))),)
     return Convolution(
@@ -126,17 +130,21 @@ def form(channels: int, size: int, window: int = 7) -> Convolution:
 def test_rows_that_cores_cannot_share_stay_apart(channels: int, size: int) -> None:
     """Two kernels divide channels among cores where there are few rows."""
     wide = [replace(machine, lanes=16, registers=32) for machine in (ONE, TWO, EIGHT)]
-    chosen = [direct_norm.plan(form(channels, size), machine) is not None for machine in wide]
+    chosen = [direct_norm.best_blocking(workload(channels, size), machine) is not None for machine in wide]
     assert chosen == [True, size % 2 == 0, size == 56]
 
 
 def test_the_plan_costs_least() -> None:
     machine = TWO
-    best = direct_norm.plan(form(96, 28), machine)
+    best = direct_norm.best_blocking(workload(96, 28), machine)
     assert best is not None
-    whole = [how for how in plans(form(96, 28), machine) if how.together == how.lanes == machine.lanes]
-    least = min(direct_norm.fused_cost(form(96, 28), how, machine) for how in whole)
-    assert direct_norm.fused_cost(form(96, 28), best, machine) == least
+    whole = [
+        blocking
+        for blocking in blockings(workload(96, 28), machine)
+        if blocking.together == blocking.lanes == machine.lanes
+    ]
+    least = min(direct_norm.fused_cost(workload(96, 28), blocking, machine) for blocking in whole)
+    assert direct_norm.fused_cost(workload(96, 28), best, machine) == least
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0])

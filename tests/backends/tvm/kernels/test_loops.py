@@ -13,8 +13,8 @@ from tests.tuning.measured import MACHINE
 from tests.tuning.test_blocks import BLOCK
 from tests.tuning.test_layers import FORMS
 from xrlflow.backends.tvm.kernels import direct, winograd
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice, LayerWorkload
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of, loops_of_bands, totals
-from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way
 from xrlflow.tuning.layers import Layer
 
 pytestmark = pytest.mark.measures
@@ -29,51 +29,51 @@ def consistent(loops: Sequence[Loop]) -> None:
         assert outer.weights >= inner.weights
 
 
-def multiplications(form: LayerForm, way: Way) -> float:
+def multiplications(workload: LayerWorkload, choice: KernelChoice) -> float:
     """Of vectors, if nothing is padded."""
-    lanes = way.plan.tile.lanes if hasattr(way.plan, "tile") else way.plan.lanes  # type: ignore[union-attr]
-    all_of_them = math.prod(form.out) * form.terms / lanes
-    if isinstance(way.plan, winograd.WinogradBlocking):
-        m = way.algorithm.m or 0
+    lanes = choice.blocking.tile.lanes if hasattr(choice.blocking, "tile") else choice.blocking.lanes  # type: ignore[union-attr]
+    all_of_them = math.prod(workload.out) * workload.terms / lanes
+    if isinstance(choice.blocking, winograd.WinogradBlocking):
+        m = choice.algorithm.m or 0
         return all_of_them * (m + 2) ** 2 / (9 * m * m)
     return all_of_them
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "groups"])
 def test_all_multiplications_are_in_the_loops(name: str) -> None:
-    form = FORMS[name]
-    ways = Layer(form, False).everything(MACHINE)
-    for way in random.Random(0).sample(ways, min(150, len(ways))):
-        if way.plan is None or getattr(way.plan, "together", 1) > 1:
+    workload = FORMS[name]
+    choices = Layer(workload, False).everything(MACHINE)
+    for choice in random.Random(0).sample(choices, min(150, len(choices))):
+        if choice.blocking is None or getattr(choice.blocking, "together", 1) > 1:
             continue
-        loops = loops_of(form, way)
+        loops = loops_of(workload, choice)
         consistent(loops)
         done = totals(loops)[-1] * loops[-1].work
-        assert done >= 0.999 * multiplications(form, way)
+        assert done >= 0.999 * multiplications(workload, choice)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "groups"])
 def test_what_fits_exactly_is_not_padded(name: str) -> None:
     """The blocking that multiplies least does not multiply more than a fifth too much, but for odd sizes."""
-    form = FORMS[name]
+    workload = FORMS[name]
     least = min(
-        totals(loops)[-1] * loops[-1].work / multiplications(form, way)
-        for way in Layer(form, False).everything(MACHINE)
-        if way.plan is not None and (loops := loops_of(form, way))
+        totals(loops)[-1] * loops[-1].work / multiplications(workload, choice)
+        for choice in Layer(workload, False).everything(MACHINE)
+        if choice.blocking is not None and (loops := loops_of(workload, choice))
     )
     assert least < 1.2
 
 
 def test_groups_that_share_a_vector_have_loops() -> None:
-    form = direct.Convolution((1, 9, 9, 16), (1, 9, 9, 16), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 4)
-    how = next(how for how in direct.plans(form, MACHINE) if how.together > 1)
-    consistent(loops_of(form, Way(Algorithm.DIRECT, how)))
+    workload = direct.Convolution((1, 9, 9, 16), (1, 9, 9, 16), (1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), 4)
+    blocking = next(blocking for blocking in direct.blockings(workload, MACHINE) if blocking.together > 1)
+    consistent(loops_of(workload, KernelChoice(Algorithm.DIRECT, blocking)))
 
 
 def test_loops_of_bands() -> None:
-    for way in random.Random(1).sample(BLOCK.everything(MACHINE)[1:], 50):
-        assert way.plan is not None
-        loops = loops_of_bands(BLOCK.form, way.plan)
+    for choice in random.Random(1).sample(BLOCK.everything(MACHINE)[1:], 50):
+        assert choice.blocking is not None
+        loops = loops_of_bands(BLOCK.workload, choice.blocking)
         assert all(value > 0 for loop in loops for value in loop.numbers)
         each = sum(loop.extent * loop.work for loop in loops[2:])
         assert each == pytest.approx(loops[1].work)

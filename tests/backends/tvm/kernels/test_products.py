@@ -14,7 +14,7 @@ from tests.backends.tvm.kernels.test_kernels import network, numbers
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
-from xrlflow.backends.tvm.kernels.products import Product, chunk_of, cost, packed, plan, plans
+from xrlflow.backends.tvm.kernels.products import Product, best_blocking, blockings, chunk_of, cost, packed
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
 
@@ -139,9 +139,9 @@ def test_long_sums_are_exact() -> None:
 
 
 def test_panels_of_weights() -> None:
-    form, weights = Product((5, 3), (5, 21)), np.arange(63, dtype=np.float32).reshape(3, 21)
-    how = next(h for h in plans(form, Machine("x86_64", "haswell", 1, 8, 16)) if h.columns == 16)
-    panels = packed(weights, form, how)
+    workload, weights = Product((5, 3), (5, 21)), np.arange(63, dtype=np.float32).reshape(3, 21)
+    blocking = next(h for h in blockings(workload, Machine("x86_64", "haswell", 1, 8, 16)) if h.columns == 16)
+    panels = packed(weights, workload, blocking)
     assert panels.shape == (2, 3, 16)
     np.testing.assert_array_equal(panels[0], weights[:, :16])
     np.testing.assert_array_equal(panels[1, :, :5], weights[:, 16:])
@@ -157,14 +157,20 @@ def test_plans_fit_registers_and_cover_the_result(
     rows: int, depth: int, columns: int, cores: int, narrow: bool
 ) -> None:
     machine = Machine("x86_64", "znver4", cores, *((8, 16) if narrow else (16, 32)))
-    form = Product((rows, depth), (rows, columns))
-    how = plan(form, machine)
-    vectors = how.columns // how.lanes
-    assert machine.keeps(how.rows, vectors)
-    assert how.panels(form) * how.columns >= columns > (how.panels(form) - 1) * how.columns
-    assert 1 <= how.parts <= how.panels(form)
-    assert how.rows <= rows
-    assert how.block <= rows
+    workload = Product((rows, depth), (rows, columns))
+    blocking = best_blocking(workload, machine)
+    vectors = blocking.columns // blocking.lanes
+    assert machine.keeps(blocking.rows, vectors)
+    assert (
+        blocking.panels(workload) * blocking.columns
+        >= columns
+        > (blocking.panels(workload) - 1) * blocking.columns
+    )
+    assert 1 <= blocking.parts <= blocking.panels(workload)
+    assert blocking.rows <= rows
+    assert blocking.block <= rows
     chunk = chunk_of(depth)
     assert chunk <= 192
-    assert cost(form, how, machine) == min(cost(form, each, machine) for each in plans(form, machine))
+    assert cost(workload, blocking, machine) == min(
+        cost(workload, each, machine) for each in blockings(workload, machine)
+    )

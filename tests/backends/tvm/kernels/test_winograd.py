@@ -18,9 +18,15 @@ from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm import Machine, detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.kernels.algorithms import WORST_CHANNEL, Algorithms, Choice, shared_out
-from xrlflow.backends.tvm.kernels.ways import Algorithm
-from xrlflow.backends.tvm.kernels.winograd import WinogradConvolution, cost, plan, plans, transforms
+from xrlflow.backends.tvm.kernels.algorithms import WORST_CHANNEL, AlgorithmOption, Algorithms, shared_out
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
+from xrlflow.backends.tvm.kernels.winograd import (
+    WinogradConvolution,
+    best_blocking,
+    blockings,
+    cost,
+    transforms,
+)
 from xrlflow.backends.tvm.kernels.winograd_errors import relative_errors
 from xrlflow.backends.tvm.lowering.compiled import compiled
 from xrlflow.backends.tvm.lowering.importer import import_model
@@ -291,9 +297,9 @@ def test_choices_stay_within_the_budget(
 ) -> None:
     options = [
         [
-            Choice(Algorithm.TILES, 1.0),
-            Choice(Algorithm.F23, cheap, error),
-            Choice(Algorithm.F43, cheaper, worse),
+            AlgorithmOption(Algorithm.TILES, 1.0),
+            AlgorithmOption(Algorithm.F23, cheap, error),
+            AlgorithmOption(Algorithm.F43, cheaper, worse),
         ]
         for cheap, error, cheaper, worse in layers
     ]
@@ -365,7 +371,7 @@ def test_every_group_is_estimated() -> None:
 
 
 def test_shares_add_up() -> None:
-    chosen = [Choice(Algorithm.F43, 1.0, 3.0), Choice(Algorithm.TILES, 1.0)]
+    chosen = [AlgorithmOption(Algorithm.F43, 1.0, 3.0), AlgorithmOption(Algorithm.TILES, 1.0)]
     found = shared_out(["a", "b"], chosen, others=2)
     assert [c.share for c in found] == pytest.approx([9 / 12, 1 / 12])
 
@@ -383,12 +389,12 @@ def test_the_choice_is_noted() -> None:
 @pytest.mark.parametrize("cpu", [None, "haswell"])
 def test_a_plan_fits_registers(cpu: str | None) -> None:
     machine = detect(cpu=cpu, cores=2)
-    form = WinogradConvolution((1, 14, 14, 100), (1, 14, 14, 70), 1, 1, 4)
-    for how in plans(form, machine):
-        vectors = how.columns // how.lanes
-        assert how.rows * vectors + vectors + 1 <= machine.registers
-        assert how.block % how.rows == 0
-    assert plan(form, machine).ahead
-    assert cost(form, plan(form, machine), machine) == min(
-        cost(form, how, machine) for how in plans(form, machine)
+    workload = WinogradConvolution((1, 14, 14, 100), (1, 14, 14, 70), 1, 1, 4)
+    for blocking in blockings(workload, machine):
+        vectors = blocking.columns // blocking.lanes
+        assert blocking.rows * vectors + vectors + 1 <= machine.registers
+        assert blocking.block % blocking.rows == 0
+    assert best_blocking(workload, machine).ahead
+    assert cost(workload, best_blocking(workload, machine), machine) == min(
+        cost(workload, blocking, machine) for blocking in blockings(workload, machine)
     )

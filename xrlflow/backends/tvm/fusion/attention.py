@@ -41,11 +41,11 @@ def fuse_attention(module: Any, machine: Machine) -> Any:
             if binding.var not in found:
                 super().visit_var_binding_(binding)
                 return
-            form, arguments = found[binding.var]
-            if form not in functions:
-                functions[form] = self.builder_.add_func(kernel(form, machine), "attention")
+            workload, arguments = found[binding.var]
+            if workload not in functions:
+                functions[workload] = self.builder_.add_func(kernel(workload, machine), "attention")
             read = [self.visit_expr(argument) for argument in arguments]
-            call = relax.call_tir(functions[form], read, relax.TensorType(form.out.shape, _FLOAT))
+            call = relax.call_tir(functions[workload], read, relax.TensorType(workload.out.shape, _FLOAT))
             self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
 
     return relax.transform.DeadCodeElimination()(with_main(module, Fuser(module)))
@@ -83,8 +83,8 @@ class _Reader:
             elif operator(value) == "relax.permute_dims" and value.args[0] in found:
                 inner = value.args[0]
                 if self._uses[inner] == 1:
-                    form, arguments = found.pop(inner)
-                    found[variable] = replace(form, out=_left_as(form.out.shape, value)), arguments
+                    workload, arguments = found.pop(inner)
+                    found[variable] = replace(workload, out=_left_as(workload.out.shape, value)), arguments
         return found
 
     def _attention(self, call: Any) -> Match | None:
@@ -110,8 +110,8 @@ class _Reader:
             return None
         if 0 in (*scores, *out, q[0].sizes[-1]):
             return None
-        form = Attention(q[0], k[0], v[0], Array(out, tuple(range(len(out)))), steps)
-        return form, [q[1], k[1], v[1], *extras]
+        workload = Attention(q[0], k[0], v[0], Array(out, tuple(range(len(out)))), steps)
+        return workload, [q[1], k[1], v[1], *extras]
 
     def _reshaped(self, expression: Any) -> Any:
         """What an expression is with other dimensions for the heads; the expression itself if it is nothing else."""

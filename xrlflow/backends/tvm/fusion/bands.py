@@ -60,7 +60,7 @@ class _Match:
     def inside(self) -> frozenset[Any]:
         return frozenset().union(*(part.followed.inside for part in self.parts))
 
-    def form(self) -> ConvBlock:
+    def workload(self) -> ConvBlock:
         attrs = self.depthwise.call.attrs
         (top, left, _, _), weights = numbers(attrs.padding), sizes(self.depthwise.call.args[1])
         strides = numbers(attrs.strides)
@@ -76,21 +76,21 @@ class _Match:
             None if self.project is None else self.project.followed.steps,
         )  # fmt: skip
 
-    def operands(self, form: ConvBlock, how: BandBlocking) -> list[Any]:
+    def operands(self, workload: ConvBlock, blocking: BandBlocking) -> list[Any]:
         """The parameters of the kernel but the result."""
 
         def wide(values: Sequence[Any]) -> list[Any]:
-            return [constant(by_channel(value.value.numpy(), form, how)) for value in values]
+            return [constant(by_channel(value.value.numpy(), workload, blocking)) for value in values]
 
         found = [self.first.call.args[0]]
         if self.expand is not None:
-            found.append(constant(packed_expansion(_matrix(self.expand.weights), form, how)))
+            found.append(constant(packed_expansion(_matrix(self.expand.weights), workload, blocking)))
             found += wide(self.expand.followed.extras)
         window = self.depthwise.weights
-        found.append(constant(by_channel(window.reshape(*window.shape[:2], -1), form, how)))
+        found.append(constant(by_channel(window.reshape(*window.shape[:2], -1), workload, blocking)))
         found += wide(self.depthwise.followed.extras)
         if self.project is not None:
-            found.append(constant(packed_projection(_matrix(self.project.weights), form, how)))
+            found.append(constant(packed_projection(_matrix(self.project.weights), workload, blocking)))
             found += self.project.followed.extras
         return found
 
@@ -108,21 +108,21 @@ def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) 
     main = module["main"]
     far = algorithms.timings is not None and weights_from_memory(main)
 
-    def choose(form: ConvBlock) -> BandBlocking | None:
-        known = None if algorithms.timings is None else algorithms.timings.of_block(form, far)
-        return usual(form, machine) if known is None else known.plan
+    def choose(workload: ConvBlock) -> BandBlocking | None:
+        known = None if algorithms.timings is None else algorithms.timings.of_block(workload, far)
+        return usual(workload, machine) if known is None else known.blocking
 
     found = {
-        match.last.followed.last: _replacement(match, how)
-        for match, how in _matches(Function(main), machine, choose)
+        match.last.followed.last: _replacement(match, blocking)
+        for match, blocking in _matches(Function(main), machine, choose)
     }
     return with_kernels(module, found)
 
 
-def _replacement(match: _Match, how: BandBlocking) -> Replacement:
-    form = match.form()
-    make, read = partial(kernel, form, how), partial(match.operands, form, how)
-    return Replacement("bands", (form, how), make, read, form.out)
+def _replacement(match: _Match, blocking: BandBlocking) -> Replacement:
+    workload = match.workload()
+    make, read = partial(kernel, workload, blocking), partial(match.operands, workload, blocking)
+    return Replacement("bands", (workload, blocking), make, read, workload.out)
 
 
 def _matches(
@@ -147,9 +147,9 @@ def _matches(
             before = None
         after = _projection(function, alone, taken)
         choices = [_Match(before, alone, after), _Match(None, alone, after), _Match(before, alone, None)]
-        match = next((c for c in choices if len(c.parts) > 1 and possible(c.form(), machine)), None)
-        if match is not None and (how := choose(match.form())) is not None:
-            found.append((match, how))
+        match = next((c for c in choices if len(c.parts) > 1 and possible(c.workload(), machine)), None)
+        if match is not None and (blocking := choose(match.workload())) is not None:
+            found.append((match, blocking))
             taken |= match.inside
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from xrlflow.backends.tvm.fusion.following import Function
 from xrlflow.backends.tvm.fusion.layouts import ELEMENTWISE
 from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
-from xrlflow.backends.tvm.kernels.batches import BatchedProduct, kernel, plan
+from xrlflow.backends.tvm.kernels.batches import BatchedProduct, best_blocking, kernel
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -33,28 +33,32 @@ def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
     found: dict[Any, Replacement] = {}
     taken: set[Any] = set()
     for variable, call in function.values.items():
-        if operator(call) != "relax.matmul" or (form := _form(call, machine)) is None:
+        if operator(call) != "relax.matmul" or (workload := _workload(call, machine)) is None:
             continue
         followed = function.followed(variable, taken)
         reader = function.reader(followed.last)
         if reader is not None and operator(function.values[reader]) in ELEMENTWISE:
             continue
         taken |= followed.inside
-        form = replace(form, steps=followed.steps)
+        workload = replace(workload, steps=followed.steps)
         read = [*call.args, *followed.extras]
-        make = partial(kernel, form, plan(form, machine))
-        found[followed.last] = Replacement("batches", form, make, partial(list, read), form.out)
+        make = partial(kernel, workload, best_blocking(workload, machine))
+        found[followed.last] = Replacement("batches", workload, make, partial(list, read), workload.out)
     return found
 
 
-def _form(call: Any, machine: Machine) -> BatchedProduct | None:
+def _workload(call: Any, machine: Machine) -> BatchedProduct | None:
     """The sizes of a batch of small products; None for any other product."""
     x, z = (sizes(each, FLOAT) for each in call.args)
     if x is None or z is None or min(len(x), len(z)) < 3 or x[:-2] != z[:-2] or 0 in (*x, *z):
         return None
-    form = BatchedProduct(x[:-2], x[-2], x[-1], z[-1])
-    if math.prod(form.batch) < _PRODUCTS * machine.cores or form.rows < _ROWS or form.depth > _TERMS:
+    workload = BatchedProduct(x[:-2], x[-2], x[-1], z[-1])
+    if (
+        math.prod(workload.batch) < _PRODUCTS * machine.cores
+        or workload.rows < _ROWS
+        or workload.depth > _TERMS
+    ):
         return None
-    if form.columns < machine.lanes or 4 * form.depth * form.columns > _BYTES:
+    if workload.columns < machine.lanes or 4 * workload.depth * workload.columns > _BYTES:
         return None
-    return form
+    return workload

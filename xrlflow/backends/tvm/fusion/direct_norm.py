@@ -28,16 +28,16 @@ def _normalised(function: Function, machine: Machine) -> dict[Any, Replacement]:
     """Normalisations that alone read a depthwise convolution, with or without steps after it."""
     found: dict[Any, Replacement] = {}
     for variable, call in function.values.items():
-        form = convolution_of(call) if operator(call) == "relax.nn.conv2d" else None
-        if form is None or not direct_norm.is_depthwise(form):
+        workload = convolution_of(call) if operator(call) == "relax.nn.conv2d" else None
+        if workload is None or not direct_norm.is_depthwise(workload):
             continue
         followed = function.followed(variable)
         norm = function.reader(followed.last)
         if norm is None or not _is_norm(function.values[norm], followed):
             continue
-        form = replace(form, steps=followed.steps)
-        if (how := direct_norm.plan(form, machine)) is not None:
-            found[norm] = _with_norm(form, how, call, followed, function.values[norm])
+        workload = replace(workload, steps=followed.steps)
+        if (blocking := direct_norm.best_blocking(workload, machine)) is not None:
+            found[norm] = _with_norm(workload, blocking, call, followed, function.values[norm])
     return found
 
 
@@ -51,12 +51,18 @@ def _is_norm(call: Any, followed: Followed) -> bool:
 
 
 def _with_norm(
-    form: Convolution, how: DirectBlocking, call: Any, followed: Followed, norm: Any
+    workload: Convolution, blocking: DirectBlocking, call: Any, followed: Followed, norm: Any
 ) -> Replacement:
     (image, weights), (_, scale, bias), epsilon = call.args, norm.args, float(norm.attrs.epsilon)
 
     def read() -> Sequence[Any]:
-        return [image, constant(packed(weights.value.numpy(), form, how)), *followed.extras, scale, bias]
+        return [
+            image,
+            constant(packed(weights.value.numpy(), workload, blocking)),
+            *followed.extras,
+            scale,
+            bias,
+        ]
 
-    make = partial(direct_norm.kernel, form, how, epsilon)
-    return Replacement("direct_norm", (form, epsilon), make, read, form.out)
+    make = partial(direct_norm.kernel, workload, blocking, epsilon)
+    return Replacement("direct_norm", (workload, epsilon), make, read, workload.out)

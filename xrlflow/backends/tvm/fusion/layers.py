@@ -16,18 +16,18 @@ from xrlflow.backends.tvm.fusion.replacing import Replacement, with_kernels
 from xrlflow.backends.tvm.kernels import direct, products
 from xrlflow.backends.tvm.kernels.algorithms import (
     WORST_CHANNEL,
+    AlgorithmChoice,
+    AlgorithmOption,
     Algorithms,
-    Choice,
-    Chosen,
     shared_out,
     with_times,
 )
 from xrlflow.backends.tvm.kernels.building import FLOAT
-from xrlflow.backends.tvm.kernels.ways import (
+from xrlflow.backends.tvm.kernels.layer_kernels import (
     KERNELS,
     Algorithm,
-    LayerForm,
-    Way,
+    KernelChoice,
+    LayerWorkload,
     algorithms_of,
     tiles_cost,
     title,
@@ -59,7 +59,7 @@ class Match:
     """A layer and the steps after it, up to the variable `last`. `call`: of the convolution or product. `extras`: the
     expressions of its `Extra`s."""
 
-    form: LayerForm
+    workload: LayerWorkload
     call: Any
     extras: tuple[Any, ...]
     last: Any
@@ -72,41 +72,41 @@ def choose_kernels(module: Any, machine: Machine, algorithms: Algorithms) -> Any
     matches = _matches(Function(main))
     if not matches:
         return module
-    options = [_choices(match, machine) for match in matches]
+    options = [_options(match, machine) for match in matches]
     if (timings := algorithms.timings) is not None:
         far = weights_from_memory(main)
-        options = with_times(options, [timings.of(match.form, far) for match in matches])
+        options = with_times(options, [timings.of(match.workload, far) for match in matches])
     others = _layers(main) - len(matches)
     chosen = algorithms.choose(options, others)
     found = {}
     for match, choice in zip(matches, chosen):
         if (replacement := _replacement(match, choice, machine)) is not None:
             found[match.last] = replacement
-    report = shared_out([title(match.form) for match in matches], chosen, others)
+    report = shared_out([title(match.workload) for match in matches], chosen, others)
     return with_kernels(module, found).with_attr(CHOSEN, json.dumps([each.stored() for each in report]))
 
 
-def chosen_in(module: Any) -> tuple[Chosen, ...]:
+def chosen_in(module: Any) -> tuple[AlgorithmChoice, ...]:
     """What `choose_kernels` chose for the layers of a module."""
     stored = (module.attrs or {}).get(CHOSEN)
-    return () if stored is None else tuple(Chosen(**each) for each in json.loads(str(stored)))
+    return () if stored is None else tuple(AlgorithmChoice(**each) for each in json.loads(str(stored)))
 
 
-def plain(form: LayerForm, machine: Machine) -> Algorithm:
+def plain(workload: LayerWorkload, machine: Machine) -> Algorithm:
     """The algorithm of an untuned compilation among those that multiply as often as the layer says."""
-    if isinstance(form, direct.Convolution):
-        return Algorithm.DIRECT if direct.gains(form, machine) else Algorithm.TILES
-    wide = form.columns >= 2 * machine.lanes and 4 * form.terms * form.columns >= _LEAST_WEIGHTS
-    return Algorithm.PRODUCT if wide and form.rows in _ROWS else Algorithm.TILES
+    if isinstance(workload, direct.Convolution):
+        return Algorithm.DIRECT if direct.gains(workload, machine) else Algorithm.TILES
+    wide = workload.columns >= 2 * machine.lanes and 4 * workload.terms * workload.columns >= _LEAST_WEIGHTS
+    return Algorithm.PRODUCT if wide and workload.rows in _ROWS else Algorithm.TILES
 
 
-def estimates(form: LayerForm, machine: Machine) -> dict[Algorithm, float]:
+def estimates(workload: LayerWorkload, machine: Machine) -> dict[Algorithm, float]:
     """The estimated times of the algorithms that an untuned compilation chooses from, the plain one first."""
-    found = {plain(form, machine): tiles_cost(form, machine)}
-    for algorithm in algorithms_of(form):
+    found = {plain(workload, machine): tiles_cost(workload, machine)}
+    for algorithm in algorithms_of(workload):
         if algorithm.m is not None:
             kernel = KERNELS[algorithm]
-            found[algorithm] = kernel.cost(form, kernel.usual(form, machine), machine)
+            found[algorithm] = kernel.cost(workload, kernel.usual(workload, machine), machine)
     return found
 
 
@@ -118,57 +118,65 @@ def _layers(function: Any) -> int:
     return sum(operator(v) in _WEIGHTED and isinstance(v.args[1], GenericConst) for v in values)
 
 
-def _choices(match: Match, machine: Machine) -> list[Choice]:
+def _options(match: Match, machine: Machine) -> list[AlgorithmOption]:
     """The algorithms for a layer, the plain one first. Of those that no estimate chooses the cost is infinite; those
     whose error is not known, or large in one channel, are left out."""
-    form, costs = match.form, estimates(match.form, machine)
+    workload, costs = match.workload, estimates(match.workload, machine)
     first = next(iter(costs))
-    found = [Choice(first, costs[first])]
-    others = [algorithm for algorithm in algorithms_of(form) if algorithm is not first]
-    found += [Choice(algorithm, math.inf) for algorithm in others if algorithm.m is None]
+    found = [AlgorithmOption(first, costs[first])]
+    others = [algorithm for algorithm in algorithms_of(workload) if algorithm is not first]
+    found += [AlgorithmOption(algorithm, math.inf) for algorithm in others if algorithm.m is None]
     faster = {a: a.m for a in others if a.m is not None}
     errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
     for algorithm, each in zip(faster, errors, strict=True):
         if each.known and each.channel <= WORST_CHANNEL:
-            found.append(Choice(algorithm, costs[algorithm], each.error, most=each.most))
+            found.append(AlgorithmOption(algorithm, costs[algorithm], each.error, most=each.most))
     return found
 
 
-def _replacement(match: Match, choice: Choice, machine: Machine) -> Replacement | None:
+def _replacement(match: Match, option: AlgorithmOption, machine: Machine) -> Replacement | None:
     """The kernel of a choice; None: that of Relax's fusion."""
-    form = match.form
-    if choice.algorithm is Algorithm.TILES:
-        return None if choice.plan is None else _tiled(match, choice, machine)
-    kernel = KERNELS[choice.algorithm]
-    how = choice.plan or kernel.usual(form, machine)
+    workload = match.workload
+    if option.algorithm is Algorithm.TILES:
+        return None if option.blocking is None else _tiled(match, option, machine)
+    kernel = KERNELS[option.algorithm]
+    blocking = option.blocking or kernel.usual(workload, machine)
     image, weights = match.call.args
 
     def read() -> Sequence[Any]:
-        return [image, constant(kernel.packed(weights.value.numpy(), form, how)), *match.extras]
+        return [image, constant(kernel.packed(weights.value.numpy(), workload, blocking)), *match.extras]
 
-    way = Way(choice.algorithm, how)
-    return Replacement(kernel.name, (form, way), partial(kernel.code, form, how), read, form.out)
+    choice = KernelChoice(option.algorithm, blocking)
+    return Replacement(
+        kernel.name, (workload, choice), partial(kernel.code, workload, blocking), read, workload.out
+    )
 
 
-def _tiled(match: Match, choice: Choice, machine: Machine) -> Replacement | None:
-    form, (image, weights) = match.form, match.call.args
-    usual, *others = tiles.tile_choices(form, machine) or (None,)
-    if choice.plan == usual or choice.plan not in others:
+def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replacement | None:
+    workload, (image, weights) = match.workload, match.call.args
+    usual, *others = tiles.tile_choices(workload, machine) or (None,)
+    if option.blocking == usual or option.blocking not in others:
         return None
     values = tuple(
-        x.value.numpy() if extra.by_channel else None for x, extra in zip(match.extras, form.extras)
+        x.value.numpy() if extra.by_channel else None for x, extra in zip(match.extras, workload.extras)
     )
     variables = {"image": image, **{f"extra{i}": x for i, x in enumerate(match.extras)}}
-    alone = tiles.only_kernel(tiles.fused(form, machine))
-    kernel = None if alone is None else tiles.tiled(alone, choice.plan, machine)
+    alone = tiles.only_kernel(tiles.fused(workload, machine))
+    kernel = None if alone is None else tiles.tiled(alone, option.blocking, machine)
     if kernel is None:
         return None
 
     def read() -> Sequence[Any]:
         given = tiles.Operands(weights.value.numpy(), values)
-        return tiles.spliced(tiles.fuse_alone(form, given, machine), variables)
+        return tiles.spliced(tiles.fuse_alone(workload, given, machine), variables)
 
-    return Replacement("tiles", (form, Way(choice.algorithm, choice.plan)), lambda: kernel, read, form.out)
+    return Replacement(
+        "tiles",
+        (workload, KernelChoice(option.algorithm, option.blocking)),
+        lambda: kernel,
+        read,
+        workload.out,
+    )
 
 
 def _matches(function: Function) -> list[Match]:
@@ -176,12 +184,12 @@ def _matches(function: Function) -> list[Match]:
     found = []
     taken: set[Any] = set()
     for variable, call in function.values.items():
-        form = _product(call) if operator(call) == "relax.matmul" else convolution_of(call)
-        if form is None:
+        workload = _product(call) if operator(call) == "relax.matmul" else convolution_of(call)
+        if workload is None:
             continue
         followed = function.followed(variable, taken)
         taken |= followed.inside
-        found.append(Match(replace(form, steps=followed.steps), call, followed.extras, followed.last))
+        found.append(Match(replace(workload, steps=followed.steps), call, followed.extras, followed.last))
     return found
 
 

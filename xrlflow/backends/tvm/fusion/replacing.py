@@ -17,7 +17,7 @@ class Replacement:
     `read` gives the expressions that it reads; `shape` is that of its result."""
 
     name: str
-    form: Hashable
+    workload: Hashable
     make: Callable[[], Any]
     read: Callable[[], Sequence[Any]]
     shape: Sequence[int]
@@ -39,11 +39,11 @@ def with_kernels(module: Any, found: Mapping[Any, Replacement]) -> Any:
             if replacement is None:
                 super().visit_var_binding_(binding)
                 return
-            if replacement.form not in functions:
-                functions[replacement.form] = self.builder_.add_func(replacement.make(), replacement.name)
+            if replacement.workload not in functions:
+                functions[replacement.workload] = self.builder_.add_func(replacement.make(), replacement.name)
             read = [self.visit_expr(x) for x in replacement.read()]
             kind = relax.TensorType(replacement.shape, FLOAT)
-            call = relax.call_tir(functions[replacement.form], read, kind)
+            call = relax.call_tir(functions[replacement.workload], read, kind)
             self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
 
     return relax.transform.DeadCodeElimination()(with_main(module, Replacer(module)))

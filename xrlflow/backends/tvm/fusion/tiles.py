@@ -18,8 +18,8 @@ from xrlflow.backends.tvm.fusion.last_passes import last_passes
 from xrlflow.backends.tvm.fusion.passes import applied
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.building import FLOAT, OPAQUE, SCHEDULED
+from xrlflow.backends.tvm.kernels.layer_kernels import Floats, LayerWorkload
 from xrlflow.backends.tvm.kernels.steps import Earlier, Extra, Step
-from xrlflow.backends.tvm.kernels.ways import Floats, LayerForm
 from xrlflow.backends.tvm.schedules.dispatch import apply, choices, heuristic
 from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
@@ -37,72 +37,79 @@ class Operands:
     extras: tuple[Floats | None, ...]
 
 
-def drawn(form: LayerForm) -> Operands:
+def drawn(workload: LayerWorkload) -> Operands:
     """Random operands of a layer. Times do not depend on them."""
     rng = np.random.default_rng(0)
-    shape, terms = weights_shape(form), form.terms
+    shape, terms = weights_shape(workload), workload.terms
     weights = rng.standard_normal(shape, np.float32) * np.float32(terms**-0.5)
-    extras = form.extras
+    extras = workload.extras
     return Operands(
         weights,
-        tuple(rng.standard_normal(form.out[-1:], np.float32) if e.by_channel else None for e in extras),
+        tuple(rng.standard_normal(workload.out[-1:], np.float32) if e.by_channel else None for e in extras),
     )
 
 
-def large_of(form: LayerForm) -> dict[str, Floats]:
+def large_of(workload: LayerWorkload) -> dict[str, Floats]:
     """Random values of the variables of `module_of`."""
     rng = np.random.default_rng(1)
-    large = [f"extra{i}" for i, extra in enumerate(form.extras) if not extra.by_channel]
-    shapes = {"image": form.image, **dict.fromkeys(large, form.out)}
+    large = [f"extra{i}" for i, extra in enumerate(workload.extras) if not extra.by_channel]
+    shapes = {"image": workload.image, **dict.fromkeys(large, workload.out)}
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def weights_shape(form: LayerForm) -> tuple[int, ...]:
-    if isinstance(form, products.Product):
-        return form.terms, form.columns
-    return *form.window[5 - len(form.image) :], form.channels, form.out[-1]
+def weights_shape(workload: LayerWorkload) -> tuple[int, ...]:
+    if isinstance(workload, products.Product):
+        return workload.terms, workload.columns
+    return *workload.window[5 - len(workload.image) :], workload.channels, workload.out[-1]
 
 
-def module_of(form: LayerForm, operands: Operands) -> Any:
+def module_of(workload: LayerWorkload, operands: Operands) -> Any:
     """A Relax module of a layer: "main" takes the image and the extras that are as large as the result."""
     tvm()
     from tvm import relax
 
     builder = relax.BlockBuilder()
-    image = relax.Var("image", relax.TensorType(form.image, FLOAT))
+    image = relax.Var("image", relax.TensorType(workload.image, FLOAT))
     extras: list[Any] = [
-        relax.Var(f"extra{i}", relax.TensorType(form.out, FLOAT))
+        relax.Var(f"extra{i}", relax.TensorType(workload.out, FLOAT))
         if value is None
-        else constant_of(value, form)
+        else constant_of(value, workload)
         for i, value in enumerate(operands.extras)
     ]
     variables = [x for x in extras if isinstance(x, relax.Var)]
     with builder.function("main", [image, *variables]):
         with builder.dataflow():
-            first = builder.emit(_computed(form, image, relax.const(operands.weights)))
-            result = builder.emit_output(with_steps(builder, first, form.steps, extras))
+            first = builder.emit(_computed(workload, image, relax.const(operands.weights)))
+            result = builder.emit_output(with_steps(builder, first, workload.steps, extras))
         builder.emit_func_output(result)
     return builder.get()
 
 
-def constant_of(by_channel: Floats, form: LayerForm) -> Any:
+def constant_of(by_channel: Floats, workload: LayerWorkload) -> Any:
     from tvm import relax
 
-    return relax.const(by_channel.reshape(*(1,) * (len(form.out) - 1), -1))
+    return relax.const(by_channel.reshape(*(1,) * (len(workload.out) - 1), -1))
 
 
-def _computed(form: LayerForm, image: Any, weights: Any) -> Any:
+def _computed(workload: LayerWorkload, image: Any, weights: Any) -> Any:
     from tvm import relax
 
-    if isinstance(form, products.Product):
+    if isinstance(workload, products.Product):
         return relax.op.matmul(image, weights)
-    name, layout, kernel_layout = _CONVOLUTIONS[len(form.image)]
-    first = 5 - len(form.image)
-    sizes = zip(form.results, form.space, form.window, form.strides, form.dilations, form.begin)
+    name, layout, kernel_layout = _CONVOLUTIONS[len(workload.image)]
+    first = 5 - len(workload.image)
+    sizes = zip(
+        workload.results,
+        workload.space,
+        workload.window,
+        workload.strides,
+        workload.dilations,
+        workload.begin,
+    )
     end = [max(0, (out - 1) * s + (w - 1) * d + 1 - size - b) for out, size, w, s, d, b in sizes]
     return getattr(relax.op.nn, name)(
-        image, weights, strides=list(form.strides[first:]), dilation=list(form.dilations[first:]),
-        padding=[*form.begin[first:], *end[first:]], groups=form.groups,
+        image, weights, strides=list(workload.strides[first:]), dilation=list(workload.dilations[first:]),
+        padding=[*workload.begin[first:], *end[first:]], groups=workload.groups,
         data_layout=layout, kernel_layout=kernel_layout, out_layout=layout,
     )  # fmt: skip
 
@@ -134,15 +141,15 @@ def _operator(step: Step) -> Any:
     return found
 
 
-def fuse_alone(form: LayerForm, operands: Operands, machine: Machine) -> Any:
+def fuse_alone(workload: LayerWorkload, operands: Operands, machine: Machine) -> Any:
     """The fused module of a layer whose kernels are tiles."""
-    return applied("layer", module_of(form, operands), last_passes(machine), machine)
+    return applied("layer", module_of(workload, operands), last_passes(machine), machine)
 
 
 @lru_cache(maxsize=2)
-def fused(form: LayerForm, machine: Machine) -> Any:
+def fused(workload: LayerWorkload, machine: Machine) -> Any:
     """The same with random operands. Few are kept, since each has all weights of a layer."""
-    return fuse_alone(form, drawn(form), machine)
+    return fuse_alone(workload, drawn(workload), machine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,11 +176,11 @@ def only_kernel(module: Any) -> Alone | None:
 
 
 @cache
-def tile_choices(form: LayerForm, machine: Machine) -> tuple[TileBlocking, ...]:
+def tile_choices(workload: LayerWorkload, machine: Machine) -> tuple[TileBlocking, ...]:
     """The tiles of a layer's kernel, that of the heuristic first, then those with the best ratings; none if it has no
     choice, or several kernels. Some may not fit (see `tiled`)."""
     with heeding_interrupts():
-        alone = only_kernel(fused(form, machine))
+        alone = only_kernel(fused(workload, machine))
         if alone is None or (usual := heuristic(alone.module, machine)) is None:
             return ()
         return tuple(dict.fromkeys([usual, *choices(alone.module, machine)]))
@@ -200,11 +207,11 @@ def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
     return [variables[str(x.name)] if isinstance(x, relax.Var) else x for x in alone.call.args[1].fields]
 
 
-def arguments(alone: Alone, scheduled: Any, form: LayerForm) -> list[Floats] | None:
+def arguments(alone: Alone, scheduled: Any, workload: LayerWorkload) -> list[Floats] | None:
     """What a layer's scheduled kernel reads, with random operands; None if it packs its weights in an unknown order."""
     from tvm import relax
 
-    package, given = tvm(), large_of(form)
+    package, given = tvm(), large_of(workload)
     stripped = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(scheduled)
     found = []
     for x, parameter in zip(alone.call.args[1].fields, stripped["main"].params):

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol, TypeAlias
 
 from xrlflow.backends.tvm.kernels import bands
-from xrlflow.backends.tvm.kernels.ways import Algorithm, Blocking, LayerForm
+from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, Blocking, LayerWorkload
 
 BUDGET = 3.5
 """The verification of a result accepts four times the original's own error."""
@@ -25,7 +25,7 @@ take differences of pixels, for instance, on smooth images. (F(4,3) has 3.1 to 5
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AlgorithmOption:
     """An algorithm for a layer. `cost`: time, estimated or measured, in the unit of all layers; infinite if there is no
     estimate. `error`: relative to that of plain algorithms, for usual images. `plan`: the blocking; None: the one with
     the least estimated time. `most`: the bound of the error for every image, relative to that of plain algorithms."""
@@ -33,7 +33,7 @@ class Choice:
     algorithm: Algorithm
     cost: float
     error: float = 1.0
-    plan: Blocking | None = None
+    blocking: Blocking | None = None
     most: float = 1.0
 
     @property
@@ -47,7 +47,7 @@ class Timed:
     estimated time)."""
 
     seconds: float
-    plan: Blocking | None = None
+    blocking: Blocking | None = None
 
 
 Times: TypeAlias = Mapping[Algorithm, Timed | None]
@@ -60,23 +60,23 @@ class TimedBlock:
     of the kernel in bands (None: one kernel for each convolution)."""
 
     seconds: float
-    plan: bands.BandBlocking | None = None
+    blocking: bands.BandBlocking | None = None
 
 
 class Timings(Protocol):
     """Measured times of layers."""
 
-    def of(self, form: LayerForm, far: bool) -> Times:
+    def of(self, workload: LayerWorkload, far: bool) -> Times:
         """What is known of a layer; empty if it was not measured. `far`: its weights come from memory."""
         ...
 
-    def of_block(self, form: bands.ConvBlock, far: bool) -> TimedBlock | None:
+    def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
         """The same of a depthwise convolution with its neighbours; None if it was not measured."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class AlgorithmChoice:
     """The algorithm of a layer in a compiled graph. `share`: its part of the estimated variance of rounding errors of
     all layers with weights. `layer`: the kind and sizes of the layer. `error`, `most`: see `Choice`."""
 
@@ -100,7 +100,7 @@ class Chosen:
         )
 
 
-def multiplies_less(chosen: Iterable[Chosen]) -> bool:
+def multiplies_less(chosen: Iterable[AlgorithmChoice]) -> bool:
     """Whether a layer has an algorithm that is not plain."""
     return not all(each.plain for each in chosen)
 
@@ -119,7 +119,7 @@ class Algorithms:
     timings: Timings | None = None
     blocks: bool = True
 
-    def choose(self, layers: Sequence[Sequence[Choice]], others: int) -> list[Choice]:
+    def choose(self, layers: Sequence[Sequence[AlgorithmOption]], others: int) -> list[AlgorithmOption]:
         """A choice for each layer, whose first choice is plain. `others`: how many more layers with weights the graph
         has."""
         if self.only is not None:
@@ -130,7 +130,9 @@ class Algorithms:
         return _cheapest(layers, spare)
 
 
-def with_times(layers: Sequence[Sequence[Choice]], times: Sequence[Times]) -> list[list[Choice]]:
+def with_times(
+    layers: Sequence[Sequence[AlgorithmOption]], times: Sequence[Times]
+) -> list[list[AlgorithmOption]]:
     """The choices of layers, their estimated costs replaced by measured seconds.
 
     A layer was measured if its first choice was. There, what was not measured of it costs its estimate times the
@@ -150,18 +152,18 @@ def with_times(layers: Sequence[Sequence[Choice]], times: Sequence[Times]) -> li
     ]
 
 
-def _timed(layer: Sequence[Choice], times: Times, ratio: float) -> list[Choice]:
+def _timed(layer: Sequence[AlgorithmOption], times: Times, ratio: float) -> list[AlgorithmOption]:
     """The choices of a layer that was measured."""
     choices = []
     for choice in layer:
         if choice.algorithm not in times:
             choices.append(replace(choice, cost=ratio * choice.cost))
         elif (found := times[choice.algorithm]) is not None:
-            choices.append(replace(choice, cost=found.seconds, plan=found.plan))
+            choices.append(replace(choice, cost=found.seconds, blocking=found.blocking))
     return choices
 
 
-def _cheapest(layers: Sequence[Sequence[Choice]], shares: float) -> list[Choice]:
+def _cheapest(layers: Sequence[Sequence[AlgorithmOption]], shares: float) -> list[AlgorithmOption]:
     """The choices that cost least, of at most so many shares together: from the cheapest of all, those are given up
     that save least for the shares that they take (a greedy solution of the knapsack problem)."""
     chosen = [min(layer, key=lambda c: (c.cost, c.shares)) for layer in layers]
@@ -179,16 +181,17 @@ def _cheapest(layers: Sequence[Sequence[Choice]], shares: float) -> list[Choice]
     return chosen
 
 
-def _price(now: Choice, other: Choice) -> float:
+def _price(now: AlgorithmOption, other: AlgorithmOption) -> float:
     """What is lost for each share that is gained by another choice."""
     return (other.cost - now.cost) / (now.shares - other.shares)
 
 
-def shared_out(names: Sequence[str], chosen: Sequence[Choice], others: int) -> list[Chosen]:
+def shared_out(names: Sequence[str], chosen: Sequence[AlgorithmOption], others: int) -> list[AlgorithmChoice]:
     """What was chosen, with each layer's part of the variance."""
     total = math.fsum(c.shares for c in chosen) + others
     return [
-        Chosen(name, c.algorithm.value, c.error, c.shares / total, c.most) for name, c in zip(names, chosen)
+        AlgorithmChoice(name, c.algorithm.value, c.error, c.shares / total, c.most)
+        for name, c in zip(names, chosen)
     ]
 
 

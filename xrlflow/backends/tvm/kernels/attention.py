@@ -135,29 +135,29 @@ class AttentionBlocking:
     parts: int
 
 
-def plan(form: Attention, machine: Machine) -> AttentionBlocking:
+def best_blocking(workload: Attention, machine: Machine) -> AttentionBlocking:
     """The tile with the best estimate for both products together, as in `schedules.ratings`."""
     lanes = machine.lanes
-    value_lanes = next((n for n in _vectors(lanes) if form.width % n == 0), lanes)
-    apart = any(array.row_stride % _PAGE == 0 for array in (form.q, form.out))
+    value_lanes = next((n for n in _vectors(lanes) if workload.width % n == 0), lanes)
+    apart = any(array.row_stride % _PAGE == 0 for array in (workload.q, workload.out))
     best: tuple[float, int, int, int] | None = None
-    for rows in range(1, min(form.rows, _WAYS if apart else _MOST_ROWS) + 1):
+    for rows in range(1, min(workload.rows, _WAYS if apart else _MOST_ROWS) + 1):
         for first in range(1, 7):
             for second in range(1, 7):
                 if not machine.keeps(rows, max(first, second)):
                     continue
-                tiles = -(-form.rows // rows)
-                keys = _whole(form.keys, first * lanes) / lanes
-                columns = _whole(form.width, second * value_lanes) / value_lanes
+                tiles = -(-workload.rows // rows)
+                keys = _whole(workload.keys, first * lanes) / lanes
+                columns = _whole(workload.width, second * value_lanes) / value_lanes
                 cost = tiles * (
-                    keys * form.depth * _cost(rows, first) + columns * form.keys * _cost(rows, second)
+                    keys * workload.depth * _cost(rows, first) + columns * workload.keys * _cost(rows, second)
                 )
                 if best is None or cost < best[0]:
                     best = cost, rows, first * lanes, second * value_lanes
     assert best is not None
     _, rows, columns, value_columns = best
     return AttentionBlocking(
-        rows, columns, lanes, value_columns, value_lanes, _parts(form, rows, machine.cores)
+        rows, columns, lanes, value_columns, value_lanes, _parts(workload, rows, machine.cores)
     )
 
 
@@ -178,10 +178,10 @@ def _cost(rows: int, vectors: int) -> float:
     return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
 
 
-def _parts(form: Attention, rows: int, cores: int) -> int:
+def _parts(workload: Attention, rows: int, cores: int) -> int:
     """Into how many parts the rows of a head are divided, so that the busiest thread finishes first. Each part packs
     the keys of its head for itself."""
-    heads, tiles = math.prod(form.heads), -(-form.rows // rows)
+    heads, tiles = math.prod(workload.heads), -(-workload.rows // rows)
 
     def longest(parts: int) -> int:
         return -(-heads * parts // cores) * (_PACKING + -(-tiles // parts))
@@ -189,29 +189,31 @@ def _parts(form: Attention, rows: int, cores: int) -> int:
     return min(range(1, min(tiles, 2 * cores) + 1), key=longest)
 
 
-def kernel(form: Attention, machine: Machine) -> Any:
+def kernel(workload: Attention, machine: Machine) -> Any:
     """The PrimFunc with parameters q, k, v, the extras of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    how = plan(form, machine)
+    blocking = best_blocking(workload, machine)
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": _OPAQUE, "tirx.noalias": True})
             arrays = [
                 T.arg(name, T.buffer(array.shape, _FLOAT))
-                for name, array in (("q", form.q), ("k", form.k), ("v", form.v))
+                for name, array in (("q", workload.q), ("k", workload.k), ("v", workload.v))
             ]
-            extras = [T.arg(f"x{i}", T.buffer(e.shape, e.dtype)) for i, e in enumerate(form.extras)]
-            out = T.arg("out", T.buffer(form.out.shape, _FLOAT))
-            loop = T.parallel if form.flops >= WORTH_A_THREAD else T.serial
-            tasks = loop(0, math.prod(form.heads) * how.parts)
+            extras = [T.arg(f"x{i}", T.buffer(e.shape, e.dtype)) for i, e in enumerate(workload.extras)]
+            out = T.arg("out", T.buffer(workload.out.shape, _FLOAT))
+            loop = T.parallel if workload.flops >= WORTH_A_THREAD else T.serial
+            tasks = loop(0, math.prod(workload.heads) * blocking.parts)
             # TVM looks in every function for a root block and a block inside it.
             with T.sblock("root"), tasks as task, T.sblock("attention"):
                 T.reads([])
                 T.writes([])
-                _Head(form, how, arrays, extras, out, task // how.parts).write(task % how.parts)
+                _Head(workload, blocking, arrays, extras, out, task // blocking.parts).write(
+                    task % blocking.parts
+                )
         return builder.get()
 
 
@@ -229,8 +231,8 @@ class _Head:
 
     def __init__(
         self,
-        form: Attention,
-        how: AttentionBlocking,
+        workload: Attention,
+        blocking: AttentionBlocking,
         arrays: Sequence[Any],
         extras: Sequence[Any],
         out: Any,
@@ -238,101 +240,101 @@ class _Head:
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._how, self._head = form, how, head
+        self._workload, self._blocking, self._head = workload, blocking, head
         self._q, self._k, self._v = arrays
         self._extras, self._out = extras, out
-        self._panels = -(-form.keys // how.columns)
-        width = self._panels * how.columns
+        self._panels = -(-workload.keys // blocking.columns)
+        width = self._panels * blocking.columns
         # Rows whose distance is a multiple of a page would evict each other from the cache.
-        stride = width + (how.lanes if width * 4 % _PAGE == 0 else 0)
-        self._keys = T.alloc_buffer((self._panels, form.depth, how.columns), _FLOAT)
-        self._value_panels = -(-form.width // how.value_columns)
-        self._values = T.alloc_buffer((self._value_panels, form.keys, how.value_columns), _FLOAT)
-        self._scores = T.alloc_buffer((how.rows, stride), _FLOAT)
-        self._over = T.alloc_buffer((how.rows,), _FLOAT, scope=_LOCAL)
+        stride = width + (blocking.lanes if width * 4 % _PAGE == 0 else 0)
+        self._keys = T.alloc_buffer((self._panels, workload.depth, blocking.columns), _FLOAT)
+        self._value_panels = -(-workload.width // blocking.value_columns)
+        self._values = T.alloc_buffer((self._value_panels, workload.keys, blocking.value_columns), _FLOAT)
+        self._scores = T.alloc_buffer((blocking.rows, stride), _FLOAT)
+        self._over = T.alloc_buffer((blocking.rows,), _FLOAT, scope=_LOCAL)
 
     def write(self, part: Any) -> None:
         from tvm.script.ir_builder import tirx as T
 
         self._pack_keys()
         self._pack_values()
-        tiles = -(-self._form.rows // self._how.rows)
-        share = -(-tiles // self._how.parts)
+        tiles = -(-self._workload.rows // self._blocking.rows)
+        share = -(-tiles // self._blocking.parts)
         with T.serial(0, share) as turn:
             tile = part * share + turn
-            _where(None if share * self._how.parts == tiles else tile < tiles, lambda: self._tile(tile))
+            _where(None if share * self._blocking.parts == tiles else tile < tiles, lambda: self._tile(tile))
 
     def _tile(self, tile: Any) -> None:
         """Compute the rows of one tile: scores, their softmax, and the sum of values."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        first, exact = tile * how.rows, form.rows % how.rows == 0
+        workload, blocking = self._workload, self._blocking
+        first, exact = tile * blocking.rows, workload.rows % blocking.rows == 0
 
         def row(i: Any) -> Any:
             """The row to read. After the last row it is the last one again, and the result is dropped."""
-            return first + i if exact else tirx.Min(first + i, tirx.const(form.rows - 1, "int32"))
+            return first + i if exact else tirx.Min(first + i, tirx.const(workload.rows - 1, "int32"))
 
         def score(i: Any, n: Any, total: Any) -> None:
-            T.buffer_store(self._scores, total, [i, panel * how.columns + n])
+            T.buffer_store(self._scores, total, [i, panel * blocking.columns + n])
 
         def leave(i: Any, e: Any, total: Any) -> None:
-            column = panel * how.value_columns + e
-            where = form.out.at(self._head, first + i, column)
+            column = panel * blocking.value_columns + e
+            where = workload.out.at(self._head, first + i, column)
             _where(
-                None if form.width % how.value_columns == 0 else column < form.width,
+                None if workload.width % blocking.value_columns == 0 else column < workload.width,
                 lambda: T.buffer_store(self._out, total * self._over[i], where),
             )
 
         with T.serial(0, self._panels) as panel:
             _product(
-                (how.rows, how.columns, how.lanes), form.depth,
-                lambda i, d: self._q[form.q.at(self._head, row(i), d)],
+                (blocking.rows, blocking.columns, blocking.lanes), workload.depth,
+                lambda i, d: self._q[workload.q.at(self._head, row(i), d)],
                 lambda d, n: self._keys[panel, d, n],
                 score,
             )  # fmt: skip
-        with T.serial(0, how.rows) as i:
+        with T.serial(0, blocking.rows) as i:
             self._softmax(i, row(i))
         with T.serial(0, self._value_panels) as panel:
             _product(
-                (how.rows, how.value_columns, how.value_lanes), form.keys,
+                (blocking.rows, blocking.value_columns, blocking.value_lanes), workload.keys,
                 lambda i, n: self._scores[i, n],
                 lambda n, e: self._values[panel, n, e],
                 leave,
-                None if exact else lambda i: first + i < form.rows,
+                None if exact else lambda i: first + i < workload.rows,
             )  # fmt: skip
 
     def _key(self, d: Any, n: Any) -> Any:
-        return self._k[self._form.k.at(self._head, d, n)]
+        return self._k[self._workload.k.at(self._head, d, n)]
 
     def _pack_keys(self) -> None:
         """Pack keys as [panel, depth, column]; columns after the last key are 0. Loops follow the memory of k."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        last = len(form.k.shape) - 1
-        along_keys, along_depth = form.k.axes[-1] == last, form.k.axes[-2] == last
-        side = next((n for n in _vectors(how.lanes) if form.depth % n == 0), 1) if along_depth else 1
+        workload, blocking = self._workload, self._blocking
+        last = len(workload.k.shape) - 1
+        along_keys, along_depth = workload.k.axes[-1] == last, workload.k.axes[-2] == last
+        side = next((n for n in _vectors(blocking.lanes) if workload.depth % n == 0), 1) if along_depth else 1
 
         def fill(panel: Any, first: int, end: int) -> None:
-            outer, inner = ((0, form.depth), (first, end))[:: 1 if along_keys else -1]
+            outer, inner = ((0, workload.depth), (first, end))[:: 1 if along_keys else -1]
             with T.serial(*outer) as a, T.serial(*inner) as b:
                 d, n = (a, b) if along_keys else (b, a)
-                T.buffer_store(self._keys, self._key(d, panel * how.columns + n), [panel, d, n])
+                T.buffer_store(self._keys, self._key(d, panel * blocking.columns + n), [panel, d, n])
 
-        whole, rest = divmod(form.keys, how.columns)
+        whole, rest = divmod(workload.keys, blocking.columns)
         if side > 1:
             self._pack_squares(side)
         elif whole:
             with T.serial(0, whole) as panel:
-                fill(panel, 0, how.columns)
+                fill(panel, 0, blocking.columns)
         begin = rest // side * side if side > 1 else 0
         if begin < rest:
             fill(tirx.const(whole, "int32"), begin, rest)
         if rest:
-            with T.serial(0, form.depth) as d, T.serial(rest, how.columns) as n:
+            with T.serial(0, workload.depth) as d, T.serial(rest, blocking.columns) as n:
                 T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [whole, d, n])
 
     def _pack_squares(self, side: int) -> None:
@@ -344,10 +346,10 @@ class _Head:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        across = self._how.columns // side
+        across = self._blocking.columns // side
         with (
-            T.serial(0, self._form.keys // side) as square,
-            T.serial(0, self._form.depth // side) as level,
+            T.serial(0, self._workload.keys // side) as square,
+            T.serial(0, self._workload.depth // side) as level,
         ):
             depths = tirx.Ramp(level * side, 1, side)
             vectors = [T.bind(self._key(depths, square * side + i)) for i in range(side)]
@@ -368,27 +370,27 @@ class _Head:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
 
         def put(panel: Any, n: Any, e: Any) -> None:
-            value = self._v[form.v.at(self._head, n, panel * how.value_columns + e)]
+            value = self._v[workload.v.at(self._head, n, panel * blocking.value_columns + e)]
             T.buffer_store(self._values, value, [panel, n, e])
 
-        whole, rest = divmod(form.width, how.value_columns)
-        vectors = how.value_columns // how.value_lanes
+        whole, rest = divmod(workload.width, blocking.value_columns)
+        vectors = blocking.value_columns // blocking.value_lanes
         if whole:
             with (
                 T.serial(0, whole) as panel,
-                T.serial(0, form.keys) as n,
+                T.serial(0, workload.keys) as n,
                 T.unroll(0, vectors) as vector,
-                T.vectorized(0, how.value_lanes) as lane,
+                T.vectorized(0, blocking.value_lanes) as lane,
             ):
-                put(panel, n, vector * how.value_lanes + lane)
+                put(panel, n, vector * blocking.value_lanes + lane)
         if rest:
-            with T.serial(0, form.keys) as n:
+            with T.serial(0, workload.keys) as n:
                 with T.serial(0, rest) as e:
                     put(tirx.const(whole, "int32"), n, e)
-                with T.serial(rest, how.value_columns) as e:
+                with T.serial(rest, blocking.value_columns) as e:
                     T.buffer_store(self._values, tirx.const(0.0, _FLOAT), [whole, n, e])
 
     def _softmax(self, i: Any, row: Any) -> None:
@@ -396,7 +398,7 @@ class _Head:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        scores, lanes, keys = self._scores, self._how.lanes, self._form.keys
+        scores, lanes, keys = self._scores, self._blocking.lanes, self._workload.keys
         whole, padded = keys // lanes, -(-keys // lanes)
         most = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
         sums = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
@@ -445,7 +447,7 @@ class _Head:
         from tvm import tirx
 
         extras = iter(self._extras)
-        for step in self._form.steps:
+        for step in self._workload.steps:
             operands = []
             for given in step.operands:
                 if given is None:

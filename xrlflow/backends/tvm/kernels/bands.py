@@ -88,45 +88,47 @@ class BandBlocking:
     band: int
     parts: int = 1
 
-    def rows(self, form: ConvBlock) -> int:
+    def rows(self, workload: ConvBlock) -> int:
         """The expanded rows of a band."""
-        return (self.band - 1) * form.strides[0] + form.window[0]
+        return (self.band - 1) * workload.strides[0] + workload.window[0]
 
-    def blocks(self, form: ConvBlock) -> int:
-        return -(-form.middle[3] // self.block)
+    def blocks(self, workload: ConvBlock) -> int:
+        return -(-workload.middle[3] // self.block)
 
-    def bands(self, form: ConvBlock) -> int:
-        return -(-form.middle[1] // self.band)
+    def bands(self, workload: ConvBlock) -> int:
+        return -(-workload.middle[1] // self.band)
 
-    def panels(self, form: ConvBlock) -> int:
+    def panels(self, workload: ConvBlock) -> int:
         """The panels of the projection."""
-        return -(-form.out[3] // self.project.columns)
+        return -(-workload.out[3] // self.project.columns)
 
 
 def packed_expansion(
-    weights: npt.NDArray[np.float32], form: ConvBlock, how: BandBlocking
+    weights: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
     """[panel, channel, column] of weights [channel, expanded]."""
-    wide = _padded(weights, 1, how.blocks(form) * how.block)
-    split = wide.reshape(weights.shape[0], -1, how.expand.columns)
+    wide = _padded(weights, 1, blocking.blocks(workload) * blocking.block)
+    split = wide.reshape(weights.shape[0], -1, blocking.expand.columns)
     return np.ascontiguousarray(split.transpose(1, 0, 2))
 
 
 def packed_projection(
-    weights: npt.NDArray[np.float32], form: ConvBlock, how: BandBlocking
+    weights: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
     """[block, panel, channel of the block, column] of weights [expanded, channel]."""
-    tall = _padded(weights, 0, how.blocks(form) * how.block)
-    wide = _padded(tall, 1, how.panels(form) * how.project.columns)
-    split = wide.reshape(how.blocks(form), how.block, how.panels(form), how.project.columns)
+    tall = _padded(weights, 0, blocking.blocks(workload) * blocking.block)
+    wide = _padded(tall, 1, blocking.panels(workload) * blocking.project.columns)
+    split = wide.reshape(
+        blocking.blocks(workload), blocking.block, blocking.panels(workload), blocking.project.columns
+    )
     return np.ascontiguousarray(split.transpose(0, 2, 1, 3))
 
 
 def by_channel(
-    values: npt.NDArray[np.float32], form: ConvBlock, how: BandBlocking
+    values: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
     """Values with expanded channels last, for whole blocks."""
-    return _padded(values, values.ndim - 1, how.blocks(form) * how.block)
+    return _padded(values, values.ndim - 1, blocking.blocks(workload) * blocking.block)
 
 
 def _padded(array: npt.NDArray[np.float32], axis: int, size: int) -> npt.NDArray[np.float32]:
@@ -144,7 +146,7 @@ class _Stage:
     extras: tuple[Any, ...]
 
 
-def kernel(form: ConvBlock, how: BandBlocking) -> Any:
+def kernel(workload: ConvBlock, blocking: BandBlocking) -> Any:
     """The PrimFunc with parameters image, for each convolution its weights and the extras of its steps, and result.
 
     Weights are `packed_expansion`, `by_channel` [row, column, channel] and `packed_projection`; extras of the first two
@@ -154,51 +156,62 @@ def kernel(form: ConvBlock, how: BandBlocking) -> Any:
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    columns = how.panels(form) * how.project.columns
+    columns = blocking.panels(workload) * blocking.project.columns
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer(form.image, FLOAT))
-            stages = [_stage(form, how, name) for name in ("expand", "depthwise", "project")]
-            out = T.arg("out", T.buffer(form.out, FLOAT))
+            image = T.arg("image", T.buffer(workload.image, FLOAT))
+            stages = [_stage(workload, blocking, name) for name in ("expand", "depthwise", "project")]
+            out = T.arg("out", T.buffer(workload.out, FLOAT))
             with T.sblock("root"), T.sblock("bands"):
                 T.reads([])
                 T.writes([])
                 shares = None
-                if how.parts > 1 and form.project is not None:
-                    shares = T.alloc_buffer((how.parts, *form.out[:3], columns), FLOAT)
-                with T.parallel(0, form.out[0] * how.bands(form) * how.parts) as task, T.sblock("band"):
+                if blocking.parts > 1 and workload.project is not None:
+                    shares = T.alloc_buffer((blocking.parts, *workload.out[:3], columns), FLOAT)
+                with (
+                    T.parallel(0, workload.out[0] * blocking.bands(workload) * blocking.parts) as task,
+                    T.sblock("band"),
+                ):
                     T.reads([])
                     T.writes([])
-                    band, part = task // how.parts, task % how.parts
-                    body = _Band(form, how, image, stages, out, shares)
-                    body.write(band // how.bands(form), band % how.bands(form), part)
+                    band, part = task // blocking.parts, task % blocking.parts
+                    body = _Band(workload, blocking, image, stages, out, shares)
+                    body.write(band // blocking.bands(workload), band % blocking.bands(workload), part)
                 if shares is not None:
-                    with T.parallel(0, math.prod(form.out[:2])) as row, T.sblock("sums"):
+                    with T.parallel(0, math.prod(workload.out[:2])) as row, T.sblock("sums"):
                         T.reads([])
                         T.writes([])
-                        body = _Band(form, how, image, stages, out, shares)
-                        body.add_up(row // form.out[1], row % form.out[1])
+                        body = _Band(workload, blocking, image, stages, out, shares)
+                        body.add_up(row // workload.out[1], row % workload.out[1])
         return builder.get()
 
 
-def _stage(form: ConvBlock, how: BandBlocking, name: str) -> _Stage:
+def _stage(workload: ConvBlock, blocking: BandBlocking, name: str) -> _Stage:
     """Declare the parameters of one convolution."""
     from tvm.script.ir_builder import tirx as T
 
-    wide = how.blocks(form) * how.block
+    wide = blocking.blocks(workload) * blocking.block
     channels: tuple[int, ...] = (wide,)
-    shape: tuple[int, ...] = (*form.window, wide)
-    steps: tuple[Step, ...] | None = form.depthwise
+    shape: tuple[int, ...] = (*workload.window, wide)
+    steps: tuple[Step, ...] | None = workload.depthwise
     if name == "expand":
-        steps, shape = form.expand, (wide // how.expand.columns, form.image[3], how.expand.columns)
+        steps, shape = (
+            workload.expand,
+            (wide // blocking.expand.columns, workload.image[3], blocking.expand.columns),
+        )
     elif name == "project":
-        steps, channels = form.project, form.out[3:]
-        shape = (how.blocks(form), how.panels(form), how.block, how.project.columns)
+        steps, channels = workload.project, workload.out[3:]
+        shape = (
+            blocking.blocks(workload),
+            blocking.panels(workload),
+            blocking.block,
+            blocking.project.columns,
+        )
     if steps is None:
         return _Stage(None, (), ())
     weights = T.arg(f"{name}_weights", T.buffer(shape, FLOAT))
-    shapes = [channels if extra.by_channel else form.out for extra in extras_of(steps)]
+    shapes = [channels if extra.by_channel else workload.out for extra in extras_of(steps)]
     extras = [T.arg(f"{name}{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
     return _Stage(weights, steps, tuple(extras))
 
@@ -208,8 +221,8 @@ class _Band:
 
     def __init__(
         self,
-        form: ConvBlock,
-        how: BandBlocking,
+        workload: ConvBlock,
+        blocking: BandBlocking,
         image: Any,
         stages: Sequence[_Stage],
         out: Any,
@@ -217,28 +230,34 @@ class _Band:
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._how, self._image, self._out, self._shares = form, how, image, out, shares
+        self._workload, self._blocking, self._image, self._out, self._shares = (
+            workload,
+            blocking,
+            image,
+            out,
+            shares,
+        )
         self._expansion, self._depthwise, self._projection = stages
         most = max(len(stage.steps) for stage in stages)
-        self._done = T.alloc_buffer((most + 1, how.lanes), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((most + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def write(self, image: Any, band: Any, part: Any) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        first = band * how.band
-        self._wide = T.alloc_buffer((how.rows(form), form.width, how.block), FLOAT)
-        if form.project is not None:
-            self._row = T.alloc_buffer((form.middle[2], how.block), FLOAT)
+        workload, blocking = self._workload, self._blocking
+        first = band * blocking.band
+        self._wide = T.alloc_buffer((blocking.rows(workload), workload.width, blocking.block), FLOAT)
+        if workload.project is not None:
+            self._row = T.alloc_buffer((workload.middle[2], blocking.block), FLOAT)
             if self._shares is None:
-                columns = how.panels(form) * how.project.columns
-                self._sums = T.alloc_buffer((how.band, form.out[2], columns), FLOAT)
-        share = -(-how.blocks(form) // how.parts)
+                columns = blocking.panels(workload) * blocking.project.columns
+                self._sums = T.alloc_buffer((blocking.band, workload.out[2], columns), FLOAT)
+        share = -(-blocking.blocks(workload) // blocking.parts)
         self._clear_borders(first)
 
         def one(turn: Any, more: bool) -> None:
             block = part * share + turn
-            if form.expand is None:
+            if workload.expand is None:
                 self._copy(image, first, block)
             else:
                 self._expand(image, first, block)
@@ -247,74 +266,80 @@ class _Band:
         one(number(0), False)
         if share > 1:
             with T.serial(1, share) as turn:
-                exact = share * how.parts == how.blocks(form)
-                where(None if exact else part * share + turn < how.blocks(form), lambda: one(turn, True))
-        if form.project is not None and self._shares is None:
-            with T.serial(0, how.band) as row:
+                exact = share * blocking.parts == blocking.blocks(workload)
+                where(
+                    None if exact else part * share + turn < blocking.blocks(workload),
+                    lambda: one(turn, True),
+                )
+        if workload.project is not None and self._shares is None:
+            with T.serial(0, blocking.band) as row:
                 where(self._within(first + row), lambda: self._leave(image, first + row, row))
 
     def _within(self, row: Any) -> Any | None:
-        return None if self._form.out[1] % self._how.band == 0 else row < self._form.out[1]
+        return None if self._workload.out[1] % self._blocking.band == 0 else row < self._workload.out[1]
 
     def _clear_borders(self, first: Any) -> None:
         """Zeros in the columns left and right of the image, and in the rows above and below."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        height, width = form.image[1:3]
-        zero = spread(0.0, how.lanes)
+        workload, blocking = self._workload, self._blocking
+        height, width = workload.image[1:3]
+        zero = spread(0.0, blocking.lanes)
 
         def clear(row: Any, columns: range) -> None:
             if columns:
-                with T.serial(columns.start, columns.stop) as x, T.serial(0, how.block // how.lanes) as v:
-                    T.buffer_store(self._wide, zero, [row, x, ramp(v * how.lanes, how.lanes)])
+                with (
+                    T.serial(columns.start, columns.stop) as x,
+                    T.serial(0, blocking.block // blocking.lanes) as v,
+                ):
+                    T.buffer_store(self._wide, zero, [row, x, ramp(v * blocking.lanes, blocking.lanes)])
 
-        with T.serial(0, how.rows(form)) as row:
-            y = first * form.strides[0] - form.top + row
+        with T.serial(0, blocking.rows(workload)) as row:
+            y = first * workload.strides[0] - workload.top + row
             with T.If(tirx.any(y < 0, y >= height)):
                 with T.Then():
-                    clear(row, range(form.width))
+                    clear(row, range(workload.width))
                 with T.Else():
-                    clear(row, range(min(form.left, form.width)))
-                    clear(row, range(form.left + width, form.width))
+                    clear(row, range(min(workload.left, workload.width)))
+                    clear(row, range(workload.left + width, workload.width))
 
     def _rows_of_image(self, first: Any, body: Callable[[Any, Any], None]) -> None:
         """`body` for each row of the band that lies in the image: its number in the band, and in the image."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form = self._form
-        with T.serial(0, self._how.rows(form)) as row:
-            y = first * form.strides[0] - form.top + row
-            with T.If(tirx.all(y >= 0, y < form.image[1])), T.Then():
+        workload = self._workload
+        with T.serial(0, self._blocking.rows(workload)) as row:
+            y = first * workload.strides[0] - workload.top + row
+            with T.If(tirx.all(y >= 0, y < workload.image[1])), T.Then():
                 body(row, y)
 
     @property
     def _used(self) -> int:
         """The columns of the image that are read: none, if the border on the left is wider than what is read."""
-        return max(0, min(self._form.image[2], self._form.width - self._form.left))
+        return max(0, min(self._workload.image[2], self._workload.width - self._workload.left))
 
     def _copy(self, image: Any, first: Any, block: Any) -> None:
         """The pixels of a block of channels, with borders."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
 
         def one(row: Any, y: Any) -> None:
-            with T.serial(0, self._used) as x, T.serial(0, how.block // how.lanes) as v:
-                start = block * how.block + v * how.lanes
+            with T.serial(0, self._used) as x, T.serial(0, blocking.block // blocking.lanes) as v:
+                start = block * blocking.block + v * blocking.lanes
 
                 def vector(offset: int, lanes: int) -> None:
                     value = self._image[image, y, x, ramp(start + offset, lanes)]
-                    to = ramp(v * how.lanes + offset, lanes)
-                    T.buffer_store(self._wide, value, [row, form.left + x, to])
+                    to = ramp(v * blocking.lanes + offset, lanes)
+                    T.buffer_store(self._wide, value, [row, workload.left + x, to])
 
-                whole, rest = divmod(form.image[3], how.lanes)
-                exact = form.image[3] % how.block == 0
-                where(None if exact else start < whole * how.lanes, lambda: vector(0, how.lanes))
-                for piece in pieces(rest, how.lanes):
-                    where(start == whole * how.lanes, partial(vector, *piece))
+                whole, rest = divmod(workload.image[3], blocking.lanes)
+                exact = workload.image[3] % blocking.block == 0
+                where(None if exact else start < whole * blocking.lanes, lambda: vector(0, blocking.lanes))
+                for piece in pieces(rest, blocking.lanes):
+                    where(start == whole * blocking.lanes, partial(vector, *piece))
 
         self._rows_of_image(first, one)
 
@@ -322,28 +347,28 @@ class _Band:
         """The pixels of a band after expansion to a block of channels, with borders."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how, stage = self._form, self._how, self._expansion
+        workload, blocking, stage = self._workload, self._blocking, self._expansion
         weights = stage.weights
         assert weights is not None
-        with T.serial(0, how.block // how.expand.columns) as panel:
-            at = block * (how.block // how.expand.columns) + panel
+        with T.serial(0, blocking.block // blocking.expand.columns) as panel:
+            at = block * (blocking.block // blocking.expand.columns) + panel
 
             def one(row: Any, y: Any) -> None:
                 def tile(start: Any, rows: int) -> None:
                     def leave(i: Any, k: Any, value: Any) -> None:
-                        c = ramp(at * how.expand.columns + k, how.lanes)
+                        c = ramp(at * blocking.expand.columns + k, blocking.lanes)
                         done = stepped(stage.steps, stage.extras, value, [image, y, start + i, c], self._done)
-                        to = ramp(panel * how.expand.columns + k, how.lanes)
-                        T.buffer_store(self._wide, done, [row, form.left + start + i, to])
+                        to = ramp(panel * blocking.expand.columns + k, blocking.lanes)
+                        T.buffer_store(self._wide, done, [row, workload.left + start + i, to])
 
                     product(
-                        (rows, how.expand.columns, how.lanes), form.image[3],
+                        (rows, blocking.expand.columns, blocking.lanes), workload.image[3],
                         lambda i, c: self._image[image, y, start + i, c],
                         lambda c, k: weights[at, c, k],
                         leave,
                     )  # fmt: skip
 
-                tiles(self._used, how.expand.rows, tile)
+                tiles(self._used, blocking.expand.rows, tile)
 
             self._rows_of_image(first, one)
 
@@ -351,22 +376,24 @@ class _Band:
         """The depthwise convolution of the rows of a band, each multiplied with the projection at once."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        with T.serial(0, how.band) as row:
+        workload, blocking = self._workload, self._blocking
+        with T.serial(0, blocking.band) as row:
 
             def one() -> None:
                 place = [image, first + row]
-                with T.serial(0, how.block // how.lanes) as v:
+                with T.serial(0, blocking.block // blocking.lanes) as v:
                     # Without a projection, nothing may be stored after the last channel.
-                    exact = form.project is not None or form.middle[3] % how.block == 0
-                    channel = block * how.block + v * how.lanes
+                    exact = workload.project is not None or workload.middle[3] % blocking.block == 0
+                    channel = block * blocking.block + v * blocking.lanes
                     where(
-                        None if exact else channel < form.middle[3],
+                        None if exact else channel < workload.middle[3],
                         lambda: tiles(
-                            form.middle[2], _PIXELS, lambda x, n: self._filter(row, x, n, (block, v), place)
+                            workload.middle[2],
+                            _PIXELS,
+                            lambda x, n: self._filter(row, x, n, (block, v), place),
                         ),
                     )
-                if form.project is not None:
+                if workload.project is not None:
                     self._multiply(place, row, block, part, more)
 
             where(self._within(first + row), one)
@@ -375,13 +402,13 @@ class _Band:
         """Some pixels of a row of the depthwise convolution, for one vector of a block's channels."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how, stage = self._form, self._how, self._depthwise
+        workload, blocking, stage = self._workload, self._blocking, self._depthwise
         weights = stage.weights
         assert weights is not None
-        (high, wide), (down, right) = form.window, form.strides
+        (high, wide), (down, right) = workload.window, workload.strides
         block, v = where_
-        within = ramp(v * how.lanes, how.lanes)
-        channel = ramp(block * how.block + v * how.lanes, how.lanes)
+        within = ramp(v * blocking.lanes, blocking.lanes)
+        channel = ramp(block * blocking.block + v * blocking.lanes, blocking.lanes)
         totals: list[Any] = [None] * count
         for ky in range(high):
             factors = [T.bind(weights[ky, kx, channel]) for kx in range(wide)]
@@ -395,7 +422,7 @@ class _Band:
                     totals[n] = T.bind(term if totals[n] is None else totals[n] + term)
         for n, total in enumerate(totals):
             done = stepped(stage.steps, stage.extras, total, [*place, x + n, channel], self._done)
-            if form.project is None:
+            if workload.project is None:
                 T.buffer_store(self._out, done, [*place, x + n, channel])
             else:
                 T.buffer_store(self._row, self._known(done, channel), [x + n, within])
@@ -404,10 +431,10 @@ class _Band:
         """A vector with zeros after the last channel: there infinity times a weight of 0 would be not a number."""
         from tvm import tirx
 
-        form, lanes = self._form, self._how.lanes
-        if form.middle[3] % self._how.block == 0:
+        workload, lanes = self._workload, self._blocking.lanes
+        if workload.middle[3] % self._blocking.block == 0:
             return value
-        last = number(form.middle[3])
+        last = number(workload.middle[3])
         known = channel < (last if lanes == 1 else tirx.Broadcast(last, lanes))
         return tirx.Select(known, value, spread(0.0, lanes))
 
@@ -415,23 +442,23 @@ class _Band:
         """Add the products of one row with a block's projection to the sums."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
         weights = self._projection.weights
         assert weights is not None
         sums, line = (self._sums, [row]) if self._shares is None else (self._shares, [part, *place])
-        with T.serial(0, how.panels(form)) as panel:
+        with T.serial(0, blocking.panels(workload)) as panel:
 
             def tile(start: Any, rows: int) -> None:
                 def leave(i: Any, k: Any, value: Any) -> None:
-                    at = [*line, start + i, ramp(panel * how.project.columns + k, how.lanes)]
+                    at = [*line, start + i, ramp(panel * blocking.project.columns + k, blocking.lanes)]
                     T.buffer_store(sums, sums[tuple(at)] + value if more else value, at)
 
                 product(
-                    (rows, how.project.columns, how.lanes), how.block,
+                    (rows, blocking.project.columns, blocking.lanes), blocking.block,
                     lambda i, c: self._row[start + i, c], lambda c, k: weights[block, panel, c, k], leave,
                 )  # fmt: skip
 
-            tiles(form.out[2], how.project.rows, tile)
+            tiles(workload.out[2], blocking.project.rows, tile)
 
     def add_up(self, image: Any, y: Any) -> None:
         """A row of results from the sums of all parts."""
@@ -441,8 +468,8 @@ class _Band:
         """A row of results from the sums in `row` of the band; None: from the sums of all parts."""
         from tvm.script.ir_builder import tirx as T
 
-        form, stage = self._form, self._projection
-        with T.serial(0, form.out[2]) as x:
+        workload, stage = self._workload, self._projection
+        with T.serial(0, workload.out[2]) as x:
 
             def vector(start: Any, lanes: int) -> None:
                 k = ramp(start, lanes)
@@ -451,9 +478,9 @@ class _Band:
                 else:
                     assert self._shares is not None
                     value = self._shares[0, image, y, x, k]
-                    for part in range(1, self._how.parts):
+                    for part in range(1, self._blocking.parts):
                         value = value + self._shares[part, image, y, x, k]
                 done = stepped(stage.steps, stage.extras, value, [image, y, x, k], self._done)
                 T.buffer_store(self._out, done, [image, y, x, k])
 
-            along(form.out[3], self._how.lanes, vector)
+            along(workload.out[3], self._blocking.lanes, vector)

@@ -23,34 +23,38 @@ _MOST_TERMS = 256
 _STEP, _FUNCTION, _SUM, _SPILLED, _FAR = 2.0, 30.0, 2.0, 10.0, 1.0
 
 
-def usual(form: ConvBlock, machine: Machine) -> BandBlocking | None:
+def usual(workload: ConvBlock, machine: Machine) -> BandBlocking | None:
     """The blocking in an untuned compilation; None: one kernel for each convolution."""
-    return plan(form, machine) if gains(form, machine) else None
+    return best_blocking(workload, machine) if gains(workload, machine) else None
 
 
-def plan(form: ConvBlock, machine: Machine) -> BandBlocking:
+def best_blocking(workload: ConvBlock, machine: Machine) -> BandBlocking:
     """The blocking with the least estimated time."""
-    return min(plans(form, machine), key=lambda how: cost(form, how, machine))
+    return min(blockings(workload, machine), key=lambda blocking: cost(workload, blocking, machine))
 
 
-def plans(form: ConvBlock, machine: Machine) -> Iterator[BandBlocking]:
+def blockings(workload: ConvBlock, machine: Machine) -> Iterator[BandBlocking]:
     """The blockings to choose from."""
     lanes = machine.lanes
-    while lanes > 1 and (form.middle[3] < lanes or (form.project is None and form.middle[3] % lanes)):
+    while lanes > 1 and (
+        workload.middle[3] < lanes or (workload.project is None and workload.middle[3] % lanes)
+    ):
         lanes //= 2
-    height, shapes = form.middle[1], tuple(_tiles(machine, lanes))
-    project = min(shapes, key=lambda tile: _product(form.out[2], form.out[3], 1, tile, lanes))
+    height, shapes = workload.middle[1], tuple(_tiles(machine, lanes))
+    project = min(shapes, key=lambda tile: _product(workload.out[2], workload.out[3], 1, tile, lanes))
     bands = {-(-height // n) for n in range(1, min(height, 32) + 1)}
     for columns in sorted({tile.columns for tile in shapes}):
         of = [tile for tile in shapes if tile.columns == columns]
-        expand = min(of, key=lambda tile: _product(form.image[2], columns, 1, tile, lanes))
-        for block in range(columns, min(_MOST_BLOCK, -(-form.middle[3] // columns) * columns) + 1, columns):
+        expand = min(of, key=lambda tile: _product(workload.image[2], columns, 1, tile, lanes))
+        for block in range(
+            columns, min(_MOST_BLOCK, -(-workload.middle[3] // columns) * columns) + 1, columns
+        ):
             for band in bands:
                 for parts in range(1, machine.cores + 1):
-                    how = BandBlocking(expand, project, lanes, block, band, parts)
-                    share = -(-how.blocks(form) // parts)
-                    if share * (parts - 1) < how.blocks(form):
-                        yield how
+                    blocking = BandBlocking(expand, project, lanes, block, band, parts)
+                    share = -(-blocking.blocks(workload) // parts)
+                    if share * (parts - 1) < blocking.blocks(workload):
+                        yield blocking
 
 
 def _tiles(machine: Machine, lanes: int) -> Iterator[Tile]:
@@ -61,50 +65,50 @@ def _tiles(machine: Machine, lanes: int) -> Iterator[Tile]:
             yield Tile(rows, vectors * lanes)
 
 
-def cost(form: ConvBlock, how: BandBlocking, machine: Machine) -> float:
+def cost(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
-    return math.fsum(terms(form, how, machine).values())
+    return math.fsum(terms(workload, blocking, machine).values())
 
 
-def terms(form: ConvBlock, how: BandBlocking, machine: Machine) -> dict[str, float]:
+def terms(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> dict[str, float]:
     """The parts of `cost`."""
-    lanes, rows = how.lanes, how.rows(form)
-    tasks = form.out[0] * how.bands(form) * how.parts
+    lanes, rows = blocking.lanes, blocking.rows(workload)
+    tasks = workload.out[0] * blocking.bands(workload) * blocking.parts
     # All rows of the last band may lie below the image.
-    shares = -(-tasks // machine.cores) * -(-how.blocks(form) // how.parts)
-    vectors = how.block // lanes
-    width, out = form.image[2], form.out[2]
-    wide = vectors * rows * form.width
+    shares = -(-tasks // machine.cores) * -(-blocking.blocks(workload) // blocking.parts)
+    vectors = blocking.block // lanes
+    width, out = workload.image[2], workload.out[2]
+    wide = vectors * rows * workload.width
     found = {"expand": 0.0, "project": 0.0, "sums": 0.0, "far": 0.0}
-    weights = form.window[0] * form.window[1] * vectors
-    if form.expand is not None:
-        found["expand"] = rows * _product(width, how.block, form.image[3], how.expand, lanes)
-        found["steps"] = wide * _steps(form.expand)
-        weights += form.image[3] * vectors
+    weights = workload.window[0] * workload.window[1] * vectors
+    if workload.expand is not None:
+        found["expand"] = rows * _product(width, blocking.block, workload.image[3], blocking.expand, lanes)
+        found["steps"] = wide * _steps(workload.expand)
+        weights += workload.image[3] * vectors
     else:
         found["steps"] = 2.0 * wide
-    taps = form.window[0] * form.window[1]
-    found["filter"] = how.band * out * vectors * (taps + 2.0)
-    found["steps"] += how.band * out * vectors * _steps(form.depthwise)
-    if form.project is not None:
-        columns = how.panels(form) * how.project.columns
-        found["project"] = how.band * _product(out, columns, how.block, how.project, lanes)
-        found["sums"] = _SUM * how.band * out * columns / lanes
-        weights += how.block * columns // lanes
+    taps = workload.window[0] * workload.window[1]
+    found["filter"] = blocking.band * out * vectors * (taps + 2.0)
+    found["steps"] += blocking.band * out * vectors * _steps(workload.depthwise)
+    if workload.project is not None:
+        columns = blocking.panels(workload) * blocking.project.columns
+        found["project"] = blocking.band * _product(out, columns, blocking.block, blocking.project, lanes)
+        found["sums"] = _SUM * blocking.band * out * columns / lanes
+        weights += blocking.block * columns // lanes
     held = 4 * lanes * (wide + weights)
-    if form.project is not None:
-        held += 4 * how.band * out * how.panels(form) * how.project.columns
+    if workload.project is not None:
+        held += 4 * blocking.band * out * blocking.panels(workload) * blocking.project.columns
     found["spilled"] = _SPILLED * wide if held > machine.second_level // 2 else 0.0
     found["far"] = _FAR * weights
     total = {name: shares * value for name, value in found.items()}
-    if form.project is not None:
+    if workload.project is not None:
         total["leave"] = (
-            math.prod(form.out[:3])
+            math.prod(workload.out[:3])
             / machine.cores
-            * how.panels(form)
-            * how.project.columns
+            * blocking.panels(workload)
+            * blocking.project.columns
             / lanes
-            * (_steps(form.project) + how.parts)
+            * (_steps(workload.project) + blocking.parts)
         )
     return total
 
@@ -127,17 +131,19 @@ def _product(width: int, columns: int, channels: int, tile: Tile, lanes: int) ->
     )
 
 
-def gains(form: ConvBlock, machine: Machine) -> bool:
+def gains(workload: ConvBlock, machine: Machine) -> bool:
     """Whether one kernel is usually faster than one for each convolution.
 
     Measured on Zen 3, with 1 and 2 threads: with an expansion 1.04 to 1.6 times; a depthwise convolution and a
     projection alone 0.84 to 0.99 times at 112x112 and 56x56, 1.03 to 1.18 times at 14x14 and 7x7.
     """
-    return possible(form, machine) and (form.expand is not None or math.prod(form.middle[1:3]) <= _FEW_PIXELS)
+    return possible(workload, machine) and (
+        workload.expand is not None or math.prod(workload.middle[1:3]) <= _FEW_PIXELS
+    )
 
 
-def possible(form: ConvBlock, machine: Machine) -> bool:
+def possible(workload: ConvBlock, machine: Machine) -> bool:
     """Whether there may be one kernel, which rounds hardly more than one for each convolution."""
-    if form.middle[3] < machine.lanes or math.prod(form.window) > _MOST_TAPS:
+    if workload.middle[3] < machine.lanes or math.prod(workload.window) > _MOST_TAPS:
         return False
-    return form.expand is None or form.image[3] <= _MOST_TERMS
+    return workload.expand is None or workload.image[3] <= _MOST_TERMS

@@ -54,39 +54,42 @@ class BatchBlocking:
     vectors: int
     lanes: int
 
-    def groups(self, form: BatchedProduct) -> list[list[int]]:
+    def groups(self, workload: BatchedProduct) -> list[list[int]]:
         """The first columns of all vectors, those of one tile together."""
-        count = -(-form.columns // self.lanes)
-        starts = [min(i * self.lanes, form.columns - self.lanes) for i in range(count)]
+        count = -(-workload.columns // self.lanes)
+        starts = [min(i * self.lanes, workload.columns - self.lanes) for i in range(count)]
         tiles = -(-count // self.vectors)
         each, more = divmod(count, tiles)
         ends = [each * (i + 1) + min(i + 1, more) for i in range(tiles)]
         return [starts[begin:end] for begin, end in zip([0, *ends], ends)]
 
 
-def plans(form: BatchedProduct, machine: Machine) -> Iterator[BatchBlocking]:
+def blockings(workload: BatchedProduct, machine: Machine) -> Iterator[BatchBlocking]:
     """The tiles to choose from; none if a vector is longer than a row."""
     for lanes in {machine.lanes, machine.lanes // 2} if machine.in_halves else {machine.lanes}:
-        for rows in range(1, min(_MOST_ROWS, form.rows) + 1):
-            for vectors in range(1, min(8, -(-form.columns // lanes)) + 1):
-                if lanes <= form.columns and machine.keeps(rows, vectors):
+        for rows in range(1, min(_MOST_ROWS, workload.rows) + 1):
+            for vectors in range(1, min(8, -(-workload.columns // lanes)) + 1):
+                if lanes <= workload.columns and machine.keeps(rows, vectors):
                     yield BatchBlocking(rows, vectors, lanes)
 
 
-def cost(form: BatchedProduct, how: BatchBlocking, machine: Machine) -> float:
+def cost(workload: BatchedProduct, blocking: BatchBlocking, machine: Machine) -> float:
     """The estimated time for one term of all sums of a product, in multiply-adds of vectors."""
-    share = how.lanes / machine.lanes if machine.in_halves else 1.0
-    groups = [len(group) for group in how.groups(form)]
-    tile = sum(share * max(how.rows * n, 8) + _BROADCAST * how.rows + _VECTOR * n for n in groups)
-    return -(-form.rows // how.rows) * tile
+    share = blocking.lanes / machine.lanes if machine.in_halves else 1.0
+    groups = [len(group) for group in blocking.groups(workload)]
+    tile = sum(share * max(blocking.rows * n, 8) + _BROADCAST * blocking.rows + _VECTOR * n for n in groups)
+    return -(-workload.rows // blocking.rows) * tile
 
 
-def plan(form: BatchedProduct, machine: Machine) -> BatchBlocking:
+def best_blocking(workload: BatchedProduct, machine: Machine) -> BatchBlocking:
     """The tile with the least estimated time."""
-    return min(plans(form, machine), key=lambda how: (cost(form, how, machine), -how.lanes, how.rows))
+    return min(
+        blockings(workload, machine),
+        key=lambda blocking: (cost(workload, blocking, machine), -blocking.lanes, blocking.rows),
+    )
 
 
-def kernel(form: BatchedProduct, how: BatchBlocking) -> Any:
+def kernel(workload: BatchedProduct, blocking: BatchBlocking) -> Any:
     """The PrimFunc with parameters x, z, the extras of the steps in their order, and the result."""
     tvm()
     from tvm import tirx
@@ -96,22 +99,22 @@ def kernel(form: BatchedProduct, how: BatchBlocking) -> Any:
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            x = T.arg("x", T.buffer((*form.batch, form.rows, form.depth), FLOAT))
-            z = T.arg("z", T.buffer((*form.batch, form.depth, form.columns), FLOAT))
-            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
+            x = T.arg("x", T.buffer((*workload.batch, workload.rows, workload.depth), FLOAT))
+            z = T.arg("z", T.buffer((*workload.batch, workload.depth, workload.columns), FLOAT))
+            shapes = [workload.out[-1:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(form.out, FLOAT))
-            loop = T.parallel if form.flops >= WORTH_A_THREAD else T.serial
-            tasks = loop(0, math.prod(form.batch))
+            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            loop = T.parallel if workload.flops >= WORTH_A_THREAD else T.serial
+            tasks = loop(0, math.prod(workload.batch))
             with T.sblock("root"), tasks as task, T.sblock("products"):
                 T.reads([])
                 T.writes([])
-                one = _Product(form, how, x, z, extras, out, task)
-                with T.serial(0, -(-form.rows // how.rows)) as turn:
-                    first = turn * how.rows
-                    if form.rows % how.rows:
-                        first = tirx.Min(first, number(form.rows - how.rows))
-                    for group in how.groups(form):
+                one = _Product(workload, blocking, x, z, extras, out, task)
+                with T.serial(0, -(-workload.rows // blocking.rows)) as turn:
+                    first = turn * blocking.rows
+                    if workload.rows % blocking.rows:
+                        first = tirx.Min(first, number(workload.rows - blocking.rows))
+                    for group in blocking.groups(workload):
                         one.tile(first, group)
         return builder.get()
 
@@ -121,8 +124,8 @@ class _Product:
 
     def __init__(
         self,
-        form: BatchedProduct,
-        how: BatchBlocking,
+        workload: BatchedProduct,
+        blocking: BatchBlocking,
         x: Any,
         z: Any,
         extras: Sequence[Any],
@@ -131,32 +134,34 @@ class _Product:
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._how = form, how
+        self._workload, self._blocking = workload, blocking
         self._x, self._z, self._extras, self._out = x, z, extras, out
         self._batch: list[Any] = []
-        for size in reversed(form.batch):
+        for size in reversed(workload.batch):
             self._batch.insert(0, task % size)
             task = task // size
-        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def tile(self, first: Any, starts: Sequence[int]) -> None:
         """The results of some rows from the `first` on, in the vectors that begin at these columns."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how, lanes = self._form, self._how, self._how.lanes
-        sums = T.alloc_buffer((how.rows, len(starts) * lanes), FLOAT, scope=LOCAL)
+        workload, blocking, lanes = self._workload, self._blocking, self._blocking.lanes
+        sums = T.alloc_buffer((blocking.rows, len(starts) * lanes), FLOAT, scope=LOCAL)
         places = [
-            (i, v, [i, ramp(number(v * lanes), lanes)]) for i in range(how.rows) for v in range(len(starts))
+            (i, v, [i, ramp(number(v * lanes), lanes)])
+            for i in range(blocking.rows)
+            for v in range(len(starts))
         ]
         for _, _, at in places:
             T.buffer_store(sums, spread(0.0, lanes), at)
-        with T.serial(0, form.depth) as term:
+        with T.serial(0, workload.depth) as term:
             for i, v, at in places:
                 factor = tirx.Broadcast(self._x[(*self._batch, first + i, term)], lanes)
                 vector = self._z[(*self._batch, term, ramp(number(starts[v]), lanes))]
                 T.buffer_store(sums, sums[tuple(at)] + factor * vector, at)
         for i, v, at in places:
             index = [*self._batch, first + i, ramp(number(starts[v]), lanes)]
-            done = stepped(form.steps, self._extras, sums[tuple(at)], index, self._done)
+            done = stepped(workload.steps, self._extras, sums[tuple(at)], index, self._done)
             T.buffer_store(self._out, done, index)

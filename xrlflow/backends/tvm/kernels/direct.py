@@ -126,37 +126,37 @@ class DirectBlocking:
     span: int
     shared: bool
 
-    def units(self, form: Convolution) -> int:
+    def units(self, workload: Convolution) -> int:
         """How many parts the channels have, each with a copy of its own of the pixels."""
-        return -(-form.groups // self.together)
+        return -(-workload.groups // self.together)
 
-    def panels(self, form: Convolution) -> int:
+    def panels(self, workload: Convolution) -> int:
         """The panels of weights of a unit."""
-        return 1 if self.together > 1 else -(-form.columns // (self.vectors * self.lanes))
+        return 1 if self.together > 1 else -(-workload.columns // (self.vectors * self.lanes))
 
-    def rows(self, form: Convolution) -> int:
+    def rows(self, workload: Convolution) -> int:
         """The rows that a band reads."""
-        return (self.band - 1) * form.strides[1] + (form.window[1] - 1) * form.dilations[1] + 1
+        return (self.band - 1) * workload.strides[1] + (workload.window[1] - 1) * workload.dilations[1] + 1
 
-    def width(self, form: Convolution) -> int:
+    def width(self, workload: Convolution) -> int:
         """The columns that a span reads."""
-        return (self.span - 1) * form.strides[2] + (form.window[2] - 1) * form.dilations[2] + 1
+        return (self.span - 1) * workload.strides[2] + (workload.window[2] - 1) * workload.dilations[2] + 1
 
-    def bands(self, form: Convolution) -> int:
-        return -(-form.results[1] // self.band)
+    def bands(self, workload: Convolution) -> int:
+        return -(-workload.results[1] // self.band)
 
-    def spans(self, form: Convolution) -> int:
-        return -(-form.results[2] // self.span)
+    def spans(self, workload: Convolution) -> int:
+        return -(-workload.results[2] // self.span)
 
-    def slot(self, form: Convolution) -> int:
+    def slot(self, workload: Convolution) -> int:
         """The floats of a pixel's copy."""
-        return self.lanes if self.together > 1 else form.channels
+        return self.lanes if self.together > 1 else workload.channels
 
-    def numbers(self, form: Convolution) -> dict[str, int]:
-        """See `ways.KernelBlocking`."""
+    def numbers(self, workload: Convolution) -> dict[str, int]:
+        """See `layer_kernels.KernelBlocking`."""
         return {
-            "rows": self.pixels, "vectors": self.vectors, "lanes": self.lanes, "blocks": self.bands(form),
-            "parts": self.spans(form), "order": int(self.shared),
+            "rows": self.pixels, "vectors": self.vectors, "lanes": self.lanes, "blocks": self.bands(workload),
+            "parts": self.spans(workload), "order": int(self.shared),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -165,41 +165,43 @@ class DirectBlocking:
         )
 
 
-def plan(form: Convolution, machine: Machine) -> DirectBlocking:
+def best_blocking(workload: Convolution, machine: Machine) -> DirectBlocking:
     """The blocking with the least estimated time."""
-    return min(plans(form, machine), key=lambda how: (cost(form, how, machine), repr(how)))
+    return min(
+        blockings(workload, machine), key=lambda blocking: (cost(workload, blocking, machine), repr(blocking))
+    )
 
 
-def plans(form: Convolution, machine: Machine) -> Iterator[DirectBlocking]:
+def blockings(workload: Convolution, machine: Machine) -> Iterator[DirectBlocking]:
     """The blockings to choose from."""
     spare = 4 if machine.registers <= 16 else 3
-    bands = sorted({-(-form.results[1] // n) for n in range(1, form.results[1] + 1)})
-    for lanes in _lanes(form, machine):
-        together = _together(form, lanes)
+    bands = sorted({-(-workload.results[1] // n) for n in range(1, workload.results[1] + 1)})
+    for lanes in _lanes(workload, machine):
+        together = _together(workload, lanes)
         for vectors in range(1, 2 if together > 1 else _MOST_VECTORS + 1):
-            taps = form.window[2] * vectors
+            taps = workload.window[2] * vectors
             for pixels in range(1, _MOST_PIXELS + 1):
                 sums = pixels * vectors
                 if sums + vectors + spare > machine.registers and pixels > 1:
                     continue
                 shared = together > 1 or sums + taps + spare <= machine.registers
                 for band in bands:
-                    for span in _spans(form, pixels):
+                    for span in _spans(workload, pixels):
                         yield DirectBlocking(lanes, vectors, pixels, together, band, span, shared)
 
 
-def _together(form: Convolution, lanes: int) -> int:
+def _together(workload: Convolution, lanes: int) -> int:
     """The groups of which a vector has all results; 1: it has results of one group."""
-    return max(min(lanes // form.columns, lanes // form.channels, form.groups), 1)
+    return max(min(lanes // workload.columns, lanes // workload.channels, workload.groups), 1)
 
 
-def _lanes(form: Convolution, machine: Machine) -> list[int]:
+def _lanes(workload: Convolution, machine: Machine) -> list[int]:
     """Vectors' widths: the machine's, and less where there are then no more vectors. A machine that computes in halves
     has the half, too."""
 
     def vectors(lanes: int) -> int:
-        together = _together(form, lanes)
-        return -(-form.groups // together) * -(-form.columns * together // lanes)
+        together = _together(workload, lanes)
+        return -(-workload.groups // together) * -(-workload.columns * together // lanes)
 
     found, lanes = [machine.lanes], machine.lanes // 2
     while lanes >= 1:
@@ -209,128 +211,154 @@ def _lanes(form: Convolution, machine: Machine) -> list[int]:
     return found
 
 
-def _spans(form: Convolution, pixels: int) -> list[int]:
+def _spans(workload: Convolution, pixels: int) -> list[int]:
     """Widths of spans. Where there are rows, only these are divided among tasks."""
-    width = form.results[2]
-    if form.results[1] > 1:
+    width = workload.results[2]
+    if workload.results[1] > 1:
         return [width]
     parts = {-(-width // (n * pixels)) * pixels for n in range(1, _MOST_SPANS + 1) if width >= 4 * n * pixels}
     return sorted({width, *(part for part in parts if part < width)})
 
 
-def cost(form: Convolution, how: DirectBlocking, machine: Machine) -> float:
+def cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
-    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
-    return -(-tasks // machine.cores) * task_cost(form, how, machine)
+    tasks = (
+        workload.out[0]
+        * workload.results[0]
+        * blocking.bands(workload)
+        * blocking.spans(workload)
+        * blocking.units(workload)
+    )
+    return -(-tasks // machine.cores) * task_cost(workload, blocking, machine)
 
 
-def task_cost(form: Convolution, how: DirectBlocking, machine: Machine) -> float:
+def task_cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> float:
     """The estimated time of one task, in the same unit."""
-    half = 1.0 if how.lanes == machine.lanes or not machine.in_halves else 0.5
-    deep, lines = form.window[0], form.window[0] * form.window[1]
-    slot, rows = how.slot(form), how.rows(form)
-    vector = 1.0 if how.lanes == machine.lanes else half
-    copy = _COPY * deep * rows * how.width(form) * len(pieces(slot, how.lanes))
-    if form.out[0] * form.results[0] * how.bands(form) * how.spans(form) < machine.cores:
+    half = 1.0 if blocking.lanes == machine.lanes or not machine.in_halves else 0.5
+    deep, lines = workload.window[0], workload.window[0] * workload.window[1]
+    slot, rows = blocking.slot(workload), blocking.rows(workload)
+    vector = 1.0 if blocking.lanes == machine.lanes else half
+    copy = _COPY * deep * rows * blocking.width(workload) * len(pieces(slot, blocking.lanes))
+    if (
+        workload.out[0] * workload.results[0] * blocking.bands(workload) * blocking.spans(workload)
+        < machine.cores
+    ):
         copy *= _SCATTERED
-    held = 4 * deep * rows * how.width(form) * slot
+    held = 4 * deep * rows * blocking.width(workload) * slot
     far = _SPILLED if held > machine.second_level // 2 else _SECOND if held > _FIRST_LEVEL else 1.0
-    whole, rest = divmod(how.span, how.pixels)
+    whole, rest = divmod(blocking.span, blocking.pixels)
     total = 0.0
-    for pixels, count in ((how.pixels, whole), (rest, 1 if rest else 0)):
-        sums = pixels * how.vectors
-        reads = far * _reads(form, how, pixels)
-        step = max(form.window[2] * max(sums, _BUSY) * vector, reads) + 0.1 * reads
-        left = _LEAVE * sums * (1 + len(form.steps))
-        total += count * (lines * form.channels * step + left)
-    return far * copy + how.band * how.panels(form) * total
+    for pixels, count in ((blocking.pixels, whole), (rest, 1 if rest else 0)):
+        sums = pixels * blocking.vectors
+        reads = far * _reads(workload, blocking, pixels)
+        step = max(workload.window[2] * max(sums, _BUSY) * vector, reads) + 0.1 * reads
+        left = _LEAVE * sums * (1 + len(workload.steps))
+        total += count * (lines * workload.channels * step + left)
+    return far * copy + blocking.band * blocking.panels(workload) * total
 
 
-def _reads(form: Convolution, how: DirectBlocking, pixels: int) -> float:
+def _reads(workload: Convolution, blocking: DirectBlocking, pixels: int) -> float:
     """The vectors that are read for one channel and one row of the window."""
-    weights = form.window[2] * how.vectors
-    if how.shared:
-        return weights + len(_columns(form, pixels))
-    return weights + form.window[2] * pixels
+    weights = workload.window[2] * blocking.vectors
+    if blocking.shared:
+        return weights + len(_columns(workload, pixels))
+    return weights + workload.window[2] * pixels
 
 
-def _columns(form: Convolution, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
+def _columns(workload: Convolution, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
     """The columns that neighbouring results read: (column, [(result, tap)])."""
     found: dict[int, list[tuple[int, int]]] = {}
     for n in range(pixels):
-        for tap in range(form.window[2]):
-            found.setdefault(n * form.strides[2] + tap * form.dilations[2], []).append((n, tap))
+        for tap in range(workload.window[2]):
+            found.setdefault(n * workload.strides[2] + tap * workload.dilations[2], []).append((n, tap))
     return sorted(found.items())
 
 
-def gains(form: Convolution, machine: Machine) -> bool:
+def gains(workload: Convolution, machine: Machine) -> bool:
     """Whether this kernel is faster than a product for each tap (measured on Zen 4).
 
     Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of 7x7 1.2 to 1.6 times (5x5: 1.0); few
     output channels 2 times; one input channel 1.4 times; dilated ones, and those of one or three dimensions,
     1.02 to 1.05 times.
     """
-    taps = math.prod(form.window)
-    if taps == 1 and form.groups == 1:
+    taps = math.prod(workload.window)
+    if taps == 1 and workload.groups == 1:
         return False
-    if form.groups > 1:
-        together = min(machine.lanes // form.columns, machine.lanes // form.channels)
-        if together > 1 and form.window[2] * form.channels > _MOST_WRITTEN:
+    if workload.groups > 1:
+        together = min(machine.lanes // workload.columns, machine.lanes // workload.channels)
+        if together > 1 and workload.window[2] * workload.channels > _MOST_WRITTEN:
             return False
-        return max(form.columns, form.channels) > 1 or taps >= _MANY_TAPS or len(form.image) != 4
-    few = form.channels <= _FEW_CHANNELS or form.columns <= machine.lanes // 2
-    return few or len(form.image) != 4 or max(form.dilations) > 1
+        return max(workload.columns, workload.channels) > 1 or taps >= _MANY_TAPS or len(workload.image) != 4
+    few = workload.channels <= _FEW_CHANNELS or workload.columns <= machine.lanes // 2
+    return few or len(workload.image) != 4 or max(workload.dilations) > 1
 
 
 def packed(
-    weights: npt.NDArray[np.float32], form: Convolution, how: DirectBlocking
+    weights: npt.NDArray[np.float32], workload: Convolution, blocking: DirectBlocking
 ) -> npt.NDArray[np.float32]:
     """[panel, line of the window, channel, tap along the row, column] of weights [(depth,) row, column, channel of the
     group, output channel]. Without `shared`, taps come before channels."""
-    lines, across = form.window[0] * form.window[1], form.window[2]
-    grouped = weights.reshape(lines, across, form.channels, form.groups, form.columns)
-    units, panels, wide = how.units(form), how.panels(form), how.vectors * how.lanes
-    if how.together > 1:
-        whole = np.zeros((lines, across, form.channels, units * how.together, form.columns), np.float32)
-        whole[:, :, :, : form.groups] = grouped
-        joined = whole.reshape(lines, across, form.channels, units, how.together * form.columns)
+    lines, across = workload.window[0] * workload.window[1], workload.window[2]
+    grouped = weights.reshape(lines, across, workload.channels, workload.groups, workload.columns)
+    units, panels, wide = (
+        blocking.units(workload),
+        blocking.panels(workload),
+        blocking.vectors * blocking.lanes,
+    )
+    if blocking.together > 1:
+        whole = np.zeros(
+            (lines, across, workload.channels, units * blocking.together, workload.columns), np.float32
+        )
+        whole[:, :, :, : workload.groups] = grouped
+        joined = whole.reshape(lines, across, workload.channels, units, blocking.together * workload.columns)
         last = joined.shape[-1]
     else:
-        joined, last = grouped, form.columns
-    padded = np.zeros((lines, across, form.channels, units, panels * wide), np.float32)
+        joined, last = grouped, workload.columns
+    padded = np.zeros((lines, across, workload.channels, units, panels * wide), np.float32)
     padded[..., :last] = joined
-    split = padded.reshape(lines, across, form.channels, units * panels, wide)
-    order = (3, 0, 2, 1, 4) if how.shared else (3, 0, 1, 2, 4)
+    split = padded.reshape(lines, across, workload.channels, units * panels, wide)
+    order = (3, 0, 2, 1, 4) if blocking.shared else (3, 0, 1, 2, 4)
     return np.ascontiguousarray(split.transpose(order))
 
 
-def kernel(form: Convolution, how: DirectBlocking) -> Any:
+def kernel(workload: Convolution, blocking: DirectBlocking) -> Any:
     """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    inner = (form.channels, form.window[2]) if how.shared else (form.window[2], form.channels)
-    lines = form.window[0] * form.window[1]
-    weights = (how.units(form) * how.panels(form), lines, *inner, how.vectors * how.lanes)
-    each = form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
+    inner = (
+        (workload.channels, workload.window[2])
+        if blocking.shared
+        else (workload.window[2], workload.channels)
+    )
+    lines = workload.window[0] * workload.window[1]
+    weights = (
+        blocking.units(workload) * blocking.panels(workload),
+        lines,
+        *inner,
+        blocking.vectors * blocking.lanes,
+    )
+    each = (
+        workload.results[0] * blocking.bands(workload) * blocking.spans(workload) * blocking.units(workload)
+    )
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer(form.image, FLOAT))
+            image = T.arg("image", T.buffer(workload.image, FLOAT))
             panels = T.arg("weights", T.buffer(weights, FLOAT))
-            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
+            shapes = [workload.out[-1:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(form.out, FLOAT))
-            tasks = T.parallel(0, form.out[0] * each)
+            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            tasks = T.parallel(0, workload.out[0] * each)
             with T.sblock("root"), tasks as task, T.sblock("direct"):
                 T.reads([])
                 T.writes([])
-                unit, turn = task % how.units(form), task // how.units(form)
-                span, turn = turn % how.spans(form), turn // how.spans(form)
-                band, turn = turn % how.bands(form), turn // how.bands(form)
-                first = [turn % form.results[0], band * how.band, span * how.span]
-                Band(form, how, image, panels, extras, out).write(task // each, first, unit)
+                unit, turn = task % blocking.units(workload), task // blocking.units(workload)
+                span, turn = turn % blocking.spans(workload), turn // blocking.spans(workload)
+                band, turn = turn % blocking.bands(workload), turn // blocking.bands(workload)
+                first = [turn % workload.results[0], band * blocking.band, span * blocking.span]
+                Band(workload, blocking, image, panels, extras, out).write(task // each, first, unit)
         return builder.get()
 
 
@@ -338,29 +366,38 @@ class Band:
     """Writes the loops of one task into the function that is being built."""
 
     def __init__(
-        self, form: Convolution, how: DirectBlocking, image: Any, panels: Any, extras: Sequence[Any], out: Any
+        self,
+        workload: Convolution,
+        blocking: DirectBlocking,
+        image: Any,
+        panels: Any,
+        extras: Sequence[Any],
+        out: Any,
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._how = form, how
+        self._workload, self._blocking = workload, blocking
         self._image, self._panels, self._extras, self._out = image, panels, extras, out
-        wide = how.vectors * how.lanes
-        self._near = T.alloc_buffer((form.window[0] * how.rows(form), how.width(form), how.slot(form)), FLOAT)
-        self._sums = T.alloc_buffer((how.pixels, wide), FLOAT, scope=LOCAL)
-        self._part = T.alloc_buffer((how.pixels, wide), FLOAT, scope=LOCAL)
-        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+        wide = blocking.vectors * blocking.lanes
+        self._near = T.alloc_buffer(
+            (workload.window[0] * blocking.rows(workload), blocking.width(workload), blocking.slot(workload)),
+            FLOAT,
+        )
+        self._sums = T.alloc_buffer((blocking.pixels, wide), FLOAT, scope=LOCAL)
+        self._part = T.alloc_buffer((blocking.pixels, wide), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def write(self, batch: Any, first: Sequence[Any], unit: Any) -> None:
         """The results from this depth, row and column on."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
         self._batch = batch
         self._copy(first, unit)
-        with T.serial(0, how.panels(form)) as panel, T.serial(0, how.band) as row:
-            exact = form.results[1] % how.band == 0
+        with T.serial(0, blocking.panels(workload)) as panel, T.serial(0, blocking.band) as row:
+            exact = workload.results[1] % blocking.band == 0
             where(
-                None if exact else first[1] + row < form.results[1],
+                None if exact else first[1] + row < workload.results[1],
                 lambda: self._row(first, row, unit, panel),
             )
 
@@ -368,35 +405,37 @@ class Band:
         """A row of results."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
 
         def tile(x: Any, count: int) -> None:
             at = [first[0], first[1] + row, first[2] + x]
             self._tile(at, row, x, count, [unit, panel])
 
-        if how.spans(form) == 1:
-            tiles(how.span, how.pixels, tile)
+        if blocking.spans(workload) == 1:
+            tiles(blocking.span, blocking.pixels, tile)
             return
-        with T.serial(0, how.span // how.pixels) as turn:  # the last span may have fewer
-            x = turn * how.pixels
-            where(first[2] + x + how.pixels <= form.results[2], lambda: tile(x, how.pixels))
-            rest = form.results[2] % how.pixels
+        with T.serial(0, blocking.span // blocking.pixels) as turn:  # the last span may have fewer
+            x = turn * blocking.pixels
+            where(first[2] + x + blocking.pixels <= workload.results[2], lambda: tile(x, blocking.pixels))
+            rest = workload.results[2] % blocking.pixels
             if rest:
-                where(first[2] + x == form.results[2] - rest, lambda: tile(x, rest))
+                where(first[2] + x == workload.results[2] - rest, lambda: tile(x, rest))
 
     def _copy(self, first: Sequence[Any], unit: Any) -> None:
         """What is read of the image, with zeros where it ends."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        (depth, height, width), wide = form.space, how.width(form)
-        z, y, x = (start * stride - begin for start, stride, begin in zip(first, form.strides, form.begin))
+        workload, blocking = self._workload, self._blocking
+        (depth, height, width), wide = workload.space, blocking.width(workload)
+        z, y, x = (
+            start * stride - begin for start, stride, begin in zip(first, workload.strides, workload.begin)
+        )
         # The first and the last column of the copy that lie in the image.
         start, stop = tirx.Min(tirx.Max(0 - x, 0), wide), tirx.Min(tirx.Max(width - x, 0), wide)
-        with T.serial(0, form.window[0]) as deep, T.serial(0, how.rows(form)) as row:
-            line = deep * how.rows(form) + row
-            at = [z + deep * form.dilations[0], y + row]
+        with T.serial(0, workload.window[0]) as deep, T.serial(0, blocking.rows(workload)) as row:
+            line = deep * blocking.rows(workload) + row
+            at = [z + deep * workload.dilations[0], y + row]
             with T.If(tirx.all(at[0] >= 0, at[0] < depth, at[1] >= 0, at[1] < height)):
                 with T.Then():
                     with T.serial(0, start) as column:
@@ -414,52 +453,55 @@ class Band:
         def zeros(start: Any, length: int) -> None:
             T.buffer_store(self._near, spread(0.0, length), [line, column, ramp(start, length)])
 
-        along(self._how.slot(self._form), self._how.lanes, zeros)
+        along(self._blocking.slot(self._workload), self._blocking.lanes, zeros)
 
     def _pixel(self, at: Sequence[Any], line: Any, x: Any, unit: Any) -> None:
         """The channels of a unit at one pixel. More than those are read where it does not matter: a whole vector is
         faster than a few short ones."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        begin = unit * how.together * form.channels
+        workload, blocking = self._workload, self._blocking
+        begin = unit * blocking.together * workload.channels
 
         def part(start: Any, length: int) -> None:
-            value = self._image[tuple(form.index(self._batch, at, ramp(begin + start, length)))]
+            value = self._image[tuple(workload.index(self._batch, at, ramp(begin + start, length)))]
             T.buffer_store(self._near, value, [line, x, ramp(start, length)])
 
         def some(extent: int) -> None:
-            along(extent, how.lanes, part)
+            along(extent, blocking.lanes, part)
 
-        if how.together == 1:
-            some(form.channels)
+        if blocking.together == 1:
+            some(workload.channels)
             return
-        step, units = how.together * form.channels, how.units(form)
+        step, units = blocking.together * workload.channels, blocking.units(workload)
         # The units of which a whole vector lies within the pixel.
-        whole = min(units, (form.image[-1] - how.lanes) // step + 1 if form.image[-1] >= how.lanes else 0)
+        whole = min(
+            units,
+            (workload.image[-1] - blocking.lanes) // step + 1 if workload.image[-1] >= blocking.lanes else 0,
+        )
         if whole == units:
-            some(how.lanes)
+            some(blocking.lanes)
             return
         with T.If(unit < whole):
             with T.Then():
-                some(how.lanes)
+                some(blocking.lanes)
             with T.Else():
                 # Whichever unit it is, the pixel has this many channels of it or more.
                 for late in range(whole, units):
-                    where(unit == late, partial(some, min(step, form.image[-1] - late * step)))
+                    where(unit == late, partial(some, min(step, workload.image[-1] - late * step)))
 
     def _tile(self, at: Sequence[Any], row: Any, x: Any, count: int, which: Sequence[Any]) -> None:
         """Neighbouring results of a row, the first `x` columns from the span's first, for one panel of a unit."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        lines, across = form.window[0] * form.window[1], form.window[2]
-        in_parts = form.terms > _CHUNK
+        workload, blocking = self._workload, self._blocking
+        lines, across = workload.window[0] * workload.window[1], workload.window[2]
+        in_parts = workload.terms > _CHUNK
         self._start(self._sums, count)
         with T.serial(0, lines) as line:
-            deep, down = line // form.window[1], line % form.window[1]
-            source = deep * how.rows(form) + row * form.strides[1] + down * form.dilations[1]
-            place = [source, x * form.strides[2], which[0] * how.panels(form) + which[1], line]
+            deep, down = line // workload.window[1], line % workload.window[1]
+            source = deep * blocking.rows(workload) + row * workload.strides[1] + down * workload.dilations[1]
+            place = [source, x * workload.strides[2], which[0] * blocking.panels(workload) + which[1], line]
 
             def part(start: Any, length: int) -> None:
                 """Add the products with some channels."""
@@ -472,24 +514,24 @@ class Band:
                         T.buffer_store(self._sums, self._sums[index] + sums[index], list(index))
 
             # All of them, or so many that their terms are few.
-            most = form.channels if how.together > 1 else max(1, _CHUNK // across)
-            tiles(form.channels, min(form.channels, most), part)
+            most = workload.channels if blocking.together > 1 else max(1, _CHUNK // across)
+            tiles(workload.channels, min(workload.channels, most), part)
         self._leave(at, count, *which)
 
     def _vectors(self, count: int) -> list[tuple[Any, Any]]:
         """The indices of the vectors of sums."""
-        lanes = self._how.lanes
+        lanes = self._blocking.lanes
         return [
             (number(n), ramp(number(v * lanes), lanes))
             for n in range(count)
-            for v in range(self._how.vectors)
+            for v in range(self._blocking.vectors)
         ]
 
     def _start(self, sums: Any, count: int) -> None:
         from tvm.script.ir_builder import tirx as T
 
         for index in self._vectors(count):
-            T.buffer_store(sums, spread(0.0, self._how.lanes), list(index))
+            T.buffer_store(sums, spread(0.0, self._blocking.lanes), list(index))
 
     def _line(self, sums: Any, place: Sequence[Any], count: int, start: Any, length: int) -> None:
         """Add the products of some channels with one row of the window to the sums.
@@ -499,36 +541,37 @@ class Band:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
         source, begin, *which = place
-        if how.together > 1:
-            for i in range(form.channels):
+        if blocking.together > 1:
+            for i in range(workload.channels):
                 self._taps(sums, count, [*which, number(i)], partial(self._seen, source, begin, i))
             return
 
         def pixel(column: Any, channel: Any) -> Any:
             value = self._near[source, begin + column, channel]
-            return value if how.lanes == 1 else tirx.Broadcast(value, how.lanes)
+            return value if blocking.lanes == 1 else tirx.Broadcast(value, blocking.lanes)
 
-        if how.shared:
+        if blocking.shared:
             with T.serial(0, length) as i:
                 self._taps(sums, count, [*which, start + i], lambda j: pixel(j, start + i))
             return
-        with T.serial(0, form.window[2]) as tap, T.serial(0, length) as i:
-            factors = [self._factor([*which, tap, start + i], v) for v in range(how.vectors)]
+        with T.serial(0, workload.window[2]) as tap, T.serial(0, length) as i:
+            factors = [self._factor([*which, tap, start + i], v) for v in range(blocking.vectors)]
             for n in range(count):
-                value = T.bind(pixel(n * form.strides[2] + tap * form.dilations[2], start + i))
+                value = T.bind(pixel(n * workload.strides[2] + tap * workload.dilations[2], start + i))
                 self._add(sums, n, value, factors)
 
     def _taps(self, sums: Any, count: int, which: Sequence[Any], pixel: Callable[[int], Any]) -> None:
         """Add the products of one channel with all taps along a row."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
         factors = [
-            [self._factor([*which, number(k)], v) for v in range(how.vectors)] for k in range(form.window[2])
+            [self._factor([*which, number(k)], v) for v in range(blocking.vectors)]
+            for k in range(workload.window[2])
         ]
-        for j, reached in _columns(form, count):
+        for j, reached in _columns(workload, count):
             value = T.bind(pixel(j))
             for n, k in reached:
                 self._add(sums, n, value, factors[k])
@@ -536,12 +579,12 @@ class Band:
     def _factor(self, at: Sequence[Any], vector: int) -> Any:
         from tvm.script.ir_builder import tirx as T
 
-        return T.bind(self._panels[(*at, ramp(number(vector * self._how.lanes), self._how.lanes))])
+        return T.bind(self._panels[(*at, ramp(number(vector * self._blocking.lanes), self._blocking.lanes))])
 
     def _add(self, sums: Any, n: int, value: Any, factors: Sequence[Any]) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        lanes = self._how.lanes
+        lanes = self._blocking.lanes
         for v, factor in enumerate(factors):
             index = [number(n), ramp(number(v * lanes), lanes)]
             T.buffer_store(sums, sums[tuple(index)] + value * factor, index)
@@ -550,9 +593,9 @@ class Band:
         """For each result of a vector of several groups, the pixel's value of this channel of its group."""
         from tvm import tirx
 
-        form, lanes = self._form, self._how.lanes
+        workload, lanes = self._workload, self._blocking.lanes
         vector = self._near[source, begin + column, ramp(number(0), lanes)]
-        order = [min(n // form.columns * form.channels + channel, lanes - 1) for n in range(lanes)]
+        order = [min(n // workload.columns * workload.channels + channel, lanes - 1) for n in range(lanes)]
         if order == list(range(lanes)):
             return vector
         return tirx.Shuffle([vector], [number(n) for n in order])
@@ -561,14 +604,20 @@ class Band:
         """Store the results of the steps. The last unit, or the last panel of a group, may have fewer."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        wide = how.vectors * how.lanes
-        if how.together > 1:
-            begin, most = unit * how.together * form.columns, how.together * form.columns
-            last, final = form.out[-1] - (how.units(form) - 1) * most, unit == how.units(form) - 1
+        workload, blocking = self._workload, self._blocking
+        wide = blocking.vectors * blocking.lanes
+        if blocking.together > 1:
+            begin, most = unit * blocking.together * workload.columns, blocking.together * workload.columns
+            last, final = (
+                workload.out[-1] - (blocking.units(workload) - 1) * most,
+                unit == blocking.units(workload) - 1,
+            )
         else:
-            begin, most = unit * form.columns + panel * wide, wide
-            last, final = form.columns - (how.panels(form) - 1) * wide, panel == how.panels(form) - 1
+            begin, most = unit * workload.columns + panel * wide, wide
+            last, final = (
+                workload.columns - (blocking.panels(workload) - 1) * wide,
+                panel == blocking.panels(workload) - 1,
+            )
         if last == most:
             self._store(at, count, begin, most)
             return
@@ -582,11 +631,11 @@ class Band:
         """The first `extent` results of a panel."""
         from tvm.script.ir_builder import tirx as T
 
-        form, lanes = self._form, self._how.lanes
+        workload, lanes = self._workload, self._blocking.lanes
         *place, x = at
         for n in range(count):
             for start, length in pieces(extent, lanes):
                 value = self._sums[number(n), ramp(number(start), length)]
-                index = form.index(self._batch, [*place, x + n], ramp(begin + start, length))
-                done = stepped(form.steps, self._extras, value, index, self._done)
+                index = workload.index(self._batch, [*place, x + n], ramp(begin + start, length))
+                done = stepped(workload.steps, self._extras, value, index, self._done)
                 T.buffer_store(self._out, done, index)

@@ -23,8 +23,8 @@ from xrlflow.backends.tvm.kernels.building import (
     tiles,
     where,
 )
-from xrlflow.backends.tvm.kernels.direct import Band, Convolution, DirectBlocking, cost, plans, task_cost
-from xrlflow.backends.tvm.kernels.direct import plan as plan_alone
+from xrlflow.backends.tvm.kernels.direct import Band, Convolution, DirectBlocking, blockings, cost, task_cost
+from xrlflow.backends.tvm.kernels.direct import best_blocking as best_blocking_alone
 from xrlflow.backends.tvm.kernels.steps import extras_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -40,78 +40,99 @@ _UNEVEN = 1.1
 _MOST_TAPS = 49
 
 
-def plan(form: Convolution, machine: Machine) -> DirectBlocking | None:
+def best_blocking(workload: Convolution, machine: Machine) -> DirectBlocking | None:
     """The blocking with the least estimated time; None if two kernels are faster: they divide channels among cores,
     too."""
-    if not is_depthwise(form) or form.out[3] < machine.lanes or math.prod(form.window) > _MOST_TAPS:
+    if (
+        not is_depthwise(workload)
+        or workload.out[3] < machine.lanes
+        or math.prod(workload.window) > _MOST_TAPS
+    ):
         return None
-    whole = [how for how in plans(form, machine) if how.together == how.lanes == machine.lanes]
-    ways = [how for how in whole if _busiest(form, how, machine) * machine.cores <= _UNEVEN * _rows(form)]
-    if not ways:
+    whole = [
+        blocking
+        for blocking in blockings(workload, machine)
+        if blocking.together == blocking.lanes == machine.lanes
+    ]
+    choices = [
+        blocking
+        for blocking in whole
+        if _busiest(workload, blocking, machine) * machine.cores <= _UNEVEN * _rows(workload)
+    ]
+    if not choices:
         return None
-    best = min(ways, key=lambda how: (fused_cost(form, how, machine), repr(how)))
-    apart = cost(form, plan_alone(form, machine), machine)
-    apart += _APART * -(-_rows(form) // machine.cores) * form.out[2] * _vectors_of(form, machine.lanes)
-    return best if fused_cost(form, best, machine) < apart else None
+    best = min(choices, key=lambda blocking: (fused_cost(workload, blocking, machine), repr(blocking)))
+    apart = cost(workload, best_blocking_alone(workload, machine), machine)
+    apart += (
+        _APART * -(-_rows(workload) // machine.cores) * workload.out[2] * _vectors_of(workload, machine.lanes)
+    )
+    return best if fused_cost(workload, best, machine) < apart else None
 
 
-def is_depthwise(form: Convolution) -> bool:
+def is_depthwise(workload: Convolution) -> bool:
     """Whether this is a depthwise convolution of images."""
-    return len(form.image) == 4 and form.groups == form.image[3] == form.out[3] > 1
+    return len(workload.image) == 4 and workload.groups == workload.image[3] == workload.out[3] > 1
 
 
-def fused_cost(form: Convolution, how: DirectBlocking, machine: Machine) -> float:
+def fused_cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
-    near = 4 * how.band * form.out[2] * form.out[3] <= machine.second_level // 2
-    pixels = how.band * form.out[2] * (_HERE if near else _APART)
-    one = how.units(form) * task_cost(form, how, machine) + pixels * _vectors_of(form, how.lanes)
-    return _busiest(form, how, machine) / how.band * one
+    near = 4 * blocking.band * workload.out[2] * workload.out[3] <= machine.second_level // 2
+    pixels = blocking.band * workload.out[2] * (_HERE if near else _APART)
+    one = blocking.units(workload) * task_cost(workload, blocking, machine) + pixels * _vectors_of(
+        workload, blocking.lanes
+    )
+    return _busiest(workload, blocking, machine) / blocking.band * one
 
 
-def _rows(form: Convolution) -> int:
-    return form.out[0] * form.out[1]
+def _rows(workload: Convolution) -> int:
+    return workload.out[0] * workload.out[1]
 
 
-def _busiest(form: Convolution, how: DirectBlocking, machine: Machine) -> int:
+def _busiest(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> int:
     """The rows of the busiest core."""
-    return -(-form.out[0] * how.bands(form) // machine.cores) * how.band
+    return -(-workload.out[0] * blocking.bands(workload) // machine.cores) * blocking.band
 
 
-def _vectors_of(form: Convolution, lanes: int) -> int:
+def _vectors_of(workload: Convolution, lanes: int) -> int:
     """The vectors of a pixel."""
-    return len(pieces(form.out[3], lanes))
+    return len(pieces(workload.out[3], lanes))
 
 
-def kernel(form: Convolution, how: DirectBlocking, epsilon: float) -> Any:
+def kernel(workload: Convolution, blocking: DirectBlocking, epsilon: float) -> Any:
     """The PrimFunc with parameters image, weights (`direct.packed`), the extras of the steps in their order, scale and
     bias of the normalisation, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    weights = (how.units(form), form.window[1], 1, form.window[2], how.lanes)
+    weights = (blocking.units(workload), workload.window[1], 1, workload.window[2], blocking.lanes)
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer(form.image, FLOAT))
+            image = T.arg("image", T.buffer(workload.image, FLOAT))
             panels = T.arg("weights", T.buffer(weights, FLOAT))
-            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in extras_of(form.steps)]
+            shapes = [
+                workload.out[-1:] if extra.by_channel else workload.out for extra in extras_of(workload.steps)
+            ]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            scale, bias = (T.arg(name, T.buffer(form.out[-1:], FLOAT)) for name in ("scale", "bias"))
-            out = T.arg("out", T.buffer(form.out, FLOAT))
-            tasks = T.parallel(0, form.out[0] * how.bands(form))
+            scale, bias = (T.arg(name, T.buffer(workload.out[-1:], FLOAT)) for name in ("scale", "bias"))
+            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            tasks = T.parallel(0, workload.out[0] * blocking.bands(workload))
             with T.sblock("root"), tasks as task, T.sblock("direct_norm"):
                 T.reads([])
                 T.writes([])
-                batch, first = task // how.bands(form), task % how.bands(form) * how.band
-                band = Band(form, how, image, panels, extras, out)
-                with T.serial(0, how.units(form)) as unit:
+                batch, first = (
+                    task // blocking.bands(workload),
+                    task % blocking.bands(workload) * blocking.band,
+                )
+                band = Band(workload, blocking, image, panels, extras, out)
+                with T.serial(0, blocking.units(workload)) as unit:
                     band.write(batch, [number(0), first, number(0)], unit)
-                norm = _Pixel(out, scale, bias, how.lanes)
-                with T.serial(0, how.band) as row:
-                    exact = form.out[1] % how.band == 0
+                norm = _Pixel(out, scale, bias, blocking.lanes)
+                with T.serial(0, blocking.band) as row:
+                    exact = workload.out[1] % blocking.band == 0
                     at = [batch, first + row]
-                    where(None if exact else first + row < form.out[1], lambda: norm.row(at, epsilon))
+                    where(None if exact else first + row < workload.out[1], lambda: norm.row(at, epsilon))
         return builder.get()
 
 

@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xrlflow.backends.tvm.kernels import bands, direct, products, winograd
-from xrlflow.backends.tvm.kernels.ways import Algorithm, LayerForm, Way, product_of, winograd_of
+from xrlflow.backends.tvm.kernels.layer_kernels import (
+    Algorithm,
+    KernelChoice,
+    LayerWorkload,
+    product_of,
+    winograd_of,
+)
 from xrlflow.backends.tvm.schedules import ratings
 
 _FLOAT = 4
@@ -32,39 +38,39 @@ class Loop:
         return self.extent, self.work, self.image, self.weights, self.results
 
 
-def loops_of(form: LayerForm, way: Way) -> list[Loop]:
+def loops_of(workload: LayerWorkload, choice: KernelChoice) -> list[Loop]:
     """The loops of a layer's kernel; none if tiles have no choice."""
-    match way.plan:
+    match choice.blocking:
         case ratings.TileBlocking():
-            return _tiles(form, way.plan)
+            return _tiles(workload, choice.blocking)
         case direct.DirectBlocking():
-            assert isinstance(form, direct.Convolution)
-            return _direct(form, way.plan)
+            assert isinstance(workload, direct.Convolution)
+            return _direct(workload, choice.blocking)
         case products.ProductBlocking():
-            return _product(product_of(form), way.plan)
+            return _product(product_of(workload), choice.blocking)
         case winograd.WinogradBlocking():
-            m = way.algorithm.m
+            m = choice.algorithm.m
             assert m is not None
-            return _winograd(winograd_of(form, m), way.plan)
-    assert way.algorithm is Algorithm.TILES
+            return _winograd(winograd_of(workload, m), choice.blocking)
+    assert choice.algorithm is Algorithm.TILES
     return []
 
 
-def weights_of(form: LayerForm, way: Way) -> int:
+def weights_of(workload: LayerWorkload, choice: KernelChoice) -> int:
     """How many weights a layer's kernel reads: those of Winograd's are transformed."""
-    m = way.algorithm.m
-    plain = form.terms * form.out[-1]
+    m = choice.algorithm.m
+    plain = workload.terms * workload.out[-1]
     return plain if m is None else plain * (m + 2) ** 2 // 9
 
 
-def _product(form: products.Product, how: products.ProductBlocking) -> list[Loop]:
+def _product(workload: products.Product, blocking: products.ProductBlocking) -> list[Loop]:
     """Tasks, panels, chunks, tiles of rows, terms."""
-    block, columns, terms = min(how.block, form.rows), how.columns, form.terms
-    panels, vectors = -(-how.panels(form) // how.parts), columns // how.lanes
-    chunk, rows = products.chunk_of(terms), min(how.rows, block)
+    block, columns, terms = min(blocking.block, workload.rows), blocking.columns, workload.terms
+    panels, vectors = -(-blocking.panels(workload) // blocking.parts), columns // blocking.lanes
+    chunk, rows = products.chunk_of(terms), min(blocking.rows, block)
     return [
         Loop(
-            how.parts * -(-form.rows // how.block), block * panels * vectors * terms, block * terms,
+            blocking.parts * -(-workload.rows // blocking.block), block * panels * vectors * terms, block * terms,
             terms * columns * panels, block * columns * panels,
         ),
         Loop(panels, block * vectors * terms, block * terms, terms * columns, block * columns),
@@ -74,22 +80,22 @@ def _product(form: products.Product, how: products.ProductBlocking) -> list[Loop
     ]  # fmt: skip
 
 
-def _tiles(form: LayerForm, how: ratings.TileBlocking) -> list[Loop]:
+def _tiles(workload: LayerWorkload, blocking: ratings.TileBlocking) -> list[Loop]:
     """Tiles along one dimension of the results, then along the other; taps; chunks of channels; channels."""
-    tile = how.tile
+    tile = blocking.tile
     rows, columns, vectors = tile.rows, tile.columns, tile.columns // tile.lanes
-    if isinstance(form, products.Product):
-        pixels, taps, channels, wide, groups = form.rows, 1, form.terms, form.columns, 1
+    if isinstance(workload, products.Product):
+        pixels, taps, channels, wide, groups = workload.rows, 1, workload.terms, workload.columns, 1
     else:
-        pixels, taps = math.prod(form.out[:-1]), math.prod(form.window)
-        channels, wide, groups = form.channels, form.columns, form.groups
+        pixels, taps = math.prod(workload.out[:-1]), math.prod(workload.window)
+        channels, wide, groups = workload.channels, workload.columns, workload.groups
         if channels == 1:
-            wide, groups = form.out[-1], 1
+            wide, groups = workload.out[-1], 1
     terms, chunk = taps * channels, min(channels, 128)
     down, across = -(-pixels // rows), groups * -(-wide // columns)
-    first, second = (across, down) if how.columns_first else (down, across)
+    first, second = (across, down) if blocking.columns_first else (down, across)
     work, one = rows * vectors * terms, rows * columns
-    whole = (second * rows, terms * columns) if how.columns_first else (rows, terms * columns * second)
+    whole = (second * rows, terms * columns) if blocking.columns_first else (rows, terms * columns * second)
     return [
         Loop(first, second * work, whole[0] * terms, whole[1], second * one),
         Loop(second, work, rows * terms, terms * columns, one),
@@ -99,89 +105,117 @@ def _tiles(form: LayerForm, how: ratings.TileBlocking) -> list[Loop]:
     ]
 
 
-def _direct(form: direct.Convolution, how: direct.DirectBlocking) -> list[Loop]:
+def _direct(workload: direct.Convolution, blocking: direct.DirectBlocking) -> list[Loop]:
     """Tasks, panels, rows of a band, tiles of pixels, lines of the window, channels."""
-    lines, across = form.window[0] * form.window[1], form.window[2]
-    band, span, panels = min(how.band, form.results[1]), min(how.span, form.results[2]), how.panels(form)
-    columns = how.vectors * how.lanes
-    tasks = form.out[0] * form.results[0] * how.bands(form) * how.spans(form) * how.units(form)
-    copied = form.window[0] * how.rows(form) * how.width(form) * how.slot(form)
-    line = how.width(form) * how.slot(form)
-    weights, pixels = lines * across * form.channels * columns, min(how.pixels, span)
-    row = span * how.vectors * lines * across * form.channels
-    near = (pixels - 1) * form.strides[2] + (across - 1) * form.dilations[2] + 1
-    step = pixels * how.vectors * across
+    lines, across = workload.window[0] * workload.window[1], workload.window[2]
+    band, span, panels = (
+        min(blocking.band, workload.results[1]),
+        min(blocking.span, workload.results[2]),
+        blocking.panels(workload),
+    )
+    columns = blocking.vectors * blocking.lanes
+    tasks = (
+        workload.out[0]
+        * workload.results[0]
+        * blocking.bands(workload)
+        * blocking.spans(workload)
+        * blocking.units(workload)
+    )
+    copied = workload.window[0] * blocking.rows(workload) * blocking.width(workload) * blocking.slot(workload)
+    line = blocking.width(workload) * blocking.slot(workload)
+    weights, pixels = lines * across * workload.channels * columns, min(blocking.pixels, span)
+    row = span * blocking.vectors * lines * across * workload.channels
+    near = (pixels - 1) * workload.strides[2] + (across - 1) * workload.dilations[2] + 1
+    step = pixels * blocking.vectors * across
     return [
         Loop(tasks, panels * band * row, copied, panels * weights, band * span * columns * panels),
         Loop(panels, band * row, copied, weights, band * span * columns),
         Loop(band, row, lines * line, weights, span * columns),
         Loop(
             -(-span // pixels),
-            step * lines * form.channels,
-            near * how.slot(form) * lines,
+            step * lines * workload.channels,
+            near * blocking.slot(workload) * lines,
             weights,
             pixels * columns,
         ),
-        Loop(lines, step * form.channels, near * how.slot(form), weights // lines, pixels * columns),
-        Loop(form.channels, step, near, across * columns, pixels * columns),
+        Loop(
+            lines,
+            step * workload.channels,
+            near * blocking.slot(workload),
+            weights // lines,
+            pixels * columns,
+        ),
+        Loop(workload.channels, step, near, across * columns, pixels * columns),
     ]
 
 
-def _winograd(form: winograd.WinogradConvolution, how: winograd.WinogradBlocking) -> list[Loop]:
+def _winograd(workload: winograd.WinogradConvolution, blocking: winograd.WinogradBlocking) -> list[Loop]:
     """Tasks, panels, points, chunks of channels, tiles of rows, channels."""
-    points, vectors = form.n * form.n, how.columns // how.lanes
-    panels = -(-how.panels(form) // how.parts)
-    block, columns, channels = how.block, how.columns, form.channels
+    points, vectors = workload.n * workload.n, blocking.columns // blocking.lanes
+    panels = -(-blocking.panels(workload) // blocking.parts)
+    block, columns, channels = blocking.block, blocking.columns, workload.channels
     chunk = min(channels, winograd.CHUNK)
     point = block * vectors * channels
     return [
         Loop(
-            form.groups * -(-form.tiles // block) * how.parts, panels * points * point, points * block * channels,
-            points * channels * columns * panels, form.m * form.m * block * columns * panels,
+            workload.groups * -(-workload.tiles // block) * blocking.parts, panels * points * point,
+            points * block * channels, points * channels * columns * panels,
+            workload.m * workload.m * block * columns * panels,
         ),
         Loop(panels, points * point, points * block * channels, points * channels * columns, points * block * columns),
         Loop(points, point, block * channels, channels * columns, block * columns),
         Loop(-(-channels // chunk), block * vectors * chunk, block * chunk, chunk * columns, block * columns),
-        Loop(-(-block // how.rows), how.rows * vectors * chunk, how.rows * chunk, chunk * columns, how.rows * columns),
-        Loop(chunk, how.rows * vectors, how.rows, columns, how.rows * columns),
+        Loop(
+            -(-block // blocking.rows), blocking.rows * vectors * chunk, blocking.rows * chunk, chunk * columns,
+            blocking.rows * columns,
+        ),
+        Loop(chunk, blocking.rows * vectors, blocking.rows, columns, blocking.rows * columns),
     ]  # fmt: skip
 
 
-def loops_of_bands(form: bands.ConvBlock, how: bands.BandBlocking) -> list[Loop]:
+def loops_of_bands(workload: bands.ConvBlock, blocking: bands.BandBlocking) -> list[Loop]:
     """Tasks, blocks of channels, then what is done with a block: expansion, windows, projection."""
-    rows, width, out = how.rows(form), form.image[2], form.out[2]
-    blocks, vectors = -(-how.blocks(form) // how.parts), how.block // how.lanes
-    taps = math.prod(form.window)
-    entering = form.image[3] if form.expand is not None else 1
-    leaving = how.panels(form) * how.project.columns if form.project is not None else 0
-    expand = rows * width * vectors * entering if form.expand is not None else 0
-    windows = how.band * out * vectors * taps
-    project = how.band * out * how.block * leaving / how.lanes
-    image = rows * width * (entering if form.expand is not None else how.block)
-    weights = how.block * (entering * (form.expand is not None) + taps + leaving)
-    results = how.band * out * (leaving or how.block)
+    rows, width, out = blocking.rows(workload), workload.image[2], workload.out[2]
+    blocks, vectors = -(-blocking.blocks(workload) // blocking.parts), blocking.block // blocking.lanes
+    taps = math.prod(workload.window)
+    entering = workload.image[3] if workload.expand is not None else 1
+    leaving = blocking.panels(workload) * blocking.project.columns if workload.project is not None else 0
+    expand = rows * width * vectors * entering if workload.expand is not None else 0
+    windows = blocking.band * out * vectors * taps
+    project = blocking.band * out * blocking.block * leaving / blocking.lanes
+    image = rows * width * (entering if workload.expand is not None else blocking.block)
+    weights = blocking.block * (entering * (workload.expand is not None) + taps + leaving)
+    results = blocking.band * out * (leaving or blocking.block)
     work = expand + windows + project
-    tasks = form.out[0] * how.bands(form) * how.parts
+    tasks = workload.out[0] * blocking.bands(workload) * blocking.parts
     return [
         Loop(tasks, blocks * work, image, blocks * weights, results),
         Loop(blocks, work, image, weights, results),
-        Loop(rows, expand / rows, width * entering, how.block * entering, width * how.block),
+        Loop(rows, expand / rows, width * entering, blocking.block * entering, width * blocking.block),
         Loop(
-            how.band,
-            windows / how.band,
-            width * how.block * form.window[0],
-            how.block * taps,
-            out * how.block,
+            blocking.band,
+            windows / blocking.band,
+            width * blocking.block * workload.window[0],
+            blocking.block * taps,
+            out * blocking.block,
         ),
-        Loop(how.band, project / how.band, out * how.block, how.block * leaving, out * leaving),
+        Loop(
+            blocking.band,
+            project / blocking.band,
+            out * blocking.block,
+            blocking.block * leaving,
+            out * leaving,
+        ),
     ]
 
 
-def weights_of_bands(form: bands.ConvBlock) -> int:
+def weights_of_bands(workload: bands.ConvBlock) -> int:
     """How many weights a block's kernel reads."""
-    wide = form.middle[3]
-    expand = form.image[3] if form.expand is not None else 0
-    return wide * (expand + math.prod(form.window) + (form.out[3] if form.project is not None else 0))
+    wide = workload.middle[3]
+    expand = workload.image[3] if workload.expand is not None else 0
+    return wide * (
+        expand + math.prod(workload.window) + (workload.out[3] if workload.project is not None else 0)
+    )
 
 
 def totals(loops: Sequence[Loop]) -> list[float]:

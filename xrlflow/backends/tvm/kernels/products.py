@@ -87,14 +87,14 @@ class ProductBlocking:
     parts: int
     ahead: bool = False
 
-    def panels(self, form: Product) -> int:
-        return -(-form.columns // self.columns)
+    def panels(self, workload: Product) -> int:
+        return -(-workload.columns // self.columns)
 
-    def numbers(self, form: Product) -> dict[str, int]:
-        """See `ways.KernelBlocking`."""
+    def numbers(self, workload: Product) -> dict[str, int]:
+        """See `layer_kernels.KernelBlocking`."""
         return {
             "rows": self.rows, "vectors": self.columns // self.lanes, "lanes": self.lanes, "parts": self.parts,
-            "ahead": int(self.ahead), "blocks": -(-form.rows // self.block),
+            "ahead": int(self.ahead), "blocks": -(-workload.rows // self.block),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -102,27 +102,27 @@ class ProductBlocking:
         return f"{self.rows}x{self.columns} by {self.block}{parts}{ahead}"
 
 
-def plans(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
+def blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
     """The blockings to choose from, each with and without weights that are fetched ahead."""
-    ahead = _is_far(form, machine)
-    for how in _blockings(form, machine):
-        yield replace(how, ahead=ahead)
-        yield replace(how, ahead=not ahead)
+    ahead = _is_far(workload, machine)
+    for blocking in _blockings(workload, machine):
+        yield replace(blocking, ahead=ahead)
+        yield replace(blocking, ahead=not ahead)
 
 
-def _blockings(form: Product, machine: Machine) -> Iterator[ProductBlocking]:
+def _blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
     """Rows and columns of tiles, and how rows and panels are divided among tasks."""
     lanes = machine.lanes
-    while lanes > 4 and lanes // 2 >= form.columns:
+    while lanes > 4 and lanes // 2 >= workload.columns:
         lanes //= 2
-    for rows in range(1, min(_MOST_ROWS, form.rows) + 1):
-        for vectors in range(1, min(6, -(-form.columns // lanes)) + 1):
+    for rows in range(1, min(_MOST_ROWS, workload.rows) + 1):
+        for vectors in range(1, min(6, -(-workload.columns // lanes)) + 1):
             if not machine.keeps(rows, vectors):
                 continue
-            panels = -(-form.columns // (vectors * lanes))
+            panels = -(-workload.columns // (vectors * lanes))
             for parts in range(1, min(machine.cores, panels) + 1):
-                for blocks in _blocks(-(-form.rows // rows), machine.cores):
-                    yield ProductBlocking(rows, vectors * lanes, lanes, -(-form.rows // blocks), parts)
+                for blocks in _blocks(-(-workload.rows // rows), machine.cores):
+                    yield ProductBlocking(rows, vectors * lanes, lanes, -(-workload.rows // blocks), parts)
 
 
 def _blocks(most: int, cores: int) -> Iterator[int]:
@@ -135,50 +135,52 @@ def _blocks(most: int, cores: int) -> Iterator[int]:
         more *= 2
 
 
-def plan(form: Product, machine: Machine) -> ProductBlocking:
+def best_blocking(workload: Product, machine: Machine) -> ProductBlocking:
     """The blocking with the least estimated time."""
-    best = min(_blockings(form, machine), key=lambda how: _time_of_term(form, how, machine))
-    return replace(best, ahead=_is_far(form, machine))
+    best = min(_blockings(workload, machine), key=lambda blocking: _time_of_term(workload, blocking, machine))
+    return replace(best, ahead=_is_far(workload, machine))
 
 
-def _is_far(form: Product, machine: Machine) -> bool:
+def _is_far(workload: Product, machine: Machine) -> bool:
     """Whether weights come from beyond the second-level cache."""
-    return _weight_bytes(form) > machine.second_level // 2
+    return _weight_bytes(workload) > machine.second_level // 2
 
 
-def _weight_bytes(form: Product) -> int:
-    return 4 * form.terms * form.columns
+def _weight_bytes(workload: Product) -> int:
+    return 4 * workload.terms * workload.columns
 
 
-def cost(form: Product, how: ProductBlocking, machine: Machine) -> float:
+def cost(workload: Product, blocking: ProductBlocking, machine: Machine) -> float:
     """The estimated time of the busiest core, in multiply-adds of vectors."""
-    return form.terms * _time_of_term(form, how, machine)
+    return workload.terms * _time_of_term(workload, blocking, machine)
 
 
-def _time_of_term(form: Product, how: ProductBlocking, machine: Machine) -> float:
+def _time_of_term(workload: Product, blocking: ProductBlocking, machine: Machine) -> float:
     """The estimated time of the busiest core for one term of the sums, in multiply-adds of vectors."""
-    vectors = how.columns // how.lanes
+    vectors = blocking.columns // blocking.lanes
 
     def tile(rows: int) -> float:
         """Fewer than 8 accumulators wait for one another."""
         return max(rows * vectors, 8) + _BROADCAST * rows + _VECTOR * vectors
 
-    whole, rest = divmod(how.block, how.rows)
-    panel = whole * tile(how.rows) + (tile(rest) if rest else 0.0)
-    size = _weight_bytes(form)
+    whole, rest = divmod(blocking.block, blocking.rows)
+    panel = whole * tile(blocking.rows) + (tile(rest) if rest else 0.0)
+    size = _weight_bytes(workload)
     if size > machine.second_level // 2:
         panel += vectors * (_MEMORY if size > _LAST_LEVEL else _FAR)
-    if 4 * how.block * form.terms > machine.second_level // 2:
-        panel += _FAR * how.block / how.lanes
-    tasks = -(-form.rows // how.block) * how.parts
-    return -(-tasks // machine.cores) * -(-how.panels(form) // how.parts) * panel
+    if 4 * blocking.block * workload.terms > machine.second_level // 2:
+        panel += _FAR * blocking.block / blocking.lanes
+    tasks = -(-workload.rows // blocking.block) * blocking.parts
+    return -(-tasks // machine.cores) * -(-blocking.panels(workload) // blocking.parts) * panel
 
 
-def packed(weights: npt.NDArray[np.float32], form: Product, how: ProductBlocking) -> npt.NDArray[np.float32]:
+def packed(
+    weights: npt.NDArray[np.float32], workload: Product, blocking: ProductBlocking
+) -> npt.NDArray[np.float32]:
     """Panels [panel, term, column] of weights [.., term, column]; columns after the last are 0."""
-    wide = np.zeros((form.terms, how.panels(form) * how.columns), np.float32)
-    wide[:, : form.columns] = weights.reshape(form.terms, form.columns)
-    return np.ascontiguousarray(wide.reshape(form.terms, -1, how.columns).transpose(1, 0, 2))
+    wide = np.zeros((workload.terms, blocking.panels(workload) * blocking.columns), np.float32)
+    wide[:, : workload.columns] = weights.reshape(workload.terms, workload.columns)
+    return np.ascontiguousarray(wide.reshape(workload.terms, -1, blocking.columns).transpose(1, 0, 2))
 
 
 def chunk_of(depth: int) -> int:
@@ -186,7 +188,7 @@ def chunk_of(depth: int) -> int:
     return -(-depth // max(1, round(depth / CHUNK)))
 
 
-def kernel(form: Product, how: ProductBlocking) -> Any:
+def kernel(workload: Product, blocking: ProductBlocking) -> Any:
     """The PrimFunc with parameters x, weights (`packed`), the extras of the steps in their order, and the result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
@@ -195,18 +197,20 @@ def kernel(form: Product, how: ProductBlocking) -> Any:
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            x = T.arg("x", T.buffer(form.image, FLOAT))
-            weights = T.arg("weights", T.buffer((how.panels(form), form.terms, how.columns), FLOAT))
-            shapes = [form.out[-1:] if extra.by_channel else form.out for extra in form.extras]
+            x = T.arg("x", T.buffer(workload.image, FLOAT))
+            weights = T.arg(
+                "weights", T.buffer((blocking.panels(workload), workload.terms, blocking.columns), FLOAT)
+            )
+            shapes = [workload.out[-1:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(form.out, FLOAT))
-            blocks = -(-form.rows // how.block)
-            count = how.parts * blocks
+            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            blocks = -(-workload.rows // blocking.block)
+            count = blocking.parts * blocks
             tasks = T.parallel(0, count) if count > 1 else T.serial(0, count)
             with T.sblock("root"), tasks as task, T.sblock("product"):
                 T.reads([])
                 T.writes([])
-                _Task(form, how, x, weights, extras, out).write(task // blocks, task % blocks)
+                _Task(workload, blocking, x, weights, extras, out).write(task // blocks, task % blocks)
         return builder.get()
 
 
@@ -214,50 +218,56 @@ class _Task:
     """Writes the loops of one task into the function that is being built."""
 
     def __init__(
-        self, form: Product, how: ProductBlocking, x: Any, weights: Any, extras: Sequence[Any], out: Any
+        self,
+        workload: Product,
+        blocking: ProductBlocking,
+        x: Any,
+        weights: Any,
+        extras: Sequence[Any],
+        out: Any,
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._how = form, how
+        self._workload, self._blocking = workload, blocking
         self._x, self._weights, self._extras, self._out = x, weights, extras, out
-        self._sums = T.alloc_buffer((how.block, how.columns), FLOAT)
-        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
+        self._sums = T.alloc_buffer((blocking.block, blocking.columns), FLOAT)
+        self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def write(self, part: Any, block: Any) -> None:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        panels, blocks = how.panels(form), -(-form.rows // how.block)
-        rest = form.columns % how.columns
+        workload, blocking = self._workload, self._blocking
+        panels, blocks = blocking.panels(workload), -(-workload.rows // blocking.block)
+        rest = workload.columns % blocking.columns
 
         def panel_of(panel: Any, height: int) -> None:
             """One panel with so many rows of the block."""
             if not rest:
-                self._panel(panel, block * how.block, height, how.columns)
+                self._panel(panel, block * blocking.block, height, blocking.columns)
                 return
             with T.If(panel < panels - 1):
                 with T.Then():
-                    self._panel(panel, block * how.block, height, how.columns)
+                    self._panel(panel, block * blocking.block, height, blocking.columns)
                 with T.Else():
-                    self._panel(number(panels - 1), block * how.block, height, rest)
+                    self._panel(number(panels - 1), block * blocking.block, height, rest)
 
         def rows_of(height: int) -> None:
             # The first parts have one panel more.
-            least, more = divmod(panels, how.parts)
+            least, more = divmod(panels, blocking.parts)
             first = part * least + tirx.Min(part, number(more))
             with T.serial(
                 0, least + tirx.Select(part < more, number(1), number(0)) if more else least
             ) as turn:
                 panel_of(first + turn, height)
 
-        last = form.rows - (blocks - 1) * how.block
-        if last == how.block:
-            rows_of(how.block)
+        last = workload.rows - (blocks - 1) * blocking.block
+        if last == blocking.block:
+            rows_of(blocking.block)
         else:
             with T.If(block < blocks - 1):
                 with T.Then():
-                    rows_of(how.block)
+                    rows_of(blocking.block)
                 with T.Else():
                     rows_of(last)
 
@@ -266,49 +276,53 @@ class _Task:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        vectors = -(-width // how.lanes)
-        chunk = chunk_of(form.terms)
-        chunks = -(-form.terms // chunk)
-        turns = -(-height // how.rows)
+        workload, blocking = self._workload, self._blocking
+        vectors = -(-width // blocking.lanes)
+        chunk = chunk_of(workload.terms)
+        chunks = -(-workload.terms // chunk)
+        turns = -(-height // blocking.rows)
 
         # Weights are in the order in which they are read: each step of a tile fetches a few of the next chunk's.
-        fetched = -(-how.columns // (_LINE * turns))
-        step = -(-how.columns // (fetched * turns))
+        fetched = -(-blocking.columns // (_LINE * turns))
+        step = -(-blocking.columns // (fetched * turns))
 
         def some(start: Any, length: Any, more: bool) -> None:
             def tile(begin: Any, rows: int) -> None:
                 def ahead(r: Any) -> None:
                     for turn in range(fetched):
-                        near = (((begin // how.rows) * chunk + r) * fetched + turn) * step
-                        place = [panel, start + chunk + near // how.columns, near % how.columns]
+                        near = (((begin // blocking.rows) * chunk + r) * fetched + turn) * step
+                        place = [panel, start + chunk + near // blocking.columns, near % blocking.columns]
                         prefetch(self._weights, place)
 
                 def leave(i: Any, n: Any, total: Any) -> None:
-                    at = [begin + i, ramp(n, how.lanes)]
+                    at = [begin + i, ramp(n, blocking.lanes)]
                     T.buffer_store(self._sums, self._sums[tuple(at)] + total if more else total, at)
 
                 product(
-                    (rows, vectors * how.lanes, how.lanes), length,
+                    (rows, vectors * blocking.lanes, blocking.lanes), length,
                     lambda i, r: self._x[(*self._row(first + begin + i), start + r)],
                     lambda r, n: self._weights[panel, start + r, n],
                     leave,
-                    ahead if how.ahead else None,
+                    ahead if blocking.ahead else None,
                 )  # fmt: skip
 
-            tiles(height, how.rows, tile)
+            tiles(height, blocking.rows, tile)
 
-        some(number(0), min(chunk, form.terms), False)
+        some(number(0), min(chunk, workload.terms), False)
         if chunks > 1:
             with T.serial(1, chunks) as turn:
-                left = form.terms - turn * chunk
-                some(turn * chunk, chunk if form.terms % chunk == 0 else tirx.Min(left, number(chunk)), True)
+                left = workload.terms - turn * chunk
+                some(
+                    turn * chunk,
+                    chunk if workload.terms % chunk == 0 else tirx.Min(left, number(chunk)),
+                    True,
+                )
         self._leave(panel, first, height, width)
 
     def _row(self, row: Any) -> list[Any]:
         """The indices of a row, without that of the column."""
         found: list[Any] = []
-        sizes = self._form.image[:-1]
+        sizes = self._workload.image[:-1]
         for at in reversed(range(len(sizes))):
             outer = math.prod(sizes[:at])
             if sizes[at] == 1:
@@ -324,17 +338,17 @@ class _Task:
         """Store the results of the steps."""
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
+        workload, blocking = self._workload, self._blocking
 
         def vector(row: Any, start: Any, lanes: int) -> None:
             value = self._sums[row, ramp(start, lanes)]
-            index = [*self._row(first + row), ramp(panel * how.columns + start, lanes)]
-            T.buffer_store(self._out, stepped(form.steps, self._extras, value, index, self._done), index)
+            index = [*self._row(first + row), ramp(panel * blocking.columns + start, lanes)]
+            T.buffer_store(self._out, stepped(workload.steps, self._extras, value, index, self._done), index)
 
-        whole = width // how.lanes
+        whole = width // blocking.lanes
         with T.serial(0, height) as row:
             if whole:
                 with T.serial(0, whole) as turn:
-                    vector(row, turn * how.lanes, how.lanes)
-            for start, lanes in pieces(width % how.lanes, how.lanes):
-                vector(row, number(whole * how.lanes + start), lanes)
+                    vector(row, turn * blocking.lanes, blocking.lanes)
+            for start, lanes in pieces(width % blocking.lanes, blocking.lanes):
+                vector(row, number(whole * blocking.lanes + start), lanes)

@@ -58,11 +58,11 @@ def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
         return None
     if padding not in ("zeros", "border", "reflection"):
         return None
-    form = Sampling(image, (grid[2], grid[3]), method == "nearest", padding, bool(attrs.align_corners))
-    if form.pixels > _MOST_PIXELS * form.places:
+    workload = Sampling(image, (grid[2], grid[3]), method == "nearest", padding, bool(attrs.align_corners))
+    if workload.pixels > _MOST_PIXELS * workload.places:
         return None
-    function = builder.add_func(kernel(form, machine), "grid_sample")
-    out = relax.TensorType((*image[:2], *form.results), FLOAT)
+    function = builder.add_func(kernel(workload, machine), "grid_sample")
+    out = relax.TensorType((*image[:2], *workload.results), FLOAT)
     return relax.call_tir(function, list(call.args), out)
 
 
@@ -92,24 +92,24 @@ def legal_other_samples(builder: Any, call: Any) -> Any | None:
     return legal(builder, builder.normalize(same))
 
 
-def kernel(form: Sampling, machine: Machine) -> Any:
+def kernel(workload: Sampling, machine: Machine) -> Any:
     """The PrimFunc with parameters image, grid [batch, 2, row, column], result [batch, channel, row, column]."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    count, channels = form.image[:2]
+    count, channels = workload.image[:2]
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer(form.image, FLOAT))
-            grid = T.arg("grid", T.buffer((count, 2, *form.results), FLOAT))
-            out = T.arg("out", T.buffer((count, channels, *form.results), FLOAT))
+            image = T.arg("image", T.buffer(workload.image, FLOAT))
+            grid = T.arg("grid", T.buffer((count, 2, *workload.results), FLOAT))
+            out = T.arg("out", T.buffer((count, channels, *workload.results), FLOAT))
             with T.sblock("root"), T.sblock("grid_sample"):
                 T.reads([])
                 T.writes([])
-                body = _Sampler(form, machine, [image, grid, out])
-                body.parallel(form.pixels, body.lanes, body.turn)
-                body.parallel(form.places, body.together, body.sample)
+                body = _Sampler(workload, machine, [image, grid, out])
+                body.parallel(workload.pixels, body.lanes, body.turn)
+                body.parallel(workload.places, body.together, body.sample)
         return builder.get()
 
 
@@ -122,16 +122,16 @@ class _Sampler:
     """Writes the loops into the function that is being built. `buffers`: image, grid and result. Their rows follow each
     other in memory, so that vectors go on from one to the next: an index counts from the first row."""
 
-    def __init__(self, form: Sampling, machine: Machine, buffers: Sequence[Any]) -> None:
+    def __init__(self, workload: Sampling, machine: Machine, buffers: Sequence[Any]) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._cores = form, machine.cores
+        self._workload, self._cores = workload, machine.cores
         self._image, self._grid, self._out = buffers
-        count, channels = form.image[:2]
-        self.lanes = _power(min(machine.lanes, max(channels, 4), form.places, form.pixels))
-        self.together = _power(min(machine.lanes, form.places))
+        count, channels = workload.image[:2]
+        self.lanes = _power(min(machine.lanes, max(channels, 4), workload.places, workload.pixels))
+        self.together = _power(min(machine.lanes, workload.places))
         self._groups = -(-channels // self.lanes)
-        self._turned = T.alloc_buffer((count, self._groups, form.pixels + 1, self.lanes), FLOAT)
+        self._turned = T.alloc_buffer((count, self._groups, workload.pixels + 1, self.lanes), FLOAT)
 
     def parallel(self, extent: int, block: int, body: Callable[[Any, Any, Any], None]) -> None:
         """`body` for each image, group of channels, and block, which it gets as its first element. The last block
@@ -139,7 +139,7 @@ class _Sampler:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        planes, blocks = self._form.image[0] * self._groups, -(-extent // block)
+        planes, blocks = self._workload.image[0] * self._groups, -(-extent // block)
         share = -(-blocks // min(blocks, -(-_PARTS * self._cores // planes)))
         parts = -(-blocks // share)
         loop = T.parallel if planes * extent * self.lanes >= _WORTH_A_THREAD else T.serial
@@ -155,18 +155,18 @@ class _Sampler:
         """The first channel of a group: the last one begins earlier if it is not whole."""
         from tvm import tirx
 
-        return tirx.Max(tirx.Min(group * self.lanes, number(self._form.image[1] - self.lanes)), number(0))
+        return tirx.Max(tirx.Min(group * self.lanes, number(self._workload.image[1] - self.lanes)), number(0))
 
     def turn(self, n: Any, group: Any, pixel: Any) -> None:
         """Transpose a block of pixels."""
         from tvm.script.ir_builder import tirx as T
 
-        begin, last = self._channel(group), self._form.image[1] - 1
+        begin, last = self._channel(group), self._workload.image[1] - 1
         at = ramp(pixel, self.lanes)
         rows = [self._image[n, begin + min(i, last), 0, at] for i in range(self.lanes)]
         for i, value in enumerate(_transposed(rows, self.lanes)):
             T.buffer_store(self._turned, value, [n, group, pixel + i, ramp(number(0), self.lanes)])
-        outside = [n, group, number(self._form.pixels), ramp(number(0), self.lanes)]
+        outside = [n, group, number(self._workload.pixels), ramp(number(0), self.lanes)]
         with T.If(pixel == 0), T.Then():
             T.buffer_store(self._turned, spread(0.0, self.lanes), outside)
 
@@ -174,7 +174,7 @@ class _Sampler:
         """The results of a block of places."""
         from tvm.script.ir_builder import tirx as T
 
-        lanes, channels = self.lanes, self._form.image[1]
+        lanes, channels = self.lanes, self._workload.image[1]
         pixels, weights = self._found(n, place)
         begin = self._channel(group)
         mixed, whole = T.alloc_buffer((lanes, lanes), FLOAT), ramp(number(0), lanes)
@@ -196,7 +196,7 @@ class _Sampler:
         def pixel(which: int) -> Any:
             return self._turned[n, group, pixels[which, i], ramp(number(0), lanes)]
 
-        if self._form.nearest:
+        if self._workload.nearest:
             return T.bind(pixel(0))
 
         def weight(which: int) -> Any:
@@ -212,17 +212,17 @@ class _Sampler:
         the left, the right, the upper and the lower ones."""
         from tvm.script.ir_builder import tirx as T
 
-        form, together = self._form, self.together
-        kinds = 1 if form.nearest else 2
+        workload, together = self._workload, self.together
+        kinds = 1 if workload.nearest else 2
         pixels = T.alloc_buffer((kinds * kinds, together), "int32")
         weights = T.alloc_buffer((4, together), FLOAT)
         at = ramp(number(0), together)
         found = []
-        for axis, extent in enumerate((form.image[3], form.image[2])):
+        for axis, extent in enumerate((workload.image[3], workload.image[2])):
             x = T.bind(self._place(self._grid[n, axis, 0, ramp(place, together)], extent))
             one = spread(1.0, together)
-            low = T.bind(_nearby(x) if form.nearest else _floor(x))
-            if not form.nearest:
+            low = T.bind(_nearby(x) if workload.nearest else _floor(x))
+            if not workload.nearest:
                 T.buffer_store(weights, (low + one) - x, [number(2 * axis), at])
                 T.buffer_store(weights, x - low, [number(2 * axis + 1), at])
             found.append([self._pixel(low + one * spread(float(k), together), extent) for k in range(kinds)])
@@ -235,11 +235,11 @@ class _Sampler:
         """The number of a pixel; the last one, of zeros, if it is outside."""
         from tvm import tirx
 
-        form, together = self._form, self.together
-        pixel = row * _whole(form.image[3], together) + column
-        if form.padding != "zeros":
+        workload, together = self._workload, self.together
+        pixel = row * _whole(workload.image[3], together) + column
+        if workload.padding != "zeros":
             return pixel
-        return tirx.Select(above & beside, pixel, _whole(form.pixels, together))
+        return tirx.Select(above & beside, pixel, _whole(workload.pixels, together))
 
     def _place(self, x: Any, extent: int) -> Any:
         """The place in pixels of a coordinate from -1 to 1, rounded as in ONNX Runtime: a product is not added to
@@ -250,12 +250,12 @@ class _Sampler:
         together = self.together
         one, wide = spread(1.0, together), f"float64x{together}" if together > 1 else "float64"
         narrow = f"float32x{together}" if together > 1 else FLOAT
-        size = spread(float(extent - 1 if self._form.corners else extent), together)
+        size = spread(float(extent - 1 if self._workload.corners else extent), together)
 
         def product(a: Any, b: Any) -> Any:
             return (a.astype(wide) * b.astype(wide)).astype(narrow)
 
-        half, corners = spread(0.5, together), self._form.corners
+        half, corners = spread(0.5, together), self._workload.corners
         place = T.bind(product((x + one) * half, size) if corners else (product(x + one, size) - one) * half)
         near = (place > spread(-_FURTHEST, together)) & (place < spread(_FURTHEST, together))
         return tirx.Select(near, place, spread(0.0 if corners else -0.5, together))
@@ -265,11 +265,11 @@ class _Sampler:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        together, form = self.together, self._form
+        together, workload = self.together, self._workload
         zero, last = spread(0.0, together), spread(float(extent - 1), together)
         inside = (x >= zero) & (x <= last)
-        if form.padding == "reflection":
-            gap = 0 if form.corners else 1
+        if workload.padding == "reflection":
+            gap = 0 if workload.corners else 1
             period = 2 * (extent - 1 + gap)
             if period:
                 length = spread(float(period), together)

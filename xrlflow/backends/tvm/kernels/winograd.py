@@ -157,12 +157,12 @@ class WinogradBlocking:
     parts: int
     ahead: bool = False
 
-    def panels(self, form: WinogradConvolution) -> int:
+    def panels(self, workload: WinogradConvolution) -> int:
         """The panels of weights of a group."""
-        return -(-form.columns // self.columns)
+        return -(-workload.columns // self.columns)
 
-    def numbers(self, form: WinogradConvolution) -> dict[str, int]:
-        """See `ways.KernelBlocking`."""
+    def numbers(self, workload: WinogradConvolution) -> dict[str, int]:
+        """See `layer_kernels.KernelBlocking`."""
         return {
             "rows": self.rows, "vectors": self.columns // self.lanes, "lanes": self.lanes, "parts": self.parts,
             "ahead": int(self.ahead), "blocks": self.block // self.rows,
@@ -173,65 +173,69 @@ class WinogradBlocking:
         return f"{self.rows}x{self.columns} by {self.block}{parts}{ahead}"
 
 
-def plans(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
+def blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
     """The blockings to choose from, each with and without weights that are fetched ahead."""
-    ahead = _is_far(form, machine)
-    for how in _blockings(form, machine):
-        yield replace(how, ahead=ahead)
-        yield replace(how, ahead=not ahead)
+    ahead = _is_far(workload, machine)
+    for blocking in _blockings(workload, machine):
+        yield replace(blocking, ahead=ahead)
+        yield replace(blocking, ahead=not ahead)
 
 
-def _blockings(form: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
+def _blockings(workload: WinogradConvolution, machine: Machine) -> Iterator[WinogradBlocking]:
     """Tiles of accumulators, and how tiles of pixels and panels are divided among tasks."""
     lanes = machine.lanes
-    while lanes > 4 and lanes // 2 >= form.columns:
+    while lanes > 4 and lanes // 2 >= workload.columns:
         lanes //= 2
-    most = -(-form.columns // lanes)
+    most = -(-workload.columns // lanes)
     for rows in range(2, _MOST_ROWS + 1):
         for vectors in range(1, min(4, most) + 1):
             if not machine.keeps(rows, vectors):
                 continue
-            for block in range(rows, max(rows, min(form.tiles + rows - 1, 8 * rows)) + 1, rows):
+            for block in range(rows, max(rows, min(workload.tiles + rows - 1, 8 * rows)) + 1, rows):
                 for parts in range(1, min(-(-most // vectors), machine.cores) + 1):
                     yield WinogradBlocking(rows, vectors * lanes, lanes, block, parts)
 
 
-def plan(form: WinogradConvolution, machine: Machine) -> WinogradBlocking:
+def best_blocking(workload: WinogradConvolution, machine: Machine) -> WinogradBlocking:
     """The blocking with the least estimated time."""
-    best = min(_blockings(form, machine), key=lambda how: cost(form, how, machine))
-    return replace(best, ahead=_is_far(form, machine))
+    best = min(_blockings(workload, machine), key=lambda blocking: cost(workload, blocking, machine))
+    return replace(best, ahead=_is_far(workload, machine))
 
 
-def _is_far(form: WinogradConvolution, machine: Machine) -> bool:
+def _is_far(workload: WinogradConvolution, machine: Machine) -> bool:
     """Whether weights come from beyond the second-level cache."""
-    return _weight_bytes(form) > machine.second_level // 2
+    return _weight_bytes(workload) > machine.second_level // 2
 
 
-def _weight_bytes(form: WinogradConvolution) -> int:
-    return 4 * form.n * form.n * form.groups * form.channels * form.columns
+def _weight_bytes(workload: WinogradConvolution) -> int:
+    return 4 * workload.n * workload.n * workload.groups * workload.channels * workload.columns
 
 
-def cost(form: WinogradConvolution, how: WinogradBlocking, machine: Machine) -> float:
+def cost(workload: WinogradConvolution, blocking: WinogradBlocking, machine: Machine) -> float:
     """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak.
 
     The factors were fitted to 400 measured blockings of 14 layers on Zen 5; the best by this estimate took 1.00 to 1.06
     times as long as the fastest measured one, for one layer 1.18 times.
     """
-    points, vectors = form.n * form.n, how.columns // how.lanes
-    tasks = -(-form.tiles // how.block) * how.parts * form.groups
-    panels = -(-how.panels(form) // how.parts)
-    accumulators = how.rows * vectors
-    products = points * how.block * form.channels * vectors
+    points, vectors = workload.n * workload.n, blocking.columns // blocking.lanes
+    tasks = -(-workload.tiles // blocking.block) * blocking.parts * workload.groups
+    panels = -(-blocking.panels(workload) // blocking.parts)
+    accumulators = blocking.rows * vectors
+    products = points * blocking.block * workload.channels * vectors
     # Fewer accumulators wait for one another.
     adds = products / min(1.0, accumulators / _BUSY)
-    loads = products * (how.rows + vectors) / accumulators
-    sums = points * how.block * vectors * -(-form.channels // CHUNK)
-    weights = points * form.channels * vectors
-    held = 4 * points * how.block * (form.channels + how.columns)
-    pixels = points * how.block * form.channels / how.lanes
+    loads = products * (blocking.rows + vectors) / accumulators
+    sums = points * blocking.block * vectors * -(-workload.channels // CHUNK)
+    weights = points * workload.channels * vectors
+    held = 4 * points * blocking.block * (workload.channels + blocking.columns)
+    pixels = points * blocking.block * workload.channels / blocking.lanes
     again = _SPILLED * pixels if held > machine.second_level // 2 else 0.0
     panel = (
-        0.75 * adds + 0.25 * loads + _SUM * sums + distance(_weight_bytes(form), machine) * weights + again
+        0.75 * adds
+        + 0.25 * loads
+        + _SUM * sums
+        + distance(_weight_bytes(workload), machine) * weights
+        + again
     )
     return -(-tasks // machine.cores) * (_PIXELS * pixels + panels * panel)
 
@@ -242,43 +246,51 @@ def distance(size: int, machine: Machine) -> float:
 
 
 def packed(
-    weights: npt.NDArray[np.float32], form: WinogradConvolution, how: WinogradBlocking
+    weights: npt.NDArray[np.float32], workload: WinogradConvolution, blocking: WinogradBlocking
 ) -> npt.NDArray[np.float32]:
     """Transformed weights [group, panel, point, channel, column] of weights [3, 3, channel, column]. The last nine
     points are the weights themselves."""
-    matrix = transforms(form.m).weights
+    matrix = transforms(workload.m).weights
     wide = np.einsum("ai,bj,ijck->abck", matrix, matrix, weights.astype(np.float64))
     wide = np.concatenate([wide.reshape(-1, *weights.shape[2:]), weights.reshape(_TAPS, *weights.shape[2:])])
-    points, panels = len(wide), how.panels(form)
-    padded = np.zeros((points, form.channels, form.groups, panels * how.columns))
-    padded[..., : form.columns] = wide.reshape(points, form.channels, form.groups, form.columns)
-    split = padded.reshape(points, form.channels, form.groups, panels, how.columns)
+    points, panels = len(wide), blocking.panels(workload)
+    padded = np.zeros((points, workload.channels, workload.groups, panels * blocking.columns))
+    padded[..., : workload.columns] = wide.reshape(
+        points, workload.channels, workload.groups, workload.columns
+    )
+    split = padded.reshape(points, workload.channels, workload.groups, panels, blocking.columns)
     return np.ascontiguousarray(split.transpose(2, 3, 0, 1, 4), np.float32)
 
 
-def kernel(form: WinogradConvolution, how: WinogradBlocking) -> Any:
+def kernel(workload: WinogradConvolution, blocking: WinogradBlocking) -> Any:
     """The PrimFunc with parameters image, weights (`packed`), the extras of the steps in their order, and result."""
     tvm()
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
-    weights = (form.groups, how.panels(form), form.n * form.n + _TAPS, form.channels, how.columns)
-    blocks = -(-form.tiles // how.block)
+    weights = (
+        workload.groups,
+        blocking.panels(workload),
+        workload.n * workload.n + _TAPS,
+        workload.channels,
+        blocking.columns,
+    )
+    blocks = -(-workload.tiles // blocking.block)
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
-            image = T.arg("image", T.buffer(form.image, FLOAT))
+            image = T.arg("image", T.buffer(workload.image, FLOAT))
             panels = T.arg("weights", T.buffer(weights, FLOAT))
-            shapes = [form.out[3:] if extra.by_channel else form.out for extra in form.extras]
+            shapes = [workload.out[3:] if extra.by_channel else workload.out for extra in workload.extras]
             extras = [T.arg(f"x{i}", T.buffer(shape, FLOAT)) for i, shape in enumerate(shapes)]
-            out = T.arg("out", T.buffer(form.out, FLOAT))
-            tasks = T.parallel(0, form.groups * blocks * how.parts)
+            out = T.arg("out", T.buffer(workload.out, FLOAT))
+            tasks = T.parallel(0, workload.groups * blocks * blocking.parts)
             with T.sblock("root"), tasks as task, T.sblock("winograd"):
                 T.reads([])
                 T.writes([])
-                group, turn = task // (blocks * how.parts), task % (blocks * how.parts)
-                body = _Block(form, how, image, panels, extras, out, group)
-                body.write(turn // how.parts, turn % how.parts)
+                group, turn = task // (blocks * blocking.parts), task % (blocks * blocking.parts)
+                body = _Block(workload, blocking, image, panels, extras, out, group)
+                body.write(turn // blocking.parts, turn % blocking.parts)
         return builder.get()
 
 
@@ -287,8 +299,8 @@ class _Block:
 
     def __init__(
         self,
-        form: WinogradConvolution,
-        how: WinogradBlocking,
+        workload: WinogradConvolution,
+        blocking: WinogradBlocking,
         image: Any,
         panels: Any,
         extras: Sequence[Any],
@@ -297,51 +309,53 @@ class _Block:
     ) -> None:
         from tvm.script.ir_builder import tirx as T
 
-        self._form, self._how, self._group = form, how, group
+        self._workload, self._blocking, self._group = workload, blocking, group
         self._image, self._panels, self._extras, self._out = image, panels, extras, out
-        points = form.n * form.n
-        self._pixels = T.alloc_buffer((points, how.block, form.channels), FLOAT)
-        self._sums = T.alloc_buffer((points, how.block, how.columns), FLOAT)
-        self._near = T.alloc_buffer((points, how.lanes), FLOAT, scope=LOCAL)
-        self._done = T.alloc_buffer((len(form.steps) + 1, how.lanes), FLOAT, scope=LOCAL)
-        self._largest = T.alloc_buffer((how.lanes,), "int32", scope=LOCAL)  # bits of results, without signs
-        self._plain = T.alloc_buffer((how.lanes,), FLOAT, scope=LOCAL)
+        points = workload.n * workload.n
+        self._pixels = T.alloc_buffer((points, blocking.block, workload.channels), FLOAT)
+        self._sums = T.alloc_buffer((points, blocking.block, blocking.columns), FLOAT)
+        self._near = T.alloc_buffer((points, blocking.lanes), FLOAT, scope=LOCAL)
+        self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
+        self._largest = T.alloc_buffer(
+            (blocking.lanes,), "int32", scope=LOCAL
+        )  # bits of results, without signs
+        self._plain = T.alloc_buffer((blocking.lanes,), FLOAT, scope=LOCAL)
 
     def write(self, block: Any, part: Any) -> None:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        first = block * how.block
-        last = number(form.tiles - 1)
-        with T.serial(0, how.block) as turn:  # after the last tile it is the last one again
-            tile = first + turn if form.tiles % how.block == 0 else tirx.Min(first + turn, last)
+        workload, blocking = self._workload, self._blocking
+        first = block * blocking.block
+        last = number(workload.tiles - 1)
+        with T.serial(0, blocking.block) as turn:  # after the last tile it is the last one again
+            tile = first + turn if workload.tiles % blocking.block == 0 else tirx.Min(first + turn, last)
             self._transform(turn, *self._place(tile))
-        share = -(-how.panels(form) // how.parts)
+        share = -(-blocking.panels(workload) // blocking.parts)
         with T.serial(0, share) as turn:
             panel = part * share + turn
-            exact = share * how.parts == how.panels(form)
-            where(None if exact else panel < how.panels(form), lambda: self._panel(panel, first))
+            exact = share * blocking.parts == blocking.panels(workload)
+            where(None if exact else panel < blocking.panels(workload), lambda: self._panel(panel, first))
 
     def _place(self, tile: Any) -> tuple[Any, Any, Any]:
         """(image, first row, first column) of the results of a tile."""
-        high, wide = self._form.across
+        high, wide = self._workload.across
         each = high * wide
-        return tile // each, tile % each // wide * self._form.m, tile % wide * self._form.m
+        return tile // each, tile % each // wide * self._workload.m, tile % wide * self._workload.m
 
     def _transform(self, turn: Any, image: Any, row: Any, column: Any) -> None:
         """Transform the pixels of one tile, some channels at a time."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how, n = self._form, self._how, self._form.n
-        _, height, wide, _ = form.image
-        top, left = row - form.top, column - form.left
-        matrix = transforms(form.m).pixels
+        workload, blocking, n = self._workload, self._blocking, self._workload.n
+        _, height, wide, _ = workload.image
+        top, left = row - workload.top, column - workload.left
+        matrix = transforms(workload.m).pixels
 
         def take(first: Any, width: int, load: Callable[[Any, int, int], Any]) -> None:
             """Transform the pixels that `load` gives, from this channel of the group on."""
-            c = ramp(self._group * form.channels + first, width)
+            c = ramp(self._group * workload.channels + first, width)
             vectors = [[load(c, i, j) for j in range(n)] for i in range(n)]
             at = ramp(first, width)
             for i, line in enumerate(_both_ways(matrix, vectors)):
@@ -363,43 +377,43 @@ class _Block:
         within = tirx.all(top >= 0, top + n <= height, left >= 0, left + n <= wide)
         with T.If(within):
             with T.Then():
-                along(form.channels, how.lanes, lambda first, width: take(first, width, inner))
+                along(workload.channels, blocking.lanes, lambda first, width: take(first, width, inner))
             with T.Else():
-                along(form.channels, how.lanes, lambda first, width: take(first, width, edge))
+                along(workload.channels, blocking.lanes, lambda first, width: take(first, width, edge))
 
     def _panel(self, panel: Any, first: Any) -> None:
         """The products of all tiles of the block with one panel of weights, and the results."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, how = self._form, self._how
-        whole, rest = divmod(form.channels, CHUNK)
-        with T.serial(0, form.n * form.n) as point:
+        workload, blocking = self._workload, self._blocking
+        whole, rest = divmod(workload.channels, CHUNK)
+        with T.serial(0, workload.n * workload.n) as point:
 
             def chunk(start: Any, length: int, more: bool) -> None:
                 """Add the products of some channels to the sums of the point: their weights stay in the first-level
                 cache for all groups of rows."""
-                with T.serial(0, how.block // how.rows) as group:
-                    begin = group * how.rows
+                with T.serial(0, blocking.block // blocking.rows) as group:
+                    begin = group * blocking.rows
 
                     def ahead(c: Any) -> None:
                         """Fetch what the next chunk reads: weights are in the order in which they are read."""
-                        vectors = how.columns // how.lanes
-                        each = -(-vectors // (how.block // how.rows))
+                        vectors = blocking.columns // blocking.lanes
+                        each = -(-vectors // (blocking.block // blocking.rows))
                         for turn in range(each):
-                            k = (group * each + turn) * how.lanes
+                            k = (group * each + turn) * blocking.lanes
                             prefetch(self._panels, [self._group, panel, point, start + c + length, k])
 
                     def leave(i: Any, k: Any, total: Any) -> None:
-                        at = [point, begin + i, ramp(k, how.lanes)]
+                        at = [point, begin + i, ramp(k, blocking.lanes)]
                         T.buffer_store(self._sums, self._sums[tuple(at)] + total if more else total, at)
 
                     product(
-                        (how.rows, how.columns, how.lanes), length,
+                        (blocking.rows, blocking.columns, blocking.lanes), length,
                         lambda i, c: self._pixels[point, begin + i, start + c],
                         lambda c, k: self._panels[self._group, panel, point, start + c, k],
                         leave,
-                        ahead if how.ahead else None,
+                        ahead if blocking.ahead else None,
                     )  # fmt: skip
 
             if whole:
@@ -409,9 +423,11 @@ class _Block:
                     chunk(step * CHUNK, CHUNK, True)
             if rest:
                 chunk(number(whole * CHUNK), rest, whole > 0)
-        T.buffer_store(self._largest, tirx.Broadcast(number(0), how.lanes), [ramp(number(0), how.lanes)])
+        T.buffer_store(
+            self._largest, tirx.Broadcast(number(0), blocking.lanes), [ramp(number(0), blocking.lanes)]
+        )
         self._each_tile(first, lambda turn: self._leave(panel, first, turn))
-        with T.serial(1, how.lanes) as lane:
+        with T.serial(1, blocking.lanes) as lane:
             T.buffer_store(self._largest, tirx.Max(self._largest[0], self._largest[lane]), [0])
         with T.If(self._largest[0] >= _INFINITE), T.Then():
             self._each_tile(first, lambda turn: self._leave_plain(panel, first, turn))
@@ -420,31 +436,31 @@ class _Block:
         """`body` for each tile of the block from `first` on."""
         from tvm.script.ir_builder import tirx as T
 
-        exact = self._form.tiles % self._how.block == 0
-        with T.serial(0, self._how.block) as turn:
-            where(None if exact else first + turn < self._form.tiles, lambda: body(turn))
+        exact = self._workload.tiles % self._blocking.block == 0
+        with T.serial(0, self._blocking.block) as turn:
+            where(None if exact else first + turn < self._workload.tiles, lambda: body(turn))
 
     def _each_vector(self, panel: Any, body: Callable[[Any, Any], None]) -> None:
         """`body` for the columns of a panel as vectors: their indices in the panel, and in the result."""
         from tvm.script.ir_builder import tirx as T
 
-        how, columns = self._how, self._form.columns
+        blocking, columns = self._blocking, self._workload.columns
 
         def vector(part: Any, start: int, lanes: int) -> None:
             """Some columns of the panel: `lanes` from `start` on in the vector of this number."""
-            k = part * how.lanes + start
-            out = self._group * columns + panel * how.columns + k
+            k = part * blocking.lanes + start
+            out = self._group * columns + panel * blocking.columns + k
             body(ramp(k, lanes), ramp(out, lanes))
 
-        whole, per_panel = columns // how.lanes, how.columns // how.lanes
+        whole, per_panel = columns // blocking.lanes, blocking.columns // blocking.lanes
         with T.serial(0, per_panel) as part:
             at = panel * per_panel + part
-            exact = columns % how.columns == 0
-            where(None if exact else at < whole, lambda: vector(part, 0, how.lanes))
-            if columns % how.lanes:
+            exact = columns % blocking.columns == 0
+            where(None if exact else at < whole, lambda: vector(part, 0, blocking.lanes))
+            if columns % blocking.lanes:
 
                 def rest(part: Any = part) -> None:
-                    for piece in pieces(columns % how.lanes, how.lanes):
+                    for piece in pieces(columns % blocking.lanes, blocking.lanes):
                         vector(part, *piece)
 
                 where(at == whole, rest)
@@ -454,9 +470,9 @@ class _Block:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form = self._form
+        workload = self._workload
         image, row, column = self._place(first + turn)
-        _, height, wide, _ = form.image
+        _, height, wide, _ = workload.image
 
         def result(y: Any, x: Any) -> None:
             self._each_vector(panel, lambda k, out: vector(y, x, k, out))
@@ -466,27 +482,29 @@ class _Block:
             at = ramp(number(0), lanes)
             T.buffer_store(self._plain, spread(0.0, lanes), [at])
             with T.serial(0, _KERNEL) as i, T.serial(0, _KERNEL) as j:
-                top, left = y + i - form.top, x + j - form.left
+                top, left = y + i - workload.top, x + j - workload.left
                 with (
                     T.If(tirx.all(top >= 0, top < height, left >= 0, left < wide)),
                     T.Then(),
-                    T.serial(0, form.channels) as c,
+                    T.serial(0, workload.channels) as c,
                 ):
-                    pixel = self._image[image, top, left, self._group * form.channels + c]
+                    pixel = self._image[image, top, left, self._group * workload.channels + c]
                     pixels = pixel if lanes == 1 else tirx.Broadcast(pixel, lanes)
-                    weights = self._panels[self._group, panel, form.n * form.n + i * _KERNEL + j, c, k]
+                    weights = self._panels[
+                        self._group, panel, workload.n * workload.n + i * _KERNEL + j, c, k
+                    ]
                     T.buffer_store(self._plain, self._plain[at] + pixels * weights, [at])
             self._store(self._plain[at], [image, y, x, out])
 
-        with T.serial(0, form.m) as i, T.serial(0, form.m) as j:
+        with T.serial(0, workload.m) as i, T.serial(0, workload.m) as j:
             y, x = row + i, column + j
-            where(tirx.all(y < form.out[1], x < form.out[2]), lambda: result(y, x))
+            where(tirx.all(y < workload.out[1], x < workload.out[2]), lambda: result(y, x))
 
     def _store(self, value: Any, at: Sequence[Any]) -> None:
         """Store the result of the steps for a vector of sums."""
         from tvm.script.ir_builder import tirx as T
 
-        done = stepped(self._form.steps, self._extras, value, at, self._done)
+        done = stepped(self._workload.steps, self._extras, value, at, self._done)
         T.buffer_store(self._out, done, list(at))
 
     def _leave(self, panel: Any, first: Any, turn: Any) -> None:
@@ -494,10 +512,10 @@ class _Block:
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        form, n = self._form, self._form.n
+        workload, n = self._workload, self._workload.n
         image, row, column = self._place(first + turn)
-        _, height, width, _ = form.out
-        matrix = transforms(form.m).results
+        _, height, width, _ = workload.out
+        matrix = transforms(workload.m).results
 
         def vector(k: Any, out: Any) -> None:
             sums = [[T.bind(self._sums[i * n + j, turn, k]) for j in range(n)] for i in range(n)]
@@ -507,9 +525,9 @@ class _Block:
                 for j, value in enumerate(line):
                     y, x = row + i, column + j
                     checks = []
-                    if height % form.m and i:
+                    if height % workload.m and i:
                         checks.append(y < height)
-                    if width % form.m and j:
+                    if width % workload.m and j:
                         checks.append(x < width)
                     where(
                         tirx.all(*checks) if checks else None,

@@ -14,7 +14,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
 from xrlflow.backends.beside import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError, one_line
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
 from xrlflow.backends.tvm.library.kernel_library import (
     BuiltLibrary,
     CompiledRegion,
@@ -88,7 +88,7 @@ class Hybrid:
     regions: tuple[Region, ...]
     total: int
     remarks: tuple[str, ...]
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[AlgorithmChoice, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -116,7 +116,7 @@ class Told:
     regions: tuple[Region, ...]
     total: int
     remarks: tuple[str, ...]
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[AlgorithmChoice, ...]
 
     @staticmethod
     def of(made: Hybrid) -> Told:
@@ -203,7 +203,7 @@ class _Compiled:
     remarks: tuple[str, ...]
 
     @property
-    def chosen(self) -> tuple[Chosen, ...]:
+    def chosen(self) -> tuple[AlgorithmChoice, ...]:
         return tuple(each for region in self.compiled.values() for each in region.chosen)
 
     @property

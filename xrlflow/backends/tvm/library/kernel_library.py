@@ -26,7 +26,7 @@ from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
 from xrlflow.backends.tvm.fusion.open_sizes import answering
 from xrlflow.backends.tvm.fusion.slices import in_place
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
 from xrlflow.backends.tvm.lowering.executable import schedule_all
 from xrlflow.backends.tvm.lowering.importer import import_model
 from xrlflow.backends.tvm.lowering.plan import (
@@ -77,7 +77,7 @@ class CompiledRegion:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     weights: tuple[tuple[str, int], ...] = ()
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[AlgorithmChoice, ...] = ()
 
 
 def compile_region(

@@ -21,7 +21,7 @@ import numpy as np
 from xrlflow.backends.limits import default_threads
 from xrlflow.backends.protocol import Array, BackendError, Feeds, ModelSource, one_line, same_feeds
 from xrlflow.backends.tvm.fusion.checks import Check, checks_from, checks_of, complain
-from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, Algorithms, Chosen
+from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine, compiler, lacking, linker
 from xrlflow.storage import files
@@ -69,7 +69,7 @@ class TvmModel:
     """
 
     def __init__(
-        self, executable: Any, interface: Interface, threads: int, chosen: tuple[Chosen, ...] = ()
+        self, executable: Any, interface: Interface, threads: int, chosen: tuple[AlgorithmChoice, ...] = ()
     ) -> None:
         self._executable: Any = executable
         self._machine: Any = None
@@ -160,7 +160,7 @@ class TvmModel:
 
     @staticmethod
     def settled(
-        path: str | os.PathLike[str], interface: Interface, threads: int, chosen: tuple[Chosen, ...]
+        path: str | os.PathLike[str], interface: Interface, threads: int, chosen: tuple[AlgorithmChoice, ...]
     ) -> TvmModel:
         """A model that another process saved to a file of ours. Raises BackendError."""
         model = TvmModel(None, interface, threads, chosen)

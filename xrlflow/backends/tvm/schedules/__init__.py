@@ -17,5 +17,5 @@ Every function from Relax's fusion has one anchor, the block that does the work,
 - `injective`, no anchor: everything is inlined into the last block, which runs in parallel and in vectors.
 
 The choices for a contraction (see `ratings`) are made by a heuristic if a model was not tuned, and are among those of
-the tuners (see `kernels.ways`). `blocks` has what all schedulers read of a function.
+the tuners (see `kernels.layer_kernels`). `blocks` has what all schedulers read of a function.
 """

@@ -232,13 +232,18 @@ def prepare(sch: Any, block: Any, found: Contraction) -> Prepared:
 
 
 def schedule_contraction(
-    sch: Any, block: Any, found: Contraction, form: Prepared, machine: Machine, choice: TileBlocking | None
+    sch: Any,
+    block: Any,
+    found: Contraction,
+    workload: Prepared,
+    machine: Machine,
+    choice: TileBlocking | None,
 ) -> None:
-    chosen = choice if choice is not None else form.heuristic(machine)
+    chosen = choice if choice is not None else workload.heuristic(machine)
     tile = chosen.tile
-    laid = _lay_out(sch, block, found, form, tile)
+    laid = _lay_out(sch, block, found, workload, tile)
     found, final, cropped = laid.found, laid.final, laid.cropped
-    nest = _tile(sch, block, found, form.row, chosen)
+    nest = _tile(sch, block, found, workload.row, chosen)
     if final is None:
         final = sch.cache_write(block, 0, LOCAL)
     else:
@@ -262,7 +267,7 @@ def schedule_contraction(
     _start_at_zero(sch, block, reductions[0], outside)
     if partial is not None:
         _start_at_zero(sch, partial, steps, outside + 1)
-    for other in (*laid.before, *form.later):
+    for other in (*laid.before, *workload.later):
         parallel_vectors(sch, other, machine)
 
 
@@ -281,22 +286,22 @@ class _Laid:
     extents: Sequence[int]
 
 
-def _lay_out(sch: Any, block: Any, found: Contraction, form: Prepared, tile: Tile) -> _Laid:
+def _lay_out(sch: Any, block: Any, found: Contraction, workload: Prepared, tile: Tile) -> _Laid:
     """Pad the dimensions that tiles do not divide, pack constant weights, and make the rows one dimension."""
-    row, final, before = form.row, form.final, form.before
+    row, final, before = workload.row, workload.final, workload.before
     extents = extents_of(sch, block)
     cropped = None
-    if form.grid.rows % tile.rows or form.grid.columns % tile.columns:
+    if workload.grid.rows % tile.rows or workload.grid.columns % tile.columns:
         cropped = final if final is not None else sch.cache_write(block, 0, "global")
         before = tuple(_pad(sch, block, found, row, tile))
         extents = extents_of(sch, block)
         final = None
-    elif form.cropped:
+    elif workload.cropped:
         cropped, final = final, None
     # Tiles leave uncropped: LLVM keeps accumulators in registers only if no condition guards the copy out of them.
     if found.weights is not None and _is_constant(sch, block, found.weights):
         _pack(sch, block, found.weights, tile.columns)
-    if form.flat and math.prod(extents[p] for p in found.rows) > extents[row]:
+    if workload.flat and math.prod(extents[p] for p in found.rows) > extents[row]:
         if final is None and cropped is None:
             final = sch.cache_write(block, 0, "global")
         found = _flatten(sch, block, final if cropped is None else cropped, found)

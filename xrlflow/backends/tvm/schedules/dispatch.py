@@ -62,21 +62,21 @@ def apply(mod: Any, machine: Machine, choice: TileBlocking | None = None) -> Any
 
 def choices(mod: Any, machine: Machine, most: int = 64) -> list[TileBlocking]:
     """The `most` best choices for "main", the best first; [] if there is no choice."""
-    form = _form(mod)
-    if form is None:
+    workload = _workload(mod)
+    if workload is None:
         return []
-    rated = sorted(rated_tiles(form.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
-    first = form.heuristic(machine).columns_first
+    rated = sorted(rated_tiles(workload.grid, machine), key=lambda entry: -entry[0])[: max(1, most // 2)]
+    first = workload.heuristic(machine).columns_first
     return [TileBlocking(tile, columns_first) for _, tile in rated for columns_first in (first, not first)]
 
 
 def heuristic(mod: Any, machine: Machine) -> TileBlocking | None:
     """The choice for "main" without tuning; None if there is none."""
-    form = _form(mod)
-    return None if form is None else form.heuristic(machine)
+    workload = _workload(mod)
+    return None if workload is None else workload.heuristic(machine)
 
 
-def _form(mod: Any) -> Prepared | None:
+def _workload(mod: Any) -> Prepared | None:
     """The contraction of "main", if it is one and the blocks around it are understood."""
     from tvm.s_tir import Schedule, ScheduleError
 

@@ -23,7 +23,7 @@ from xrlflow.backends.tvm.kernels import direct, products, winograd
 from xrlflow.backends.tvm.schedules import ratings
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-LayerForm: TypeAlias = direct.Convolution | products.Product
+LayerWorkload: TypeAlias = direct.Convolution | products.Product
 Blocking: TypeAlias = (
     ratings.TileBlocking | direct.DirectBlocking | products.ProductBlocking | winograd.WinogradBlocking
 )
@@ -49,11 +49,11 @@ class Algorithm(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class KernelChoice:
     """An algorithm, and the blocking of its kernel (of TILES, None: that of the heuristic)."""
 
     algorithm: Algorithm
-    plan: Blocking | None = None
+    blocking: Blocking | None = None
 
     @property
     def group(self) -> Algorithm:
@@ -62,26 +62,26 @@ class Way:
     @property
     def text(self) -> str:
         """As it is stored: JSON."""
-        return json.dumps([self.algorithm.value, None if self.plan is None else asdict(self.plan)])
+        return json.dumps([self.algorithm.value, None if self.blocking is None else asdict(self.blocking)])
 
     @staticmethod
-    def stored(text: str) -> Way | None:
+    def stored(text: str) -> KernelChoice | None:
         """The way of a record; None if another version of the program wrote something else."""
         try:
-            name, blocking = json.loads(text)
+            name, values = json.loads(text)
             algorithm = Algorithm(name)
             if algorithm is not Algorithm.TILES:
-                plan = KERNELS[algorithm].blocking(**blocking)
-            elif blocking is None:
-                return Way(algorithm)
+                blocking = KERNELS[algorithm].blocking_type(**values)
+            elif values is None:
+                return KernelChoice(algorithm)
             else:
-                plan = ratings.TileBlocking(ratings.Tile(**blocking.pop("tile")), **blocking)
-            return Way(algorithm, plan) if is_typed(plan) else None
+                blocking = ratings.TileBlocking(ratings.Tile(**values.pop("tile")), **values)
+            return KernelChoice(algorithm, blocking) if is_typed(blocking) else None
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None
 
     def __str__(self) -> str:
-        return self.algorithm.value if self.plan is None else f"{self.algorithm.value}, {self.plan}"
+        return self.algorithm.value if self.blocking is None else f"{self.algorithm.value}, {self.blocking}"
 
 
 def is_typed(blocking: Any) -> bool:
@@ -94,111 +94,115 @@ def is_typed(blocking: Any) -> bool:
     )
 
 
-def is_product(form: LayerForm) -> bool:
+def is_product(workload: LayerWorkload) -> bool:
     """Whether a layer is a product, or a convolution that is one of its pixels with weights."""
-    return isinstance(form, products.Product) or (
-        math.prod(form.window) == math.prod(form.strides) == form.groups == 1
-        and not any(form.begin)
-        and form.image[:-1] == form.out[:-1]
+    return isinstance(workload, products.Product) or (
+        math.prod(workload.window) == math.prod(workload.strides) == workload.groups == 1
+        and not any(workload.begin)
+        and workload.image[:-1] == workload.out[:-1]
     )
 
 
-def multiplies_less(form: LayerForm) -> bool:
+def multiplies_less(workload: LayerWorkload) -> bool:
     """Whether there are algorithms with fewer multiplications for a layer: 3x3 convolutions, not strided or dilated."""
-    if isinstance(form, products.Product):
+    if isinstance(workload, products.Product):
         return False
-    plain = form.window == (1, 3, 3) and math.prod(form.strides) == math.prod(form.dilations) == 1
-    return len(form.image) == 4 and plain and min(form.channels, form.columns) >= _CHANNELS
+    plain = workload.window == (1, 3, 3) and math.prod(workload.strides) == math.prod(workload.dilations) == 1
+    return len(workload.image) == 4 and plain and min(workload.channels, workload.columns) >= _CHANNELS
 
 
-def product_of(form: LayerForm) -> products.Product:
+def product_of(workload: LayerWorkload) -> products.Product:
     """A product, or a pointwise convolution as one."""
-    return form if isinstance(form, products.Product) else products.Product(form.image, form.out, form.steps)
-
-
-def winograd_of(form: LayerForm, m: int) -> winograd.WinogradConvolution:
-    """A convolution of `multiplies_less`, in tiles of m x m results."""
-    form = _convolution(form)
-    return winograd.WinogradConvolution(
-        form.image, form.out, form.begin[1], form.begin[2], m, form.steps, form.groups
+    return (
+        workload
+        if isinstance(workload, products.Product)
+        else products.Product(workload.image, workload.out, workload.steps)
     )
 
 
-def _convolution(form: LayerForm) -> direct.Convolution:
-    assert isinstance(form, direct.Convolution)
-    return form
+def winograd_of(workload: LayerWorkload, m: int) -> winograd.WinogradConvolution:
+    """A convolution of `multiplies_less`, in tiles of m x m results."""
+    workload = _convolution(workload)
+    return winograd.WinogradConvolution(
+        workload.image, workload.out, workload.begin[1], workload.begin[2], m, workload.steps, workload.groups
+    )
 
 
-def title(form: LayerForm) -> str:
+def _convolution(workload: LayerWorkload) -> direct.Convolution:
+    assert isinstance(workload, direct.Convolution)
+    return workload
+
+
+def title(workload: LayerWorkload) -> str:
     """The kind and sizes of a layer."""
-    if isinstance(form, products.Product):
-        return f"product of {form.rows} rows, {form.terms} to {form.columns} columns"
-    window = "x".join(map(str, form.window[5 - len(form.image) :]))
-    at = "x".join(map(str, form.out[1:-1]))
-    groups = f" in {form.groups} groups" if form.groups > 1 else ""
-    strided = f" with stride {max(form.strides)}" if max(form.strides) > 1 else ""
-    return f"{window} convolution of {form.image[-1]} to {form.out[-1]} channels{groups} at {at}{strided}"
+    if isinstance(workload, products.Product):
+        return f"product of {workload.rows} rows, {workload.terms} to {workload.columns} columns"
+    window = "x".join(map(str, workload.window[5 - len(workload.image) :]))
+    at = "x".join(map(str, workload.out[1:-1]))
+    groups = f" in {workload.groups} groups" if workload.groups > 1 else ""
+    strided = f" with stride {max(workload.strides)}" if max(workload.strides) > 1 else ""
+    return f"{window} convolution of {workload.image[-1]} to {workload.out[-1]} channels{groups} at {at}{strided}"
 
 
 class KernelBlocking(Protocol):
     """A blocking of a kernel that is written as a whole. Its text says it in words."""
 
-    def numbers(self, form: Any, /) -> dict[str, int]:
+    def numbers(self, workload: Any, /) -> dict[str, int]:
         """It as numbers: rows and vectors of a tile, the lanes of a vector, in how many blocks a core takes its rows,
         among how many parts columns are divided, whether weights are fetched `ahead`, and an `order`."""
 
 
-FormT = TypeVar("FormT", contravariant=True)
+WorkloadT = TypeVar("WorkloadT", contravariant=True)
 BlockingT = TypeVar("BlockingT", bound=KernelBlocking)
 
 
-class Kernel(Protocol[FormT, BlockingT]):
+class Kernel(Protocol[WorkloadT, BlockingT]):
     """A module that writes the kernels of an algorithm: `direct`, `products`, `winograd`."""
 
-    def plans(self, form: FormT, machine: Machine, /) -> Iterator[BlockingT]:
+    def blockings(self, workload: WorkloadT, machine: Machine, /) -> Iterator[BlockingT]:
         """The blockings to choose from."""
 
-    def plan(self, form: FormT, machine: Machine, /) -> BlockingT:
+    def best_blocking(self, workload: WorkloadT, machine: Machine, /) -> BlockingT:
         """The blocking with the least estimated time."""
 
-    def cost(self, form: FormT, how: BlockingT, machine: Machine, /) -> float:
+    def cost(self, workload: WorkloadT, blocking: BlockingT, machine: Machine, /) -> float:
         """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
 
-    def packed(self, weights: Floats, form: FormT, how: BlockingT, /) -> Floats:
+    def packed(self, weights: Floats, workload: WorkloadT, blocking: BlockingT, /) -> Floats:
         """Weights in the order in which the kernel reads them."""
 
-    def kernel(self, form: FormT, how: BlockingT, /) -> Any:
+    def kernel(self, workload: WorkloadT, blocking: BlockingT, /) -> Any:
         """The PrimFunc with parameters image, weights (`packed`), the extras of the steps, and result."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKernel(Generic[FormT, BlockingT]):
+class LayerKernel(Generic[WorkloadT, BlockingT]):
     """A kernel for the layers that its algorithm `fits`. `name`: of its functions. `form` makes a layer what the kernel
     takes. For the methods see `Kernel`."""
 
     name: str
-    kernel: Kernel[FormT, BlockingT]
-    blocking: type[BlockingT]
-    fits: Callable[[LayerForm], bool]
-    form: Callable[[LayerForm], FormT]
+    kernel: Kernel[WorkloadT, BlockingT]
+    blocking_type: type[BlockingT]
+    fits: Callable[[LayerWorkload], bool]
+    workload: Callable[[LayerWorkload], WorkloadT]
 
-    def plans(self, form: LayerForm, machine: Machine) -> Iterator[BlockingT]:
-        return self.kernel.plans(self.form(form), machine)
+    def blockings(self, workload: LayerWorkload, machine: Machine) -> Iterator[BlockingT]:
+        return self.kernel.blockings(self.workload(workload), machine)
 
-    def usual(self, form: LayerForm, machine: Machine) -> BlockingT:
-        return self.kernel.plan(self.form(form), machine)
+    def usual(self, workload: LayerWorkload, machine: Machine) -> BlockingT:
+        return self.kernel.best_blocking(self.workload(workload), machine)
 
-    def cost(self, form: LayerForm, how: BlockingT, machine: Machine) -> float:
-        return self.kernel.cost(self.form(form), how, machine)
+    def cost(self, workload: LayerWorkload, blocking: BlockingT, machine: Machine) -> float:
+        return self.kernel.cost(self.workload(workload), blocking, machine)
 
-    def packed(self, weights: Floats, form: LayerForm, how: BlockingT) -> Floats:
-        return self.kernel.packed(weights, self.form(form), how)
+    def packed(self, weights: Floats, workload: LayerWorkload, blocking: BlockingT) -> Floats:
+        return self.kernel.packed(weights, self.workload(workload), blocking)
 
-    def code(self, form: LayerForm, how: BlockingT) -> Any:
-        return self.kernel.kernel(self.form(form), how)
+    def code(self, workload: LayerWorkload, blocking: BlockingT) -> Any:
+        return self.kernel.kernel(self.workload(workload), blocking)
 
-    def numbers(self, form: LayerForm, how: BlockingT) -> dict[str, int]:
-        return how.numbers(self.form(form))
+    def numbers(self, workload: LayerWorkload, blocking: BlockingT) -> dict[str, int]:
+        return blocking.numbers(self.workload(workload))
 
 
 KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
@@ -207,7 +211,7 @@ KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
             "direct",
             direct,
             direct.DirectBlocking,
-            lambda form: isinstance(form, direct.Convolution),
+            lambda workload: isinstance(workload, direct.Convolution),
             _convolution,
         ),
         Algorithm.PRODUCT: LayerKernel("product", products, products.ProductBlocking, is_product, product_of),
@@ -222,20 +226,20 @@ KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
 """Those whose kernels are written as a whole; TILES are schedules of TVM's (see `fusion.tiles`)."""
 
 
-def tiles_cost(form: LayerForm, machine: Machine) -> float:
+def tiles_cost(workload: LayerWorkload, machine: Machine) -> float:
     """The estimated time of TILES (see `Kernel.cost`)."""
-    if isinstance(form, products.Product):
-        pixels, terms, vectors = form.rows, form.terms, -(-form.columns // machine.lanes)
+    if isinstance(workload, products.Product):
+        pixels, terms, vectors = workload.rows, workload.terms, -(-workload.columns // machine.lanes)
     else:
-        pixels, terms = math.prod(form.out[:-1]), form.terms
+        pixels, terms = math.prod(workload.out[:-1]), workload.terms
         # Without sums over channels, vectors have neighbouring channels of several groups.
-        grouped = form.groups if form.channels > 1 else 1
-        vectors = -(-form.out[-1] // grouped // machine.lanes) * grouped
+        grouped = workload.groups if workload.channels > 1 else 1
+        vectors = -(-workload.out[-1] // grouped // machine.lanes) * grouped
     weights = terms * vectors
     far = winograd.distance(4 * weights * machine.lanes, machine)
     return (1.2 * pixels + far) * weights / machine.cores
 
 
-def algorithms_of(form: LayerForm) -> list[Algorithm]:
+def algorithms_of(workload: LayerWorkload) -> list[Algorithm]:
     """The algorithms that can compute a layer."""
-    return [Algorithm.TILES, *(a for a, kernel in KERNELS.items() if kernel.fits(form))]
+    return [Algorithm.TILES, *(a for a, kernel in KERNELS.items() if kernel.fits(workload))]
