@@ -34,6 +34,14 @@ MESSAGES = {
     "[ONNXRuntimeError] : 1 : FAIL : Node () Op (Mul) [ShapeInferenceError] Incompatible dimensions": (
         "Node () Op (Mul) [ShapeInferenceError] Incompatible dimensions"
     ),
+    "[ONNXRuntimeError] : 1 : FAIL : Fatal error: my.ops:Foo(-1) is not a registered function/op": (
+        "it has no operator Foo of 'my.ops': register the library of that operator in SessionOptions, and give them to"
+        " xrlflow.optimize(..., options=Options(session_options=...))"
+    ),
+    '[ONNXRuntimeError] : 10 : INVALID_GRAPH : Load model from m.onnx failed:This is an invalid model. In Node, ("",'
+    ' Foo, "", -1) : ("x": tensor(float),) -> ("a",) , Error No Op registered for Foo with domain_version of 17': (
+        "opset 17 has no operator Foo: export the model with an opset that has it"
+    ),
     f"it ends at {SOURCE}/graph.cc:3 ": f"it ends at {SOURCE}/graph.cc:3",
     "No corresponding Numpy type for Tensor Type. bfloat16": "No corresponding Numpy type for Tensor Type. bfloat16",
 }

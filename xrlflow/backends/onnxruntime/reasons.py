@@ -20,6 +20,10 @@ _PREFIXES = re.compile(
 )
 _IR = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
 _OPSET = re.compile(r"Opset (\d+) is under development.*support for domain (\S+) is till opset (\d+)")
+_UNKNOWN = re.compile(
+    r"(?:Fatal error: )?(?:(?P<domain>[\w.]*):(?P<op>\w+)\(-?\d*\) is not a registered function/op"
+    r"|.*No Op registered for (?P<standard>\w+) with domain_version of (?P<opset>\d+))"
+)
 # The first ONNX Runtime that reads these.
 _RUNTIME = {("ir", 14): "1.32", ("opset", 27): "1.32", ("opset", 28): "1.32"}
 
@@ -29,10 +33,10 @@ def reason(error: object) -> str:
     text = printable(error)
     if text.startswith("[ONNXRuntimeError]"):
         text = text.split(" : ", 3)[-1]
-    found = _by_version(text)
-    if found is None:
-        found = _without_places(_STATUS.sub(_of_node, _without_prefixes(text)))
-    return shortened(found.strip(), _LONGEST, _END)
+    advice = _by_version(text) or _unknown_operator(_without_prefixes(text))
+    if advice is None:
+        advice = _without_places(_STATUS.sub(_of_node, _without_prefixes(text)))
+    return shortened(advice.strip(), _LONGEST, _END)
 
 
 def _of_node(match: re.Match[str]) -> str:
@@ -92,3 +96,16 @@ def _by_version(text: str) -> str | None:
             f"or install ONNX Runtime {wanted}"
         )
     return None
+
+
+def _unknown_operator(text: str) -> str | None:
+    """What to do about an operator that the runtime does not know."""
+    match = _UNKNOWN.match(text)
+    if match is None:
+        return None
+    if match["op"] is None:
+        return f"opset {match['opset']} has no operator {match['standard']}: export the model with an opset that has it"
+    return (
+        f"it has no operator {match['op']} of {match['domain']!r}: register the library of that operator in "
+        "SessionOptions, and give them to xrlflow.optimize(..., options=Options(session_options=...))"
+    )
