@@ -11,6 +11,7 @@ from typing import Any
 from xrlflow.backends import BackendError, RepeatedComparison
 from xrlflow.backends.children import Child
 from xrlflow.backends.onnxruntime import measure
+from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm import TvmModel
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget, compare_there, repeated, running
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less
@@ -116,15 +117,23 @@ class _Compiled:
 
 
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
-    """The proposal that runs fastest, compiled. Raises KeyboardInterrupt if the search was interrupted before."""
+    """The proposal that runs fastest, compiled.
+
+    Raises KeyboardInterrupt if the search was interrupted before, and OutOfTime if nothing was compiled in time.
+    """
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
     context.say("compile", note="with TVM")
     with clock.phase("compile"), Child(TMPDIR=context.folder) as child, deadline.within(clock.limit):
-        choice = lower_best(
-            replace(context.lowering, child=child), context.original.runnable, start.base, explored.proposals,
-            lambda graph: context.artifact(graph).file,
-            context.feeds if options.measure else None, lambda: clock.limit - time.monotonic(), interrupted,
-        )  # fmt: skip
+        try:
+            choice = lower_best(
+                replace(context.lowering, child=child), context.original.runnable, start.base, explored.proposals,
+                lambda graph: context.artifact(graph).file,
+                context.feeds if options.measure else None, lambda: clock.limit - time.monotonic(), interrupted,
+            )  # fmt: skip
+        except OutOfTime as error:
+            raise OutOfTime(
+                f"the {options.time_limit:g} s were over before TVM had compiled the model: give --time-limit more"
+            ) from error
     context.notes.extend(choice.remarks)
     if choice.interrupted and interrupted:
         raise KeyboardInterrupt
