@@ -26,7 +26,7 @@ import onnx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `models`
 
 from bench import latency, pages
-from xrlflow.backends.beside import library_path
+from xrlflow.backends.library_files import library_path
 from xrlflow.backends.onnxruntime import measure
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.library.hybrid import hybrid

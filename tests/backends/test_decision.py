@@ -43,14 +43,14 @@ def around(mean: float, spread: float, count: int, seed: int = 0) -> list[float]
 
 @pytest.mark.parametrize("most", [3, 6, 8, 12, 40, 80])
 def test_looks_share_the_error(most: int) -> None:
-    looks = SHIP.looks(most)
+    looks = SHIP.analyses(most)
     assert list(looks) == sorted(set(looks))
     assert looks[-1] == most
     assert looks[0] == (min(SHIP.first, most // 2) if most >= 2 * FEWEST else most)
     spent = [0.0, *(SHIP.spent(look, most) for look in looks)]
     shares = [b - a for a, b in itertools.pairwise(spent)]
     assert min(shares) > 0.0
-    assert math.fsum(shares) == pytest.approx(SHIP.error) == 0.025
+    assert math.fsum(shares) == pytest.approx(SHIP.significance) == 0.025
 
 
 def test_a_clear_gain_is_decided_at_the_first_look() -> None:
@@ -97,7 +97,7 @@ def test_time_that_runs_out_is_a_last_look() -> None:
     estimates = [0.03, 0.02, 0.025, 0.04, 0.01, 0.035]
     assert decide(drawing(estimates), 40).verdict is Verdict.FASTER
     early = pool(estimates).interval(SHIP.spent(6, 40))
-    assert early.low < math.exp(SHIP.bar)
+    assert early.low < math.exp(SHIP.threshold)
 
 
 def test_the_figure_has_nothing_of_what_decided() -> None:
@@ -153,7 +153,7 @@ def test_what_is_slower_next_to_neighbours_is_not_faster_on_average() -> None:
     quiet = [Estimate(r, None, 11, 0.005) for r in rng.normal(0.02, 0.003, 24)]
     noisy = [Estimate(r, None, 11, 0.15) for r in rng.normal(-0.08, 0.02, 16)]
     both = [e for i in range(8) for e in (*quiet[3 * i : 3 * i + 3], *noisy[2 * i : 2 * i + 2])]
-    assert pooled(both).interval(0.01).low > math.exp(SHIP.bar)
+    assert pooled(both).interval(0.01).low > math.exp(SHIP.threshold)
     left = iter(both)
     assert decide(lambda: next(left, None), 40).verdict is Verdict.NOT_FASTER
     left = iter(quiet)
@@ -211,7 +211,7 @@ def test_the_original_against_itself_is_not_shipped(world: World) -> None:
 
 def test_the_simulation_sees_who_looks_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: where each look spends all of the error, and any gain will do, more is shipped."""
-    eager, interval = Rule(bar=0.0, hope=1e-12), Pooled.interval
+    eager, interval = Rule(threshold=0.0, hope=1e-12), Pooled.interval
     monkeypatch.setattr(
         "tests.backends.worlds.settle", lambda draw, affordable: settle(draw, affordable, eager)
     )

@@ -123,7 +123,7 @@ def test_equal_errors_are_none() -> None:
     with_them, without = pool(values, [0.02] * 23), pool(values)
     assert with_them.mean == pytest.approx(without.mean)
     assert with_them.error == pytest.approx(without.error)
-    assert with_them.freedom == without.freedom
+    assert with_them.degrees_of_freedom == without.degrees_of_freedom
 
 
 def test_a_noisy_estimate_has_little_weight() -> None:

@@ -21,7 +21,7 @@ from tests.levels import whole
 from tests.rules.harness import model
 from xrlflow import api
 from xrlflow.backends import BackendError
-from xrlflow.backends.beside import library_of
+from xrlflow.backends.library_files import library_of
 from xrlflow.backends.onnxruntime import open_model
 from xrlflow.backends.tvm.fusion import layers as layers_fusion
 from xrlflow.backends.tvm.kernels import winograd

@@ -17,7 +17,7 @@ from tests.backends.tvm.kernels.test_bands import block
 from tests.backends.tvm.kernels.test_kernels import network, numbers
 from tests.tuning.measured import MACHINE, put, setting, times, tune_one
 from xrlflow import api
-from xrlflow.backends.beside import library_path
+from xrlflow.backends.library_files import library_path
 from xrlflow.backends.onnxruntime import open_model, with_library
 from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm.devices.execution import ExecutionTarget

@@ -1,4 +1,4 @@
-"""A process that functions are called in which may crash, or take too long."""
+"""A child process that calls functions which may crash or take too long."""
 
 from __future__ import annotations
 
@@ -18,60 +18,61 @@ T = TypeVar("T")
 
 
 class ChildDied(BackendError):
-    """A process of ours ended before it answered. The message has its last words."""
+    """A child process ended before it returned a result. The message has the last lines that it wrote."""
 
 
 class Child:
-    """A process that calls functions of modules of ours, one after another, and can be ended whatever it does then.
+    """A process that calls functions of importable modules, one after another, and that can be ended at any moment.
 
-    It starts with the first call, and again with the next one after it ended. Use it in a `with` statement. It ends
-    with this process, and Ctrl-C does not reach it. `variables`: of its environment.
+    It starts with the first call, and starts again with the next call after it has ended. Use it in a `with` statement.
+    It ends with this process, and Ctrl-C does not reach it. `variables`: variables of its environment.
     """
 
     def __init__(self, **variables: str) -> None:
-        self._place = Processes(variables=variables)
+        self._processes = Processes(variables=variables)
         self._worker: ProcessWorker | None = None
-        self._unheard = 0  # answers that nobody waits for
+        self._unread = 0  # results of `prepare` that nobody waits for
 
     def prepare(self, function: Callable[[], None]) -> None:
-        """Start the process, and let it call a function first, whatever comes of it. It is not waited for."""
-        with contextlib.suppress(WorkerLost):  # the next call finds out
-            self._begun(function, ())
-            self._unheard += 1
+        """Start the process and let it call a function first, without waiting for it. Errors of the function are
+        ignored."""
+        with contextlib.suppress(WorkerLost):  # the next call finds out that the process has ended
+            self._begin(function, ())
+            self._unread += 1
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What the function returns there. Functions and arguments are pickled.
+        """Call a function in the process and return its result. Function and arguments are pickled.
 
-        Raises OutOfTime if there is no answer when the time is over (`deadline`), ChildDied if the process ends,
-        BackendError if the function does, and RuntimeError for any other error of the function. After an error that is
-        none of the function's, and after Ctrl-C, the process is ended.
+        Raises OutOfTime if there is no result when the time of `deadline` is over, ChildDied if the process ends,
+        BackendError if the function raises it, and RuntimeError for any other error of the function. The process is
+        ended after OutOfTime, ChildDied and Ctrl-C.
         """
         if deadline.over():
             raise OutOfTime("the time was over before it began")
         try:
-            worker = self._begun(function, arguments)
-            while self._unheard:
-                self._unheard -= 1
+            worker = self._begin(function, arguments)
+            while self._unread:
+                self._unread -= 1
                 try:
                     worker.answer(deadline.until())
                 except WorkerLost:
                     raise
                 except WorkerError:
                     continue
-            found: T | BackendError = worker.answer(deadline.until())
+            result: T | BackendError = worker.answer(deadline.until())
         except WorkerLate:
             raise OutOfTime("it was ended: its time was over") from None
         except WorkerLost as lost:
             raise ChildDied(f"its process ended {lost.how}") from None
-        if isinstance(found, BackendError):
-            raise found
-        return found
+        if isinstance(result, BackendError):
+            raise result
+        return result
 
     def close(self) -> None:
         """End the process and all that it started. A second call does nothing."""
         if self._worker is not None:
             self._worker.close()
-        self._worker, self._unheard = None, 0
+        self._worker, self._unread = None, 0
 
     def __enter__(self) -> Self:
         return self
@@ -81,11 +82,11 @@ class Child:
     ) -> None:
         self.close()
 
-    def _begun(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> ProcessWorker:
+    def _begin(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> ProcessWorker:
         if self._worker is None or self._worker.closed:
-            self._unheard = 0
+            self._unread = 0
             try:
-                self._worker = self._place.worker(_Caller, "its process")
+                self._worker = self._processes.worker(_Caller, "its process")
             except WorkerError as error:
                 raise BackendError(str(error)) from error
         self._worker.begin((function, arguments))
@@ -93,10 +94,10 @@ class Child:
 
 
 class _Caller:
-    """Calls functions. An error that is written for users is an answer."""
+    """The worker of `Child`: it calls functions. A BackendError is returned, so that its message reaches the user."""
 
-    def do(self, order: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
-        function, arguments = order
+    def do(self, task: tuple[Callable[..., Any], tuple[Any, ...]]) -> Any:
+        function, arguments = task
         try:
             return function(*arguments)
         except BackendError as error:

@@ -1,14 +1,16 @@
 """Whether a model is faster than another, and by how much: two questions, answered by two sets of fresh processes.
 
-Each process gives one estimate: the logarithm of how many times faster the new model ran in it, with its noise.
-Estimates differ by what is fixed for the life of a process (addresses of weights, CPUs of threads). So a process counts
-as one estimate, however many runs it makes, and intervals come from the spread between processes.
+Each process gives one estimate with its noise: the logarithm of how many times faster the new model ran than the
+baseline. Estimates differ by what is fixed for the life of a process (addresses of weights, CPUs of threads). So a
+process counts as one estimate, however many runs it makes, and intervals come from the spread between processes.
 
-`decide` looks at the estimates several times and stops as soon as they suffice. Looking often and stopping at a good
-moment is wrong more often than looking once. So the admitted error of 2.5% is divided among the looks, little for the
-first ones; the parts add up to it, which holds however the looks depend on each other. An estimate at which the search
-stopped is also too good, because the lucky ones are selected. So the reported figure comes from `confirm`, from further
-processes whose number was fixed before the first of them.
+`decide` is a sequential test: it analyses the estimates several times and stops as soon as they suffice. A test that
+may stop at any of its analyses is wrong more often than one with a single analysis. So the admitted error probability
+of 2.5% is divided among the analyses, with small parts for the first ones. The sum of the parts bounds the error
+probability, however the analyses depend on each other.
+
+The estimates of a test that stopped early are too high on average, because it stops when they happen to be high. So the
+reported figure comes from `confirm`: from further processes, whose number was fixed before the first of them.
 """
 
 from __future__ import annotations
@@ -22,43 +24,45 @@ from xrlflow.backends.results import SpeedUp, Verdict
 from xrlflow.backends.statistics import Pooled, pool
 
 Draw = Callable[[], Estimate | None]
-"""Returns the estimate of one more process; None if there is no time left for one."""
+"""A function that returns the estimate of one more process; None if there is no time left for one."""
 
 FEWEST = 3
-"""The fewest processes for an answer."""
+"""A result needs at least this many processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a new model is accepted: it is faster by more than `bar` (a logarithm), and at most `error` are wrong.
+    """When a new model is accepted: the test of `decide` says that it is faster by more than a threshold."""
 
-    The bar exists because two sessions of one model differ by half a percent, and a smaller gain is not worth a new
-    file. `first`: the number of processes at the first look, or half of them if that is fewer; `growth`: the ratio of
-    the numbers at two looks. After the part t of the processes, t ** `spending` of `error` has been spent. The
-    comparison is given up when not even a mean that is exceeded with probability `hope` would suffice after all
-    processes.
-    """
-
-    bar: float = math.log(1.003)
-    error: float = 0.025
+    threshold: float = math.log(1.003)
+    """The least gain, as a logarithm. Two sessions of one model differ by half a percent, and a smaller gain is not
+    worth a new file."""
+    significance: float = 0.025
+    """The probability that a model is accepted whose gain is not above the threshold."""
     first: int = 8
+    """The number of processes at the first analysis, if there may be at least twice as many; otherwise it is half of
+    them."""
     growth: float = 1.5
+    """The number of processes at an analysis, divided by that at the one before."""
     spending: float = 1.5
+    """After the part t of all processes, t ** `spending` of the significance has been used up."""
     hope: float = 0.025
+    """The test is given up if even the mean that is exceeded with this probability would not suffice in the end."""
 
-    def looks(self, most: int) -> tuple[int, ...]:
-        """The numbers of processes, up to `most`, after which to look: once if half of them are too few to look."""
-        found: list[int] = []
-        count = min(self.first, most // 2) if most >= 2 * FEWEST else most
-        # A look shortly before the last one would spend the error that the last one needs.
-        while count * math.sqrt(self.growth) < most:
-            found.append(count)
+    def analyses(self, limit: int) -> tuple[int, ...]:
+        """The numbers of processes, up to `limit`, at which the estimates are analysed. There is one analysis only if
+        half of `limit` are fewer than `FEWEST`."""
+        counts: list[int] = []
+        count = min(self.first, limit // 2) if limit >= 2 * FEWEST else limit
+        # An analysis shortly before the last one would use up the error probability that the last one needs.
+        while count * math.sqrt(self.growth) < limit:
+            counts.append(count)
             count = math.ceil(count * self.growth)
-        return (*found, most)
+        return (*counts, limit)
 
-    def spent(self, count: int, most: int) -> float:
-        """The part of `error` that is spent after `count` of `most` processes."""
-        return float(self.error * min(1.0, count / most) ** self.spending)
+    def spent(self, count: int, limit: int) -> float:
+        """The part of `significance` that is used up after `count` of `limit` processes."""
+        return float(self.significance * min(1.0, count / limit) ** self.spending)
 
 
 SHIP = Rule()
@@ -66,7 +70,7 @@ SHIP = Rule()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The verdict of `decide`, and its interval, which allows for all looks; None if there are too few estimates."""
+    """The result of `decide`. `interval` allows for all interim analyses; it is None if there are too few estimates."""
 
     verdict: Verdict
     estimates: tuple[Estimate, ...]
@@ -74,54 +78,58 @@ class Decision:
 
 
 def pooled(estimates: Sequence[Estimate]) -> Pooled:
-    """The mean of estimates and its error (`statistics.pool`)."""
+    """The mean of estimates with its standard error (see `statistics.pool`)."""
     return pool([e.ratio for e in estimates], errors(estimates))
 
 
-def decide(draw: Draw, most: int, rule: Rule = SHIP) -> Decision:
-    """Draw up to `most` estimates, until they are clearly above `rule.bar` or clearly will not be.
+def decide(draw: Draw, limit: int, rule: Rule = SHIP) -> Decision:
+    """Draw up to `limit` estimates, until they are clearly above the threshold of `rule` or clearly will not be.
 
-    If `draw` ends the series earlier, that is the last look, and it may spend all of `rule.error`: the time has ended
-    it, not the result.
+    If `draw` ends the series earlier, the last analysis takes place then, and it may use up all of the significance:
+    the time ended the series, not the estimates.
     """
     estimates: list[Estimate] = []
-    looks = rule.looks(most)
+    analyses = rule.analyses(limit)
     before = 0.0
     interval: SpeedUp | None = None
-    for look in looks:
-        while len(estimates) < look and (estimate := draw()) is not None:
+    for count in analyses:
+        while len(estimates) < count and (estimate := draw()) is not None:
             estimates.append(estimate)
         if len(estimates) < FEWEST:
             return Decision(Verdict.TOO_FEW, tuple(estimates), None)
-        last = len(estimates) < look or look == looks[-1]
-        after = rule.error if last else rule.spent(look, most)
-        found = pooled(estimates)
-        interval = found.interval(after - before)
-        # Weights alone decide nothing: noisy processes may be those in which the new model is slower.
-        if interval.low > math.exp(rule.bar) and pool([e.ratio for e in estimates]).mean > rule.bar:
+        last = len(estimates) < count or count == analyses[-1]
+        after = rule.significance if last else rule.spent(count, limit)
+        result = pooled(estimates)
+        interval = result.interval(after - before)
+        # The weights of noisy processes are small, and the new model may be slower in just these processes. So the mean
+        # without weights must be above the threshold, too.
+        if (
+            interval.low > math.exp(rule.threshold)
+            and pool([e.ratio for e in estimates]).mean > rule.threshold
+        ):
             return Decision(Verdict.FASTER, tuple(estimates), interval)
-        if last or _hopeless(found, len(estimates), most, rule):
+        if last or _hopeless(result, len(estimates), limit, rule):
             break
         before = after
     return Decision(Verdict.NOT_FASTER, tuple(estimates), interval)
 
 
-def _hopeless(found: Pooled, count: int, most: int, rule: Rule) -> bool:
-    """Whether even the upper end of the present estimate would not suffice at the last look, which has more processes:
-    a smaller error, and more degrees of freedom."""
-    more = most / count
-    upper = found.mean + found.quantile(rule.hope) * found.error
-    last = Pooled(upper, found.error / math.sqrt(more), (found.freedom + 1.0) * more - 1.0)
-    share = rule.error - rule.spent(rule.looks(most)[-2], most)
-    return last.mean - last.quantile(share) * last.error <= rule.bar
+def _hopeless(result: Pooled, count: int, limit: int, rule: Rule) -> bool:
+    """Whether the test would fail after all processes even if the mean were at the upper end of its present interval.
+    More processes mean a smaller error and more degrees of freedom."""
+    more = limit / count
+    upper = result.mean + result.quantile(rule.hope) * result.error
+    last = Pooled(upper, result.error / math.sqrt(more), (result.degrees_of_freedom + 1.0) * more - 1.0)
+    share = rule.significance - rule.spent(rule.analyses(limit)[-2], limit)
+    return last.mean - last.quantile(share) * last.error <= rule.threshold
 
 
 WIDTH = 0.005
-"""The wanted half width of `confirm`'s interval, as a logarithm, if time and machine allow it."""
+"""The half width, as a logarithm, that `confirm`'s interval should have if time and machine allow it."""
 _CONFIRM_AT_LEAST, _CONFIRM_AT_MOST = 8, 40
 DECIDE_AT_MOST = 40
-"""The most processes of a decision. Where there is no time for more, it may take all: a faster result without a figure
-is better than the original."""
+"""A decision takes at most this many processes. If there is no time for more, none may remain for `confirm`: a faster
+model without a figure is better than the original."""
 
 
 def needed(estimates: Sequence[Estimate]) -> int:
@@ -131,7 +139,8 @@ def needed(estimates: Sequence[Estimate]) -> int:
 
 
 def confirm(draw: Draw, count: int) -> SpeedUp | None:
-    """The 95% interval of `count` estimates, without intermediate looks; None if there was time for too few."""
+    """The 95% interval of `count` estimates, without interim analyses; None if there was time for fewer than
+    `FEWEST`."""
     estimates: list[Estimate] = []
     while len(estimates) < count and (estimate := draw()) is not None:
         estimates.append(estimate)
@@ -139,32 +148,37 @@ def confirm(draw: Draw, count: int) -> SpeedUp | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The results of two sets of processes. `figure`: from the second set; None if nothing is faster or time was up."""
+class RepeatedDecision:
+    """The decision about a model, and the figure that was measured after it."""
 
     decision: Decision
     verdict: Verdict
     figure: SpeedUp | None
+    """From the second set of processes; None if the model is not faster, or if there was no time."""
     confirming: int = 0
+    """The number of processes in the second set."""
 
     @property
     def faster(self) -> bool:
         return self.verdict is Verdict.FASTER
 
 
-def settle(draw: Draw, affordable: int, rule: Rule = SHIP, check: Callable[[], bool] | None = None) -> Answer:
-    """Decide, and measure again if the decision is "faster" and there is time: `affordable` processes in all.
+def settle(
+    draw: Draw, affordable: int, rule: Rule = SHIP, check: Callable[[], bool] | None = None
+) -> RepeatedDecision:
+    """Decide, and measure again if the decision is "faster" and there is time, with at most `affordable` processes in
+    all.
 
-    `check` is called in between, if something is faster, and returns whether it is of use; if not, there is no figure.
-    A model that is certainly slower in the second set is not faster after all. The second set changes nothing else, so
-    that the reported figures are not the better half of all figures.
+    `check` is called between the two if the model is faster. It returns whether the model can be used; if not, there is
+    no figure. A model that is certainly slower in the second set of processes is refuted. The second set changes
+    nothing else, so that the reported figures are not a selection of the high ones.
     """
     decision = decide(draw, min(affordable, DECIDE_AT_MOST), rule)
     if decision.verdict is not Verdict.FASTER:
-        return Answer(decision, decision.verdict, None)
+        return RepeatedDecision(decision, decision.verdict, None)
     if check is not None and not check():
-        return Answer(decision, decision.verdict, None)
+        return RepeatedDecision(decision, decision.verdict, None)
     count = min(needed(decision.estimates), affordable - len(decision.estimates))
     figure = confirm(draw, count) if count >= FEWEST else None
     verdict = Verdict.REFUTED if figure is not None and figure.slower else Verdict.FASTER
-    return Answer(decision, verdict, figure, count if figure is not None else 0)
+    return RepeatedDecision(decision, verdict, figure, count if figure is not None else 0)

@@ -1,4 +1,4 @@
-"""The measuring loop: models are timed in turns, and only ratios within a round are compared."""
+"""The measuring loop: models take turns at running, and only times within one round are compared."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from xrlflow.backends.statistics import Floats, median_interval
 Run = Callable[[], object]
 
 MIN_SAMPLE = 2e-3
-"""The least seconds of a sample: several runs of a fast model are timed as one."""
+"""A sample takes at least this many seconds: several runs of a fast model are timed as one."""
 SETTLE_BELOW = 0.25
-"""Slower models (seconds of a run) have no untimed run at the start of a turn: it would change nothing."""
+"""A model whose run takes more seconds than this has no untimed run at the start of a turn: it would change nothing."""
 MIN_ROUNDS = 16
-"""The fewest rounds before an interval may end the measurement: an interval of few samples can be narrow by luck."""
+"""A measurement may end by the width of its intervals after this many rounds. An interval of fewer rounds can be narrow
+by chance."""
 DECIDED_ROUNDS = 6
-"""The fewest rounds before a decision may end the measurement: the interval of six rounds covers all of them."""
+"""A measurement may end because all intervals are on one side of 1 after this many rounds: the interval of six rounds
+covers all of them."""
 MAX_ROUNDS = 20_000
 
 
@@ -41,21 +43,22 @@ def interleave(
     watch: Callable[[], float] | None = None,
     read_load: Callable[[], system_load.Reading] = system_load.read,
 ) -> Comparison:
-    """Time `runs` (functions that run one model once) in rotating order, and compare each with the first.
+    """Time `runs` (functions that run one model once) in rotating order, and compare each with the first, the baseline.
 
-    A round has two halves, and every model has a turn in each. Both halves compare every model with the baseline. The
-    baseline's two turns compared with each other are the A/A control, which needs no third session in memory. Without
-    `control` a round is one half. A turn always follows one of another model, whose data has replaced this one's in the
-    caches, and starts with an untimed run. The reason: the first run after another model is 2 to 15% slower than later
-    ones, users run one model, and a baseline that sometimes followed itself seemed 0.8% faster than its own copy. A
-    sample is the mean of as many runs as take 2 ms.
+    In a round every model has a turn in each of two halves. The A/A control compares the baseline's two turns with each
+    other, so it needs no further session in memory. Without `control` a round has one half. A sample is the mean of as
+    many runs as take 2 ms.
+
+    A turn always follows a turn of another model, whose data has replaced this one's in the caches, and it starts with
+    an untimed run: the first run after another model is 2 to 15% slower than later ones, and users run one model. (When
+    a baseline sometimes followed itself, it seemed 0.8% faster than its own copy.)
 
     The loop ends when the 95% intervals (see `median_interval`) of all median log ratios are narrower than
     `target_width`, or when another round would exceed `time_limit` seconds; there is always one round. With `margin` it
-    also ends when every interval is above 1 + margin or below 1 - margin, for callers who only want to know which is
-    faster. `clock` times the samples, `watch` (by default the same) the whole; they differ if models run on another
-    machine. Python's garbage collector is off. Raises BackendError for fewer than two models, and whatever a run
-    raises.
+    also ends when every interval is above 1 + margin or below 1 - margin, for callers who only want to know which model
+    is faster. `clock` times the samples; `watch` times the whole measurement, and differs from `clock` if the models
+    run on another machine. Python's garbage collector is off. Raises BackendError for fewer than two models, and
+    whatever a run raises.
     """
     if len(runs) < 2:
         raise BackendError("measuring needs at least two models: a baseline and something to compare it with")
@@ -84,7 +87,7 @@ def interleave(
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """When to stop: intervals are narrower than `width`, or (`margin`) on one side of 1 and that far from it."""
+    """When to stop: all intervals are narrower than `width`, or (with `margin`) all are at least that far from 1."""
 
     width: float
     margin: float | None
@@ -103,7 +106,7 @@ class _Goal:
 
 
 class _Rounds:
-    """Rounds of turns of `runs`, and their samples. A row of `rows` has the seconds of each half and model of a round.
+    """The samples of all rounds. A row of `rows` has the seconds of one round, for each half and model.
 
     Each run is first warmed up for `budget` seconds.
     """
@@ -118,7 +121,8 @@ class _Rounds:
         self.rows: list[list[float]] = []
 
     def take(self, goal: _Goal, deadline: float, watch: Callable[[], float]) -> bool:
-        """Take rounds until the goal is reached or the next would end after `deadline`. True if it was reached."""
+        """Take rounds until the goal is reached, or until the next round would end after `deadline`. Returns whether
+        all intervals became narrow enough."""
         check_at = goal.first_check
         longest = 0.0
         while len(self.rows) < MAX_ROUNDS:
@@ -154,7 +158,7 @@ class _Rounds:
         return logs
 
     def speedups(self) -> tuple[SpeedUp, ...]:
-        """How many times faster each model is than the first."""
+        """How many times faster each model but the first is than the first."""
         logs = self.logs()
         return tuple(_interval(logs[:, :, 0] - logs[:, :, model]) for model in range(1, len(self._runs)))
 
@@ -162,7 +166,7 @@ class _Rounds:
 def time_alone(
     run: Run, *, time_limit: float, min_samples: int = 5, clock: Callable[[], float] = time.perf_counter
 ) -> Latency:
-    """Time one call: at least `min_samples` samples of at least 0.2 ms, then more for up to `time_limit` seconds.
+    """Time one function: at least `min_samples` samples of at least 0.2 ms, then more for up to `time_limit` seconds.
 
     The result is good enough for rough comparisons, like operators' costs, but not for a claim that one model is faster
     than another. Raises what `run` raises.
@@ -172,7 +176,7 @@ def time_alone(
         single = warm_up(run, clock, time_limit / 4)
         batch = max(1, math.ceil(2e-4 / max(single, 1e-7)))
         samples: list[float] = []
-        # 100 samples give the median to about a tenth of the spread: more would be wasted.
+        # 100 samples give the median to a tenth of the spread. More would not help.
         while len(samples) < min_samples or (len(samples) < 100 and clock() - started < time_limit):
             samples.append(turn(run, batch, False, clock))
             if clock() - started > 4 * time_limit:
@@ -181,7 +185,8 @@ def time_alone(
 
 
 def turns(slots: int, round_index: int) -> list[int]:
-    """The order of turns in a round: rotated by one every 4 rounds, reversed in every other cycle.
+    """The order of turns in a round: rotated by one place every 4 rounds, and reversed in every other cycle of
+    rotations.
 
     So every slot is equally often at every position, and equally often before and after each neighbour.
     """
@@ -191,9 +196,10 @@ def turns(slots: int, round_index: int) -> list[int]:
 
 
 def warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
-    """Run a model up to 3 times, for at most `budget` seconds, to plan memory and fill caches.
+    """Run a model up to ten times, for about `budget` seconds, so that it plans its memory and fills caches.
 
-    Seconds of the fastest.
+    Returns the seconds of the fastest run. A model gets three runs if `budget` allows it, and more only if all take
+    less than 20 ms.
     """
     started = clock()
     fastest = math.inf
@@ -208,7 +214,7 @@ def warm_up(run: Run, clock: Callable[[], float], budget: float) -> float:
 
 
 def turn(run: Run, batch: int, settle: bool, clock: Callable[[], float]) -> float:
-    """Seconds of one run: the mean of `batch` runs."""
+    """The mean seconds of `batch` runs. `settle`: an untimed run comes first."""
     if settle:
         run()
     start = clock()

@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM if a program handles it, while foreign code calls back into Python."""
+"""Ctrl-C and SIGTERM while foreign code calls back into Python and may catch the exception."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from types import FrameType
 from typing import Any
 
 COMPILING = "xrlflow-compiling"
-"""How the names of threads begin that nothing can stop: TVM has no way to do so."""
+"""The first part of the names of threads that compile. Nothing can stop them: TVM cannot be interrupted."""
 
 
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed inside and the exception was lost.
+    """Raise KeyboardInterrupt at the end of the block if Ctrl-C was pressed inside it and foreign code caught the
+    exception.
 
-    C++ code that calls back into Python sees the KeyboardInterrupt as an ordinary error, and may handle it: when TVM's
-    constant folding catches an exception, it just does not fold. The same holds for what the program's own handler of
-    SIGTERM raises.
+    C++ code that calls back into Python sees the KeyboardInterrupt as an ordinary error and may handle it: when TVM's
+    constant folding catches an exception, it just does not fold. The same holds for an exception that the program's own
+    handler of SIGTERM raises.
 
-    Only the main thread gets interrupts. In other threads, and if the program handles Ctrl-C in its own way, this does
-    nothing.
+    Only the main thread gets interrupts. In other threads this does nothing, nor for a signal that the program does not
+    handle in Python's usual manner.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -16,64 +16,66 @@ import psutil  # type: ignore[import-untyped]
 
 ROOT = Path("/")
 _UNLIMITED = 1 << 60
-"""Version 1 writes the greatest number of pages for memory without a limit."""
+"""Version 1 of control groups writes the greatest number of pages for memory without a limit."""
 _NONSENSE = 1 << 64
-"""The kernel's numbers are below."""
+"""Numbers of the kernel are below this one. A greater one cannot be right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the control groups of a process permit; None: no limit.
-
-    `versions`: of control groups that were found (1, 2). `cpus`: processors that the quota pays for. `memory`: bytes,
-    and `used` bytes of them. `periods`: those that began with something to run, and `throttled`: those in which the
-    quota was used up, since the group was made.
-    """
+    """What the control groups of a process permit."""
 
     versions: tuple[int, ...] = ()
+    """The versions of control groups (1, 2) that this system has."""
     cpus: float | None = None
+    """Processors that the quota pays for; None: no limit."""
     memory: int | None = None
+    """Bytes that the process may use; None: no limit."""
     used: int | None = None
+    """Bytes of these that are in use."""
     periods: int = 0
+    """Periods, since the group was made, in which a process of it wanted to run."""
     throttled: int = 0
+    """Periods of these in which the quota was used up."""
 
 
 def limits(root: Path = ROOT) -> Limits:
-    """The limits of this process: of its control groups and of all groups around them that it can see.
+    """The limits of this process, by its control groups and all groups around them that it can see.
 
-    `root`: where `proc` and `sys` are. What cannot be read, or is not understood, is no limit.
+    `root`: the folder of `proc` and `sys`. A limit that cannot be read or understood counts as none.
     """
     groups = list(_groups(root))
     quotas = [quota for group in groups if (quota := _quota(group)) is not None]
-    memory = [found for group in groups if (found := _memory(group)) is not None]
-    limit, used = min(memory, key=lambda found: found[0]) if memory else (None, None)
+    memory = [pair for group in groups if (pair := _memory(group)) is not None]
+    limit, used = min(memory, key=lambda pair: pair[0]) if memory else (None, None)
     throttled, periods = max(map(_throttling, groups), default=(0, 0))
     versions = tuple(sorted({group.version for group in groups}))
     return Limits(versions, min(quotas, default=None), limit, used, periods, throttled)
 
 
 def available_cpus(root: Path = ROOT) -> int:
-    """The processors (hyper-threads count) that this process may use: by affinity, and by whole ones of its quota."""
+    """The processors (hyper-threads count) that this process may use, by affinity and by its quota, rounded down."""
     return _paid(len(allowed_cpus()), root)
 
 
 def default_threads(root: Path = ROOT) -> int:
-    """The physical cores that this process may use: by affinity, and by whole ones of its quota. At least 1."""
+    """The physical cores that this process may use, by affinity and by its quota, rounded down. At least 1."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     return _paid(min(physical, len(one_cpu_a_core(allowed_cpus()))), root)
 
 
 def most_threads() -> int:
-    """The threads of a runtime that are accepted. More than the processors never help, and each one waits actively: an
-    ONNX Runtime with a thousand threads on two processors takes 16 s to open a small model."""
+    """The greatest number of threads that is accepted for a runtime. More threads than processors never help, and each
+    of them waits actively: an ONNX Runtime with a thousand threads on two processors takes 16 s to open a small
+    model."""
     return max(64, 4 * (os.cpu_count() or 1))
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that this process and others may still take: of the machine, and of its control groups."""
+    """Bytes that are free for this process and others, on the machine and in its control groups."""
     free = int(psutil.virtual_memory().available)
-    found = limits(root)
-    return free if found.memory is None else max(0, min(free, found.memory - (found.used or 0)))
+    limit = limits(root)
+    return free if limit.memory is None else max(0, min(free, limit.memory - (limit.used or 0)))
 
 
 def allowed_cpus() -> list[int]:
@@ -84,7 +86,7 @@ def allowed_cpus() -> list[int]:
 
 
 def one_cpu_a_core(cpus: list[int]) -> list[int]:
-    """The first CPU of each core, of several that share one (hyper-threads)."""
+    """The first CPU of each core: hyper-threads share one."""
     seen: set[str] = set()
     chosen: list[int] = []
     for cpu in cpus:
@@ -103,7 +105,7 @@ def _paid(count: int, root: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A control group: its version, a controller ("" with version 2, where one folder has all), and its folder."""
+    """A control group. `kind`: its controller, and "" in version 2, where one folder has all controllers."""
 
     version: int
     kind: str
@@ -111,13 +113,14 @@ class _Group:
 
 
 def _groups(root: Path) -> Iterator[_Group]:
-    """The groups that this process is in, and those around them."""
+    """The groups that this process belongs to, and the groups around them."""
     own = dict(_own_groups(root))
     for kinds, top, mounted in _mounts(root):
         for kind in kinds:
             if kind not in own:
                 continue
-            # Without a namespace of its own, a container is told the path on its machine, and has its group mounted.
+            # A container without a namespace of its own sees the path of its group on the host, and has the group
+            # itself mounted.
             group = Path(own[kind])
             folder = mounted / group.relative_to(top) if group.is_relative_to(top) else mounted
             if ".." in folder.parts or not os.path.isdir(folder):
@@ -129,7 +132,7 @@ def _groups(root: Path) -> Iterator[_Group]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[str, str]]:
-    """Controllers and the paths of this process's groups: lines like `4:cpu,cpuacct:/a/b`, or `0::/a/b`."""
+    """The controllers of this process's groups and their paths, from lines like `4:cpu,cpuacct:/a/b` or `0::/a/b`."""
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         kinds, colon, path = rest.partition(":")
@@ -139,21 +142,21 @@ def _own_groups(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[tuple[str, ...], Path, Path]]:
-    """The controllers of each mounted hierarchy, the group that is mounted, and where."""
+    """For each mounted hierarchy: its controllers, the group that is mounted, and the folder where it is mounted."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, dash, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
         if not dash or len(fields) < 5 or not kind:
             continue
-        place = root / fields[4].lstrip("/")
+        folder = root / fields[4].lstrip("/")
         if kind[0] == "cgroup2":
-            yield ("",), Path(fields[3]), place
+            yield ("",), Path(fields[3]), folder
         elif kind[0] == "cgroup" and len(kind) > 2:
-            yield tuple(kind[2].split(",")), Path(fields[3]), place
+            yield tuple(kind[2].split(",")), Path(fields[3]), folder
 
 
 def _quota(group: _Group) -> float | None:
-    """Processors that a group's quota pays for."""
+    """The processors that a group's quota pays for; None if it has none."""
     if group.version == 2:
         words = _text(group.folder / "cpu.max").split()
     elif group.kind == "cpu":
@@ -167,7 +170,7 @@ def _quota(group: _Group) -> float | None:
 
 
 def _memory(group: _Group) -> tuple[int, int | None] | None:
-    """The bytes that a group may use, and those that it uses."""
+    """The bytes that a group may use, and those that it uses; None if it has no limit."""
     if group.version == 2:
         most, used = "memory.max", "memory.current"
     elif group.kind == "memory":
@@ -181,7 +184,7 @@ def _memory(group: _Group) -> tuple[int, int | None] | None:
 
 
 def _throttling(group: _Group) -> tuple[int, int]:
-    """Periods in which the quota was used up, and all periods."""
+    """The number of periods in which the quota was used up, and that of all periods."""
     if group.kind not in ("", "cpu"):
         return 0, 0
     counts = dict(line.split()[:2] for line in _lines(group.folder / "cpu.stat") if " " in line.strip())
@@ -197,7 +200,7 @@ def _number(text: str) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; none if it cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Two models in turns in one process, and what the turns that are neighbours in time say."""
+"""Two models take turns in one process. Turns that follow one another are compared."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HELD_UP = 0.02
-"""If our threads waited for a CPU for more than this part of a turn, the turn says less about the model than others."""
+"""A turn is disturbed if our threads waited for a CPU for more than this part of it."""
 _WARM_UP = 0.03
-"""Seconds of untimed runs of each model; at most three runs."""
+"""Seconds of untimed runs of each model."""
 
 _PRIOR = 2
 
 Waits = Callable[[], Sequence[float]]
-"""Returns the seconds that each thread of this process has waited for a CPU so far, the calling thread first."""
+"""A function that returns the seconds that each thread of this process has waited for a CPU so far, the calling thread
+first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one run of a model (0: the baseline, 1: the new one): the mean of a few runs.
+    """The seconds of one run of a model (0: the baseline, 1: the new one), which are the mean of a few runs.
 
-    The time that the calling thread waited for a CPU is subtracted. `held_up`: the part of the turn that the most
-    delayed thread waited.
+    The time that the calling thread waited for a CPU has been subtracted. `held_up`: the part of the turn, from 0 to 1,
+    that the most delayed thread waited.
     """
 
     model: int
@@ -52,17 +53,17 @@ def take_turns(
     clock: Callable[[], float] = time.perf_counter,
     waits: Waits | None = None,
 ) -> tuple[Turn, ...]:
-    """Take `count` turns of two models, one after the other, beginning with `first`. None: enough to learn how many to
-    take.
+    """Take `count` turns of two models, one after the other, beginning with model `first`. If `count` is None, a few
+    turns show how noisy they are, and so how many a process should take.
 
     `singles`: seconds of a first run of each; models below 0.25 s are warmed up. A turn always follows one of the other
-    model, and starts with an untimed run if that is not too slow (see `interleave`).
+    model, and starts with an untimed run unless the model is slow (see `interleave`).
 
     On two cores that another program used as well, a run of 3.6 ms took 43 ms [12, 60] (10th and 90th percentile) with
     two threads, and 3.6 [3.5, 4.0] without the time that the calling thread waited for a CPU. With one thread, 43 ms
-    became 58 [43, 91], and 43.5 [42.7, 44.4] without. The waiting of other threads is not subtracted, because the
-    calling thread may have done their work meanwhile. `waits` counts the waiting (by default from Linux). Raises what a
-    run raises.
+    became 58 [43, 91], and 43.5 [42.7, 44.4] without that time. The waiting of other threads is not subtracted, because
+    the calling thread may have done their work meanwhile. `waits` counts the waiting (by default, Linux's counters).
+    Raises what a run raises.
     """
     with no_garbage_collection(), _Waiting() as waiting:
         read = waits if waits is not None else waiting.seconds
@@ -73,7 +74,7 @@ def take_turns(
                 rough[model] = warm_up(runs[model], clock, _WARM_UP)
         waiting.look()  # all threads of the sessions exist now
         batches = [max(1, math.ceil(MIN_SAMPLE / max(seconds, 1e-7))) for seconds in rough]
-        taken: list[Turn] = []
+        result: list[Turn] = []
         for index in range(count if count is not None else _first_turns(max(rough))):
             model = (first + index) % 2
             if quick[model]:
@@ -83,8 +84,8 @@ def take_turns(
             waited = [(b - a) / batches[model] for a, b in zip(before, read())]
             # Part of the waiting may have been just before or after the turn.
             lost = min(max(waited[0] if waited else 0.0, 0.0), 0.95 * seconds)
-            taken.append(Turn(model, seconds - lost, max(waited, default=0.0) / seconds))
-        return tuple(taken)
+            result.append(Turn(model, seconds - lost, max(waited, default=0.0) / seconds))
+        return tuple(result)
 
 
 def _first_turns(seconds: float) -> int:
@@ -95,8 +96,8 @@ def _first_turns(seconds: float) -> int:
 class Estimate:
     """The result of one process. `ratio`: the logarithm of how many times faster the new model ran than the baseline.
 
-    `control`: the same for the baseline's turns among themselves; None if it had one turn. `pairs`: the number of pairs
-    used. `noise`: the standard deviation of a pair, from the median deviation (0 for one pair).
+    `control`: the same for the baseline compared with itself, turn by turn; None if it had one turn. `pairs`: the
+    number of pairs of turns. `noise`: the standard deviation of a pair, from the median deviation (0 for one pair).
     """
 
     ratio: float
@@ -106,12 +107,12 @@ class Estimate:
 
 
 def estimate(turns: Sequence[Turn]) -> Estimate:
-    """Compare neighbouring turns. Raises ValueError for fewer than two.
+    """Compare each turn with the next one. Raises ValueError for fewer than two.
 
-    What slows the machine for longer slows both turns of a pair. A thread that lost its CPU slows one, so pairs with
-    such a turn are left out if they are less than half. If they are the majority, all are used, because the median of
-    many says more than that of a few (5% off instead of 20% on a busy machine). The baseline is first in every other
-    pair. The medians of both kinds of pairs are averaged, so that a drift cancels.
+    A cause that slows the machine for longer slows both turns of a pair. A thread that lost its CPU slows one turn, so
+    pairs with such a turn are left out if they are less than half. If they are the majority, all are used, because the
+    median of many pairs is nearer the truth than that of a few (5% off instead of 20% on a busy machine). The baseline
+    is first in every other pair. The medians of both kinds of pairs are averaged, so that a drift cancels.
     """
     if len(turns) < 2:
         raise ValueError("a comparison needs a turn of each model")
@@ -153,7 +154,7 @@ def _faster(first: Turn, second: Turn) -> float:
 
 
 class _Waiting:
-    """How long the threads of this process have waited for a CPU, as counted by Linux; 0 on other systems."""
+    """Counts how long the threads of this process have waited for a CPU. Linux counts it; it is 0 on other systems."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
@@ -163,7 +164,7 @@ class _Waiting:
         return self
 
     def look(self) -> None:
-        """Start watching new threads."""
+        """Read the counters of all threads that there are now."""
         self._close()
         own = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         for name in sorted(glob.glob("/proc/self/task/*/schedstat"), key=lambda name: name != own):
@@ -174,13 +175,13 @@ class _Waiting:
 
     def seconds(self) -> list[float]:
         # The columns are: nanoseconds on a CPU, nanoseconds of waiting, times on a CPU.
-        found = []
+        waits = []
         for file in self._files:
             try:
-                found.append(int(os.pread(file, 100, 0).split()[1]) * 1e-9)
+                waits.append(int(os.pread(file, 100, 0).split()[1]) * 1e-9)
             except ProcessLookupError:  # the thread has ended
-                found.append(0.0)
-        return found
+                waits.append(0.0)
+        return waits
 
     def _close(self) -> None:
         while self._files:

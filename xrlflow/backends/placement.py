@@ -1,11 +1,11 @@
 """Pins threads to the same CPUs for every model that is compared.
 
-A scheduler places a session's worker threads when they start and may leave them there. If that is the CPU of another
-program or of the main thread, the session stays slower as long as it lives, while the compared session is not. On a
-2-core machine under load, two sessions of one model then differed steadily by a factor of two (2.09x [2.07, 2.09];
-0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all sessions on the same
-CPUs, and the calling thread on another, no such ratio occurred; on a quiet machine pinning changes nothing. ONNX
-Runtime pins its workers itself if it is not told a thread count.
+A scheduler places a session's worker threads when they start, and may leave them there. If another program or the main
+thread uses the same CPU, the session stays slow as long as it lives, while the session that it is compared with does
+not. On a 2-core machine under load, two sessions of one model then differed steadily by a factor of two (2.09x [2.07,
+2.09]; 0.60x [0.50, 0.80]), which the A/A control of a single session cannot see. With the workers of all sessions on
+the same CPUs, and the calling thread on another, no such ratio occurred; on a quiet machine pinning changes nothing.
+ONNX Runtime pins its workers itself if no number of threads is set.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ LOOK = 0.05
 
 
 def cache_levels() -> dict[int, int]:
-    """Bytes of the first core's data caches by level (1, 2, ...); empty if the system does not tell."""
-    found: dict[int, int] = {}
+    """Bytes of the first core's data caches by level (1, 2, ...); empty if the system does not list them."""
+    sizes: dict[int, int] = {}
     for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         try:
             level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
             unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1:], 1)
             if kind != "Instruction":
-                found[int(level)] = int(size.rstrip("KMG")) * unit
+                sizes[int(level)] = int(size.rstrip("KMG")) * unit
         except (OSError, ValueError):  # some systems list a cache without its size
             continue
-    return found
+    return sizes
 
 
 def last_level() -> int:
-    """Bytes of the largest cache of the first core; 32 MB if the system does not tell."""
+    """Bytes of the largest cache of the first core; 32 MB if the system does not list caches."""
     return max(cache_levels().values(), default=0) or 32_000_000
 
 
 def choose_cpus(threads: int) -> tuple[int, ...] | None:
-    """One CPU (by number) for each of `threads` threads, on different cores. The first is the calling thread's.
+    """One CPU (by number) for each of `threads` threads, on different cores. The calling thread gets the first.
 
     They are the block of neighbouring cores that other programs use least at the moment. None if a process cannot
-    choose (not on Linux) or has too few cores; then the scheduler decides.
+    choose its CPUs (not on Linux), or if there are too few cores; then the scheduler decides.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -63,7 +63,7 @@ def choose_cpus(threads: int) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def pinned(cpus: Sequence[int] | None) -> Iterator[None]:
-    """Keep the calling thread on the first of `cpus`. None: do nothing."""
+    """Keep the calling thread on the first of `cpus` inside the block. With None it stays free."""
     if cpus is None:
         yield
         return
@@ -76,7 +76,7 @@ def pinned(cpus: Sequence[int] | None) -> Iterator[None]:
 
 
 def _busy() -> dict[int, float]:
-    """How busy each CPU is during the next moment, from 0 to 1."""
+    """How busy each CPU is during the next `LOOK` seconds, from 0 to 1."""
     before = psutil.cpu_times(percpu=True)
     time.sleep(LOOK)
     after = psutil.cpu_times(percpu=True)

@@ -20,9 +20,9 @@ ModelSource: TypeAlias = str | os.PathLike[str] | bytes
 
 
 class BackendError(RuntimeError):
-    """A backend cannot do what was asked. The message is one line, written for users.
+    """A backend cannot do what it was asked to do. The message is one line, written for users.
 
-    `reason`: the message without `instead`, what the user could do instead where this ends the command.
+    `reason`: the message without `instead`, which says what the user could do instead if this error ends the command.
     """
 
     def __init__(self, reason: str, instead: str = "") -> None:
@@ -34,7 +34,7 @@ USE_ONNXRUNTIME = "use optimize --backend onnxruntime for this model"
 
 
 class OutOfTime(BackendError):
-    """Something was ended because its time was over."""
+    """A task was ended because its time was over."""
 
 
 class NotFromPython(BackendError):

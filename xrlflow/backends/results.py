@@ -1,4 +1,4 @@
-"""The results of measurements: small frozen records, which go into reports and JSON as they are."""
+"""The results of measurements: frozen records, which are written to reports and JSON unchanged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-# An interval wider than this around 1 tells nothing: its ends are a factor of 1.5 apart.
+# An interval wider than this around 1 is useless: its ends are a factor of 1.5 apart.
 _RESTLESS = math.log(1.5)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """How many times faster a model is than the baseline, with the 95% interval of that median.
+    """How many times faster a model is than the baseline: the median, and its 95% interval.
 
     The interval is (0, inf) if there are too few samples for one.
     """
@@ -68,45 +68,45 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What other programs did during a measurement.
-
-    `other`: CPUs that other programs used on average; `steal`: CPUs that the hypervisor gave to other machines; `own`:
-    CPUs that we used, of `cpus` in all, over `seconds`. `disturbed`: our `threads` threads cannot have had their CPUs
-    for themselves.
-    """
+    """What other programs did during a measurement."""
 
     other: float
+    """CPUs that other programs used on average."""
     steal: float
+    """CPUs that the hypervisor gave to other machines, on average."""
     own: float
+    """CPUs that this process used on average."""
     cpus: int
+    """CPUs of the machine."""
     threads: int
+    """Threads of the measured models."""
     seconds: float
     disturbed: bool
+    """Whether the threads cannot have had CPUs for themselves."""
 
     @property
     def other_fraction(self) -> float:
-        """The part of the machine (0 to 1) that worked for others, including stolen time."""
+        """The part of the machine (0 to 1) that other programs and machines used."""
         return (self.other + self.steal) / self.cpus
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several models measured in turns in one process. The first is the baseline.
-
-    `speedups[i]` says how many times faster `latencies[i + 1]` is than the baseline. `control` compares the baseline
-    with itself in a turn of its own (None: not asked for): if its interval does not contain 1, the others are not
-    reliable either. `samples`: the number of rounds. `converged`: every interval became as narrow as asked within the
-    time limit.
-    """
+    """Several models that took turns in one process. The first is the baseline."""
 
     latencies: tuple[Latency, ...]
     speedups: tuple[SpeedUp, ...]
+    """`speedups[i]` says how many times faster `latencies[i + 1]` is than the baseline."""
     control: SpeedUp | None
+    """The baseline compared with itself, in a turn of its own; None if nobody asked for it. If its interval does not
+    contain 1, the other intervals are not reliable either."""
     load: Load
     samples: int
+    """The number of rounds."""
     seconds: float
     threads: int
     converged: bool
+    """Whether every interval became as narrow as requested within the time limit."""
 
     @property
     def speedup(self) -> SpeedUp:
@@ -132,31 +132,31 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RepeatedComparison:
-    """Two models compared in many fresh processes.
-
-    - `speedup`: the mean over processes that had no part in the decision, with a 95% interval from the spread between
-      processes; None if nothing was decided, or too few processes were left.
-    - `verdict`: the decision. `decided`: the interval that decided, which allows for all looks; None if nothing had to
-      be decided, or too few processes took part.
-    - `control`: the baseline compared with itself. `before`, `after`: latencies over all turns of all processes; None
-      if the time was up before the first had ended.
-    - `processes`: their number. `pairs`: the number of pairs of neighbouring turns. `disturbed`: other programs used
-      our CPUs in many processes.
-    - `ratios`, `controls`: how many times faster the new model, and the baseline itself, ran in each process; those
-      that decided come first.
-    """
+    """Two models compared in many fresh processes."""
 
     speedup: SpeedUp | None
+    """The mean over processes that had no part in the decision, with a 95% interval from the spread between processes;
+    None if nothing was decided, or if there was time for too few processes."""
     control: SpeedUp | None
+    """The baseline compared with itself."""
     before: Latency | None
+    """The latency of the baseline over all turns of all processes; None if the time was over before the first ended."""
     after: Latency | None
+    """The same of the new model."""
     seconds: float
     threads: int
     verdict: Verdict | None = None
     decided: SpeedUp | None = None
+    """The interval that led to the verdict, which allows for all interim analyses; None if there was no decision, or
+    if too few processes took part."""
     processes: int = 1
     pairs: int = 0
+    """The number of pairs of neighbouring turns."""
     disturbed: bool = False
+    """Whether other programs used our CPUs in more than a quarter of the processes."""
     fresh_processes: bool = True
+    """Whether each sample came from a process of its own."""
     ratios: tuple[float, ...] = ()
+    """How many times faster the new model ran in each process. Processes of the decision come first."""
     controls: tuple[float, ...] = ()
+    """How many times faster the baseline ran than itself in each process."""

@@ -1,4 +1,4 @@
-"""Intervals: for medians of paired, autocorrelated samples, and for estimates from several processes."""
+"""Confidence intervals: of medians of paired, autocorrelated samples, and of means over several processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from xrlflow.backends.results import SpeedUp
 
-# With this many rounds, their range is an interval of the median: all are on one side of it once in 2^15.
+# With this many rounds, their range is an interval of the median: all rounds are on one side of it with probability
+# 2^-15.
 _ENOUGH = 16
 Floats = npt.NDArray[np.float64]
 
@@ -23,15 +24,16 @@ def median_interval(samples: Floats) -> tuple[float, float, float]:
 
     `samples` has one row per round, in order. A row may have several differences that share a measurement (the baseline
     timed twice). The textbook interval of a median lies between the order statistics at ranks n/2 -+ z sqrt(n)/2. It
-    makes no assumption on the distribution except that a sample is above the median with probability 1/2, so the
-    skewed, heavy-tailed distribution of latencies does no harm. Unlike a bootstrap it is cheap enough to compute every
-    few rounds, and needs no seed.
+    assumes nothing of the distribution except that a sample is above the median with probability 1/2, so the skewed,
+    heavy-tailed distribution of latencies does no harm. Unlike a bootstrap it is cheap enough to compute every few
+    rounds, and needs no seed.
 
-    Rounds are not independent, because load comes and goes. So the half width is the larger of that for independent
-    rounds and that from the long-run variance of the series "part of this row below the median" (Bartlett's window over
-    sqrt(n) lags, with the wider quantile for such a window). A continuity correction of half a rank makes it agree with
-    the exact binomial interval for small n. Fewer than 6 rounds have no 95% interval: (median, -inf, inf); without
-    rounds it is (nan, -inf, inf). With 16 rounds or more it never exceeds the range of the samples.
+    Rounds are not independent, because load comes and goes. So there are two half widths, of which the larger is used.
+    One holds for independent rounds. The other comes from the long-run variance of the series "part of this row below
+    the median" (Bartlett's window over sqrt(n) lags, with the wider quantile for such a window). A continuity
+    correction of half a rank makes the interval agree with the exact binomial interval for small n. Fewer than 6 rounds
+    have no 95% interval: (median, -inf, inf); without rounds it is (nan, -inf, inf). With 16 rounds or more it never
+    exceeds the range of the samples.
     """
     rounds = len(samples)
     if rounds == 0:
@@ -73,14 +75,14 @@ def _score_error(scores: Floats, columns: int) -> float:
 TRIMMED = 0.1
 """The part of the estimates that is trimmed on either side, because another program may have disturbed them."""
 _ENOUGH_PROCESSES = 8
-"""Biased estimates agree by luck once in 128 times with this number: fewer prove less."""
+"""The signs of this many estimates without any effect agree once in 128 times: fewer estimates prove less."""
 SPREAD = 0.01
-"""Sessions of one model may differ by so much (logarithm, standard deviation). It is the least that is assumed of fewer
-estimates."""
+"""The standard deviation, as a logarithm, between sessions of one model. Fewer than `_ENOUGH_PROCESSES` estimates are
+taken to differ at least this much."""
 _MOST_PRECISE = 0.5
-"""An estimate has no more weight than one of this part of the median error: a quiet process may be quiet by luck."""
+"""No estimate counts as more precise than this part of the median error: a quiet process may be quiet by chance."""
 _LEAST_FREEDOM = 0.5
-"""If one weight is almost everything, the error would be infinite."""
+"""A lower bound of the degrees of freedom: without it the error would be infinite if one weight were almost the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +91,18 @@ class Pooled:
 
     mean: float
     error: float
-    freedom: float
+    degrees_of_freedom: float
 
-    def quantile(self, tail: float) -> float:
+    def quantile(self, tail_probability: float) -> float:
         """The number of standard errors above the mean that is exceeded with probability `tail`."""
         from scipy.special import stdtrit
 
-        return float(stdtrit(self.freedom, 1.0 - tail))
+        return float(stdtrit(self.degrees_of_freedom, 1.0 - tail_probability))
 
-    def interval(self, tail: float) -> SpeedUp:
-        """The interval of a logarithm, missed with probability `tail` on either side, as a ratio."""
-        half = self.quantile(tail) * self.error
+    def interval(self, tail_probability: float) -> SpeedUp:
+        """The interval of the ratio whose logarithm is the mean. The truth is above it with probability `tail`, and
+        below it with the same probability."""
+        half = self.quantile(tail_probability) * self.error
         return SpeedUp(math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half))
 
 
@@ -107,13 +110,14 @@ def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> P
     """Combine estimates of one quantity, each from a different process.
 
     Estimates differ by what differs between processes (`SPREAD`), and by the noise of the few runs in each. `errors`:
-    standard errors by that noise; None: all alike. They give the estimates' weights. The error of the mean comes from
-    the spread of the estimates, which contains both (White 1980: whatever the weights), with as many degrees of freedom
-    as the weights leave (Kish 1965, effective sample size). So `errors` that are wrong, but do not depend on the
-    estimates, make the mean less precise, and its error not too small. The highest and the lowest tenth are left out of
-    the mean (of fewer than 10: none) and winsorised in its error (Tukey and McLaughlin 1963). Fewer than 8 estimates
-    may be close by luck, so their standard deviation is taken to be at least `SPREAD`. Raises ValueError for fewer than
-    2.
+    the standard errors by that noise, from which the weights of the estimates follow; None: all are alike. The error of
+    the mean comes from the spread of the estimates, which contains both causes (White 1980: it holds for any weights).
+    Its degrees of freedom are those that the weights leave (Kish 1965, effective sample size). So wrong `errors` make
+    the mean less precise, but do not make its error too small, unless they depend on the estimates.
+
+    The highest and the lowest tenth are left out of the mean (of fewer than 10: none) and winsorised in its error
+    (Tukey and McLaughlin 1963). Fewer than 8 estimates may be close by chance, so their standard deviation is taken to
+    be at least `SPREAD`. Raises ValueError for fewer than 2.
     """
     count = len(estimates)
     if count < 2:
@@ -123,7 +127,7 @@ def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> P
     within = np.zeros(count) if errors is None else np.asarray(errors, dtype=np.float64)[order]
     weights = 1.0 / (max(SPREAD, _MOST_PRECISE * float(np.median(within))) ** 2 + within**2)
     cut = int(TRIMMED * count)
-    kept = slice(cut, count - cut)
+    inner = slice(cut, count - cut)
     winsorised = np.clip(values, values[cut], values[count - cut - 1])
     parts = weights / weights.sum()
     effective = _effective(parts)
@@ -132,8 +136,8 @@ def pool(estimates: Sequence[float], errors: Sequence[float] | None = None) -> P
     if count < _ENOUGH_PROCESSES:
         variance = max(variance, SPREAD**2 / effective)
     error = math.sqrt(variance) / (1.0 - 2.0 * cut / count)
-    mean = float(np.average(values[kept], weights=weights[kept]))
-    return Pooled(mean, error, max(_effective(weights[kept]) - 1.0, 1.0))
+    mean = float(np.average(values[inner], weights=weights[inner]))
+    return Pooled(mean, error, max(_effective(weights[inner]) - 1.0, 1.0))
 
 
 def _effective(weights: Floats) -> float:

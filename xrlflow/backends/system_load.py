@@ -17,7 +17,7 @@ TICK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """CPU seconds since a fixed moment (of the whole machine, stolen, and of this process), and a clock."""
+    """CPU seconds since a fixed moment: of all programs, stolen by the hypervisor, and of this process; and a clock."""
 
     busy: float
     steal: float
@@ -26,7 +26,7 @@ class Reading:
 
 
 def read() -> Reading:
-    """The present counters. Reading takes about 50 microseconds, so do it around a measurement, not inside."""
+    """The counters now. Reading takes about 50 microseconds, so do it before and after a measurement, not inside."""
     times: Any = psutil.cpu_times()
     # `user` and `nice` include guests. Counters that a system lacks (macOS, Windows) count as 0.
     busy = times.user + getattr(times, "nice", 0.0) + times.system
@@ -52,8 +52,8 @@ def judge(before: Reading, after: Reading, threads: int, cpus: int | None = None
     """The load between two readings.
 
     Other programs may use the CPUs that our `threads` leave free, up to half of them (the scheduler keeps programs
-    apart as far as it can). More than that ran on our CPUs. More than 5% of our threads' time, or 2% stolen, counts as
-    disturbed.
+    apart as far as it can). What exceeds this counts as run on our CPUs. The measurement is disturbed if that is more
+    than 5% of our threads' time, or if more than 2% was stolen.
     """
     cpus = cpus or psutil.cpu_count() or 1
     seconds = max(after.clock - before.clock, 1e-9)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from xrlflow.backends.beside import library_path
+from xrlflow.backends.library_files import library_path
 from xrlflow.batch.jobs import WAITING, Job, Row, failed
 from xrlflow.batch.plan import key_of, versions
 from xrlflow.common.text import printable

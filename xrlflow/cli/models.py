@@ -67,7 +67,7 @@ def optimize(
 def _check_extra_files(model: Path, output: Path, **paths: Path | None) -> None:
     """Raise OptionError or ModelError if a file besides the result cannot be written, or would replace another one."""
     from xrlflow import api
-    from xrlflow.backends.beside import library_path
+    from xrlflow.backends.library_files import library_path
 
     for name, path in paths.items():
         if path is not None:
@@ -250,7 +250,7 @@ def run(
     """Run a model once, with the library of kernels in its folder (NAME.so), and show its outputs."""
     with clear_errors():
         from xrlflow import api
-        from xrlflow.backends.beside import library_path
+        from xrlflow.backends.library_files import library_path
         from xrlflow.report import show
 
         if output is not None and output != PIPE:

@@ -122,7 +122,7 @@ def kernels() -> Finding:
         return Finding("TVM", Status.WARN, f"not installed ({', '.join(missing)} missing)", _KERNELS)
     import numpy as np
 
-    from xrlflow.backends.beside import library_path
+    from xrlflow.backends.library_files import library_path
     from xrlflow.backends.onnxruntime import open_model, with_library
     from xrlflow.backends.tvm import detect
     from xrlflow.backends.tvm.library.hybrid import hybrid

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from xrlflow.backends import BackendError
-from xrlflow.backends.beside import library_path
 from xrlflow.backends.children import Child
+from xrlflow.backends.library_files import library_path
 from xrlflow.backends.onnxruntime import Options, measure, with_library
 from xrlflow.backends.protocol import OutOfTime
 from xrlflow.backends.tvm.kernels.algorithms import multiplies_less

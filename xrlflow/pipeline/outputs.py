@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xrlflow.backends.beside import check_library_path
+from xrlflow.backends.library_files import check_library_path
 from xrlflow.backends.tvm import SUFFIX
 from xrlflow.onnxio import ModelError
 from xrlflow.options import OptionError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rewrite_rules import LIBRARY
 from xrlflow.backends import BackendError, RepeatedComparison
-from xrlflow.backends.beside import library_of
+from xrlflow.backends.library_files import library_of
 from xrlflow.backends.onnxruntime import with_library
 from xrlflow.backends.onnxruntime.profile import OperatorProfile, profile_operators
 from xrlflow.ir import Graph

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xrlflow.backends import BackendError
-from xrlflow.backends.beside import check_unedited, library_of
+from xrlflow.backends.library_files import check_unedited, library_of
 from xrlflow.backends.onnxruntime import Options, load_library, open_model, with_library
 from xrlflow.backends.onnxruntime.reasons import reason
 from xrlflow.backends.onnxruntime.session import ort_errors

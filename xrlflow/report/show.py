@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from xrlflow.backends.beside import library_path
+from xrlflow.backends.library_files import library_path
 from xrlflow.backends.results import SpeedUp
 from xrlflow.backends.tvm.kernels.algorithms import AlgorithmChoice, multiplies_less
 from xrlflow.common.text import printable, printable_words

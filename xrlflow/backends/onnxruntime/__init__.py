@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OnnxRuntime:
-    """The `Backend` of ONNX Runtime. Raises BackendError for providers other than the CPU's."""
+    """The `Backend` of ONNX Runtime. Raises BackendError for other providers than the CPU."""
 
     optimization: Optimization = Optimization.ALL
     providers: Sequence[str] = (CPU,)

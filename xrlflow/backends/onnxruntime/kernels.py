@@ -1,4 +1,4 @@
-"""Which operators ONNX Runtime's CPU provider can run, according to its register of kernels."""
+"""Which operators ONNX Runtime's CPU provider can run, according to its registry of kernels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
     """Whether ONNX Runtime's CPU provider runs `op` on these element types (names of ONNX or NumPy).
 
     True if a single kernel takes them all: in its type constraints, in a constraint that it leaves to the schema, or as
-    an input or output of fixed type (the condition of Where). `dtypes` is one set for the node, so inputs are not
-    distinguished. An operator without a kernel that ONNX defines as a function is expanded into others. It counts as
+    an input or output of fixed type (the condition of Where). `dtypes` are the types of all inputs and outputs
+    together. An operator without a kernel that ONNX defines as a function is expanded into others. It counts as
     supported if its schema allows the types and none is a float other than float32.
     """
     wanted = frozenset(f"tensor({ALIASES.get(dtype.lower(), dtype.lower())})" for dtype in dtypes)
@@ -36,7 +36,7 @@ def supports(op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
 
 @functools.cache
 def _kernels() -> dict[Key, list[Types]]:
-    """For each operator, the types that each of its kernels takes."""
+    """For each operator, the types that each of its kernels accepts."""
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     schemas = _schemas()
@@ -46,17 +46,18 @@ def _kernels() -> dict[Key, list[Types]]:
         first, last = kernel.version_range
         if kernel.provider != "CPUExecutionProvider" or (kernel.domain == "" and not first <= OPSET <= last):
             continue
-        taken = {name for names in kernel.type_constraints.values() for name in names}
+        accepted = {name for names in kernel.type_constraints.values() for name in names}
         for constraint, types in schemas.get(key, {}).items():
             if constraint not in kernel.type_constraints:
-                taken |= types
-        table[key].append(frozenset(taken))
+                accepted |= types
+        table[key].append(frozenset(accepted))
     return dict(table)
 
 
 @functools.cache
 def _schemas() -> dict[Key, dict[str, Types]]:
-    """For each operator, its type constraints at the canonical opset. A fixed type is a constraint by its own name."""
+    """For each operator, its type constraints at the canonical opset. A fixed type counts as a constraint under its own
+    name."""
     from onnxruntime.capi import onnxruntime_pybind11_state as native
 
     newest: dict[Key, int] = {}

@@ -1,4 +1,4 @@
-"""Compares two models in many fresh processes. Only this gives a reported speed-up."""
+"""Compares two models in many fresh processes. All reported speed-ups come from here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from xrlflow.backends.decision import FEWEST, Answer, confirm, pooled, settle
+from xrlflow.backends.decision import FEWEST, RepeatedDecision, confirm, pooled, settle
 from xrlflow.backends.interleave import SETTLE_BELOW
 from xrlflow.backends.onnxruntime.session import Optimization, Options, resolve_threads
 from xrlflow.backends.onnxruntime.timing import Sample
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 GRACE = 0.03
-"""A process may exceed the time limit by this part of it if it was begun in time."""
+"""A process that was begun in time may exceed the time limit by this part of it."""
 _MOST_PROCESSES = 80
 _ENOUGH_PROCESSES, _FEWEST_PROCESSES = 12, 5
-"""If there is no time for this many processes, each has fewer turns. With few turns it takes as long to start as to
-measure, unless even then there are too few processes."""
+"""If there is no time for `_ENOUGH_PROCESSES`, each process has fewer turns. It has no fewer than take as long as the
+start of the process, unless that would leave fewer than `_FEWEST_PROCESSES`."""
 _FEWEST_TURNS, _ROBUST_TURNS, _MOST_TURNS = 4, 12, 80
-"""The median of few turns is not robust. Where other programs slow single turns by half, processes of an unchanged
+"""The median of few turns is not robust. Where other programs slowed single turns by half, processes of an unchanged
 ResNeXt-50 (47 ms) differed by 11% with 4 turns, 2.5% with 8, and 0.6% with 16, and took 1.1, 1.5 and 2.2 s."""
 _PRECISE = 0.005
 """The standard error of a mean (a logarithm) above which more processes are worth the time."""
 _FIGURE_ALONE = 24
-"""The number of processes for a figure without a decision."""
+"""The number of processes for a figure if nothing is to be decided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deciding:
     """How to decide whether a model is accepted: if it is measured to be faster, and if `check` returns True.
 
-    `check_seconds`: how long `check` takes. A decision takes more than `patience` seconds only if other programs spread
-    the estimates so much that their mean is uncertain by 0.5%; smaller doubts are hardly worth more time.
+    `check_seconds`: how long `check` takes. A decision takes more than `patience` seconds only if other programs make
+    the mean of the estimates uncertain by more than 0.5%; a smaller uncertainty is hardly worth more time.
     """
 
     check: Callable[[], bool]
@@ -69,14 +69,14 @@ def measure_in_fresh_processes(
     """How many times faster `after` is than `before`, measured in many fresh processes.
 
     What is fixed for the life of a process (addresses of weights, CPUs of threads) can make one session a percent or
-    more faster than another of the same model, so a single process cannot tell a small speed-up from luck. Each process
-    opens two sessions, every other one in reverse order, and takes a few turns (`pairs`): more if the first process
-    found them noisy, or if starting takes long. The number of processes follows from `decision`. With `deciding`, they
-    first decide whether `after` is accepted; if so, further processes tell by how much it is faster. Without it they
-    only measure by how much.
+    more faster than another of the same model, so a single process cannot tell a small speed-up from chance. Each
+    process opens two sessions, every other one in reverse order, and takes a few turns (see `pairs`). It takes more
+    turns if those of the first process were noisy, or if processes take long to start. The module `decision` says how
+    many processes there are. With `deciding`, they first decide whether `after` is accepted; if so, further processes
+    measure by how much it is faster. Without it they only measure.
 
-    `time_limit`: seconds for everything, the check included. It ends earlier when enough is known, or when the first
-    processes show that there is no time for another. Ctrl-C ends the running process.
+    `time_limit`: seconds for everything, the check included. It ends earlier when the result is precise enough, or when
+    the first processes show that there is no time for another. Ctrl-C ends the running process.
 
     A SessionOptions object cannot be sent to another process. With one, each sample uses new sessions in this process,
     and the result's `fresh_processes` is False; a mapping of configuration entries is better.
@@ -96,15 +96,16 @@ def measure_in_fresh_processes(
                 return setup.sample(index, turns)
 
         drawing = _Drawing(source, started + time_limit, GRACE * time_limit)
-        answer: Answer | SpeedUp | None = None
+        result: RepeatedDecision | SpeedUp | None = None
         if deciding is not None:
-            answer = drawing.decided(deciding, started)
-        elif affordable := drawing.plan():
-            answer = confirm(drawing.draw, min(affordable, _FIGURE_ALONE))
-    return drawing.summary(answer, time.monotonic() - started, threads, deciding is not None, setup.portable)
+            result = drawing.decided(deciding, started)
+        elif affordable := drawing.affordable_processes():
+            result = confirm(drawing.draw, min(affordable, _FIGURE_ALONE))
+    return drawing.summary(result, time.monotonic() - started, threads, deciding is not None, setup.portable)
 
 
-# source(index, turns, deadline): the turns of a sample; None if they were not over at `deadline` (time.monotonic).
+# source(index, turns, deadline) takes a sample. It returns None if its turns were not over at `deadline`
+# (time.monotonic).
 Source: TypeAlias = Callable[[int, int | None, float], Sample | None]
 
 
@@ -118,13 +119,13 @@ class _Drawing:
     turns: int | None = None
     samples: list[Sample] = field(default_factory=list)
     estimates: list[Estimate] = field(default_factory=list)
-    waiting: list[Estimate] = field(default_factory=list)  # measured, but not yet drawn
+    waiting: list[Estimate] = field(default_factory=list)  # measured by `affordable`, but not drawn yet
     longest: float = 0.0
     patient_until: float = math.inf
-    ended: bool = False  # a sample was not over in time: its processes have been ended
+    ended: bool = False  # a sample was not over in time, and its processes were ended
 
-    def decided(self, deciding: Deciding, started: float) -> Answer | None:
-        """The answer of a decision that was begun at `started`; None if there is no time for one."""
+    def decided(self, deciding: Deciding, started: float) -> RepeatedDecision | None:
+        """The result of a decision that was begun at `started` (time.monotonic); None if there is no time for one."""
         end = self.deadline
         self.deadline, self.patient_until = end - deciding.check_seconds, started + deciding.patience
 
@@ -132,13 +133,14 @@ class _Drawing:
             self.deadline, self.patient_until = end, math.inf
             return deciding.check()
 
-        affordable = self.plan()
+        affordable = self.affordable_processes()
         return settle(self.draw, affordable, check=check) if affordable else None
 
-    def plan(self) -> int:
-        """Measure once, and choose `turns`. Returns the number of processes that there is time for.
+    def affordable_processes(self) -> int:
+        """Take one sample, and choose the number of turns of the others. Returns the number of processes that there is
+        time for.
 
-        The first one is included if its turns are of use.
+        The first sample counts as one of them if it has enough turns.
         """
         started = time.monotonic()
         first = self._measure()
@@ -151,10 +153,9 @@ class _Drawing:
         left = max(self.deadline - time.monotonic(), 0.0)
         slow = sampled.turns[0].seconds >= SETTLE_BELOW
         self.turns = _turns(self.estimates[0].noise, start, each, left, 2 if slow else _FEWEST_TURNS)
+        # With much fewer turns than the others will have, the first sample only served to choose their number.
         if self.turns <= 2 * len(sampled.turns):
-            self.waiting.append(
-                first
-            )  # otherwise it says much less than the others will, and only served to learn this
+            self.waiting.append(first)
         self.longest = start + self.turns * each
         return min(len(self.waiting) + int(left / max(self.longest, 1e-6)), _MOST_PROCESSES)
 
@@ -165,33 +166,39 @@ class _Drawing:
         if self.ended or now + self.longest > self.deadline or (now > self.patient_until and self._precise()):
             return None
         started = time.monotonic()
-        found = self._measure()
+        drawn = self._measure()
         self.longest = max(0.8 * self.longest, time.monotonic() - started)
-        return found
+        return drawn
 
     def _precise(self) -> bool:
-        """Whether the estimates are close together. Their mean must not matter, or it would be selected."""
+        """Whether the mean of the estimates is precise enough. This must not depend on the mean itself: a stop at high
+        estimates would select them."""
         return len(self.estimates) > FEWEST and pooled(self.estimates).error <= _PRECISE
 
     def _measure(self) -> Estimate | None:
-        found = self.source(len(self.samples), self.turns, self.deadline + self.grace)
-        if found is None:
+        sample = self.source(len(self.samples), self.turns, self.deadline + self.grace)
+        if sample is None:
             self.ended = True
             return None
-        self.samples.append(found)
-        self.estimates.append(estimate(found.turns))
+        self.samples.append(sample)
+        self.estimates.append(estimate(sample.turns))
         return self.estimates[-1]
 
     def summary(
-        self, answer: Answer | SpeedUp | None, seconds: float, threads: int, deciding: bool, fresh: bool
+        self,
+        result: RepeatedDecision | SpeedUp | None,
+        seconds: float,
+        threads: int,
+        deciding: bool,
+        fresh: bool,
     ) -> RepeatedComparison:
         controlled = [(e.control, e) for e in self.estimates if e.control is not None]
         controls = [control for control, _ in controlled]
         disturbed = sum(s.load.disturbed for s in self.samples)
-        decision = answer if isinstance(answer, Answer) else None
+        decision = result if isinstance(result, RepeatedDecision) else None
         verdict = (decision.verdict if decision else Verdict.TOO_FEW) if deciding else None
         return RepeatedComparison(
-            speedup=answer.figure if isinstance(answer, Answer) else answer,
+            speedup=result.figure if isinstance(result, RepeatedDecision) else result,
             control=(
                 pool(controls, errors([e for _, e in controlled])).interval(0.025)
                 if len(controls) >= FEWEST
@@ -213,12 +220,12 @@ class _Drawing:
 
 
 def _turns(noise: float, start: float, each: float, left: float, fewest: int) -> int:
-    """The even number of turns of a process that gives the narrowest interval.
+    """The number of turns of a process, an even one, that gives the narrowest interval.
 
-    `noise`: the standard deviation of a pair of turns; the others are seconds: to start a process, of each turn, and
-    that are left for all processes.
+    `noise`: the standard deviation of a pair of turns. Seconds: `start`, to start a process; `each`, of one turn;
+    `left`, of the time for all processes.
     """
-    # This number minimises variance (SPREAD**2 + noise**2 / turns) times cost (start + turns * each).
+    # This number minimises the variance (SPREAD**2 + noise**2 / turns) times the cost (start + turns * each).
     best = max(noise / SPREAD * math.sqrt(start / max(each, 1e-6)), _ROBUST_TURNS)
     measuring = max(left / _ENOUGH_PROCESSES, min(2.0 * start, left / _FEWEST_PROCESSES)) - start
     room = measuring / max(each, 1e-6)
@@ -234,13 +241,13 @@ def _latency(samples: Sequence[Sample], model: int) -> Latency | None:
 
 
 class FreshProcesses:
-    """Processes in which two models are loaded and timed, one process at a time. See `worker`."""
+    """Processes in which two models are loaded and timed, one process at a time. See `worker.Sampler`."""
 
     def __init__(self, setup: Setup) -> None:
-        # A process with NumPy's threads could not be forked safely.
+        # A process in which NumPy runs threads could not be forked safely.
         variables = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         try:
-            self.place = Forks(partial(prepare, setup), variables)
+            self.forks = Forks(partial(prepare, setup), variables)
         except WorkerError as error:
             raise BackendError(str(error)) from error
 
@@ -250,23 +257,23 @@ class FreshProcesses:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.place.close()
+        self.forks.close()
 
     def sample(self, index: int, turns: int | None, deadline: float) -> Sample | None:
-        """The turns of a new process. Every other one (odd `index`) begins with the new model.
+        """A sample of a new process. Every other one (odd `index`) begins with the new model.
 
         None if it was not over at `deadline` (time.monotonic). Raises BackendError.
         """
-        worker = self.place.worker(Sampler, "a measuring process")
+        worker = self.forks.worker(Sampler, "a measuring process")
         try:
             worker.begin((index, turns))
-            found: Sample | BackendError = worker.answer(deadline)
+            sample: Sample | BackendError = worker.answer(deadline)
         except WorkerLate:
             return None
         except WorkerError as error:
             raise BackendError(str(error)) from error
         finally:
             worker.close()
-        if isinstance(found, BackendError):
-            raise found
-        return found
+        if isinstance(sample, BackendError):
+            raise sample
+        return sample

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TypeProto
 
-from xrlflow.backends.beside import check_library_path, library_path
+from xrlflow.backends.library_files import check_library_path, library_path
 from xrlflow.backends.protocol import BackendError, one_line
 from xrlflow.backends.tvm.kernels.algorithms import DEFAULT, AlgorithmChoice, Algorithms
 from xrlflow.backends.tvm.library.kernel_library import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xrlflow.backends import BackendError
-from xrlflow.backends.beside import check_library_path, library_of, library_path
+from xrlflow.backends.library_files import check_library_path, library_of, library_path
 
 DOMAIN = b"in a file: xrlflow.0123456789abcdef0123456789abcdef, a domain"
 

@@ -1,9 +1,8 @@
-"""The library of kernels that belongs to a model: `fast.so` in the folder of `fast.onnx`, `fast.ort.so` in that of
-`fast.ort`.
+"""The library of kernels that belongs to a model: `fast.so` next to `fast.onnx`, `fast.ort.so` next to `fast.ort`.
 
-The name of a region's domain ties the two: it has a digest of the code, and one of what the region computes in the
-file. A library of another model is not registered: its domain would be that of no node. `check_unedited` finds out
-whether the file was edited since.
+The model and its library name the same domains. The name of a region's domain has a digest of the kernels' code, and
+one of what the region computes in the file. So a library that belongs to another model is never used: it has no domain
+of this one. `check_unedited` finds out whether the file was edited after its kernels were compiled.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _DOMAIN = re.compile(rb"xrlflow\.[0-9a-f]{32}(?![0-9a-f])")
 
 
 def library_path(model: str | os.PathLike[str]) -> Path:
-    """Where the library of a model is: under its name, which ends in the suffix of a shared library instead of .onnx.
+    """The path of a model's library: `.so` takes the place of `.onnx`, and is appended to any other name.
 
-    Another suffix stays: it may be what tells models in one folder apart.
+    Another suffix stays, because it may be what tells two models in one folder apart.
     """
     path = Path(model)
     return path.with_suffix(SUFFIX) if path.suffix == _ONNX else path.with_name(path.name + SUFFIX)
@@ -37,13 +36,14 @@ def library_of(model: ModelSource) -> str | None:
     library = library_path(model)
     if not library.is_file() or not os.path.isfile(model):
         return None
-    found = domains_in(model)
-    return os.path.abspath(library) if found & domains_in(library) else None
+    domains = domains_in(model)
+    return os.path.abspath(library) if domains & domains_in(library) else None
 
 
 def check_unedited(model: str | os.PathLike[str]) -> None:
-    """Raise BackendError if a file was edited after its kernels were compiled: they compute what it was before."""
-    for domain in {found.decode() for found in domains_in(model) & domains_in(library_path(model))}:
+    """Raise BackendError if a model was edited after its kernels were compiled: they compute what it was before the
+    edit."""
+    for domain in {name.decode() for name in domains_in(model) & domains_in(library_path(model))}:
         if digest_of_file(model, domain) != domain[-DIGITS:]:
             raise BackendError(
                 f"{os.fspath(model)}: was edited after the kernels in {library_path(model).name} were compiled, which "
@@ -52,8 +52,8 @@ def check_unedited(model: str | os.PathLike[str]) -> None:
 
 
 def check_library_path(model: str | os.PathLike[str]) -> None:
-    """Raise BackendError if the library of a model that is to be written would replace another file, or the library of
-    another model."""
+    """Raise BackendError if the library of a model that is to be written would replace another file, or if it would
+    replace the library of another model."""
     library = library_path(model)
     if Path(model).suffix == SUFFIX:
         raise BackendError(
@@ -71,7 +71,7 @@ def check_library_path(model: str | os.PathLike[str]) -> None:
 
 
 def domains_in(path: str | os.PathLike[str]) -> set[bytes]:
-    """The domains of regions that a file names: a model or a library."""
+    """The domains of regions whose names occur in a file, which is a model or a library."""
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return set()
