@@ -129,24 +129,24 @@ def _in(folder: str) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def compilers_serve_several_tests() -> Iterator[None]:
     """The process that compiles for a run is used again by the next one: it takes seconds to load TVM."""
-    begun, end = Child._begun, Child.__exit__
+    begin_call, end = Child._begin, Child.__exit__
     idle: list[ProcessWorker] = []
 
     def begin(child: Child, function: Callable[..., Any], arguments: tuple[Any, ...]) -> ProcessWorker:
-        if child._worker is None and child._place._variables.keys() == {"TMPDIR"} and idle:
+        if child._worker is None and child._processes._variables.keys() == {"TMPDIR"} and idle:
             child._worker = idle.pop()
-            child.prepare(functools.partial(_in, child._place._variables["TMPDIR"]))
-        return begun(child, function, arguments)
+            child.prepare(functools.partial(_in, child._processes._variables["TMPDIR"]))
+        return begin_call(child, function, arguments)
 
     def leave(child: Child, kind: type[BaseException] | None, *error: Any) -> None:
-        kept = child._worker if kind is None and child._unheard == 0 else None
-        if kept is not None and not kept.closed and child._place._variables.keys() == {"TMPDIR"}:
+        kept = child._worker if kind is None and child._unread == 0 else None
+        if kept is not None and not kept.closed and child._processes._variables.keys() == {"TMPDIR"}:
             idle.append(kept)
             child._worker = None
         end(child, kind, *error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Child, "_begun", begin)
+        patch.setattr(Child, "_begin", begin)
         patch.setattr(Child, "__exit__", leave)
         yield
     for worker in idle:
