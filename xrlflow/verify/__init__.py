@@ -1,5 +1,5 @@
-"""Whole-model equivalence: two ONNX models on the same inputs, with a tolerance that comes from the numerics. Inputs
-are drawn (`inputs`), and a substitution that is to blame is found by bisection (`bisect`)."""
+"""Whether two ONNX models compute the same: both run on the same inputs, and rounding decides the tolerance. Inputs are
+drawn at random (`inputs`), and bisection finds the substitution that breaks a model (`bisect`)."""
 
 from xrlflow.verify.bisect import NotASubstitution, NotRepeatable, blame
 from xrlflow.verify.branches import GUARD

@@ -1,7 +1,7 @@
-"""Runs models in a process of its own: at a size of 0, some kernels of ONNX Runtime divide by zero and crash.
+"""Runs models in a separate process: at a size of 0, some kernels of ONNX Runtime divide by zero and crash.
 
 Other kernels return uninitialised memory. The process fills new memory with a pattern, so that such results are never
-right by chance. One process serves all runs and is started again after a crash.
+right by chance. One process serves all runs, and a new one is started after a crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.common import deadline
 from xrlflow.verify.runner import Model, first_line, opened
 
-# Seconds for starting the process and one run together.
+# Time limit in seconds, for starting the process and one run together.
 _LIMIT = 60.0
 
 # The GNU C library fills new memory with the complement of this byte: every float becomes -0.37.
@@ -34,7 +34,7 @@ def run_apart(
     session_options: Options | None = None,
 ) -> list[Any]:
     """The outputs of one run. Raises BackendError, also if the run crashes its process or takes more than a minute;
-    OutOfTime if the time is over (`deadline`)."""
+    OutOfTime if the deadline of the caller passes (`deadline`)."""
     if session_options is not None and not isinstance(session_options, Mapping):
         raise BackendError("session options that are an object cannot be handed to another process")
     source = model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
@@ -53,6 +53,6 @@ def run_apart(
 def _run(
     model: Model, feeds: Mapping[str, Any], threads: int | None, session_options: Options | None
 ) -> list[Any]:
-    """One run, in the process of its own."""
+    """One run, inside the separate process."""
     with opened(model, threads=threads, session_options=session_options) as runner:
         return runner.run(feeds)

@@ -1,4 +1,4 @@
-"""Which substitution broke a model: bisection over the trace."""
+"""Finds the substitution that broke a model, by bisection over the trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NotRepeatable(VerificationError):
 def blame(graph_at: Callable[[int], M], n_steps: int, check: Callable[[M], bool]) -> int:
     """The index of a substitution that breaks the model: the model is right before it and wrong after it.
 
-    `graph_at(k)` makes the model after the first k substitutions; `check` returns whether a model is right. Takes
+    `graph_at(k)` builds the model after the first k substitutions; `check` returns whether a model is right. Takes
     2 + log2(n_steps) checks. If several substitutions break the model, or one repairs what another broke, the result is
     one of those that break it.
 

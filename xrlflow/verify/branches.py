@@ -1,7 +1,8 @@
 """Which branches of a model its inputs reach: a copy of the model counts how often each branch is taken.
 
-Every If counts both sides, every Loop its executions with no, one and several iterations, inside bodies too. A counter
-inside a branch leaves it as a further output, which is 0 on the other side; one inside a loop is a further state.
+For every If, executions of either side are counted; for every Loop, executions with no, one and several iterations;
+bodies included. A counter inside a branch becomes a further output of it, 0 on the other side; a counter inside a loop
+becomes a further state.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from xrlflow.verify.runner import Model, Runner, first_line, opened
 _LARGEST = 1 << 30
 _INT64 = onnx.TensorProto.INT64
 GUARD = re.compile(r"If xrlflow\.[0-9a-f]{32}\.(?P<region>\w+)\.guard.*, (?P<taken>then|else)")
-"""A branch of a comparison of sizes (`regions.with_guard`), as an `Arm` names it."""
+"""A branch of a comparison of sizes (`regions.with_guard`), as `str(Arm)` names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way that a control-flow node can go: ("If", "choose", "else"), ("Loop", "l", "no steps")."""
+    """One outcome of a node of control flow: ("If", "choose", "else"), ("Loop", "l", "no steps")."""
 
     op: str
     node: str
@@ -46,7 +47,7 @@ class Arm:
 
 @dataclass(slots=True)
 class Watch:
-    """An instrumented model. `reached` holds the arms that its runs have taken so far."""
+    """An instrumented model. `reached`: the arms that its runs have taken so far."""
 
     arms: tuple[Arm, ...]
     runner: Runner
@@ -57,11 +58,11 @@ class Watch:
         return [arm for arm in self.arms if arm not in self.reached]
 
     def run(self, feeds: Mapping[str, Any], limit: float | None = None) -> bool:
-        """Run the model. True if an arm is reached for the first time, False also if the run fails."""
+        """Run the model. Returns whether an arm is reached for the first time; False if the run fails."""
         try:
             counts = self.runner.run(feeds, limit)
         except BackendError:
-            return False  # the original fails on such inputs as well, so they prove nothing
+            return False  # the original fails on such inputs as well, so no difference can show
         found = {arm for arm, taken in zip(self.arms, counts) if int(taken) > 0} - self.reached
         self.reached |= found
         return bool(found)
@@ -91,7 +92,7 @@ def deciding(graph: Graph) -> frozenset[float]:
 
 
 def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
-    """The numbers in the small constants that these values are computed from."""
+    """The numbers in the small constants from which these values are computed."""
     found: set[float] = set()
     seen: set[Value] = set()
     work = [v for v in values if v]
@@ -141,7 +142,7 @@ def _read(model: Model) -> onnx.ModelProto:
 
 
 def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ...]]:
-    """Change the model in place: its outputs become counters, one for each arm."""
+    """Replace the model's outputs, in place, by counters. Returns the model, and the arm that each output counts."""
     writer = _Writer()
     found = writer.graph(proto.graph)
     del proto.graph.output[:]
@@ -154,7 +155,7 @@ def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ..
 
 
 _Counter = tuple[Arm, str]
-"""An arm, and the name of the scalar that counts how often it was taken."""
+"""An arm, and the name of the scalar that counts how often the model took it."""
 
 
 def _info(name: str) -> onnx.ValueInfoProto:
@@ -163,7 +164,7 @@ def _info(name: str) -> onnx.ValueInfoProto:
 
 @dataclass(slots=True)
 class _Writer:
-    """Adds counters to graphs, under names that are not yet used."""
+    """Adds counters to graphs, under unused names."""
 
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -171,7 +172,7 @@ class _Writer:
         return f"xrlflow.watch.{next(self.numbers)}"
 
     def graph(self, graph: onnx.GraphProto) -> list[_Counter]:
-        """Add the counters of a graph and its bodies. Returns them as values of that graph."""
+        """Add the counters of a graph and its bodies. Returns them as values of this graph."""
         found: list[_Counter] = []
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
@@ -199,7 +200,7 @@ class _Writer:
         return name
 
     def _flag(self, nodes: list[onnx.NodeProto], value: str) -> str:
-        """Nodes that turn a boolean of one element into a scalar 0 or 1."""
+        """Add nodes that turn a boolean of one element into a scalar 0 or 1. Returns its name."""
         number = self._made(nodes, "Cast", value, to=_INT64)
         empty = self.name()
         shape = onnx.numpy_helper.from_array(np.zeros(0, np.int64))
@@ -276,7 +277,8 @@ class _Writer:
         value: str,
         at: int,
     ) -> tuple[tuple[str, str], str]:
-        """Add a state that sums `value` over the iterations. Returns its start and end outside, and its name inside.
+        """Add a state that sums `value` over the iterations. Returns the names of its initial and final values outside
+        the body, and of its value inside.
 
         The new output of the body is inserted at position `at`.
         """

@@ -1,8 +1,8 @@
-"""The inputs that two models are compared on: sizes, kinds of values, and how many of both there is time for.
+"""The inputs on which two models are compared: sizes, kinds of values, and how many of both a time budget allows.
 
 Sizes: three choices with which the original runs; then ones; then sizes around the numbers that either model mentions
-(`numbers.py`), the most telling first. Values: ordinary ones at every size, each other kind at the first size. The time
-of a run is estimated from the graph, so that the same models are always compared on the same inputs.
+(`numbers.py`), those that find most mistakes first. Values: ordinary ones at every size, each other kind at the first
+size. The time of a run is estimated from the graph, so that the same models are always compared on the same inputs.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ T = TypeVar("T")
 
 # Choices of sizes that are tried before the user is asked for inputs.
 MAX_TRIES = 150
-# How often values are drawn for one choice of sizes before it is given up.
+# How often values are drawn for one choice of sizes on which the original fails, before the next is tried.
 _REDRAWS = 3
 # Samples of ordinary values for the first choice of sizes. Every other choice gets one.
 _SAMPLES = 2
-# With dynamic dimensions: the fewest and the most choices of sizes, and attempts at telling ones.
+# With dynamic dimensions: the minimum and maximum of choices of sizes, and of attempts at further ones.
 LEAST_SIZES, _MOST_SIZES, _ATTEMPTS = 6, 12, 40
-# Estimated seconds that all further sizes may take, and all further values; a few runs are made in any case.
+# Estimated seconds that all further sizes may take, and all further values; _LEAST_KINDS kinds are run in any case.
 _SECONDS = 2.0
-# What a size costs in the end, in estimated runs of it: both models' runs and float64 evaluations of the original.
+# The cost of a size, in runs: those of both models and the float64 evaluations of the original.
 _COMPARED = 20.0
 _LEAST_KINDS = 3
-# How many dimensions are set to 0.
+# How many dimensions are set to 0, one at a time.
 _EMPTY = 3
-# Attempts to reach a branch.
+# The number of inputs drawn to reach a branch.
 _SOUGHT = 64
-# The most bytes of the largest operator of a run, and of the inputs and outputs of a run.
+# Limits in bytes: on the largest operator of a run, and on the inputs and outputs of a run.
 _WORKING, _KEPT = 2 << 30, 256 << 20
-# The most bytes of inputs before it is known that the model runs with them.
+# Limit in bytes on the inputs with which a model is first run.
 _DRAWN = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one run takes: seconds on a slow machine, bytes of the largest operator, bytes of inputs and outputs."""
+    """The cost of one run on a slow machine."""
 
     seconds: float
-    working: float
-    kept: float
+    working: float  # bytes of the largest operator
+    kept: float  # bytes of inputs and outputs
 
     @property
     def too_large(self) -> str:
@@ -68,14 +68,14 @@ class Estimate:
 
 @dataclass(slots=True)
 class Drawn(Generic[T]):
-    """Cases on which the original runs, each with the result of `attempt`. `left_out`: sizes not run, and why."""
+    """Cases on which the original runs, each with the result of `attempt`. `left_out`: sizes not run, with reasons."""
 
     cases: list[tuple[Case, T]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     @property
     def bindings(self) -> list[Bindings]:
-        """The choices of sizes, without duplicates."""
+        """The choices of sizes, each once."""
         return list({tuple(case.bindings.items()): case.bindings for case, _ in self.cases}.values())
 
     def has(self, bindings: Bindings) -> bool:
@@ -84,25 +84,22 @@ class Drawn(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Drawing(Generic[T]):
-    """How cases are drawn for one model.
-
-    - `attempt` runs a case (None: the original fails), `estimate` tells what a run takes.
-    - `sensible`: whether there is something to compare with a case's sizes. `telling`: whether a case with unusual
-      values is evidence.
-    - `numbers`: for each symbol, numbers around which sizes are chosen. `further`: numbers for all symbols, used last.
-    """
+    """Draws the cases for one model, from a seed."""
 
     plan: InputPlan
-    attempt: Callable[[Case], T | None]
+    attempt: Callable[[Case], T | None]  # runs a case; None: the original fails
     sensible: Callable[[Case, T], bool] = lambda case, result: True
+    """Whether at a case's sizes there are outputs to compare."""
     telling: Callable[[Case, T], bool] = lambda case, result: True
+    """Whether the outputs of a case with unusual values can reveal a mistake."""
     numbers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    further: Sequence[int] = ()
+    """For each symbol, the numbers around which sizes are chosen, with weights."""
+    further: Sequence[int] = ()  # numbers for all symbols, used after `numbers`
     estimate: Callable[[Bindings], Estimate] = lambda bindings: Estimate(0.0, 0.0, 0.0)
     seed: int = 0
 
     def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> Drawn[T]:
-        """All cases that are worth a run.
+        """All cases on which the models are compared.
 
         The first choice of sizes has `samples` cases of ordinary values. With dynamic dimensions there are at least
         `sizes` choices. Raises InputsNeeded if the original runs with fewer.
@@ -119,12 +116,12 @@ class Drawing(Generic[T]):
     def _first(self, samples: int, wanted: int, tries: int) -> list[tuple[Case, T]]:
         """Cases of ordinary values for `wanted` choices of sizes with which the original runs.
 
-        If the user sets all sizes to 1, that choice is added, and does not count. Choices that are not sensible are
-        used only if there are too few others.
+        A user's choice of all 1 is added and does not count. Choices at which there is nothing to compare are used only
+        if there are too few others.
         """
         plan = self.plan
         if not plan.dynamic:
-            # Masks and indices have three usual kinds, one for each sample.
+            # Masks and indices have three kinds of ordinary values, one for each sample.
             found = self._samples({}, range(samples if _floats_only(plan) else max(3, samples)))
             if not found:
                 raise InputsNeeded(
@@ -165,9 +162,8 @@ class Drawing(Generic[T]):
         )
 
     def _candidates(self, tries: int) -> list[dict[str, int]]:
-        """Choices of sizes to try: the user's own, and those whose inputs have at most `_DRAWN` bytes.
-
-        If there are none, all choices are tried.
+        """The choices of sizes to try: the user's own, and those whose inputs have at most `_DRAWN` bytes. If there are
+        none, all choices.
         """
         plan = self.plan
         found = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
@@ -177,7 +173,7 @@ class Drawing(Generic[T]):
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
         """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
 
-        If it fails, values are drawn again a few times. If it never runs for the first sample, no others are tried.
+        On failure, values are drawn again a few times. If the first sample never runs, the others are not tried.
         """
         found: list[tuple[Case, T]] = []
         # If all inputs are floats, other values do not help.
@@ -201,7 +197,7 @@ class Drawing(Generic[T]):
     # --- further values ---
 
     def _kinds(self, drawn: Drawn[T], bindings: Bindings) -> None:
-        """Add each kind of values that makes a difference, as long as there is time."""
+        """Add a case for each further kind of values, until the time is used up."""
         seconds = self.estimate(bindings).seconds
         left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
         for values in self.plan.takes().kinds():
@@ -214,9 +210,9 @@ class Drawing(Generic[T]):
                 left -= 1
 
     def of(self, bindings: Bindings, values: Values) -> tuple[Case, T] | None:
-        """A case with this kind of values that is evidence; None if there is none.
+        """A case with this kind of values that can reveal a mistake; None if there is none.
 
-        If large values are no evidence, smaller ones are tried.
+        If outputs overflow with large values, smaller ones are tried.
         """
         for kind in (values, *_milder(values)):
             case = self.plan.case(bindings, self.seed, 0, values=kind)
@@ -226,7 +222,7 @@ class Drawing(Generic[T]):
         return None
 
     def seeking(self, bindings: Sequence[Bindings], numbers: Iterable[float]) -> Iterator[Case]:
-        """Cases with many kinds of values, in order to reach another branch. The choices of sizes take turns.
+        """Cases with many kinds of values, drawn to reach another branch; `bindings` are used in turn.
 
         `numbers`: constants from which conditions are computed.
         """
@@ -253,7 +249,8 @@ class Drawing(Generic[T]):
     # --- further sizes ---
 
     def _sizes(self, drawn: Drawn[T]) -> None:
-        """Add ones, then sizes around the numbers that the models mention, then others, until there are enough."""
+        """Add a case of ones, then sizes around the numbers that the models mention, then others, until there are
+        enough of them."""
         bases = drawn.bindings
         left = min(max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.remaining() / _COMPARED)
         count, attempts = len(bases), 0
@@ -282,10 +279,10 @@ class Drawing(Generic[T]):
                     break
 
     def _choices(self, bases: Sequence[Bindings]) -> Iterator[list[dict[str, int]]]:
-        """Lists of choices of sizes, the most telling list first. The first choice of a list that works is used.
+        """Lists of choices of sizes, the most revealing first. Of each list, the first choice that works is used.
 
-        A list is made from one of `bases`. First all symbols are changed at once, then each symbol alone, then each
-        together with the symbols that are equal to it in the base: these may have to be equal.
+        Each list changes one of `bases`: first all symbols at once, then each symbol alone, then each together with the
+        symbols that are equal to it in the base (the model may require that they are equal).
         """
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         further = [size for n in self.further for size in (n + 1, n, n - 1)]
@@ -311,7 +308,7 @@ class Drawing(Generic[T]):
             yield options
 
     def empty(self, bindings: Bindings) -> Iterator[Case]:
-        """Cases with one dimension of size 0. Dimensions that are no batch come first."""
+        """Cases with one dimension of size 0. Batches come last."""
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         for slot in sorted(slots, key=lambda s: s.role == Role.BATCH)[:_EMPTY]:
             chosen = self.plan.dimensions.changed(bindings, {slot.name: 0})
@@ -330,7 +327,7 @@ def _floats_only(plan: InputPlan) -> bool:
 
 
 def _milder(values: Values) -> Iterator[Values]:
-    """The same with smaller magnitudes."""
+    """The same kind of values with smaller magnitudes, largest first."""
     kind = values.floats
     if kind.spread is Spread.NORMAL and kind.scale > 1:
         for scale in (kind.scale / 2**5, kind.scale / 2**8):
@@ -348,11 +345,11 @@ def feeds_for_measurement(
 ) -> dict[str, Any]:
     """One set of inputs at the user's sizes. Open dimensions have the sizes of the cost model (batch 1).
 
-    `run` runs the model on some inputs, or raises BackendError. With it, other values and then other sizes are tried
-    until it does not. It may raise OutOfTime where a run takes long; then smaller sizes are tried.
+    `run` runs the model on some inputs, and raises BackendError if that fails, or OutOfTime if it takes long. Then
+    other values are tried, and then other sizes; after OutOfTime, smaller ones.
 
-    Raises InputsNeeded if no inputs work, and OutOfTime if none were found in time (`deadline`), or if the only ones
-    take long.
+    Raises InputsNeeded if the model runs on no inputs, and OutOfTime if no run succeeded before the deadline
+    (`deadline`), or only runs that take long would.
     """
     plan = InputPlan.of(imported)
     usual = plan.dimensions.default(plan.bound)
@@ -366,7 +363,7 @@ def feeds_for_measurement(
             run(case.feeds)
         except OutOfTime:
             raise
-        except BackendError as error:  # other inputs may do
+        except BackendError as error:  # the run may succeed on other inputs
             failures.append(first_line(error))
             return None
         return True
@@ -383,7 +380,7 @@ def feeds_for_measurement(
         try:
             found = drawing._samples(bindings, [0])
         except OutOfTime as error:
-            if late is None:  # never others than the user's own sizes
+            if late is None:  # the user's own sizes are never replaced
                 waiting = [
                     b for b in waiting if all(b[n] == plan.bound[n] for n in plan.bound.keys() & b.keys())
                 ]
@@ -401,7 +398,7 @@ def feeds_for_measurement(
 
 
 def _smaller(plan: InputPlan, bindings: Bindings) -> Iterator[dict[str, int]]:
-    """The same choice with a quarter, a 16th and a 64th of the sizes that the user leaves open."""
+    """The sizes with those that the user leaves open divided by 4, 16 and 64."""
     before = dict(bindings)
     free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
     for part in (4, 16, 64):

@@ -6,27 +6,27 @@ An output is compared with a target `y`, by its largest element and element by e
                    max |new - y| <= 8 max(max noise, eps max |y|)    y: an output of the original
     each element   |new - y| <= 1024 noise + 2^-10 |y| + 8 grid      narrow floats: 32 noise + 4 eps |y| + 8 grid
 
-`noise` is how far rounding moves each element of the original. At first it is what one pair of the original's results
-shows (in ONNX Runtime and in float64; without float64: with ONNX Runtime's optimisations and without), but at most
-2^-16 of the magnitudes around the element: what is farther apart is not rounding until that is shown. If an output
-exceeds a tolerance, noise is measured (`noise.py`), and the output is judged anew, by three targets: the float64
-evaluation, the original as the user runs it, and the original without ONNX Runtime's optimisations. It must equal one
-of them.
+`noise` is how far rounding moves each element of the original. At first it is the difference of two of the original's
+results (in ONNX Runtime and in float64; without float64: with ONNX Runtime's optimisations and without), but at most
+2^-16 of the magnitudes around the element: a larger difference does not count as rounding until noise is measured. If
+an output exceeds a tolerance, noise is measured (`noise.py`), and the output is judged again, by three targets: the
+float64 evaluation, the original as the user runs it, and the original without ONNX Runtime's optimisations. It must
+equal one of them.
 
 `eps` is 2^-20 for float32, 2^-36 for float64, and the type's own epsilon for narrower floats; 2^-16 stands for 16 eps
 (4 of narrower floats), and 2^-10 is at least four epsilons of the type. `grid` is the largest power of two, at most
 2^-24, of which all elements of the original are multiples: a kernel that ends with an addition (a Sigmoid as
 0.5 + p / q) rounds small elements to it.
 
-Evaluating float64 is slow, so it may be done for some of the inputs only. For the others the tolerance is at least five
-times the greatest relative noise that the output showed elsewhere.
+Float64 evaluation is slow, so some inputs may not have one. For these the tolerance is at least five times the greatest
+relative noise that the output had on the other inputs.
 
-Each slice of 64 elements or more, at an index of an axis, is judged by its own magnitude too:
+Each slice of 64 elements or more, at one index of an axis, is also judged by its own magnitude:
 
     |new - y| in the slice <= 16 noise in the slice + 2^-10 |y| in the slice + eps / 8 |y| + 8 grid
 
-(8 noise for narrow floats). That notices a channel that lost its bias. Slices and elements can only make an output
-fail.
+(8 noise for narrow floats). This finds a channel that lost its bias. An output passes only if all three comparisons
+pass.
 """
 
 from __future__ import annotations
@@ -44,35 +44,36 @@ EPS, _DOUBLE_EPS = 2.0**-20, 2.0**-36
 _LEAST_SLICE = 64
 _SLICE_ERROR, _SCALE = 16.0, 2.0**-10
 _GRID, _COARSEST_GRID = 8.0, 2.0**-24
-# A few samples may show an element much less noise than it has. In narrow floats 1024 times is more than the element.
+# Noise is measured on a few samples, which may show much less than an element has. In narrow floats 1024 times the
+# noise is more than the element.
 _ELEMENT_ERROR = 1024.0
 _NARROW_SLICE, _NARROW_ELEMENT = 8.0, 32.0
-# The part of the magnitudes around an element that one difference may show as noise, as a multiple of eps.
+# How much noise the difference of one pair of results may stand for, as a multiple of eps times the magnitudes around.
 _UNPROVEN = 16.0
 
 
 class Leg(Enum):
-    """The rule that an output was judged by."""
+    """What an output was compared with."""
 
     FLOAT64 = "float64"  # our float64 evaluation
     DEVIATION = "deviation"  # the original as the user runs it
     PLAIN = "unoptimised"  # the original without the runtime's optimisations
     EXACT = "exact"  # integers, booleans, strings
     LAYERS = "layers"  # a quantised model, layer by layer
-    TIE = "near-tie"  # integers that may differ because the original itself is undecided
+    TIE = "near-tie"  # integers that may differ because they come from numbers that are equal up to rounding
 
 
 class Licence(Enum):
-    """Which elements of an output are not compared, because numbers on the way to them are NaN or infinite."""
+    """Which elements of an output are not compared, because numbers that they depend on are NaN or infinite."""
 
-    NONE = "none"  # none: where one output is NaN or infinite, the other must be so in the same way
+    NONE = "none"  # all are compared: where one output is NaN or infinite, the other must be so too
     MENDS = "mends"  # those that are NaN or infinite in the original
     SPREADS = "spreads"  # those that are NaN or infinite in the original or in the new output
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element of an output. `reference`: its value in the float64 evaluation, if there is one."""
+    """One element of an output, for messages. `reference`: its value in the float64 evaluation, if there is one."""
 
     index: tuple[int, ...]
     original: Any
@@ -86,23 +87,20 @@ class Element:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Yardstick:
-    """The measure for an output of the original.
-
-    `leg` says what the target is. `other`: the float64 evaluation (FLOAT64), or the original's output without the
-    runtime's optimisations (DEVIATION: None if not known; PLAIN: the target). `noise`: how far rounding moves each
-    element, if that was measured. `relative`: the greatest noise on other inputs, as a part of the largest element.
-    `variants`: further outputs of the original; an element may be NaN or infinite as in one of them.
-    """
+    """What an output is compared with, and the noise that decides the tolerance."""
 
     leg: Leg
     original: Array
     other: Array | None
-    relative: float = 0.0
-    noise: Array | None = None
+    """FLOAT64: our evaluation. DEVIATION, PLAIN: the original's output without the runtime's optimisations; with
+    DEVIATION None if it is unknown."""
+    relative: float = 0.0  # the greatest noise on other inputs, divided by the largest element
+    noise: Array | None = None  # how far rounding moves each element, if that was measured
     variants: tuple[Array, ...] = ()
+    """Further outputs of the original: an element may be NaN or infinite as in one of them."""
 
     def error(self) -> float:
-        """The greatest noise as a part of the largest element."""
+        """The greatest noise divided by the largest element."""
         y, noise = self.measure()
         scale = _scale(y)
         return _max(noise) / scale if scale else 0.0
@@ -125,17 +123,14 @@ class Yardstick:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict on one output of one case. `error` and `tolerance` are absolute, and 0 for exact comparisons.
-
-    `difference`: the greatest |new - original| over finite elements. `reason`: why it failed, or "".
-    """
+    """The verdict on one output of one case. The numbers are absolute, and 0 for exact comparisons."""
 
     leg: Leg
-    error: float = 0.0
+    error: float = 0.0  # what is compared with the tolerance
     tolerance: float = 0.0
-    difference: float = 0.0
+    difference: float = 0.0  # the greatest |new - original| over finite elements
     worst: Element | None = None
-    reason: str = ""
+    reason: str = ""  # why it failed, or ""
 
     @property
     def passed(self) -> bool:
@@ -150,7 +145,7 @@ class Judgement:
 
 
 def is_float(array: Array) -> bool:
-    """Whether the elements are rounded: floats of any width, complex numbers."""
+    """Whether the elements have a type that rounds: floats of any width, complex numbers."""
     return array.dtype.kind in "fc" or (array.dtype.kind == "V" and array.dtype.name in _NARROW)
 
 
@@ -171,7 +166,7 @@ def epsilon(array: Array) -> float:
 
 
 def _least(array: Array) -> float:
-    """The magnitude below which numbers may be flushed to zero. Narrow types are computed in float32, without that."""
+    """The magnitude below which a runtime may flush numbers to zero; 0 for narrow types, as it computes in float32."""
     found = _finfo(array)
     return float(found.smallest_normal if found.bits >= 32 else 4 * found.smallest_subnormal)
 
@@ -182,7 +177,7 @@ def wide(array: Array) -> Array:
 
 
 def by_reference(original: Array, reference: Array) -> Yardstick | None:
-    """The yardstick from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
+    """The scale from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
     if reference.shape != original.shape or reference.dtype.kind not in "fc":
         return None
     if not np.isfinite(reference[np.isfinite(wide(original))]).all():
@@ -191,7 +186,7 @@ def by_reference(original: Array, reference: Array) -> Yardstick | None:
 
 
 def by_deviation(original: Array, unoptimized: Array | None) -> Yardstick:
-    """The yardstick from the original's outputs at two optimisation levels."""
+    """The scale from the original's outputs at two optimisation levels."""
     if unoptimized is not None and (unoptimized.shape, unoptimized.dtype) != (original.shape, original.dtype):
         unoptimized = None
     return Yardstick(Leg.DEVIATION, original, unoptimized)
@@ -206,7 +201,7 @@ def tolerance(yardstick: Yardstick, y: Array, noise: Array, eps: float) -> float
 
 
 def _finite(y: Array) -> Array:
-    """Magnitudes; 0 where y is not finite."""
+    """The magnitudes of the elements; 0 where y is not finite."""
     return np.abs(np.where(np.isfinite(y), y, 0))
 
 
@@ -215,8 +210,8 @@ def _scale(y: Array) -> float:
 
 
 def around(magnitude: Array, least: int = 1) -> Array:
-    """For each element, the least of the largest magnitudes in the slices of at least `least` elements that it is in,
-    one along each axis."""
+    """For each element, the smallest of the largest magnitudes of the slices, one along each axis, that it is in.
+    Slices with fewer than `least` elements do not count."""
     found = np.full(magnitude.shape, _max(magnitude))
     for axis, length in enumerate(magnitude.shape if magnitude.size else ()):
         others = tuple(i for i in range(magnitude.ndim) if i != axis)
@@ -298,7 +293,7 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 def _kinds(a: Array) -> Array:
-    """0 finite, 1 NaN, 2 infinity, 3 minus infinity (of complex numbers: of both parts)."""
+    """For each element: 0 finite, 1 NaN, 2 infinity, 3 minus infinity (a complex number: both parts)."""
     if a.dtype.kind == "c":
         return 4 * _kinds(a.real) + _kinds(a.imag)
     return np.isnan(a) + 2 * np.isposinf(a).astype(np.int8) + 3 * np.isneginf(a).astype(np.int8)
@@ -307,7 +302,7 @@ def _kinds(a: Array) -> Array:
 def _worst_slice(
     y: Array, error: Array, own: Array, eps: float, noise: float
 ) -> tuple[tuple[int, ...], float, float, str] | None:
-    """The slice that exceeds its tolerance most: element, error, tolerance and place. None if none does.
+    """The slice that exceeds its tolerance most: index of an element, error, tolerance, description; None if none does.
 
     `noise` is added to the tolerance of every element.
     """
@@ -335,7 +330,7 @@ def _worst_slice(
 def _worst_element(
     y: Array, error: Array, noise: Array, original: Array, floor: float
 ) -> tuple[tuple[int, ...], float, float, str] | None:
-    """The element that exceeds its own tolerance most, as `_worst_slice` has it. None if none does."""
+    """The element that exceeds its own tolerance most, in the format of `_worst_slice`; None if none does."""
     scale = max(_SCALE, 4 * float(_finfo(original).eps))
     if epsilon(original) <= EPS:
         known = _ELEMENT_ERROR * noise
@@ -349,7 +344,7 @@ def _worst_element(
 
 
 def _greatest(array: Array) -> tuple[int, ...]:
-    """The index of the greatest element. The array has elements."""
+    """The index of the greatest element. The array must not be empty."""
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(array)), array.shape))
 
 

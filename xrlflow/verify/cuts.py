@@ -1,7 +1,7 @@
-"""Copies of a model that show its quantised tensors, or that are cut there.
+"""Copies of a model that have its quantised tensors as outputs, or that are cut there.
 
-A copy that is cut takes the quantised tensors as inputs, and computes each anew from those before it. ONNX Runtime
-still fuses what lies between two of them: DequantizeLinear, Conv, QuantizeLinear become one operator as in the model.
+A copy that is cut has the quantised tensors as inputs too, and computes each from those before it. ONNX Runtime still
+fuses what lies between two of them: DequantizeLinear, Conv, QuantizeLinear become one operator as in the model.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from xrlflow.verify.inputs import perturbed
 from xrlflow.verify.runner import Model
 
 GIVEN = ".given"
-"""Behind the name of a quantised tensor: the input that takes its place in a copy that is cut."""
+"""The suffix, after the name of a quantised tensor, of the input that replaces it in a copy that is cut."""
 
 _MICROSOFT = "com.microsoft"
-# A ModelProto cannot be larger.
+# The size limit of a ModelProto.
 _MOST_BYTES = 2_000_000_000
 
 
 class Uncut(ValueError):
-    """A model of which no copy can be made."""
+    """A model that cannot be copied."""
 
 
 def as_proto(model: Model) -> onnx.ModelProto:
@@ -50,8 +50,8 @@ def as_proto(model: Model) -> onnx.ModelProto:
 
 
 def spelt_out(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with every DynamicQuantizeMatMul as DynamicQuantizeLinear and MatMulIntegerToFloat, which compute the
-    same and show the quantised numbers. The model itself if it has none."""
+    """The model with each DynamicQuantizeMatMul as DynamicQuantizeLinear and MatMulIntegerToFloat, which compute the
+    same and show the quantised numbers. The model itself if it has no such node."""
     found = [n for n in proto.graph.node if (n.domain, n.op_type) == (_MICROSOFT, "DynamicQuantizeMatMul")]
     if not found:
         return proto
@@ -76,7 +76,7 @@ def spelt_out(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def twins(proto: onnx.ModelProto) -> Mapping[str, str]:
-    """For each value of the main graph, the name of the first one that is computed in the same way."""
+    """For each value of the main graph, the first value that the same operators compute from the same inputs."""
     first: dict[bytes, str] = {}
     found: dict[str, str] = {}
     for tensor in proto.graph.initializer:
@@ -97,13 +97,13 @@ def twins(proto: onnx.ModelProto) -> Mapping[str, str]:
 
 
 def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) -> bytes:
-    """A copy with further outputs: these values of its main graph, by name. `cut`: see the module.
+    """A copy whose outputs are the model's, then those of `tensors` (values of its main graph) that are no outputs yet.
 
-    The outputs are those of the model, and then those that it does not have anyway.
+    `cut`: each of `tensors` is replaced by an input where it is read; see the module.
     """
     out = onnx.ModelProto()
     out.CopyFrom(proto)
-    del out.graph.value_info[:]  # the sizes of a copy that is cut are free
+    del out.graph.value_info[:]  # they may state sizes that a copy that is cut does not have
     there = {v.name for v in proto.graph.output}
     out.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, int(dtype), None)
@@ -125,7 +125,7 @@ def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) 
 
 
 def moved_constants(proto: onnx.ModelProto, seed: int) -> bytes:
-    """A copy whose initial values of floats are each replaced by one of their two neighbours."""
+    """A copy in which each float of the initialisers is replaced by one of its two neighbouring floats."""
     out = onnx.ModelProto()
     out.CopyFrom(proto)
     arrays = {t.name: onnx.numpy_helper.to_array(t) for t in out.graph.initializer}

@@ -1,4 +1,4 @@
-"""Sizes for the dynamic dimensions of a model, in the order in which they are worth trying."""
+"""Sizes for the dynamic dimensions of a model, in the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from xrlflow.ops.work import BATCH_DIM, OTHER_DIM
 from xrlflow.verify.signature import Port
 
 Bindings: TypeAlias = Mapping[str, int]
-"""Sizes by symbol. Dimensions without a name are called by their place: "input.0"."""
+"""Sizes by symbol. A dimension without a symbol is named by its input and axis: "input.0"."""
 
 
 class Role(Enum):
-    """The meaning of a dimension, guessed from its name and place. It decides which sizes are tried first."""
+    """The meaning of a dimension, guessed from its name and axis. It decides which sizes are tried first."""
 
     BATCH = "batch"
-    PAST = "past"  # what a decoder has cached
-    TOTAL = "total"  # past and present together
+    PAST = "past"  # the positions that a decoder has cached
+    TOTAL = "total"  # past and present positions together
     RANK = "rank"  # of an input of unknown rank
     OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One size to choose. `axis`: where the dimension first appears."""
+    """One dimension whose size is to be chosen. `axis`: the axis at which it first appears."""
 
     name: str
     axis: int
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The dynamic dimensions of a model's inputs: those to choose, and those that are computed from others."""
+    """The dynamic dimensions of a model's inputs: those to choose, and those that are computed from these."""
 
     slots: tuple[Slot, ...]
     sums: Mapping[str, ast.expr]
@@ -68,14 +68,14 @@ class Dimensions:
         return Dimensions(tuple(slots.values()), sums)
 
     def complete(self, chosen: Mapping[str, int]) -> dict[str, int]:
-        """The choice with the computed dimensions added."""
+        """The sizes `chosen`, and those of the computed dimensions."""
         out = dict(chosen)
         for name, tree in self.sums.items():
             out.setdefault(name, _value(tree, out))
         return out
 
     def changed(self, base: Bindings, change: Mapping[str, int]) -> dict[str, int]:
-        """The choice with some sizes changed, and computed dimensions changed accordingly."""
+        """The sizes `base` with some changed, and those of computed dimensions with them."""
         chosen = {slot.name: change.get(slot.name, base[slot.name]) for slot in self.slots}
         past = sum(chosen[s.name] for s in self.slots if s.role == Role.PAST)
         present = next((chosen[s.name] for s in self.slots if s.role == Role.OTHER), 1)
@@ -95,11 +95,12 @@ class Dimensions:
         )
 
     def default(self, bound: Bindings) -> dict[str, int]:
-        """The user's sizes; elsewhere those that the cost model takes."""
+        """The user's sizes; for other dimensions those that the cost model assumes."""
         chosen = {}
         for slot in self.slots:
             if slot.role == Role.RANK:
-                # The user's shape gives the rank, by its sizes for "input.0", "input.1" and so on.
+                # An input of unknown rank has the rank of the user's shape: of its sizes "input.0", "input.1" and so
+                # on.
                 stem = slot.name.removesuffix("rank")
                 usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
             else:
@@ -108,7 +109,7 @@ class Dimensions:
         return self.complete(chosen)
 
     def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
-        """Different choices of sizes, never only ones, the most telling first. The iterator ends.
+        """Different choices of sizes, never all 1, those that find most mistakes first. The iterator ends.
 
         The user's sizes come first. Then each scheme of SCHEMES gives its first few choices, then each gives some more.
         `turn` shifts the sizes within the schemes, so that another seed tries others.
@@ -125,7 +126,7 @@ class Dimensions:
                 yield self.complete(chosen)
 
 
-# If the name of a first dimension contains one of these, it is no batch.
+# The first dimension is no batch if its name contains one of these.
 _NO_BATCH = ("seq", "len", "time", "token", "step", "frame", "audio", "row", "height", "width")
 
 
@@ -193,12 +194,13 @@ _Scheme: TypeAlias = Callable[[Dimensions, Bindings, int], _Choices]
 
 
 def _fill(self: Dimensions, at: int, other: Mapping[str, int], batch: int | None = None) -> dict[str, int]:
-    """A choice: `other` for the dimensions it names, the at-th small number for batches, past + present for totals."""
+    """A choice of all sizes: `other` where it has them, the at-th small number for batches, past + present for
+    totals."""
     alone = len(self.slots) == 1
     chosen: dict[str, int] = {}
     for slot in self.slots:
         if slot.role == Role.BATCH:
-            # A single dynamic batch of 1 would be a choice of only ones.
+            # If the batch is the only dynamic dimension, it is not 1: a choice of all 1 is useless.
             numbers = [b for b in _BATCHES if b > 1] if alone else _BATCHES
             chosen[slot.name] = batch or numbers[at % len(numbers)]
         elif slot.role == Role.RANK:
@@ -236,7 +238,7 @@ def _batch_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _others_only(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """The user's sizes, with one dimension at a time changed by a factor of two or by one step."""
+    """The user's sizes, with one dimension at a time halved, doubled or changed by one."""
     mine = {slot.name: self.default(bound)[slot.name] for slot in self.slots}
     if any(slot.name in bound for slot in self.slots):
         for change in _CHANGES:
@@ -261,7 +263,7 @@ def _by_axis(step: int, equal: bool = False, batch: int | None = None) -> _Schem
 
 
 def _usual(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """One usual size for all dimensions, with small batches and with a batch of one."""
+    """One size that networks often use for all dimensions, with small batches and with a batch of 1."""
     for at, size in enumerate(_USUAL):
         yield _fill(self, at, {s.name: size for s in self.slots})
     for at, size in enumerate(_USUAL):
@@ -269,7 +271,7 @@ def _usual(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
-    """All ways in which up to five dimensions can be equal, whatever their names are."""
+    """Every choice of which dimensions are equal, for up to five of them, whatever their names are."""
     slots = [s for s in self.slots if s.role != Role.RANK]
     if not 2 <= len(slots) <= 5:
         return
@@ -282,7 +284,7 @@ def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
 
 
 def _set_partitions(n: int) -> Iterator[tuple[int, ...]]:
-    """Class numbers of n things: each partition once."""
+    """All partitions of n things into classes: for each thing the number of its class."""
 
     def grow(prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(prefix) == n:
@@ -309,7 +311,7 @@ SCHEMES: tuple[_Scheme, ...] = (
     _usual,
     _partitions,
 )
-"""Ways of choosing, the most general first."""
+"""The schemes of choosing sizes, the most general first."""
 
 FINITE: tuple[_Scheme, ...] = (_partitions, _usual)
-"""Schemes that are followed to their end."""
+"""Schemes that are run to their end, instead of a few choices at a time."""

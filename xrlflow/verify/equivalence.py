@@ -1,7 +1,7 @@
 """Whether two ONNX models compute the same: signatures, then outputs on several inputs of several sizes.
 
-The models are run one after the other, so that only one ONNX Runtime session is in memory. `Reference` keeps what is
-known of the original, so that several candidates (those of a bisection, for instance) cost one run of the original.
+The models are run one after the other, so that only one ONNX Runtime session is in memory. `Reference` keeps the
+outputs of the original, so that several new models (those of a bisection, for instance) cost one run of the original.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from xrlflow.verify.signature import Signature, differences, signature, signatur
 from xrlflow.verify.yardsticks import Known, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
-"""Operations that all float64 evaluations of one verification may take: a few seconds on two cores."""
+"""Operations that all float64 evaluations of one verification may take together: a few seconds on two cores."""
 
 
 class Status(Enum):
@@ -56,20 +56,18 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OutputReport:
-    """The worst result for one output over all cases. `case`: the inputs that gave it.
-
-    `sides`: where ONNX Runtime's optimiser changes this output of the original, the targets that it was equal to.
-    """
+    """The worst result of one output over all cases."""
 
     name: str
     type: str
     judgement: Judgement
-    case: str
+    case: str  # the inputs of the worst result
     sides: frozenset[Leg] = frozenset()
+    """Where ONNX Runtime's optimiser changes this output of the original: which of the two results it equals."""
 
     @property
     def row(self) -> tuple[str, ...]:
-        """A row of a table; the columns are HEADERS."""
+        """A row of a table with the columns HEADERS."""
         found = self.judgement
         exact = found.leg in (Leg.EXACT, Leg.LAYERS, Leg.TIE)
         return (
@@ -88,27 +86,18 @@ HEADERS = ("output", "type", "judged by", "error", "tolerance", "worst element",
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of comparing two models.
-
-    - `failures`: sentences, the most telling first; `reason`: why the models are not comparable; `notes`: remarks that
-      change no verdict.
-    - `outputs`: the worst result for each output (several for a sequence or map).
-    - `bindings`: the choices of sizes that were tried; `cases`: the number of sets of inputs; `values`: the kinds of
-      values besides ordinary ones.
-    - `left_out`: telling sizes that were too large to run, each with the reason; `unexercised`: branches that no input
-      reached.
-    """
+    """The result of comparing two models."""
 
     status: Status
-    outputs: tuple[OutputReport, ...] = ()
-    failures: tuple[str, ...] = ()
-    reason: str = ""
-    notes: tuple[str, ...] = ()
-    bindings: tuple[Bindings, ...] = ()
-    cases: int = 0
-    values: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    unexercised: tuple[str, ...] = ()
+    outputs: tuple[OutputReport, ...] = ()  # the worst result of each output (several for a sequence or map)
+    failures: tuple[str, ...] = ()  # sentences, the most important first
+    reason: str = ""  # why the models are not comparable
+    notes: tuple[str, ...] = ()  # remarks that change no verdict
+    bindings: tuple[Bindings, ...] = ()  # the choices of sizes that were run
+    cases: int = 0  # the number of sets of inputs
+    values: tuple[str, ...] = ()  # the kinds of values besides ordinary ones
+    left_out: tuple[str, ...] = ()  # sizes that were too large to run, with reasons
+    unexercised: tuple[str, ...] = ()  # branches that no input reached
 
     @property
     def verified(self) -> bool:
@@ -116,7 +105,7 @@ class Verification:
 
     @property
     def compared(self) -> bool:
-        """Whether there is a verdict: not if there was no time, or nothing to compare with."""
+        """Whether there is a verdict; False if time was too short, or nothing could be compared."""
         return self.status is not Status.NOT_COMPARABLE
 
     @property
@@ -131,7 +120,7 @@ class Verification:
 
     @property
     def worst(self) -> OutputReport | None:
-        """The output that used most of its tolerance."""
+        """The output that used the largest part of its tolerance."""
         return max(self.outputs, key=lambda o: o.judgement.ratio, default=None)
 
     @property
@@ -140,7 +129,7 @@ class Verification:
         return self.worst.judgement.tolerance if self.worst is not None else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The verification as numbers, strings, lists and dicts."""
+        """The verification as JSON data: numbers, strings, lists and dicts."""
         return {
             "status": self.status.value,
             "verified": self.verified,
@@ -170,7 +159,7 @@ class Verification:
         }
 
     def message(self, substitution: str | None = None) -> str:
-        """One line: the verdict and, for a failure, the output, the worst element and the substitution, if known."""
+        """The verdict in one line; for a failure with the output, its worst element, and the substitution if known."""
         if self.status is Status.VERIFIED:
             legs = sorted({o.judgement.leg.value for o in self.outputs})
             return (
@@ -185,7 +174,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """The random inputs that are wanted; see `Reference.of`. `other`: the model `against`, if it could be imported."""
+    """Which random inputs to draw; see `Reference.of`. `other`: the model `against`, if it could be imported."""
 
     against: Model | None
     other: ImportedModel | None
@@ -200,12 +189,12 @@ def _undecided(reason: str) -> Verification:
 
 
 def _late(cases: Sequence[Known]) -> str:
-    """What is said of cases that are left out."""
+    """The text about cases that are left out for lack of time."""
     return f"{'; '.join(str(known.case) for known in cases[:3])}{', ...' if cases[3:] else ''} (there was no time)"
 
 
 def _bindings(cases: Iterable[Known]) -> tuple[Bindings, ...]:
-    """The choices of sizes of cases, each once."""
+    """The choices of sizes of the cases, each once."""
     found: list[Bindings] = []
     for known in cases:
         if known.case.bindings and known.case.bindings not in found:
@@ -214,7 +203,7 @@ def _bindings(cases: Iterable[Known]) -> tuple[Bindings, ...]:
 
 
 def not_exercised(arm: str) -> str:
-    """The note on a branch that no input reached. Those of guards are told by what they choose (`GUARD`)."""
+    """The note on a branch that no input reached. That of a guard names what the guard chooses (`GUARD`)."""
     guard = GUARD.fullmatch(arm)
     if guard is None:
         return f"not exercised: {arm}"
@@ -227,17 +216,17 @@ def not_exercised(arm: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tried:
-    """Cases that the original was run on. `empty`: cases with a size of 0; `strange`: notes on those left out."""
+    """Cases on which the original was run."""
 
     drawn: Drawn[list[Any]]
     unexercised: tuple[str, ...] = ()
-    empty: tuple[Known, ...] = ()
-    strange: tuple[str, ...] = ()
+    empty: tuple[Known, ...] = ()  # cases with a size of 0
+    strange: tuple[str, ...] = ()  # notes on cases with a size of 0 that were left out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """What is known of the original: its signature, and its outputs on inputs that it runs on."""
+    """The original's signature, and its outputs on inputs on which it runs."""
 
     model: Model
     imported: ImportedModel
@@ -252,9 +241,9 @@ class Reference:
     unexercised: tuple[str, ...] = ()
     float64_flops: float = FLOAT64_FLOPS
     empty: tuple[Known, ...] = ()
-    """Cases with a size of 0. They are run in a process of their own."""
+    """Cases with a size of 0. They are run in a separate process."""
     quantised: Quantised | None = None
-    """What the original means, layer by layer, if it is quantised."""
+    """The exact evaluation, layer by layer, of an original that is quantised."""
     reruns: Reruns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -284,13 +273,13 @@ class Reference:
         - `against`: the model that will be judged. Its numbers and branches suggest inputs as well.
         - `bindings`: the user's sizes of dimensions (default: those of `imported`). They are one of the choices.
         - `further`: numbers around which sizes are chosen, after those that the models mention.
-        - `samples`: of ordinary values. `sizes`: choices of sizes, besides those that are telling.
+        - `samples`: how many sets of ordinary values. `sizes`: how many choices of sizes, before further ones.
 
         Raises OriginalFails, InputsNeeded, BadInputs, and ModelError if the file cannot be read.
         """
         if imported is None:
             imported = load(model)
-        # The frame has the declared types, with the user's sizes if they are to be written into the file.
+        # The declared types, with the user's sizes where these will be written into the file.
         declared = signature_of_proto(imported.frame, imported.overridable)
         if not imported.fixed:
             declared = signature(model)
@@ -322,7 +311,7 @@ class Reference:
         return base._knowing(known, tried, run.at)
 
     def _try(self, run: Runs, wanted: _Wanted) -> _Tried:
-        """Run the original on random inputs, on inputs for every branch, and on inputs without elements."""
+        """Run the original on random inputs, on inputs for every branch, and on inputs with a size of 0."""
         drawing = run.drawing(wanted.other, wanted.bindings, self.seed, wanted.further)
         try:
             drawn = drawing.all(wanted.samples, wanted.sizes)
@@ -341,7 +330,7 @@ class Reference:
         return _Tried(drawn, unexercised, empty, strange)
 
     def _knowing(self, known: tuple[Known, ...], tried: _Tried, at: Sizes) -> Reference:
-        """Add the original's outputs, yardsticks for them, and notes."""
+        """A copy with the original's outputs, their tolerance scales, and notes."""
         quantised = Quantised.of(
             self.model,
             self.imported,
@@ -371,10 +360,10 @@ class Reference:
         return replace(found, notes=tuple(notes))
 
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
-        """Judge a model. The outputs of one case at a time are kept.
+        """Judge a model, case by case, so that only the outputs of one case are in memory.
 
-        `nonempty`: the rules that made the model and need sizes of at least 1. If there are any, other outputs at a
-        size of 0 are only a note. A model that fails there, or ends its process, never passes.
+        `nonempty`: rules that were applied to the model and require sizes of at least 1. If there are any, outputs that
+        differ at a size of 0 give only a note. A model that raises an error there, or crashes, fails nevertheless.
         """
         if self.incomparable:
             changed = differences(self.declared, signature(new))
@@ -413,8 +402,8 @@ class Reference:
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Judge a model that is already loaded, in any runtime, and was compiled for inputs of these `sizes`.
 
-        The caller guarantees its names and types. Cases of other sizes are not compared, nor those that replace a
-        default that is a constant of the compiled model. If no case is left, the result is "not comparable".
+        The caller guarantees its names and types. Not compared are cases of other sizes, and cases that override a
+        default that is a constant of the compiled model. If no case remains, the result is "not comparable".
         """
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
@@ -430,13 +419,14 @@ class Reference:
         return self._compare(new, fitting)
 
     def tries(self, sizes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether a model is compared on inputs of these sizes; inputs without a size may have any."""
+        """Whether some case has inputs of these sizes; inputs that `sizes` does not name may have any."""
         return any(_has_sizes(known.case, sizes) for known in self.known)
 
     def _compare(
         self, runner: CompiledModel | Runner, cases: Sequence[Known], by_layers: bool = False
     ) -> Verification:
-        """`by_layers`: of outputs that depend on quantised numbers, only shapes, types, NaN and infinities count."""
+        """Run a model on cases, and judge it. `by_layers`: outputs that depend on quantised numbers need only have the
+        same shapes, types, NaN and infinities."""
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
         doubtful: list[_Doubt] = []
@@ -474,7 +464,7 @@ class Reference:
         )
 
     def _compare_empty(self, new: Model, found: Verification, nonempty: Sequence[str]) -> Verification:
-        """Compare at sizes of 0, too. The original runs there."""
+        """Compare at sizes of 0 as well, and add the result to `found`."""
         reports: dict[str, OutputReport] = {}
         failures: list[str] = []
         empty = self.empty
@@ -519,7 +509,7 @@ class Reference:
     # --- the original at another optimisation level ---
 
     def _by_deviation(self, run: bool) -> list[str]:
-        """Add yardsticks for floats that have none. `run`: run the original with ONNX Runtime's optimiser off."""
+        """Add tolerance scales for floats that have none. `run`: use the original without optimisations for them."""
         missing = [
             (known, index, part, array)
             for known in self.known
@@ -548,7 +538,8 @@ class Reference:
         reports: dict[str, OutputReport],
         by_layers: bool = False,
     ) -> list[_Doubt]:
-        """Judge the outputs of one case. A difference between tensors of numbers stays in doubt."""
+        """Judge the outputs of one case. Returns tensors of numbers that differ, to be judged again, without
+        reports."""
         doubts: list[_Doubt] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
             expected, found = known.outputs[index], dict(flat(output))
@@ -559,7 +550,7 @@ class Reference:
                 licence = known.licence(index)
                 if judgement is None and b is not None:
                     if licence is None or (licence is Licence.SPREADS and not is_float(a)):
-                        continue  # nothing is known of outputs that depend on NaN and infinities here
+                        continue  # it depends on NaN or infinities, so any value is right
                     layered = by_layers and self.quantised is not None and self.quantised.touched[index]
                     if layered:
                         judgement = judge_whole(a, b, licence)
@@ -581,7 +572,7 @@ class Reference:
         return doubts
 
     def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
-        """Judge doubts again: integers pass at a proven near-tie, floats if they equal another target."""
+        """Judge disputed outputs again: integers pass at a proven near-tie, floats if they equal another target."""
         self.reruns.on({id(d.known): d.known for d in doubts}.values())
         for doubt in doubts:
             shown, case = _shown(doubt.original), str(doubt.known.case)
@@ -604,7 +595,8 @@ class Reference:
         return replace(doubt.judgement, leg=Leg.TIE, reason="", difference=0.0, error=0.0)
 
     def _float_again(self, doubt: _Doubt) -> Judgement:
-        """Judge floats with measured noise: by float64 also if that was not done, and by each target that there is."""
+        """Judge floats with measured noise, by their float64 evaluation, made now if need be, and by each other
+        target."""
         known, index = doubt.known, doubt.index
         if known.yardsticks[index, ""].leg is Leg.DEVIATION and known.case.feeds:
             on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)
@@ -614,7 +606,7 @@ class Reference:
         return next((j for j in judged if j.passed), judged[0])
 
     def _without_optimizer(self, new: Model, known: Known) -> list[str]:
-        """A note if the new model is right without ONNX Runtime's optimiser: then the runtime is suspect."""
+        """A note if the new model is right without ONNX Runtime's optimiser: then that optimiser may have an error."""
         reports: dict[str, OutputReport] = {}
         try:
             with opened(
@@ -632,7 +624,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Doubt:
-    """An output that differs: of integers, with unusual values, or without a float64 evaluation."""
+    """An output that differs, and may still be right: it is judged again after further runs of the original."""
 
     known: Known
     index: int
@@ -682,7 +674,7 @@ def verify(
 
 
 def _other(against: Model | None) -> ImportedModel | None:
-    """The model that will be judged, imported. None if that fails: `check` will say why."""
+    """The model that will be judged, imported; None if that fails (`check` will report the reason)."""
     if against is None:
         return None
     try:
@@ -692,7 +684,7 @@ def _other(against: Model | None) -> ImportedModel | None:
 
 
 def _shortened(names: Sequence[str], most: int = 8) -> tuple[str, ...]:
-    """The first names, and how many more there are."""
+    """The first names, and a last entry that counts the others."""
     return (*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else []))
 
 
@@ -720,7 +712,7 @@ def _has_custom(graph: Graph) -> bool:
 
 
 def _changed(declared: Signature, known: Sequence[Known]) -> list[str]:
-    """Outputs that ONNX Runtime's optimiser changes in the original."""
+    """Notes on outputs that ONNX Runtime's optimiser changes in the original."""
     found: dict[int, float] = {}
     for k in known:
         for index, apart in k.changed.items():
@@ -733,7 +725,7 @@ def _changed(declared: Signature, known: Sequence[Known]) -> list[str]:
 
 
 def _with_layers(found: Verification, judged: Judged) -> Verification:
-    """Add the verdict on a quantised model's layers. One that is not known changes nothing."""
+    """The verification with the verdict on a quantised model's layers. Without such a verdict, only with a note."""
     if judged.reason:
         return replace(found, notes=(*found.notes, f"not judged layer by layer: {judged.reason}"))
     if not judged.evaluated:
@@ -760,7 +752,7 @@ def _sides(known: Known, index: int, judgement: Judgement) -> frozenset[Leg]:
 
 
 def _kept(reports: Iterable[OutputReport]) -> Iterator[str]:
-    """For outputs that ONNX Runtime's optimiser changes in the original, what the new model computes."""
+    """For outputs that ONNX Runtime's optimiser changes in the original: which of the two results the new model has."""
     for report in reports:
         if report.judgement.passed and report.sides:
             said = [
@@ -771,7 +763,7 @@ def _kept(reports: Iterable[OutputReport]) -> Iterator[str]:
 
 
 def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
-    """Outputs that were never compared: all NaN, infinite or without elements on every input."""
+    """Notes on outputs that were never compared: all NaN, infinite or without elements on every input."""
     notes = []
     for index, port in enumerate(declared.outputs):
         arrays = [a for k in known for _, a in k.outputs[index] if is_float(a)]
@@ -783,7 +775,7 @@ def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
 
 
 def _mismatch(a: Array, b: Array | None) -> Judgement | None:
-    """The verdict if two arrays cannot be compared element by element, else None."""
+    """The verdict on two arrays that cannot be compared element by element; None if they can."""
     reason = ""
     if b is None:
         reason = "it is missing"
@@ -795,7 +787,7 @@ def _mismatch(a: Array, b: Array | None) -> Judgement | None:
 
 
 def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
-    """Keep the worse of two results for an output (a near-tie is worse than none), and the greater difference."""
+    """Keep the worse of two results of an output (a near-tie is worse than none), and the greater difference."""
     old = reports.get(report.name)
     if old is None:
         reports[report.name] = report

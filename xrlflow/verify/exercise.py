@@ -1,4 +1,5 @@
-"""Runs the original: on cases for the numbers that both models mention, and for their branches."""
+"""Runs the original on cases: ordinary ones, those near the numbers that both models mention, those that reach
+branches."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ from xrlflow.verify.yardsticks import Known, not_credible
 
 _LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
 
-# A number that only one of the models mentions counts this many times as much.
+# A number that only one of the models mentions has its weight multiplied by this.
 _ALONE = 4
 
-# The least time limit of a run in seconds: on some inputs a Loop does not end.
+# The smallest time limit of a run in seconds: on some inputs a Loop does not end.
 _LEAST_LIMIT = 20.0
 
 
 class Runs:
-    """The original in a session, to be run on cases."""
+    """Runs the original on cases, in one session."""
 
     def __init__(self, model: Model, imported: ImportedModel, runner: Runner) -> None:
         self.imported, self._model, self._runner = imported, model, runner
@@ -48,14 +49,14 @@ class Runs:
         self._fates: list[tuple[Case, tuple[Fate, ...]]] = []
 
     def on(self, case: Case) -> tuple[Case, list[Any]]:
-        """The case with its outputs. Raises OriginalFails."""
+        """The case with its outputs. Raises OriginalFails if the run fails."""
         outputs = self.attempt(case)
         if outputs is None:
             raise OriginalFails(f"the original fails on the inputs given: {self.errors[-1]}")
         return case, outputs
 
     def attempt(self, case: Case) -> list[Any] | None:
-        """The outputs. None if the original fails, or takes a thousand times as long as its first run."""
+        """The outputs; None if the run fails, or takes a thousand times as long as the first one."""
         if not case.values.floats.finite and all(fate is Fate.UNDEFINED for fate in self.fates(case)):
             return None
         if not self._survives(case):
@@ -79,8 +80,8 @@ class Runs:
         return outputs
 
     def _survives(self, case: Case) -> bool:
-        """Whether ONNX Runtime may run a case in this process. Where a window is larger than its image, some of its
-        kernels divide by zero, so such a case is run apart first; after one that failed, none is run."""
+        """Whether a case may be run in this process. Where a window is larger than its image, some kernels of ONNX
+        Runtime divide by zero, so such a case is run in a separate process first. Once one failed, none is run."""
         if not case.bindings or self.at.windows_fit(case):
             return True
         if self._misfits_fail:
@@ -93,7 +94,7 @@ class Runs:
         return not self._misfits_fail
 
     def fates(self, case: Case) -> tuple[Fate, ...]:
-        """For each output, what is known about it if inputs are not finite."""
+        """For each output, what holds for it if inputs are not finite: see `Fate`."""
         feeds = evaluable_feeds(self.imported, case.feeds)
         if feeds is None:
             return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
@@ -107,7 +108,7 @@ class Runs:
         return _is_full(outputs) and self.at.windows_fit(case)
 
     def telling(self, case: Case, outputs: list[Any]) -> bool:
-        """Whether unusual values leave something to compare: if a model overflows, nothing can be compared."""
+        """Whether the outputs of a case with unusual values are evidence: those of a model that overflows are not."""
         return (
             not case.values.floats.finite
             or case.values.masks is Masks.EMPTY
@@ -117,7 +118,7 @@ class Runs:
         )
 
     def licences(self, case: Case) -> tuple[Licence | None, ...]:
-        """For each output, which differences the case allows."""
+        """For each output, which of its elements are not compared; empty if all elements of all outputs are."""
         if case.values.masks is Masks.EMPTY:
             return tuple(Licence.MENDS for _ in self.imported.graph.outputs)
         if case.values.floats.finite:
@@ -127,9 +128,9 @@ class Runs:
     def drawing(
         self, other: ImportedModel | None, bindings: Bindings | None, seed: int, further: Iterable[int] = ()
     ) -> Drawing[list[Any]]:
-        """How cases are drawn, with the numbers of both models.
+        """The sampler of cases, with the numbers of both models.
 
-        Numbers that only one model mentions count most, those that neither mentions (`further`) least.
+        Numbers that only one model mentions weigh most; those of `further`, that neither mentions, weigh least.
         """
         plan = InputPlan.of(self.imported)
         if bindings is not None:
@@ -174,8 +175,8 @@ def run_empty(
 ) -> tuple[tuple[Known, ...], tuple[str, ...]]:
     """Cases with a size of 0 on which the original runs, each with its outputs, and notes.
 
-    The runs are in a process of their own. Some kernels of ONNX Runtime return wrong results or uninitialised memory
-    for empty inputs. Such cases are left out, with a note.
+    They are run in a separate process. Some kernels of ONNX Runtime return wrong results or uninitialised memory for
+    empty inputs; such cases are left out, with a note.
     """
     found, notes = [], []
     for case in cases:
@@ -185,7 +186,7 @@ def run_empty(
         try:
             outputs = run_apart(model, case.feeds, threads=threads, session_options=session_options)
         except BackendError:
-            continue  # the case is meaningless at this size
+            continue  # ONNX defines no output at this size
         known = Known(case, [flat(output) for output in outputs])
         strange = _strange(run, known, float64_flops)
         if strange:
@@ -200,7 +201,7 @@ def run_empty(
 
 
 def _strange(run: Runs, known: Known, float64_flops: float) -> str:
-    """How the outputs differ from what the operators define; "" if no difference is known."""
+    """A note on an output that differs from what the operators define; "" if none is known to differ."""
     graph, numbers = run.imported.graph, run.at.numbers(known.case.bindings)
     names = [info.name for info in run.imported.frame.graph.output]
     filled = []
@@ -231,7 +232,7 @@ def exercise(
     threads: int | None,
     session_options: Options | None,
 ) -> tuple[str, ...]:
-    """Look for inputs that reach every branch of the models, and add them. Returns the branches never reached."""
+    """Draw inputs until they reach every branch of the models, and add them. Returns the branches never reached."""
     missing: dict[str, None] = {}
     for model, imported in models:
         if not has_branches(imported.graph):

@@ -1,8 +1,8 @@
-"""What a graph demands of its inputs: each input is followed to the operators that read it.
+"""The constraints that a graph puts on its inputs: each input is followed to the operators that read it.
 
 An integer that ends as an index of a Gather must stay inside the table, whatever is in between: a Cast, a Concat, an
-offset, a branch of an If. The walk ends at operators that it does not understand. A missed constraint only costs a run
-that fails and is drawn again.
+offset, a branch of an If. Operators of other types end the walk. If a constraint is missed, a run fails and other
+values are drawn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 from xrlflow.ir import INTEGERS, Attrs, Body, Dim, DType, Graph, Node, TensorType, Value
 
-# The most steps of a walk: enough for any network whose integers matter, and done in a fraction of a second.
+# Limit on the steps of a walk: enough for any network whose integers matter, and a fraction of a second.
 _MAX_STEPS = 20_000
 
 
 class Form(Enum):
-    """Constraints on a whole tensor that bounds on its elements cannot express."""
+    """Constraints on a whole tensor, which bounds on its elements cannot express."""
 
     MASK = "mask"  # 0 and 1, with at least one 1
     RESHAPE = "reshape"  # a shape for Reshape: one -1, else ones
@@ -38,8 +38,8 @@ class Bound:
     """scale * x + shift lies in [low, high] for every shift in [shift_low, shift_high].
 
     If `high` is None, it is the size of `dim` minus 1, or the size itself if `inclusive` (a count, not an index).
-    `unsure`: an unknown number was added on the way, so only the lower half is used. `wraps`: the index may be negative
-    and then counts from the end; its reader raises an error if it is outside.
+    `unsure`: the path to the reader adds an unknown number, so only the lower half is used. `wraps`: a negative index
+    counts from the end; the reader raises an error for one outside the table.
     """
 
     low: float
@@ -53,9 +53,9 @@ class Bound:
     wraps: bool = False
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int]:
-        """The least and greatest integer x. `size` gives the size of a dimension (None: taken as 1).
+        """The least and the greatest integer x. `size` gives the size of a dimension (None: taken as 1).
 
-        `negative`: include indices that count from the end, where they are allowed.
+        `negative`: include indices that count from the end, where these are allowed.
         """
         low, high = self.low, self.high
         if high is None:
@@ -72,36 +72,36 @@ class Bound:
 
 @dataclass(slots=True)
 class Demands:
-    """The constraints on one input by all its readers."""
+    """The constraints that the readers of one input put on it."""
 
     bounds: list[Bound] = field(default_factory=list)
-    # Numbers that the model compares it with: a sampling rate, an end-of-text token, ...
+    # Numbers that the model compares the input with: a sampling rate, an end-of-text token, ...
     landmarks: list[float] = field(default_factory=list)
     form: Form | None = None
     # The dimension that the sizes of a Split sum to, or the rank that axes refer to.
     extent: Dim = None
-    # The declared shape of the result of a Reshape or Expand to this shape: another one would contradict the model.
+    # If the input is a shape for Reshape or Expand: the declared shape of the result, which other values contradict.
     declared: tuple[int, ...] | None = None
-    # It is an argument of a logarithm or root, or a divisor.
+    # The input is an argument of a logarithm or root, or a divisor.
     positive: bool = False
-    # It, or something computed from it, is a size, a number of steps or a divisor. Unusual values could take all
-    # memory, never end, or crash the process (an integer division by zero does).
+    # A size, a number of iterations or an integer divisor is computed from the input. Unusual values could take all
+    # memory, never end, or crash the process.
     steers: bool = False
 
     @property
     def divides(self) -> bool:
-        """Whether how much is computed depends on it as on a divisor."""
+        """Whether a size or number of iterations is divided by the input."""
         return self.positive and self.steers
 
     @property
     def loose(self) -> bool:
-        """Whether it may be outside its bounds, where that is only an error."""
+        """Whether values outside the bounds only raise an error."""
         return (
             bool(self.bounds) and not self.steers and all(b.wraps for b in self.bounds) and self.form is None
         )
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int] | None:
-        """The integers that all bounds admit. If bounds contradict each other, the lowest one wins."""
+        """The integers that all bounds allow. If bounds contradict each other, the lowest one decides."""
         if not self.bounds:
             return None
         ends = [bound.interval(size, negative) for bound in self.bounds]
@@ -112,7 +112,7 @@ class Demands:
 
 @dataclass(frozen=True, slots=True)
 class _Derived:
-    """A value on the walk; its elements are scale * x + shift, where x is the input's."""
+    """A value that the walk has reached. Its elements are scale * x + shift, where x is the input's."""
 
     graph: Graph
     value: Value
@@ -125,14 +125,13 @@ class _Derived:
 def input_constraints(
     graph: Graph, value: Value, declared: Mapping[Value, tuple[int, ...]] | None = None
 ) -> Demands:
-    """The constraints on one of the graph's inputs.
+    """The constraints on `value`, one of the graph's inputs.
 
-    `value` is in `graph.inputs`. `declared`: shapes that the file declares of values, true or not
-    (`ImportedModel.declared`).
+    `declared`: the shapes that the file declares for values, true or not (`ImportedModel.declared`).
     """
     demands = Demands()
     seen: set[tuple[int, Value, float, float, float, bool]] = set()
-    # Each entry has the nodes that own the body of its graph: outputs of bodies lead back to them.
+    # Each entry has the nodes whose bodies enclose its graph: the walk leaves a body through its outputs.
     work: list[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]] = [(_Derived(graph, value), ())]
     for _ in range(_MAX_STEPS):
         if not work:
@@ -168,7 +167,7 @@ def input_constraints(
 
 def _steers(graph: Graph, value: Value) -> bool:
     """Whether a value, or something computed from it, decides how much is computed: see `Demands.steers`."""
-    seen: set[tuple[int, Value]] = set()  # a value reaches a body in several ways, and so does what is inside
+    seen: set[tuple[int, Value]] = set()  # by object too, as a body can be reached along several paths
     work = [(graph, value)]
     while work:
         graph, value = work.pop()
@@ -183,7 +182,7 @@ def _steers(graph: Graph, value: Value) -> bool:
                 return True
             for body, first in _bodies(node):
                 inner = [body.captured[i - first] for i in at if first <= i < first + len(body.captured)]
-                # Body inputs are in the order of the node's state and scanned inputs, in a Loop after the counter.
+                # A body's inputs are in the order of the node's states and scanned inputs, after a Loop's counter.
                 explicit = [i for i in at if i < len(node.inputs) - node.captured]
                 inner += [body.graph.inputs[i] for i in explicit if i < len(body.graph.inputs)]
                 ends = body.graph.outputs[:1] if node.op == "Loop" else ()
@@ -218,9 +217,9 @@ def _decides(graph: Graph, node: Node, position: int) -> bool:
     return (node.op, position) not in _CHECKED
 
 
-# --- operators that pass values on ---
+# --- operators that pass values through ---
 
-# Operators that pass elements of an input on unchanged, with the positions of those inputs (None: all).
+# Operators that pass elements of an input through unchanged, with the positions of those inputs (None: all).
 _PASSES: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(("Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze", "Flatten"), (0,)),
     **dict.fromkeys(("Transpose", "Slice", "Split", "Expand", "Tile", "Gather", "GatherElements"), (0,)),
@@ -275,7 +274,7 @@ def _sub(place: _Derived, low: float, high: float, position: int) -> _Derived | 
 
 
 def _mul(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
-    # The largest of several factors decides. The walk ends if there are none, or signs are mixed.
+    # If there are several factors, the largest decides. The walk ends if there are none, or their signs differ.
     return _scaled(place, high if high > 0 else low) if low * high > 0 else None
 
 
@@ -358,7 +357,7 @@ def _axis(attrs: Attrs, default: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """The constraint of an operator on one of its inputs."""
+    """The constraint that an operator puts on one of its inputs."""
 
     bound: Callable[[Graph, Node], Bound] | None = None
     form: Form | None = None
@@ -367,7 +366,7 @@ class _Reader:
 
 
 def _index(data: int, axis: Callable[[Graph, Node], int], wraps: bool = False) -> _Reader:
-    """An index into input `data` along an axis."""
+    """An index into input `data`, along an axis."""
     return _Reader(lambda g, n: Bound(0, None, _dim(g, n, data, axis(g, n)), wraps=wraps))
 
 
@@ -381,7 +380,7 @@ def _count(data: int, axis: Callable[[Graph, Node], int]) -> _Reader:
 
 
 def _gather_nd(graph: Graph, node: Node) -> Bound:
-    """Tuples of indices: bounded by the smallest indexed dimension, since any index may be at any position."""
+    """Tuples of indices: bounded by the smallest dimension that they index, since any index may be at any position."""
     data, indices = _type(graph, node, 0).shape, _type(graph, node, 1).shape
     batch = node.attrs.get("batch_dims", 0)
     if data is None or not indices or not isinstance(batch, int):
@@ -575,7 +574,7 @@ def _is_whole_power(graph: Graph, node: Node) -> bool:
 
 
 def random_operators(graph: Graph) -> set[str]:
-    """Operators that give other values in every run and that an output depends on, in bodies too."""
+    """Operators with random results on which an output depends, in bodies too."""
     found: set[str] = set()
     reached: set[Value] = set()
     work = list(graph.outputs)
@@ -599,7 +598,7 @@ _RANDOM = frozenset(
 
 
 def _trains(graph: Graph, node: Node) -> bool:
-    """Whether a Dropout drops elements: its mode is true or computed. A mode that the caller gives is fed as false."""
+    """Whether a Dropout drops elements: its mode is true or computed. A mode that callers pass is set to false here."""
     if len(node.inputs) < 3 or not node.inputs[2] or node.inputs[2] in graph.inputs:
         return False
     ratio: Any = graph.const(node.inputs[1]) if node.inputs[1] else None

@@ -1,4 +1,4 @@
-"""Inputs for comparing two models: random ones that the original can run, or the user's own."""
+"""Inputs on which two models are compared: random ones that the original can run, or the user's own."""
 
 from __future__ import annotations
 
@@ -44,14 +44,10 @@ _USER = "the user's inputs"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One set of inputs.
+    """One set of inputs."""
 
-    `bindings`: sizes of the dynamic dimensions. `sample` numbers sets of ordinary values; `values` is the kind of
-    values.
-    """
-
-    bindings: Bindings
-    sample: int
+    bindings: Bindings  # sizes of the dynamic dimensions
+    sample: int  # numbers the sets of ordinary values
     feeds: Feeds
     label: str = ""
     values: Values = ORDINARY
@@ -77,7 +73,7 @@ class InputPlan:
 
     @staticmethod
     def of(imported: ImportedModel) -> InputPlan:
-        """The plan for a model: every input is followed to its readers."""
+        """The plan for a model. The constraints on an input come from the operators that it reaches."""
         values = input_values(imported)
         declared = {
             v.name: _as_in_graph(type_of_proto(v.type), imported, values.get(v.name))
@@ -120,7 +116,7 @@ class InputPlan:
     def case(
         self, bindings: Bindings, seed: int, sample: int, cautious: bool = False, values: Values = ORDINARY
     ) -> Case:
-        """Inputs of these sizes. `cautious`: use the least values that are allowed.
+        """Inputs of these sizes. `cautious`: draw the smallest values that the constraints allow.
 
         Raises InputsNeeded for an input that is not a dense tensor.
         """
@@ -150,7 +146,7 @@ class InputPlan:
                 self.thresholds,
             )
             feeds[port.name] = draw.array()
-        if sample == 1 and values.ordinary:  # one sample overrides the defaults that can be overridden
+        if sample == 1 and values.ordinary:  # this sample overrides the defaults
             for port, const in self.defaults:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
                     array = const.numpy()
@@ -170,10 +166,10 @@ def _as_in_graph(declared: TensorType, imported: ImportedModel, value: Value | N
 
 
 def _is_mask(port: Port, demands: Demands) -> bool:
-    """Whether an input is a mask, judged by its readers or by its name and type."""
+    """Whether an input is a mask, judged by the operators that read it or by its name and type."""
     if demands.form is not None:
         return demands.form is Form.MASK
-    named = "mask" in port.name.lower() and port.type.dtype not in FLOATS  # a float may be a mask's logits
+    named = "mask" in port.name.lower() and port.type.dtype not in FLOATS  # floats may be added to logits
     return port.type.dtype == DType.BOOL or (named and not demands.bounds)
 
 
@@ -184,7 +180,7 @@ def input_values(imported: ImportedModel) -> dict[str, Value]:
 
 
 def _generator(seed: int, bindings: Bindings, sample: int, name: str) -> np.random.Generator:
-    """A random generator that depends only on these arguments."""
+    """A random generator whose numbers depend on these arguments only."""
     return np.random.default_rng([seed, sample, digest(name), *bindings.values()])
 
 
@@ -237,7 +233,7 @@ class _Draw:
             return np.resize(np.sort(self.rng.permutation(rank)[:count]), self.shape)
         if form is Form.SPLIT:
             return self.composition(self.size(self.demands.extent))
-        # A mask of which 2 means something else than 1, too, is one of zeros and ones first of all.
+        # If values compare it with 2, too, it may be more than a mask; zeros and ones are tried first.
         wide = interval is not None and interval[1] > 2
         usual = dtype not in FLOATS or (self.values.ordinary and self.sample != 1)
         named = "mask" in self.name and usual and not (self.cautious and interval is not None)
@@ -274,16 +270,16 @@ class _Draw:
         return self.floats()
 
     def floats(self) -> Any:
-        """Floats of the wanted kind. Those that steer the model stay finite."""
+        """Floats of the requested kind. Those that decide how much is computed (`Demands.steers`) stay finite."""
         kind = self.values.floats
         landmarks = self.demands.landmarks
         drawn = self.rng.standard_normal(self.shape)
-        # One number that is compared: what it is compared with, and in one sample another one.
+        # A scalar that the model compares: the number it is compared with, and in one sample another one.
         free = self.values.ordinary and self.sample == 1 and not self.demands.steers
         if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED and not free:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
         if self.values.ordinary and self.sample == 0 and drawn.size == 1 and self.demands.divides:
-            # A speed, or a scale: a small one may make everything a hundred times larger.
+            # It may be a speed or a scale, and a small one may make tensors a hundred times larger.
             return np.ones(self.shape)
         if kind.spread is Spread.UNIFORM:
             drawn = self.rng.uniform(0.0, kind.scale, self.shape)
@@ -301,7 +297,7 @@ class _Draw:
             return np.full(self.shape, np.nan)
         else:
             return self.poisoned(drawn)
-        # Negative arguments of a root may give NaN everywhere, which tells little; but they have to be tried once.
+        # Square roots of negative numbers may make all outputs NaN, which shows little; one sample has them anyway.
         if self.cautious or (self.demands.positive and (self.sample == 0 or not self.values.ordinary)):
             drawn = np.abs(drawn) + 0.125
         limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
@@ -309,19 +305,19 @@ class _Draw:
         return np.clip(drawn, -most, most)
 
     def between(self, whole: Any, interval: tuple[int, int]) -> Any:
-        """Numbers that index a table after a Cast; in one sample with fractions, where they may have them."""
+        """Floats that index a table after a Cast; in one sample with fractions, where the interval allows them."""
         if self.sample != 1 or self.cautious or self.demands.steers:
             return whole
         return np.clip(whole + self.rng.uniform(size=np.shape(whole)), *interval)
 
     def ties(self) -> Array:
-        """Multiples of one half from -8 to 8; every fourth element is a zero, of either sign."""
+        """Multiples of one half from -8 to 8; every fourth element is a zero of random sign."""
         halves = self.rng.integers(-16, 16, self.shape, endpoint=True) / 2
         zeros = np.copysign(0.0, self.rng.standard_normal(self.shape))
         return np.where(self.rng.uniform(size=self.shape) < 0.25, zeros, halves)
 
     def poisoned(self, drawn: Array) -> Array:
-        """The array with a few elements made NaN, infinite and minus infinite. A single element becomes one of them."""
+        """A copy with a few elements NaN, infinite and minus infinite. An array of one element gets one of these."""
         flat = drawn.reshape(-1)
         each = max(1, flat.size // 32)
         places = self.rng.permutation(flat.size)[: 3 * each]
@@ -330,7 +326,7 @@ class _Draw:
         return flat.reshape(self.shape)
 
     def mask(self) -> Any:
-        """0 and 1, with at least one 1 in each row: all ones, a prefix, or any pattern."""
+        """0 and 1, with at least one 1 in each row. The sample decides: all ones, a prefix, or any pattern."""
         mask = np.ones(self.shape, dtype=np.int64)
         if self.values.masks is Masks.EMPTY and not self.cautious:
             return np.zeros(self.shape, dtype=np.int64)
@@ -379,7 +375,7 @@ class _Draw:
         return not self.demands.steers and not self.cautious and self.port.type.dtype.bits > 8
 
     def wide(self, dtype: DType) -> Array:
-        """Integers of all magnitudes of the type except its least: powers of two, their neighbours, others."""
+        """Integers of all magnitudes of the type but its least: powers of two, their neighbours, and random ones."""
         limits = np.iinfo(numpy_dtype(dtype))
         low, high = int(limits.min) + 1, int(limits.max)
         powers = [2**k for k in (8, 15, 16, 24, 31, 32, 33, 53, 62, 63) if 2**k - 1 <= high]
@@ -389,7 +385,7 @@ class _Draw:
         if self.demands.positive:
             near, low = [n for n in near if n > 0], 1
         drawn = np.asarray(near, dtype=object)[self.rng.integers(0, len(near), count)]
-        # Half of them are below 2^40: such numbers still make sense as seconds, counts and hashes.
+        # Half of them are below 2^40: as seconds, counts and hashes these are plausible.
         some = self.rng.integers(max(low, -(2**40)), min(high, 2**40), count, endpoint=True)
         drawn = np.where(self.rng.integers(0, 2, count) == 1, drawn, some.astype(object))
         if count:
@@ -398,7 +394,7 @@ class _Draw:
         return drawn.reshape(self.shape)
 
     def ends(self, dtype: DType) -> Array:
-        """Indices at both ends of their tables, counted from both sides. If asked for, one in eight is outside."""
+        """Indices at both ends of their tables, counted from both ends; of the kind BEYOND, one in eight is outside."""
         low, high = self.demands.interval(self.size, negative=True) or (0, 0)
         if np.iinfo(numpy_dtype(dtype)).min == 0:
             low = max(0, low)
@@ -426,7 +422,7 @@ class _Draw:
         return 0, 9
 
     def composition(self, total: int | None) -> Any:
-        """Sizes that sum to `total`, positive if possible; ones if `total` is not known."""
+        """Sizes that sum to `total`, positive if possible; ones if `total` is None."""
         count = int(np.prod(self.shape))
         if total is None or count == 0:
             return np.ones(self.shape, dtype=np.int64)
@@ -440,9 +436,9 @@ class _Draw:
 
 
 def user_case(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[str, Any]) -> Case:
-    """The user's inputs: a .npz file, or arrays by name. A sequence is given as name.0, name.1, ...
+    """The user's inputs: a .npz file, or arrays by name. The items of a sequence are named name.0, name.1, ...
 
-    Raises BadInputs, naming the file, the input and what is expected of it.
+    Raises BadInputs with the file, the input and what is expected of it.
     """
     if isinstance(inputs, Mapping):
         return _case_of(imported, dict(inputs))
@@ -510,7 +506,7 @@ def _checked(port: Port, value: Any, bindings: dict[str, int]) -> Array:
         raw = (
             array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == wanted.itemsize
         )
-        if raw and wanted.kind not in "biufc":  # np.savez forgets the dtype of bfloat16 and similar types
+        if raw and wanted.kind not in "biufc":  # np.savez loses the dtype of bfloat16 and similar types
             array = array.view(wanted)
         if array.dtype != wanted:
             raise BadInputs(
@@ -534,7 +530,7 @@ def _checked(port: Port, value: Any, bindings: dict[str, int]) -> Array:
 
 
 def _structure(name: str, proto: onnx.TypeProto, given: dict[str, Any]) -> Any:
-    """A sequence or optional built from arrays by name; None for an optional that is not given."""
+    """A sequence or optional, built from arrays by name; None for an optional without arrays."""
     optional = proto.HasField("optional_type")
     inner = proto.optional_type.elem_type if optional else proto
     if inner.HasField("tensor_type"):

@@ -1,4 +1,5 @@
-"""What each quantised tensor of a model means: exact integers, and the real numbers that they were rounded from."""
+"""Exact evaluation of a quantised model: for each quantised tensor its integers and the real numbers before
+rounding."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from xrlflow.ops.tensors import numpy_dtype
 from xrlflow.verify.runner import Array
 
 TIE = 1e-3
-"""A quantised number may be rounded either way if what it is rounded from is so near to a tie, in steps."""
+"""The distance from a tie, in steps of the scale, within which a number may be rounded up or down."""
 
-# Of the range that DynamicQuantizeLinear finds, two evaluations in float32 may differ by this part.
+# The relative difference of the ranges that two evaluations of DynamicQuantizeLinear in float32 may compute.
 _SCALE = 2.0**-20
 
 DYNAMIC = "DynamicQuantizeLinear"
@@ -28,32 +29,28 @@ _INTEGER = frozenset({"MatMulInteger", "ConvInteger"})
 _WITH_SCALES = frozenset(
     {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QAttention"}
 )
-# What NumPy and ONNX Runtime exchange. Types of operators that ONNX does not define may be unknown.
+# The types that NumPy and ONNX Runtime exchange. Types of operators that ONNX does not define may be unknown.
 _EXCHANGED = frozenset({DType.UINT8, DType.INT8, DType.UINT16, DType.INT16, DType.FLOAT, DType.UNDEFINED})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A quantised tensor. `numbers`: exact; `offsets`: what was rounded minus `numbers`, in steps, within their range.
+    """A quantised tensor. The scale of DynamicQuantizeLinear counts as one too, without offsets."""
 
-    `zero` (of DynamicQuantizeLinear only): the zero point, that its numbers count from. The scale of
-    DynamicQuantizeLinear is a layer as well. It has no offsets, since it is not rounded.
-    """
-
-    numbers: Array
-    offsets: Array | None
-    zero: Value | None = None
+    numbers: Array  # the exact integers
+    offsets: Array | None  # real number minus integer, in steps of the scale; None: not rounded
+    zero: Value | None = None  # the zero point, a value of the graph (of DynamicQuantizeLinear only)
 
     @property
     def steps(self) -> Array:
-        """What was rounded, clamped to the range of the type."""
+        """The real numbers before rounding, in steps, clamped to the range of the type."""
         value = self.numbers.astype(np.float64)
         return value if self.offsets is None else value + self.offsets
 
     def misses(self, other: Array, window: Array | float, shift: int = 0) -> Array:
-        """Where `other` is no rounding of a number within `window` of what was rounded.
+        """A mask of the elements of `other` that are no rounding of a number within `window` of the exact one.
 
-        `shift`: how much larger the zero point of `other` is.
+        `shift`: the zero point of `other` minus that of this tensor.
         """
         if self.offsets is None:
             exact = self.numbers.astype(np.float64)
@@ -62,26 +59,26 @@ class Layer:
         least, most = limits(self.numbers.dtype)
         steps = self.steps
         found = ~((np.rint(steps - window) <= value) & (value <= np.rint(steps + window)))
-        if shift:  # what is clamped there need not be so here
+        if shift:  # a number that one zero point clamps, the other need not
             found &= (other != least) & (other != most)
         return np.asarray(found)
 
     def differs(self, other: Layer, window: Array | float) -> Array:
-        """Where another layer is rounded from other numbers. The zero points are equal."""
+        """A mask of the elements that another layer rounds from other numbers. The zero points are equal."""
         if self.offsets is None or other.offsets is None:
             return self.misses(other.numbers, window)
-        # What is quantised again is whole: leaving out the first of two equal quantisations changes nothing.
+        # Integers that are quantised again stay: without the first of two equal quantisations the result is the same.
         if self.is_whole or other.is_whole:
             return self.misses(other.numbers, window) & other.misses(self.numbers, window)
         return np.asarray(~(np.abs(self.steps - other.steps) <= window))
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was rounded."""
+        """Whether rounding changed nothing, as all numbers were integers."""
         return self.offsets is None or float(np.max(np.abs(self.offsets), initial=0.0)) <= TIE
 
     def moved(self, dtype: np.dtype[Any]) -> Layer | None:
-        """The same with the zero point of a type of the other sign; None if `dtype` has another size."""
+        """The same layer with the zero point of a type of the other signedness; None if `dtype` has another size."""
         if dtype == self.numbers.dtype:
             return self
         if self.offsets is None or dtype.kind not in "iu" or dtype.itemsize != self.numbers.dtype.itemsize:
@@ -90,7 +87,7 @@ class Layer:
 
 
 def moved(numbers: Array, dtype: np.dtype[Any]) -> Array:
-    """Integers in a type of the same size, so that the least number stays the least."""
+    """Integers in a type of the same size, shifted so that the least number of one type becomes that of the other."""
     shift = limits(dtype)[0] - limits(numbers.dtype)[0]
     return (numbers.astype(np.int64) + shift).astype(dtype)
 
@@ -126,7 +123,7 @@ def _rounds(node: Node) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """A graph with the places at which it is looked at."""
+    """A graph with the quantised tensors at which it is cut into parts."""
 
     graph: Graph
 
@@ -159,7 +156,7 @@ class Layers:
 
     @cached_property
     def obstacle(self) -> str:
-        """Why the graph cannot be looked at layer by layer; "" if it can."""
+        """Why the graph cannot be evaluated layer by layer; "" if it can."""
         for node in self.order:
             if any(isinstance(a, Body) and _has_rounding(a.graph) for a in node.attrs.values()):
                 return f"it quantises numbers in the body of a node {node.op}"
@@ -168,12 +165,12 @@ class Layers:
         return ""
 
     def nearest(self, output: Value) -> frozenset[Value]:
-        """The quantised tensors that a value is computed from, without those behind them."""
+        """The quantised tensors that a value is computed from directly, without further ones in between."""
         return frozenset((output,)) if output in self._places else self._before(output) & self._places
 
     def place(self, tensor: Value, name: Callable[[Value], Value]) -> tuple[str, int, frozenset[Value]]:
-        """Where a quantised tensor is: operator, which of its outputs, and what it is computed from: quantised tensors
-        and inputs of the graph, each by `name`."""
+        """What identifies a quantised tensor: its operator, which of the operator's outputs it is, and the quantised
+        tensors and inputs of the graph that it is computed from, each by `name`."""
         node = self.graph.producers[tensor]
         return node.op, node.outputs.index(tensor), frozenset(map(name, self._before(tensor)))
 
@@ -186,7 +183,7 @@ class Layers:
         return frozenset(self.tensors)
 
     def part(self, wanted: Iterable[Value], stops: Container[Value]) -> list[Node]:
-        """The nodes that `wanted` needs, producers first, if the values of `stops` are known to their readers."""
+        """The nodes that compute `wanted`, producers first. What computes the values of `stops` is left out."""
         producers, needed = self.graph.producers, set()
         pending = list(wanted)
         while pending:
@@ -205,7 +202,7 @@ def _has_rounding(graph: Graph) -> bool:
 
 
 Settle = Callable[[Value, Layer], Array]
-"""What the readers of a quantised tensor get, once it is computed."""
+"""From a quantised tensor and its exact layer, the array that its readers get."""
 
 
 def evaluate_layers(
@@ -217,10 +214,11 @@ def evaluate_layers(
     *,
     rounded: bool = False,
 ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
-    """The quantised tensors on the way to some values, and those of the values that are none.
+    """The quantised tensors from which `wanted` are computed, and those of `wanted` that are not quantised tensors.
 
-    Readers of a value in `stops` get what is there, and what computes it is left out unless it is wanted. `rounded`:
-    in float32, rounded to the declared types after each operator. Raises NotEvaluable, and whatever NumPy raises.
+    Readers of a value in `stops` get the array there, and what computes the value is left out unless it is wanted.
+    `rounded`: evaluate in float32, rounded to the declared types after each operator. Raises NotEvaluable, and whatever
+    NumPy raises.
     """
     wanted = list(dict.fromkeys(wanted))
     order = layers.part(wanted, stops)

@@ -1,6 +1,6 @@
-"""What a quantised model means on some inputs, and whether another model means the same.
+"""The exact evaluation of a quantised model on some inputs, and its comparison with that of another model.
 
-The other model's quantised tensors get their inputs from the original: see `quantised.py`.
+The parts of the other model get the quantised tensors of the original as inputs: see `quantised.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xrlflow.verify.noise import jumps_at
 from xrlflow.verify.runner import Array, Model
 
 _NOISE = 8.0
-# One evaluation in float32 may move a single element by nothing. The greatest of so many says more.
+# The error of one element in float32 may be 0 by chance. So the greatest of this many elements around it counts.
 _SLICE = 16
 # What NumPy raises for uses of an operator that our evaluator does not know.
 _FAILS = (ArithmeticError, AssertionError, IndexError, KeyError, MemoryError, TypeError, ValueError)
@@ -40,7 +40,7 @@ class Unjudged(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Inputs, with the outputs of the original as the user runs it (tensors only). `cost`: operations of a run."""
+    """Inputs, and the original's outputs on them as the user runs it, all tensors. `cost`: operations of a run."""
 
     feeds: Mapping[str, Array]
     outputs: Sequence[Array]
@@ -74,14 +74,14 @@ class Apart:
 
 
 def share(count: int, size: int) -> str:
-    """A part as a percentage, "under 0.01%" if it is very small."""
+    """A part as a percentage; "under 0.01%" if it is smaller than that."""
     percent = 100 * count / max(1, size)
     return "none" if not count else "under 0.01%" if percent < 0.01 else f"{percent:.3g}%"
 
 
 @dataclass(frozen=True, eq=False)
 class CutModel:
-    """A model that can be cut. `proto`: as the user runs it, but for `spelt_out`."""
+    """A model that can be cut. `proto`: the model as the user runs it, after `spelt_out`."""
 
     proto: onnx.ModelProto
     imported: ImportedModel
@@ -117,7 +117,7 @@ class CutModel:
         return tuple(info.name for info in self.proto.graph.output)
 
     def results(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """The outputs of a copy that shows the cuts, by name."""
+        """The outputs of a copy that shows the quantised tensors, by name."""
         there = set(self.output_names)
         names = [*self.output_names, *(name for name in self.cuts.values() if name not in there)]
         return dict(zip(names, arrays, strict=True))
@@ -137,7 +137,7 @@ class CutModel:
         *,
         rounded: bool = False,
     ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
-        """See `evaluate_layers`. Raises Unjudged."""
+        """See `evaluate_layers`. Raises Unjudged where that raises."""
         from threadpoolctl import threadpool_limits
 
         try:
@@ -155,29 +155,24 @@ class CutModel:
 
 @dataclass(slots=True, eq=False)
 class Meaning:
-    """A model's exact tensors and outputs on one sample.
-
-    `given`: what its parts get in place of their quantised inputs. `runs`: what ONNX Runtime makes of the parts, at
-    several levels, the user's first; by the names of the cuts and outputs.
-
-    `original`: of a new model, what it is judged by. `of`: the values of the original that its tensors and outputs are;
-    `spare`: tensors that only the original has.
-    """
+    """A model's exact quantised tensors and outputs on one sample."""
 
     model: CutModel
     sample: Sample
     layers: dict[Value, Layer]
     outputs: dict[Value, Array]
-    given: dict[Value, Array]
-    original: Meaning | None = None
+    given: dict[Value, Array]  # the quantised tensors that the parts of the model get as inputs
+    original: Meaning | None = None  # of a new model: that of the original, with which it is compared
     of: Mapping[Value, Value] = field(default_factory=dict)
-    spare: Sequence[Value] = ()
+    """Of a new model: for each of its tensors and outputs, the same value of the original."""
+    spare: Sequence[Value] = ()  # tensors that only the original has
     runs: list[dict[str, Array]] = field(default_factory=list)
+    """What ONNX Runtime computes for the parts, by name: one dict for each optimisation level, the user's first."""
     _windows: dict[Value, Array] = field(default_factory=dict)
     _noise: dict[Value, Array] = field(default_factory=dict)
 
     def showing(self, *, cut: bool) -> bytes:
-        """A copy that shows the quantised tensors."""
+        """A serialised copy that shows the quantised tensors; `cut`: that is also cut at them."""
         types = {name: dtype_of(self.given[value].dtype) for value, name in self.model.cuts.items()}
         return showing(self.model.proto, types, cut=cut)
 
@@ -187,11 +182,12 @@ class Meaning:
         return {**self.sample.feeds, **given}
 
     def window(self, value: Value) -> Array:
-        """For each element TIE, or 8 times what rounding to the declared types moves the numbers around it by, if that
-        is more.
+        """For each element of a quantised tensor, in steps: the distance from the exact number within which any other
+        number may be what was rounded.
 
-        The rounding of a new model counts only as far as the original's part rounds as well, or tensors that it has in
-        addition do: the new part may be as long as these together.
+        It is TIE, or 8 times the distance by which rounding to the declared types moves the numbers around the element,
+        if that is more. A new model's own rounding counts only up to that of the original's part, or of the tensors
+        that only the original has: the new part may compute as much as all of these together.
         """
         if value not in self._windows:
             self._windows[value] = (
@@ -216,7 +212,7 @@ class Meaning:
         return np.maximum(TIE, _NOISE * around(strays, _SLICE))
 
     def noise(self, value: Value) -> Array:
-        """How far the declared types move an output of floats, from the same quantised tensors: in the original."""
+        """How far rounding to the declared types moves each element of an output of floats, in the original's part."""
         if self.original is not None:
             return self.original.noise(self.of[value])
         if value not in self._noise:
@@ -229,8 +225,8 @@ class Meaning:
     def _in_single(
         self, value: Value, stops: Mapping[Value, Array]
     ) -> tuple[dict[Value, Layer], dict[Value, Array]]:
-        """Evaluate a part in float32. What jumps (Floor, a comparison) is exact: it is no noise if it falls the other
-        way."""
+        """Evaluate a part in float32. Functions that jump (Floor, a comparison) are evaluated exactly: a jump in the
+        other direction is no rounding error."""
         model = self.model
         jumping = [node for node in model.layers.part([value], stops) if jumps_at(model.graph, node)]
         outputs = {v for node in jumping for v in node.outputs} - {value, *self.layers}
@@ -239,12 +235,13 @@ class Meaning:
 
 
 def shift_of(zero: Array, exact: Layer) -> int:
-    """How much larger a zero point is than the exact one."""
+    """A zero point minus the exact one."""
     return int(zero.item()) - int(exact.numbers.item())
 
 
 def meaning_of(model: CutModel, sample: Sample, own: Mapping[Value, Array] | None = None) -> Meaning:
-    """Evaluate a model. `own`: quantised tensors that its parts get instead of the exact ones. Raises Unjudged."""
+    """Evaluate a model exactly. `own`: quantised tensors that its parts get instead of the exact ones. Raises
+    Unjudged."""
     own = own or {}
     layers, others = model.evaluate(sample, [*model.layers.tensors, *model.graph.outputs], own)
     outputs = {v: layers[v].numbers if v in layers else others[v] for v in model.graph.outputs}
@@ -253,14 +250,14 @@ def meaning_of(model: CutModel, sample: Sample, own: Mapping[Value, Array] | Non
     )
 
 
-# --- which values of two models are one ---
+# --- which values of two models are the same ---
 
 
 @dataclass(slots=True, eq=False)
 class Pairs:
-    """For values of the new model, those of the original that they are. `claimed`: tensors that only names pair.
+    """For each value of the new model, the same value of the original, or a negative number if there is none.
 
-    A value that is none of the original's is paired with a negative number.
+    `claimed`: quantised tensors that are paired by name only, so they may differ.
     """
 
     of: dict[Value, Value]
@@ -271,7 +268,7 @@ class Pairs:
 
 
 def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
-    """Pairs by structure: the same operators on the same inputs. Tensors that differ so are paired by name."""
+    """Pairs by structure: the same operators on the same inputs. Tensors of another structure are paired by name."""
     nodes = {node.key: node for node in a.graph.nodes()}
     named = {a.name(v): v for v in a.layers.tensors}
     of = {value: value for value in b.graph.inputs}
@@ -280,7 +277,7 @@ def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
         if default is not None and before is not None and not same_content(before, default):
             of[value] = Value(-value)
     for value, const in b.graph.leaves.consts.items():
-        # Large constants have the same number if samples of them are equal.
+        # Large constants count as equal if samples of them are.
         other = a.graph.leaves.consts.get(value)
         same = other is not None and other.type == const.type and same_content(other, const)
         of.setdefault(value, value if same else Value(-value))
@@ -303,9 +300,9 @@ def _paired(a: CutModel, b: CutModel, by_name: bool) -> Pairs:
 
 @dataclass(slots=True, eq=False)
 class Comparison:
-    """The new model's meaning on one sample, and where it is not the original's.
+    """The new model's meaning on one sample, and where it differs from the original's.
 
-    `left`, `new`: tensors of the original, and of the new model, that are equal to none of the other; names and types.
+    `left`, `new`: names and types of the original's and the new model's tensors that equal none of the other's.
     """
 
     meaning: Meaning
@@ -320,7 +317,7 @@ class Comparison:
 
 
 def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
-    """Evaluate what the new model does not have in common with the original. Raises Unjudged."""
+    """Evaluate the parts of the new model that the original does not have. Raises Unjudged."""
     a, pairs = original.model, _paired(original.model, b, by_name)
     known = {v: pairs.of[v] for v in b.layers.tensors if pairs.known(v)}
     stops = {v: original.given[u] for v, u in known.items()}
@@ -365,10 +362,8 @@ def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
 
 
 def _unlike(original: Meaning, found: Comparison, taken: Container[Value]) -> Iterator[Apart]:
-    """Tensors that are none of the original's, though they stand where one of its tensors does, or make an output.
-
-    What is behind them may be equal by chance.
-    """
+    """Tensors that equal none of the original's, where the original has a tensor at the same position or in front of
+    the same output. (Tensors behind them may be equal by chance.)"""
     a, b, layers = original.model.layers, found.meaning.model.layers, found.meaning.layers
     unknown = [v for v in b.tensors if v in layers and not found.pairs.known(v)]
     untaken = [u for u in a.tensors if u not in taken]
@@ -386,14 +381,14 @@ def _unlike(original: Meaning, found: Comparison, taken: Container[Value]) -> It
 
 
 def _are_in_turn(first: Meaning, u: Value, second: Meaning, v: Value) -> bool:
-    """Whether two different tensors are steps of the same computation."""
+    """Whether two different tensors are successive steps of the same computation."""
     same = np.array_equal(first.layers[u].numbers, second.layers[v].numbers)
     return not same and (_is_behind(first, u, second, v) or _is_behind(second, v, first, u))
 
 
 def _is_behind(first: Meaning, tensor: Value, second: Meaning, other: Value) -> bool:
-    """Whether one model computes a tensor of the other, or the floats that it stands for, behind a tensor of its own: a
-    Relu may come before or after the quantisation."""
+    """Whether the first model computes, from `tensor`, the second model's tensor `other` or the floats that it stands
+    for: a Relu may come before or after the quantisation."""
     graph = second.model.graph
     readers = [n.outputs[0] for n in graph.users(other) if n.op.endswith("DequantizeLinear")]
     _, floats = second.model.evaluate(second.sample, readers, second.given)
@@ -419,7 +414,7 @@ def _alike(a: Layer, b: Layer) -> bool:
 
 
 def _apart(original: Meaning, value: Value, new: Layer, name: str) -> Apart | None:
-    """Where a tensor is not rounded from the numbers that the original's is."""
+    """How a quantised tensor differs from the original's; None if both are rounded from the same numbers."""
     exact = original.layers[value]
     if not _alike(exact, new):
         return Apart(name, float("inf"), new.numbers.size, new.numbers.size)
@@ -433,12 +428,12 @@ def _apart(original: Meaning, value: Value, new: Layer, name: str) -> Apart | No
 
 
 def most(distances: Array) -> float:
-    """The greatest distance; infinite if one is NaN."""
+    """The greatest distance; infinite if one of them is NaN."""
     return float(np.max(np.where(np.isnan(distances), np.inf, distances), initial=0.0))
 
 
 def distance(a: Array, b: Array) -> tuple[float, int, int]:
-    """The greatest difference of two arrays, the number of elements that differ, and that of all."""
+    """Of two arrays, the greatest difference, the number of elements that differ, and the number of all elements."""
     if a.shape != b.shape:
         return float("inf"), a.size, a.size
     wrong = a != b
@@ -450,7 +445,8 @@ def distance(a: Array, b: Array) -> tuple[float, int, int]:
 
 
 def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apart | None:
-    """How an output that is no quantised tensor differs from `target`, by more than rounding. `exact`: its meaning."""
+    """How an output that is no quantised tensor differs from `target`; None if only by rounding. `exact`: the meaning
+    that has the output."""
     name = exact.model.name(value)
     if new.shape != target.shape or target.shape != exact.outputs[value].shape:
         return Apart(name, float("inf"), new.size, new.size, True)

@@ -1,11 +1,12 @@
-"""Integers that may differ because the numbers that they come from are equal up to rounding.
+"""Integer outputs that may differ because the numbers that they come from are equal up to rounding.
 
 For each element that differs, one of two proofs is needed:
 
 - By value: the integer comes from ArgMax, ArgMin, TopK or a Cast of floats. The floats are evaluated in float64, and
-  the other integer is as good a choice if each float may be off by 8 times its own noise: how far rounding moves that
-  element. Floats that are never rounded leave no choice: of equal ones, ONNX says which comes first.
-- By the original: at another optimisation level, or with its inputs moved to neighbouring floats, it gives the same
+  the other integer is an equally good choice if each float is off by at most 8 times its own noise, the distance by
+  which rounding moves that element. Floats that are never rounded have no noise: of equal ones, ONNX says which is
+  first.
+- By the original: at another optimisation level, or with its inputs replaced by neighbouring floats, it gives the same
   integer as the new model.
 
 Without a proof the difference is a failure.
@@ -27,7 +28,7 @@ from xrlflow.verify.runner import Array
 
 # Operators that keep all elements in their order.
 _SAME_ORDER = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
-# A few samples may show an element less noise than it has.
+# The noise is measured on a few samples, which may show less than an element has: so much more is allowed.
 _NOISE = 8.0
 _ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np.ceil, "Round": np.rint}
 
@@ -35,9 +36,9 @@ _ROUNDINGS: dict[str, Callable[[Array], Array]] = {"Floor": np.floor, "Ceil": np
 def undecided(
     imported: ImportedModel, case: Case, output: int, original: Array, new: Array, reruns: Sequence[Array]
 ) -> Array:
-    """A mask of the elements whose difference is proven to be a near-tie. It has the shape of the outputs.
+    """Which differences are proven to be near-ties: a mask of the output's shape.
 
-    `output`: the index of the output. `reruns`: outputs of the original at other levels and with moved inputs.
+    `output`: the index of the output. `reruns`: outputs of the original at other levels and with perturbed inputs.
     """
     proven = np.zeros(original.shape, dtype=bool)
     for other in reruns:
@@ -107,7 +108,7 @@ def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, toler
 
 
 def _within(x: Array, tolerance: Array, axis: int, a: Array, b: Array) -> Array:
-    """Where x at the indices `a` of an axis may be x at the indices `b`."""
+    """Where x at the indices `a` of an axis equals x at the indices `b`, up to the tolerance."""
     apart = np.abs(np.take_along_axis(x, a, axis) - np.take_along_axis(x, b, axis))
     allowed = np.take_along_axis(tolerance, a, axis) + np.take_along_axis(tolerance, b, axis)
     return np.asarray(apart < allowed)

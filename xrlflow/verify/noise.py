@@ -1,12 +1,12 @@
 """How far rounding moves each element of a model's outputs: stochastic arithmetic.
 
 The graph is evaluated in float64, several times side by side: once as it is, and with a random relative error after
-each operator that rounds, as large as the declared type's own. What an operator adds up is moved before it is added, so
-that digits lost to cancellation show. (Parker, "Monte Carlo Arithmetic", 1997.)
+each operator that rounds, as large as the rounding error of the declared type. The terms of a sum get an error before
+they are added, so that digits lost to cancellation show. (Parker, "Monte Carlo Arithmetic", 1997.)
 
-Two things keep this from admitting anything. A result that the declared type can hold is not moved: sums of masks and
-positions stay exact. And integers, booleans and jumps (Floor, Sign, ...) are taken from the evaluation without errors:
-a moved number never becomes another index.
+Two things keep the noise from excusing any difference. A result that the declared type can hold gets no error: sums of
+masks and positions stay exact. And integers, booleans and jumps (Floor, Sign, ...) are taken from the evaluation
+without errors: an error never turns one index into another.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from xrlflow.verify.reference import evaluate_by, part_for
 from xrlflow.verify.runner import Array
 
 SAMPLES = 3
-"""Evaluations with errors, besides the one without."""
-# In units: what float32 cannot hold of a denormal number, and may be flushed to zero.
+"""Number of evaluations with errors, besides the one without."""
+# As a multiple of the relative error: float32 loses digits of smaller (denormal) numbers, or flushes them to zero.
 _TINY = 2.0**-126
 
 # Operators that choose among their operands, or change a sign.
@@ -40,33 +40,35 @@ _ROUNDING_ONCE = frozenset(
     {"Add", "Cast", "CastLike", "Div", "Exp", "Log", "Mul", "Pow", "Reciprocal", "Sqrt", "Sub"}
 )
 _CASTS = frozenset({"Cast", "CastLike"})
-# Kernels compute these by a sum of numbers near 1 or near the argument, so that their error does not shrink with them.
+# Kernels compute these as a sum with numbers near 1 or near the argument, so small results have no smaller errors.
 _SATURATING = frozenset({
     "Celu", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh",
     "com.microsoft::BiasGelu", "com.microsoft::FastGelu", "com.microsoft::Gelu", "com.microsoft::QuickGelu",
 })  # fmt: skip
-# Functions of floats that jump. Those that give integers or booleans are known by their types.
+# Functions of floats that jump. Those that give integers or booleans are recognised by their types.
 _JUMPING = frozenset(
     {"Ceil", "Floor", "GridSample", "Hardmax", "Mod", "NonMaxSuppression", "Round", "Shrink", "Sign", "ThresholdedRelu"}
 )  # fmt: skip
-# Of these, those that follow their first input with a slope of 1 between jumps.
+# Those among them whose slope between jumps is 1, in their first input.
 _FOLLOWING = frozenset({"Mod", "Shrink", "ThresholdedRelu"})
-# Operators of which only this many inputs are added up; the others are factors, sizes and places.
+# Operators that add up only their first inputs, so many; the others are factors, sizes and positions.
 _ADDED = {"Resize": 1, "GridSample": 1, "RoiAlign": 1}
 
 
 def rounding_noise(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
-    """The greatest |with errors - without|, in float64, for each element of these values. Raises NoReference."""
+    """For each value, an array of its shape: the greatest |with errors - without| of each element, in float64. Raises
+    NoReference."""
     return evaluate_by(imported, case, values, _noise)
 
 
 def jumps(graph: Graph, value: Value) -> bool:
-    """Whether a value depends on floats through something that jumps, so that a moved input may change it at will."""
+    """Whether a value depends on floats through an operator that jumps: a small error of an input may change it by any
+    amount."""
     return any(jumps_at(graph, node) for node in part_for(graph, (value,)).nodes())
 
 
 def jumps_at(graph: Graph, node: Node) -> bool:
-    """Whether one operator jumps where its floats are moved."""
+    """Whether one operator jumps where its inputs of floats vary."""
     floats = any(v != ABSENT and graph.type(v).dtype in FLOATS for v in node.inputs)
     steps = node.op in _JUMPING or any(type.dtype not in FLOATS for type in node.types)
     return (floats and steps and node.op not in ("Shape", "Size")) or _bodies_jump(node)
@@ -81,7 +83,7 @@ def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
     rng = np.random.default_rng(0)
     order = graph.topological()
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
-    # One array where nothing was moved, else 1 + SAMPLES.
+    # One array if no element has an error, else 1 + SAMPLES.
     held: dict[Value, list[Array]] = {v: [promote(REALS, np.asarray(a))] for v, a in feeds.items()}
 
     def read(value: Value) -> list[Array] | None:
@@ -110,7 +112,7 @@ def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
 def _results(
     graph: Graph, node: Node, inputs: Sequence[list[Array] | None], rng: np.random.Generator
 ) -> list[list[Array]]:
-    """The outputs of one operator: one array, or 1 + SAMPLES."""
+    """The outputs of one operator: for each, one array if it has no errors, else 1 + SAMPLES."""
 
     def chosen(sample: int) -> list[Array | None]:
         return [None if x is None else x[min(sample, len(x) - 1)] for x in inputs]
@@ -123,7 +125,7 @@ def _results(
     moves = SPECS[node.op].proof == "movement" and node.op not in _CASTS
     rounds = not moves and node.op not in _CHOOSING
     adds = rounds and node.op not in _ROUNDING_ONCE and node.op not in _SATURATING
-    if adds:  # what cancels leaves no trace in the sum
+    if adds:  # errors added to the sum itself would miss what cancels
         read = [x[0] for x in inputs if x is not None]
         holds = clean and all(_whole(a, _digits(node)) for a in (*read, *exact))
     else:
@@ -149,7 +151,7 @@ def _results(
 
 
 def _followed(exact: Array, moved: Array, before: Array | None, after: Array | None) -> Array:
-    """The moved results, but the exact ones where a jump lies between."""
+    """The results with errors; where a jump separates a result from the exact one, the exact result."""
     assert before is not None
     assert after is not None
     with np.errstate(invalid="ignore"):
@@ -157,7 +159,7 @@ def _followed(exact: Array, moved: Array, before: Array | None, after: Array | N
 
 
 def _moved(array: Array, unit: float, rng: np.random.Generator, absolute: float = _TINY) -> Array:
-    """Floats with a relative error of at most two units, and an absolute one of `absolute` units."""
+    """Floats with random errors: relative of at most two units, and absolute of `absolute` units."""
     if array.dtype.kind != "f" or not unit:
         return array
     with np.errstate(invalid="ignore", over="ignore"):
@@ -165,7 +167,7 @@ def _moved(array: Array, unit: float, rng: np.random.Generator, absolute: float 
 
 
 def _held(array: Array, dtype: DType) -> bool:
-    """Whether a type holds an array as it is. Of float64 only integers are known not to be rounded."""
+    """Whether a type represents the array exactly. In float64 this is certain for integers only."""
     if dtype not in FLOATS:
         return True
     if dtype == DType.DOUBLE:
@@ -176,7 +178,7 @@ def _held(array: Array, dtype: DType) -> bool:
 
 
 def _whole(array: Array, below: float) -> bool:
-    """Whether floats are integers below a number, which sums of them are then, too; other types are exact."""
+    """Whether the array's floats are integers below a bound, so that their sums are exact; True for other types."""
     if array.dtype.kind != "f":
         return True
     with np.errstate(all="ignore"):
@@ -184,7 +186,7 @@ def _whole(array: Array, below: float) -> bool:
 
 
 def _digits(node: Node) -> float:
-    """The integers below this are exact in the types of a node's outputs."""
+    """The bound below which integers are exact in all types of a node's outputs."""
     return 1 / max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=1.0)
 
 

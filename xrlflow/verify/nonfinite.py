@@ -1,10 +1,10 @@
 """Which outputs are defined where inputs are NaN or infinite.
 
 A rewrite may spread values that are not finite (`may_add_nonfinite`: sums in another order, zeros of a merged kernel
-times an infinity) or remove them (`may_remove_nonfinite`), and runtimes disagree on the maximum of a number and NaN. So
-values are followed from the inputs. Operators that only move, select or test values are exact; a guard (a Where on
-IsNaN) makes values finite again at the same elements as in the original. Sums may spread NaN; comparisons and
-approximations leave it undefined.
+times an infinity) or remove them (`may_remove_nonfinite`), and runtimes disagree on the maximum of a number and NaN.
+This module follows such values from the inputs to the outputs. Operators that only move, select or test values are
+exact; a guard (a Where on IsNaN) makes values finite again at the same elements as in the original. Sums may spread
+NaN; after comparisons and approximations nothing is defined.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _LARGEST = 1 << 22
 
 
 class Fate(IntEnum):
-    """What is known of a value with elements that may be NaN or infinite, from best to worst."""
+    """What holds for a value with elements that may be NaN or infinite, in every correct model; from best to worst."""
 
-    EXACT = 0  # the same elements are NaN or infinite in every right model
+    EXACT = 0  # the same elements are NaN or infinite
     SPREADS = 1  # more elements may be NaN or infinite; those that are finite are the same
-    UNDEFINED = 2  # nothing
+    UNDEFINED = 2  # elements may have any value
 
 
 def fates(graph: Graph, feeds: Mapping[Value, Array], numbers: Mapping[str, int]) -> tuple[Fate, ...]:
-    """The fate of each output. `numbers`: the sizes of dimensions."""
+    """The fate of each output. `numbers`: the sizes of dimensions by symbol."""
     walk = _Walk(graph, numbers)
     for value, array in feeds.items():
         walk.held[value] = promote(REALS, array)
@@ -54,10 +54,10 @@ _MOVING = frozenset(
 """Operators that move elements, choose among them, or test them one by one."""
 
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sqrt", "Reciprocal", "Sum", "Mean"})
-"""In any order, NaN gives NaN; an infinity may become NaN."""
+"""Operators that turn NaN into NaN in any order of evaluation; an infinity may become NaN."""
 
 _ORDER = frozenset({"Relu", "Clip", "Min", "Max", "LeakyRelu", "PRelu", "Sign", "Floor", "Ceil", "Round"})
-"""Infinities are ordinary numbers here; what becomes of NaN is up to the runtime."""
+"""Operators that compute with infinities as with numbers; for NaN each runtime has another result."""
 
 _SUMS = frozenset(
     {
@@ -70,7 +70,8 @@ _SUMS = frozenset(
 
 @dataclass(slots=True)
 class _Walk:
-    """`held`: arrays that have been evaluated. `fate`: of values that are not held and may not be finite."""
+    """Follows values through a graph. `held`: arrays evaluated so far. `fate`: of values that were not evaluated and
+    may not be finite."""
 
     graph: Graph
     numbers: Mapping[str, int]
@@ -128,13 +129,13 @@ class _Walk:
         try:
             results = evaluate_node(node.op, node.attrs, arrays, len(node.outputs))
         except (NotEvaluable, ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
-            return False  # our evaluator does not know this use, so nothing is known of the outputs
+            return False  # our evaluator does not support this use, so the outputs are unknown
         for value, result in zip(node.outputs, results):
             self.held[value] = promote(REALS, result)
         return True
 
     def _all_nan(self, node: Node) -> bool:
-        """Whether the outputs are sums of nothing but NaN: these are NaN, whatever else is added."""
+        """Whether all terms of the sums that the node computes are NaN: then its outputs are NaN in any order."""
         shapes = []
         for type in node.types:
             dims = (None,) if type.shape is None else type.shape

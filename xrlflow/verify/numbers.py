@@ -1,7 +1,7 @@
-"""The numbers of a graph at which a mistake would show: shapes are compared with them, divided by them, cut at them.
+"""The numbers in a graph near which mistakes show: shapes are compared with them, divided by them, cut at them.
 
-A rewrite that is wrong for some sizes is wrong below such a number, above it, at it, or at its multiples. A rewrite
-that is wrong for some values is wrong beyond a number that values are compared with.
+A rewrite that is wrong for some sizes only is wrong below such a number, above it, at it, or at its multiples. A
+rewrite that is wrong for some values only is wrong beyond a number that values are compared with.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from xrlflow.verify.values import LARGE
 
 Symbols: TypeAlias = frozenset[str]
 
-# Weights: numbers that shapes are computed with and cut at; windows and strides; fixed parts of shapes.
+# Weights of a number, by its origin: arithmetic and cuts of shapes; windows and strides; fixed parts of shapes.
 _CUT, _WINDOW, _PART = 4, 2, 1
-# Smaller numbers are tried in any case; an end of ENDLESS or more means "to the end".
+# Smaller numbers than LEAST are tried in any case; the end of a slice of ENDLESS or more means "to the end".
 LEAST, ENDLESS = 2, 1 << 27
 # Constants with more elements are data, not bounds.
 _FEW = 64
-# A larger number that values are compared with stands for infinity (a mask's -3.4e38).
+# Values are compared with larger numbers only to tell them from infinity (a mask's -3.4e38).
 _LARGEST_THRESHOLD = 1e8
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A number, the dimensions that it concerns (empty: unknown, so all of them), and its weight."""
+    """A number, the dimensions that it concerns (empty: unknown, so possibly all), and its weight."""
 
     number: int
     dims: Symbols
@@ -40,7 +40,7 @@ class Mark:
 
 
 def marks(graph: Graph) -> frozenset[Mark]:
-    """The numbers that matter to sizes, in bodies too."""
+    """The numbers in a graph and its bodies near which sizes should be tried."""
     dims = {
         d
         for node in graph.nodes()
@@ -54,7 +54,7 @@ def marks(graph: Graph) -> frozenset[Mark]:
 
 
 def _in_formula(computed: str) -> Iterator[Mark]:
-    """The divisors in a dimension's formula, and the sizes at which its minima change."""
+    """Marks of the divisors in a dimension's formula, and of the sizes at which its minima change."""
     for atom in formulas.atoms(formulas.formula(computed)):
         if isinstance(atom, Floor) and atom.by.number is not None:
             for multiple in (1, 2):
@@ -75,8 +75,8 @@ def _on(over: Formula, number: int) -> Iterator[Mark]:
 def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[int, int]]:
     """For each symbol of the inputs, the numbers around which to try sizes, with their weights.
 
-    A mark on a computed dimension is carried back to the inputs: to the least size of each symbol, with all others 1,
-    at which the dimension reaches or exceeds the number. Marks that cannot be carried back concern every symbol.
+    A mark on a computed dimension becomes, for each symbol, the least size at which the dimension reaches the number
+    with all other symbols 1. Where that is impossible, the mark's number concerns every symbol.
     """
     out: dict[str, dict[int, int]] = {symbol: {} for symbol in inputs}
 
@@ -99,7 +99,7 @@ def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[i
 
 
 def _reaching(dim: str, symbol: str, number: int) -> int | None:
-    """The least size of a symbol, with all others 1, at which a growing dimension is at least `number`."""
+    """The least size of `symbol`, with all others 1, at which `dim`, which grows with it, is at least `number`."""
     ones = dict.fromkeys(formulas.symbols(formulas.formula(dim)), 1)
 
     def reaches(size: int) -> bool | None:
@@ -119,9 +119,9 @@ def _reaching(dim: str, symbol: str, number: int) -> int | None:
 
 
 def around(numbers: Mapping[int, int]) -> list[int]:
-    """Sizes to try for one symbol, the most telling first: each covers as many uncovered numbers as possible.
+    """Sizes to try for one symbol, in a greedy order: each covers as many cases as possible that none before covers.
 
-    For every number d: d - 1, d, d + 1 and a multiple, and one size beyond all numbers.
+    The cases are: for every number d, the sizes d - 1, d, d + 1 and a multiple, and one size beyond all numbers.
     """
     if not numbers:
         return []
@@ -154,7 +154,7 @@ def around(numbers: Mapping[int, int]) -> list[int]:
 
 
 def thresholds(graph: Graph) -> frozenset[float]:
-    """The numbers that values are compared with or clipped at, up to a million, in bodies too."""
+    """The numbers that values are compared with or clipped at, in bodies too."""
     found: set[float] = set()
     for node in graph.nodes():
         for attr in node.attrs.values():
@@ -165,7 +165,7 @@ def thresholds(graph: Graph) -> frozenset[float]:
             found.update(numbers)
             found.update(m for value in node.inputs for n in numbers for m in _carried(graph, value, n))
         if node.op in _BENDING:
-            # Smaller ones, such as biases, are within what is drawn in any case.
+            # Ordinary values are around smaller ones, such as biases, anyway.
             found.update(n for n in _carried(graph, node.inputs[0], 0.0) if abs(n) > LARGE)
         alpha = node.attrs.get("alpha")
         if node.op == "ThresholdedRelu" and isinstance(alpha, (int, float)):
@@ -174,7 +174,8 @@ def thresholds(graph: Graph) -> frozenset[float]:
 
 
 def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
-    """The numbers that earlier values have where this one has `number`, back through a few steps with constants."""
+    """The number for this value, and those at which earlier values give it `number`, a few operators with constants
+    back."""
     for _ in range(_STEPS_BACK):
         node = graph.producers.get(value)
         if node is None or node.op not in _INVERSES or len(node.inputs) != 2:
@@ -201,14 +202,14 @@ _INVERSES: Mapping[str, Callable[[float, float, bool], float]] = {
     "Mul": lambda y, n, left: y / n,
     "Div": lambda y, n, left: (n / y if y else 0.0) if left else y * n,
 }
-# Functions that bend at 0.
+# Functions with a kink at 0.
 _BENDING = frozenset(
     {"Abs", "Elu", "Gelu", "HardSigmoid", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Sign", "Softplus", "Tanh"}
 )
 
 
 def has_ties(graph: Graph) -> bool:
-    """Whether halves or the sign of a zero decide a result, in bodies too."""
+    """Whether results depend on how halves are rounded or on the sign of a zero, in bodies too."""
     return any(
         node.op in _TYING
         or any(isinstance(attr, Body) and has_ties(attr.graph) for attr in node.attrs.values())
@@ -236,7 +237,7 @@ def _few(graph: Graph, value: Value) -> list[float]:
 
 
 def _ends(graph: Graph, value: Value) -> list[float]:
-    """The elements of a small constant, the least and the greatest of a larger one."""
+    """The elements of a small constant; of a larger one, the least and the greatest."""
     const = graph.const(value) if value else None
     array = const.array if const is not None else None
     if array is None or array.size <= _FEW or array.dtype.kind not in "iuf":
@@ -249,8 +250,8 @@ def _ends(graph: Graph, value: Value) -> list[float]:
 
 @dataclass(slots=True)
 class _Harvest:
-    """Walks a graph. `of`: the dimensions that a value is computed from, if it depends on shapes only; by element,
-    where that is known."""
+    """Collects marks from a graph. `of`: for a value that depends on shapes only, the dimensions that each of its
+    elements is computed from; one entry for all elements where these are unknown."""
 
     graph: Graph
     of: dict[Value, list[Symbols]] = field(default_factory=dict)
@@ -273,7 +274,8 @@ class _Harvest:
                     yield from _Harvest(attr.graph, captured).all()
 
     def _compared(self, node: Node) -> Iterator[Mark]:
-        """Constants that are combined with computed shapes, and lengths of tables that these index or cut."""
+        """Marks of constants that are combined with computed shapes, and of lengths of tables that shapes index or
+        cut."""
         reads = [v for v in node.inputs if v in self.of]
         if not reads:
             return
@@ -333,7 +335,7 @@ _INDEXING = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
 def _whole(number: float) -> int | None:
-    """The integer, if it is at least 2; for a fraction like 0.125 its reciprocal, 8."""
+    """The integer, if it is at least 2; the reciprocal of a fraction 1 / n, as 8 for 0.125; else None."""
     size = abs(number)
     if 0 < size < 1:
         size = 1 / size
@@ -356,7 +358,7 @@ _Found: TypeAlias = Iterator[tuple[float, Dim, int]]
 
 
 def _window(graph: Graph, node: Node) -> _Found:
-    """The numbers of a window that slides over an image: extent, step, padding."""
+    """Numbers of a window that slides over an image: extent, step, padding."""
     dims = _shape(graph, node, 0)[2:]
     rank = len(dims)
     kernel = _numbers(node, "kernel_shape") or [d for d in _shape(graph, node, 1)[2:] if isinstance(d, int)]
@@ -381,7 +383,7 @@ def _slice(graph: Graph, node: Node) -> _Found:
 
 
 def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
-    """The numbers of a constant input, which concern the dimension at `axis`."""
+    """A reader of a constant input at `index`: its numbers concern the dimension that the attribute `axis` names."""
 
     def read(graph: Graph, node: Node) -> _Found:
         axis, dims = node.attrs.get("axis", -1 if node.op == "TopK" else 0), _shape(graph, node, 0)
@@ -395,7 +397,8 @@ def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
 
 
 def _each(index: int) -> Callable[[Graph, Node], _Found]:
-    """The numbers of a constant input, which concern one dimension each, in order (pads: in order, twice)."""
+    """A reader of a constant input at `index`: its numbers concern one dimension each, in order (pads: in order,
+    twice)."""
 
     def read(graph: Graph, node: Node) -> _Found:
         dims = _shape(graph, node, 0)
@@ -418,13 +421,14 @@ def _blocks(graph: Graph, node: Node) -> _Found:
 
 
 def _reshape(graph: Graph, node: Node) -> _Found:
-    """The fixed sizes of a Reshape's target: they divide the number of elements."""
+    """The fixed sizes of a Reshape's target: the number of elements must be a multiple of them."""
     for number in _few(graph, node.inputs[1]):
         yield from ((number, dim, _PART) for dim in _shape(graph, node, 0))
 
 
 def _broadcast(graph: Graph, node: Node) -> _Found:
-    """The size of a dimension that is broadcast against a number of elements, for instance a table of positions."""
+    """Sizes of dimensions that are broadcast against several elements, for instance the length of a table of
+    positions."""
     shapes = [_shape(graph, node, i) for i in range(len(node.inputs))]
     for a in shapes:
         for b in shapes:

@@ -1,20 +1,20 @@
-"""Whether a model computes what a quantised model means, layer by layer.
+"""Whether a model computes the same as a quantised model, layer by layer.
 
-One rounding tie that falls the other way moves everything behind it, so whole outputs cannot be compared. Quantised
-tensors can: both models are cut at those that they share, by structure, name or value, and each part gets the same
-quantised inputs, those of the original's exact evaluation (integers and float64).
+One tie that is rounded differently changes everything computed from it, so the outputs of whole models cannot be
+compared. Quantised tensors can: both models are cut at those that they share, by structure, name or value, and each
+part gets the same quantised inputs, those of the original's exact evaluation (integers and float64).
 
 - Meaning: the new model's tensors, evaluated exactly, are rounded from the same numbers as the original's, within TIE
   of a step. This needs no runtime. A part of the same operators on the same inputs is not evaluated.
-- Runtime: what ONNX Runtime makes of each part of the new model, at the user's optimisation level, is a rounding of a
-  number within TIE of the exact one. Else it must be what it makes of the original's part, at that level or without
-  optimisations: where the runtime does not compute what a model means, the new model may do as the original does.
-- Whole: if the outputs of whole models differ, the parts must explain them: the new model's own quantised tensors are
-  what its parts make of those before them, or mean.
+- Runtime: what ONNX Runtime computes for each part of the new model, at the user's optimisation level, is a rounding of
+  a number within TIE of the exact one. Else it must equal what ONNX Runtime computes for the original's part, at that
+  level or without optimisations: where the runtime deviates from a model's meaning, the new model may do so too.
+- Whole models: if their outputs differ, the parts must explain it: each of the new model's own quantised tensors is
+  what its part computes, or means, from the tensors before it.
 
 Where a part has long sums of floats, TIE is too small. If a tensor exceeds it, the window of each element is 8 times
-what rounding to the declared types moves the numbers around it by, in our evaluation. The runtimes' own errors never
-count.
+the distance by which rounding to the declared types moves the numbers around it, in our evaluation. The runtimes' own
+errors never count.
 """
 
 from __future__ import annotations
@@ -55,25 +55,23 @@ from xrlflow.verify.yardsticks import Known
 PRECISE = "session.x64quantprecision"
 """The session option that makes ONNX Runtime add products of bytes without saturation."""
 
-# On so many sets of inputs the original runs once more, without optimisations, to see how its results vary.
+# On this many sets of inputs the original runs once more, without optimisations, to see how its results vary.
 _VARIED = 3
-# So many copies of an original with moved constants say how far ties move its outputs.
+# How many copies of an original with perturbed constants are run, to see how far ties move its outputs.
 _MOVES = 4
-# With so many elements of quantised tensors, of 10 bytes or so each, no further inputs are evaluated.
+# Once the samples have this many elements of quantised tensors, about 10 bytes each, no further ones are evaluated.
 _MOST_ELEMENTS = 30_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How the quantised tensors of a model compare with what they mean. `ties`: elements that a tie may explain;
-    `rounded`: those that a wider window admits; `runtime`: those that are what ONNX Runtime makes of the original,
-    though not what it means; `elements`: all."""
+    """How many elements of a model's quantised tensors ONNX Runtime computes exactly, and why the others differ."""
 
     tensors: int = 0
-    elements: int = 0
-    ties: int = 0
-    rounded: int = 0
-    runtime: int = 0
+    elements: int = 0  # of all tensors
+    ties: int = 0  # elements that differ by a tie
+    rounded: int = 0  # elements that differ more, within the window
+    runtime: int = 0  # elements that equal what ONNX Runtime computes for the original, but not what it means
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -101,15 +99,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict on a model.
+    """The verdict on a model."""
 
-    - `reason`: why nothing was judged; "" if it was. `samples`: how many inputs were used.
-    - `failures`: sentences, the most telling first; `wrong`: what differs; `tally`: what does not.
-    """
-
-    reason: str = ""
-    samples: int = 0
-    failures: tuple[str, ...] = ()
+    reason: str = ""  # why nothing was judged; "" if it was
+    samples: int = 0  # the number of sets of inputs
+    failures: tuple[str, ...] = ()  # sentences, the most important first
     wrong: tuple[Apart, ...] = ()
     tally: Tally = Tally()
 
@@ -122,7 +116,7 @@ class Judged:
         return self.evaluated and not self.failures
 
 
-# --- what ONNX Runtime makes of the parts ---
+# --- what ONNX Runtime computes for the parts ---
 
 
 def _run(runner: Runner, meaning: Meaning) -> dict[str, Array]:
@@ -131,7 +125,7 @@ def _run(runner: Runner, meaning: Meaning) -> dict[str, Array]:
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """How a run of the parts compares with what they mean."""
+    """How the results of ONNX Runtime for the parts of a model differ from what the parts mean."""
 
     wrong: list[Apart] = field(default_factory=list)
     tally: Tally = Tally()
@@ -140,7 +134,7 @@ class _Seen:
 def _seen(
     meaning: Meaning, run: Mapping[str, Array], others: Callable[[Value], list[Array]] = lambda _: []
 ) -> _Seen:
-    """Compare a run with what the parts mean; `others`: further results that a tensor or an output may be equal to."""
+    """Compare a run of the parts with what they mean. `others`: further results that a tensor or output may equal."""
     found = _Seen(tally=Tally(tensors=len(meaning.model.cuts)))
     for value, name in meaning.model.cuts.items():
         array, exact = run[name], meaning.layers[value]
@@ -172,8 +166,8 @@ def _seen(
 
 
 def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
-    """Where a tensor of a run is not what its part means, within TIE and within its window, and how much larger its
-    zero point is there."""
+    """Masks of the elements of a tensor that a run rounds from a number farther than TIE, and farther than the window,
+    from the exact one; and the run's zero point minus the exact one."""
     array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
     zero = exact.zero if exact.zero in meaning.model.cuts else None
     shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
@@ -188,15 +182,13 @@ def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[A
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantised:
-    """What a quantised original means on some inputs. `reason`: why that is not known; "" if it is.
+    """The exact evaluation of a quantised original on some inputs."""
 
-    `touched`: for each output, whether it depends on operators of quantised numbers. `notes`: how what ONNX Runtime
-    makes of the original differs from what it means, and what was left out.
-    """
-
-    touched: tuple[bool, ...]
-    reason: str = ""
-    notes: tuple[str, ...] = ()
+    touched: tuple[bool, ...]  # for each output, whether it depends on operators of quantised numbers
+    reason: str = ""  # why there is no evaluation; "" if there is one
+    notes: tuple[
+        str, ...
+    ] = ()  # how ONNX Runtime's results deviate from what the original means; what was left out
     _meanings: tuple[Meaning, ...] = ()
     _threads: int | None = None
     _options: Options | None = None
@@ -211,9 +203,9 @@ class Quantised:
         threads: int | None = None,
         session_options: Options | None = None,
     ) -> Quantised | None:
-        """Evaluate a model on as many samples as `budget` allows; None if it has no operator of quantised numbers.
+        """Evaluate a model on as many samples as `budget` (operations) allows; None if nothing in it is quantised.
 
-        The first sample may cost ten times the budget, which is in operations.
+        The first sample may cost ten times the budget.
         """
         if not is_quantised(imported.graph):
             return None
@@ -245,7 +237,7 @@ class Quantised:
     def _variations(
         self, model: Model, imported: ImportedModel, samples: Sequence[Sample]
     ) -> tuple[str, ...]:
-        """Sentences on outputs that vary between ONNX Runtime's optimisation levels."""
+        """Notes on outputs of floats that differ between ONNX Runtime's optimisation levels."""
         some = samples[:_VARIED]
         with suppress(BackendError), self._opened(model, optimized=False) as runner:
             plain = [runner.run(sample.feeds) for sample in some]
@@ -259,11 +251,11 @@ class Quantised:
 
     @property
     def judges_all(self) -> bool:
-        """Whether all outputs of a model are judged by its layers."""
+        """Whether the layers decide on all outputs of a model."""
         return not self.reason and all(self.touched)
 
     def _with_runs(self) -> Quantised:
-        """Run the parts of the original, and say how the results differ from what they mean."""
+        """Run the parts of the original, and add a note if the results differ from what they mean."""
         copy = self._meanings[0].showing(cut=True)
         seen: list[_Seen] = []
         with self._opened(copy) as runner:
@@ -280,8 +272,8 @@ class Quantised:
         return opened(model, optimized=optimized, threads=self._threads, session_options=self._options)
 
     def _run_plain(self) -> None:
-        """Run the parts of the original without ONNX Runtime's optimisations, if that was not done. A failure proves
-        nothing: then there is one result less that a new model may be equal to."""
+        """Run the parts of the original without ONNX Runtime's optimisations, once. If that fails, a new model has one
+        result less that it may equal."""
         with suppress(BackendError):
             if len(self._meanings[0].runs) == 1:
                 with self._opened(self._meanings[0].showing(cut=True), optimized=False) as runner:
@@ -289,7 +281,7 @@ class Quantised:
                         meaning.runs.append(_run(runner, meaning))
 
     def _deviation(self, found: Mapping[str, Apart], copy: bytes) -> str:
-        """The sentence on a runtime that does not compute what the original means."""
+        """The note that ONNX Runtime does not compute what the original means, and where."""
         worst = max(found.values(), key=lambda apart: (not apart.floats, apart.most))
         meaning = self._meanings[0]
         count = len({*meaning.model.cuts, *meaning.outputs})
@@ -308,7 +300,7 @@ class Quantised:
         return text
 
     def _is_mended(self, copy: bytes) -> bool:
-        """Whether the parts of the original are right with exact products of bytes."""
+        """Whether ONNX Runtime computes the original's parts right once products of bytes do not saturate."""
         if self._options is not None and not isinstance(self._options, Mapping):
             return False
         options = {**(self._options or {}), PRECISE: "1"}
@@ -317,7 +309,7 @@ class Quantised:
         return False
 
     def judge(self, new: Model) -> Judged:
-        """Whether a model computes what the original means, or what ONNX Runtime makes of it."""
+        """Whether a model computes what the original means, or what ONNX Runtime computes for the original."""
         if self.reason:
             return Judged(self.reason)
         try:
@@ -333,7 +325,7 @@ class Quantised:
             return Judged(f"the new model: a copy that is cut does not run: {first_line(error)}")
 
     def _compare(self, original: Meaning, b: CutModel) -> Comparison:
-        """Compare meanings. Names may be others than in the original, so they do not count if values are equal."""
+        """Compare what both models mean. Equal names need not mean equal tensors, so names count only if that helps."""
         found = compared(original, b, by_name=True)
         if found.wrong:
             again = compared(original, b, by_name=False)
@@ -361,7 +353,7 @@ class Quantised:
         return Judged(samples=len(seen), tally=tally)
 
     def _others(self, original: Meaning, comparison: Comparison) -> Callable[[Value], list[Array]]:
-        """What ONNX Runtime makes of the original, for a value of the new model."""
+        """A function from a value of the new model to what ONNX Runtime computes for the same value of the original."""
         names = {
             **original.model.cuts,
             **dict(zip(original.model.graph.outputs, original.model.output_names)),
@@ -389,7 +381,7 @@ class Quantised:
         )
 
     def _unexplained(self, new: Model, b: CutModel, compared: Sequence[Comparison]) -> dict[str, Apart]:
-        """The outputs of the whole new model that are not the original's, nor what its parts make of them."""
+        """Outputs of the whole new model that differ both from the original's and from what the new parts compute."""
         found: list[list[Apart]] = []
         doubtful: list[tuple[Comparison, list[Any], list[Apart]]] = []
         with self._opened(new) as runner:
@@ -412,10 +404,11 @@ class Quantised:
         return _worst(found)
 
     def _varies_as_much(self, sample: Sample, apart: Sequence[Apart]) -> bool:
-        """Whether the original's own outputs of floats differ by half as much when its constants move to neighbouring
-        floats: for models that quantise as they run, whose fused products show nothing.
+        """Whether the original's own outputs of floats differ at least half as much when its constants are replaced by
+        neighbouring floats.
 
-        There a last bit decides a tie in a tensor's largest element, and so moves all of them.
+        This concerns models that quantise at run time and fuse it with products. There the last bit of a tensor's
+        largest element changes the scale, and so all its elements.
         """
         proto = self._meanings[0].model.proto
         if not any(node.op_type == "DynamicQuantizeLinear" for node in proto.graph.node):
@@ -444,20 +437,20 @@ class Quantised:
 
 
 def _is_explained(meaning: Meaning, whole: Sequence[Array] | None, shown: Runner, cut: Runner) -> bool:
-    """Whether a whole model's own quantised tensors are what its parts make, or mean, of those before them.
+    """Whether each quantised tensor of a whole model is what its part computes, or means, from the tensors before it.
 
-    `whole`: its outputs; None: those of the copy that shows the tensors.
+    `whole`: the outputs of the whole model; None: those of the copy that shows its tensors.
     """
     model = meaning.model
     run = model.results(shown.run(meaning.sample.feeds))
     own = {value: run[name] for value, name in model.cuts.items()}
     mine = meaning_of(model, meaning.sample, own)
-    # With the tensors shown, ONNX Runtime may fuse less, and round the floats behind them otherwise.
+    # In a copy that shows the tensors, ONNX Runtime may fuse less, and round the floats behind them differently.
     for value, name, array in zip(model.graph.outputs, model.output_names, whole or ()):
         if not np.array_equal(run[name], array) and (
             value in mine.layers or output_apart(mine, value, run[name], array) is not None
         ):
-            return False  # a copy that shows them computes something else
+            return False  # the copy computes something else than the model
     given = {name + GIVEN: run[name] for name in model.cuts.values()}
     parts = model.results(cut.run({**meaning.sample.feeds, **given}))
     if all(np.array_equal(run[name], parts[name]) for name in run):
@@ -467,7 +460,7 @@ def _is_explained(meaning: Meaning, whole: Sequence[Array] | None, shown: Runner
 
 
 def samples_of(known: Sequence[Known], cost: Callable[[Case], float]) -> list[Sample]:
-    """Cases of tensors whose outputs are defined everywhere. Ordinary values come first, then cheap cases."""
+    """Cases of tensors only, whose outputs are finite. Ordinary values come first, then cheap cases."""
     found: list[tuple[bool, float, Sample]] = []
     for item in known:
         plain = all(len(parts) == 1 and not parts[0][0] for parts in item.outputs)
@@ -484,7 +477,7 @@ def _is_finite(array: Array) -> bool:
 
 
 def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
-    """The samples that are evaluated, the first ones before others."""
+    """The samples to be evaluated, in order, until their cost exceeds the budget."""
     chosen: list[Sample] = []
     left = budget
     for sample in samples:
@@ -495,10 +488,10 @@ def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
 
 
 def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning, ...], int]:
-    """What a model means on the first samples, as many as may be kept in memory, and the number of the others.
+    """A model's meanings on the first samples, as many as fit into memory, and the number of samples that do not.
 
-    A sample with NaN or infinities is no evidence, and left out, if a quantised tensor depends on them: what NaN is
-    rounded to is up to the runtime. Raises Unjudged.
+    Samples where a quantised tensor depends on NaN or infinities are left out: each runtime rounds NaN to something
+    else. Raises Unjudged.
     """
     found: list[Meaning] = []
     kept = 0
@@ -531,7 +524,7 @@ def _worst(found: Iterable[Sequence[Apart]]) -> dict[str, Apart]:
 
 
 def judge_whole(original: Array, new: Array, licence: Licence = Licence.NONE) -> Judgement:
-    """The verdict on an output of whole models, if layers are judged: only NaN and infinities must be alike."""
+    """The verdict on an output of a whole model whose layers are judged: only NaN and infinities must be the same."""
     if not is_float(original):
         return Judgement(Leg.LAYERS, difference=distance(new, original)[0])
     finite = np.isfinite(wide(original)) & np.isfinite(wide(new))
@@ -541,8 +534,8 @@ def judge_whole(original: Array, new: Array, licence: Licence = Licence.NONE) ->
 
 
 def variation(name: str, pairs: Iterable[tuple[Array, Array]]) -> str | None:
-    """The sentence on how much an output of floats varies between two runs of a model that should be equal; None if
-    that is no more than rounding. `pairs`: the output at ONNX Runtime's optimisation levels, on several inputs."""
+    """The note on how much an output of floats varies between two runs of one model; None if only by rounding. `pairs`:
+    the output at two of ONNX Runtime's optimisation levels, for each set of inputs."""
     apart = scale = 0.0
     changed = rows = 0
     for a, b in pairs:

@@ -1,4 +1,4 @@
-"""The original in float64, by our own evaluator: the measure for both models, where it exists."""
+"""The original evaluated in float64, by our own evaluator: what both models are compared with, where it exists."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from xrlflow.verify.inputs import Case, evaluable_feeds
 from xrlflow.verify.runner import Array, Model
 
 # If the original's error exceeds this part of its output, either the model is ill-conditioned, or our evaluation
-# computes something else. Errors below _HARMLESS are fine: a runtime's sigmoid is accurate to 2^-23 of 1, however small
-# its results are.
+# computes something else. Errors below _HARMLESS are always accepted: a runtime's sigmoid is accurate to 2^-23 of 1,
+# however small its results are.
 _SUSPICIOUS = 2.0**-8
 _HARMLESS = 2.0**-20
 
 _CONVERSION = 50.0
 
-# A slow machine: operations and bytes per second, and seconds per call.
+# A slow machine, for estimates: operations and bytes per second, and seconds per call.
 _FLOPS, _BANDWIDTH, _CALL = 2e10, 4e9, 5e-6
 
 _Evaluator: TypeAlias = Callable[[Graph, Mapping[Value, Array]], list[Array]]
@@ -39,19 +39,19 @@ class NoReference(ValueError):
 
 
 def evaluate(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
-    """Values of the model's graph in float64. Raises NoReference."""
+    """These values of the model's graph in float64. Raises NoReference."""
     return evaluate_by(imported, case, values, evaluate_graph)
 
 
 def evaluate_rounded(imported: ImportedModel, case: Case, values: Sequence[Value]) -> list[Array]:
-    """The same, rounded to the model's own precision after each operator. Raises NoReference."""
+    """These values, rounded to the model's own precision after each operator. Raises NoReference."""
     return evaluate_by(imported, case, values, _as_declared)
 
 
 def evaluate_by(
     imported: ImportedModel, case: Case, values: Sequence[Value], evaluator: _Evaluator
 ) -> list[Array]:
-    """The result of an evaluator for the part of the graph that these values depend on. Raises NoReference."""
+    """These values, as `evaluator` computes them from the part of the graph that they depend on. Raises NoReference."""
     feeds = evaluable_feeds(imported, case.feeds)
     if feeds is None:
         raise NoReference("the inputs are not all tensors")
@@ -72,7 +72,7 @@ def evaluate_by(
 
 
 def part_for(graph: Graph, values: Sequence[Value]) -> Graph:
-    """The part of a graph that these values depend on."""
+    """The part of a graph that computes these values."""
     nodes: dict[Value, Node] = {}
     pending = list(values)
     while pending:
@@ -119,10 +119,11 @@ def _has_meaning(node: Node) -> bool:
 
 
 def is_credible(original: Array, reference: Array, rounded: Callable[[], Array | None]) -> bool:
-    """Whether the reference's distance from the original can be due to rounding.
+    """Whether rounding can explain the distance of the reference from the original.
 
-    A small distance can. For a large one, `rounded` (the output in the model's own precision, by our evaluator) must
-    differ from the reference as well. Otherwise our evaluation computes something else than the runtime.
+    It can explain a small distance. For a large one, `rounded` (the output in the model's own precision, by our
+    evaluator) must differ from the reference as well. Otherwise our evaluation computes something else than the
+    runtime.
     """
     a, y = wide(original), wide(reference)
     finite = np.isfinite(a) & np.isfinite(y)
@@ -142,7 +143,7 @@ def is_credible(original: Array, reference: Array, rounded: Callable[[], Array |
 
 
 class Sizes:
-    """A model at several sizes: what a run costs, and whether the sizes make sense."""
+    """A model at several choices of sizes: the cost of a run, and whether its operators are defined at these sizes."""
 
     def __init__(self, model: Model, imported: ImportedModel) -> None:
         self._model, self._imported = model, imported
@@ -150,14 +151,14 @@ class Sizes:
         self._numbers: dict[tuple[int, ...], Mapping[str, int]] = {}
 
     def numbers(self, bindings: Mapping[str, int]) -> Mapping[str, int]:
-        """The sizes of all dimensions that are known from those of the inputs."""
+        """The sizes of all dimensions that follow from the sizes of the inputs (`bindings`)."""
         key = tuple(bindings.values())
         if key not in self._numbers:
             self._numbers[key] = solve(self._imported.graph, bindings)
         return self._numbers[key]
 
     def estimate(self, bindings: Mapping[str, int]) -> Estimate:
-        """What a run takes. Constants are not counted: they are in memory anyway."""
+        """The cost of one run. Constants are not counted, since they are in memory anyway."""
         graph, numbers = self._imported.graph, self.numbers(bindings)
         seconds, working = 0.0, 0.0
         for node in graph.nodes():
@@ -196,9 +197,9 @@ class Sizes:
         return graph is None or all(_window_fits(graph, node, numbers) for node in graph.nodes())
 
     def graph(self, case: Case) -> tuple[Graph | None, Mapping[str, int]]:
-        """The graph and the sizes of its dimensions.
+        """The graph, and the sizes of its dimensions by symbol.
 
-        If these do not follow from the inputs' sizes, the model is imported anew with the case's sizes; (None, ...) if
+        If these do not follow from the inputs' sizes, the model is imported again with the case's sizes; (None, ...) if
         that fails.
         """
         graph, numbers = self._imported.graph, self.numbers(case.bindings)
@@ -215,7 +216,7 @@ class Sizes:
         return self._known[key], case.bindings
 
 
-# Operators with windows: the position of their weight, or None if they have none.
+# Operators that slide a window: the position of the input that has the window's size, None if attributes have it.
 _WINDOWED: Mapping[str, int | None] = {
     "Conv": 1,
     "ConvInteger": 1,

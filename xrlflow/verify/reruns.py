@@ -1,4 +1,4 @@
-"""A second look at outputs that differ: more runs of the original, measured noise, and all targets that there are."""
+"""More evidence on outputs that differ: further runs of the original, measured noise, and further targets."""
 
 from __future__ import annotations
 
@@ -19,24 +19,21 @@ from xrlflow.verify.reference import NoReference, Sizes
 from xrlflow.verify.runner import Array, Model, first_line, flat, opened
 from xrlflow.verify.yardsticks import ON_DEMAND, Known
 
-# Sets of inputs moved to neighbouring floats.
+# How many sets of perturbed inputs are run; in each, every float is replaced by a neighbouring one.
 _MOVED = 2
 
 
 @dataclass(slots=True, eq=False)
 class Rerun:
-    """The original's outputs on one case: without ONNX Runtime's optimisations, and with moved inputs at both levels.
+    """Further outputs of the original on one case. None or empty: the run failed."""
 
-    `noise`: for each output by index, how far rounding moves its elements.
-    """
-
-    plain: list[Any] | None = None
-    moved: list[list[Any]] = field(default_factory=list)
-    plain_moved: list[list[Any]] = field(default_factory=list)
-    noise: dict[int, Array] = field(default_factory=dict)
+    plain: list[Any] | None = None  # without ONNX Runtime's optimisations
+    moved: list[list[Any]] = field(default_factory=list)  # with perturbed inputs, as the user runs it
+    plain_moved: list[list[Any]] = field(default_factory=list)  # with perturbed inputs, without optimisations
+    noise: dict[int, Array] = field(default_factory=dict)  # by output: how far rounding moves each element
 
     def arrays(self, index: int) -> list[Array]:
-        """All these results for one output that is a tensor."""
+        """All these results of one output that is a tensor."""
         runs = [*self.moved, *self.plain_moved, *([self.plain] if self.plain is not None else [])]
         found = [dict(flat(run[index])).get("") for run in runs]
         return [array for array in found if array is not None]
@@ -44,7 +41,7 @@ class Rerun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reruns:
-    """Runs the original again, on cases that are in doubt. What was run is kept. `budget`: see FLOAT64_FLOPS."""
+    """Runs the original again on cases with disputed outputs, each once. `budget`: see FLOAT64_FLOPS."""
 
     model: Model
     imported: ImportedModel
@@ -55,11 +52,11 @@ class Reruns:
     _made: dict[int, Rerun] = field(default_factory=dict)
 
     def on(self, known: Iterable[Known]) -> None:
-        """Run the original on these cases. Levels at which it does not run are left out."""
+        """Run the original again on these cases, at each optimisation level at which it runs."""
         new = {id(k): k for k in known if id(k) not in self._made}
         self._made.update((key, Rerun()) for key in new)
         for optimized in (True, False) if new else ():
-            # A level that fails proves nothing. What stays unproven is a failure.
+            # A failed run is no evidence: differences that only it could explain stay failures.
             with (
                 suppress(BackendError),
                 opened(
@@ -78,12 +75,12 @@ class Reruns:
                         into.append(runner.run(perturbed(k.case.feeds, self.seed + i)))
 
     def arrays(self, known: Known, index: int) -> list[Array]:
-        """The original's other results for one output of a case that was run."""
+        """The further results for one output of a case that was run again."""
         return self._made[id(known)].arrays(index)
 
     def targets(self, known: Known, index: int) -> list[Yardstick]:
-        """What an output (a tensor) of a case that was run may equal, with measured noise: its yardstick's target, the
-        original as the user runs it, and the original without ONNX Runtime's optimisations."""
+        """The targets that an output (a tensor) of a case that was run again may equal, with measured noise: that of
+        its tolerance scale, the original as the user runs it, and the original without ONNX Runtime's optimisations."""
         made = self._made[id(known)]
         first = known.yardsticks.get((index, "")) or known.doubtful[index]
         original = first.original
@@ -126,10 +123,10 @@ class Reruns:
         return noise
 
     def settle(self, known: Sequence[Known]) -> list[str]:
-        """Decide on float64 evaluations that the original is far from. Returns notes.
+        """Decide whether to use float64 evaluations that the original is far from. Returns notes.
 
-        If measured noise explains the distance, or the original gives the same without ONNX Runtime's optimisations,
-        the evaluation is the yardstick. Otherwise it may be wrong itself, and is not used.
+        An evaluation is used if measured noise explains the distance, or if the original agrees with it without ONNX
+        Runtime's optimisations. Otherwise the evaluation itself may be wrong.
         """
         doubtful = [k for k in known if k.doubtful]
         self.on(doubtful)
@@ -152,9 +149,9 @@ class Reruns:
         return list(dict.fromkeys(notes))
 
     def unoptimised(self, known: Sequence[Known]) -> list[str]:
-        """Add outputs without ONNX Runtime's optimisations to yardsticks that have no float64 evaluation.
+        """Add the outputs without ONNX Runtime's optimisations to scales that have no float64 evaluation.
 
-        Returns notes. Where the two levels are farther apart than rounding explains, `changed` says so.
+        Returns notes. Outputs of which the two levels differ by more than rounding are entered in `changed`.
         """
         try:
             with opened(

@@ -1,4 +1,4 @@
-"""Runs a model once, with any ONNX type that ONNX Runtime takes, one session at a time."""
+"""Runs a model once, with inputs and outputs of any ONNX type that ONNX Runtime supports, one session at a time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BY_BYTES = frozenset({DType.BFLOAT16, *_FLOAT8})
 
 
 class Runner:
-    """A loaded model. Inputs and outputs are NumPy arrays (with ml_dtypes), lists and dicts of them."""
+    """A loaded model. Inputs and outputs are NumPy arrays (with the types of ml_dtypes), or lists and dicts of them."""
 
     def __init__(self, model: OrtModel) -> None:
         self._model = model
@@ -53,7 +53,7 @@ class Runner:
         """The outputs in order: arrays, lists, dicts, and None for an empty optional.
 
         Raises BackendError if the run fails or exceeds `limit` seconds (on some inputs a Loop does not end); OutOfTime
-        if that is because the time is over (`deadline`).
+        if it was stopped because the deadline of the caller passed (`deadline`).
         """
         import onnxruntime as ort
 
@@ -106,8 +106,8 @@ def opened(
 ) -> Iterator[Runner]:
     """The model in a session that is closed at the end of the block.
 
-    `optimized`: with the user's session options (by default ONNX Runtime's whole optimiser); else with its optimiser
-    off. Raises BackendError if the model cannot be loaded, OutOfTime if the time is over before (`deadline`).
+    `optimized`: with the user's session options (by default all optimisations of ONNX Runtime); else without
+    optimisations. Raises BackendError if the model cannot be loaded, OutOfTime if the deadline passes first.
     """
     source: str | os.PathLike[str] | bytes = (
         model if isinstance(model, (str, os.PathLike, bytes)) else model.SerializeToString()
@@ -133,7 +133,7 @@ def first_line(error: BaseException, limit: int = 300) -> str:
 
 
 def flat(value: Any, label: str = "") -> Sequence[tuple[str, Any]]:
-    """The arrays of an output, each with its place: "" for a tensor, "[2]" in a sequence, "['cat']" in a map."""
+    """The arrays of an output, each with a label: "" for a tensor, "[2]" in a sequence, "['cat']" in a map."""
     if isinstance(value, Mapping):
         keys = np.asarray(sorted(value, key=str), dtype=object)
         out = [(f"{label}.keys", keys)]

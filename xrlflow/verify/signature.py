@@ -17,7 +17,7 @@ from xrlflow.verify.runner import Model, first_line
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One declared input or output. `default`: an input that a caller may leave out."""
+    """One declared input or output. `default`: it is an input that a caller may leave out."""
 
     name: str
     type: TensorType
@@ -30,7 +30,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Inputs and outputs in order. `constant_defaults`: no default can be overridden (IR version below 4)."""
+    """Inputs and outputs in order. `constant_defaults`: callers cannot override defaults (IR version below 4)."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]

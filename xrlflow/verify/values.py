@@ -8,11 +8,11 @@ from enum import Enum
 
 
 class Spread(Enum):
-    """How floats are drawn; `Floats.scale` says how large."""
+    """How floats are drawn. "Scale" below is `Floats.scale`."""
 
-    NORMAL = "normal"  # normally distributed around 0, with this deviation
-    UNIFORM = "uniform"  # uniformly distributed from 0 to this
-    FILLED = "filled"  # every element is this
+    NORMAL = "normal"  # normally distributed around 0; the scale is the standard deviation
+    UNIFORM = "uniform"  # uniformly distributed from 0 to the scale
+    FILLED = "filled"  # every element is the scale
     THRESHOLDS = "thresholds"  # around the numbers that the models compare values with
     TIES = "ties"  # multiples of one half up to 8, and zeros of both signs
     POISONED = "poisoned"  # normal, with some elements NaN or infinite
@@ -21,7 +21,7 @@ class Spread(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A kind of floats."""
+    """How the floats of one run are drawn: a distribution and its scale."""
 
     spread: Spread = Spread.NORMAL
     scale: float = 1.0
@@ -32,16 +32,17 @@ class Floats:
 
 
 class Integers(Enum):
-    """A kind of integers."""
+    """How the integers of one run are drawn."""
 
     USUAL = "usual"
-    ENDS = "ends"  # first and last indices of the tables, counted from both sides
-    WIDE = "wide"  # beyond 32 bits, or above the signed maximum, where nothing bounds them
-    BEYOND = "beyond"  # indices outside the tables
+    ENDS = "ends"  # first and last indices of the tables that they index, counted from both ends
+    WIDE = "wide"  # beyond 32 bits, or above the signed maximum, for integers without a constraint
+    BEYOND = "beyond"  # indices outside the tables that they index
 
 
 class Masks(Enum):
-    """A kind of masks: the usual ones are all ones, prefixes or any pattern, depending on the sample."""
+    """How the masks of one run are drawn. The usual ones are all ones, prefixes or any pattern, depending on the
+    sample."""
 
     USUAL = "usual"
     EMPTY = "empty"  # all zeros
@@ -49,7 +50,8 @@ class Masks(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of one run. `name`: for people; "" is the ordinary kind, of which there are several samples."""
+    """How all inputs of one run are drawn. `name`: for messages; "" for the ordinary kind, of which there are several
+    samples."""
 
     name: str = ""
     floats: Floats = Floats()
@@ -65,28 +67,24 @@ ORDINARY = Values()
 TIES = Values("halves and zeros of both signs", Floats(Spread.TIES))
 
 LARGE = 1e3
-"""The largest magnitude that is tried, unless a model compares with larger numbers."""
+"""The largest magnitude that is drawn, unless a model compares with larger numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """The kinds of values that make a difference to a model's inputs.
+    """The properties of a model's inputs that decide which kinds of values are worth a run."""
 
-    `floats`: some float is unconstrained. `bounded`: some integer indexes a table; `loose`: its reader checks the
-    bounds. `free`: some integer is unconstrained. `masks`: some input is a mask. `thresholds`: numbers that the models
-    compare values with. `ties`: a model rounds, truncates or divides, so that halves and signed zeros tell.
-    """
-
-    floats: bool
-    bounded: bool
-    loose: bool
-    free: bool
-    masks: bool
-    thresholds: tuple[float, ...]
-    ties: bool = False
+    floats: bool  # some input of floats is unconstrained
+    bounded: bool  # some integer indexes a table
+    loose: bool  # an index outside its table only raises an error
+    free: bool  # some integer is unconstrained
+    masks: bool  # some input is a mask
+    thresholds: tuple[float, ...]  # numbers that the models compare values with
+    ties: bool = False  # a model rounds, truncates or divides: halves and the signs of zeros change results
 
     def kinds(self) -> Iterator[Values]:
-        """The kinds to try besides ordinary values, the most telling first. Each has a run of its own."""
+        """The kinds to try besides ordinary values, those that reveal most mistakes first. Each gets a run of its
+        own."""
         largest = max(LARGE, *(2 * n for n in self.thresholds), LARGE)
         if self.floats:
             yield Values("values from 0 to 255", Floats(Spread.UNIFORM, 255.0))

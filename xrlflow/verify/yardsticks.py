@@ -1,4 +1,4 @@
-"""The yardsticks for the original's outputs on each set of inputs: a float64 evaluation where there is one."""
+"""The tolerance scales of the original's outputs, case by case: from a float64 evaluation where there is one."""
 
 from __future__ import annotations
 
@@ -28,28 +28,30 @@ ON_DEMAND = 10
 
 @dataclass(slots=True)
 class Known:
-    """One case with the original's outputs: for each output its parts, and a yardstick for each part.
+    """One case with the original's outputs, and what a new model's outputs are compared with.
 
-    `doubtful`: yardsticks by float64 evaluations that the original's output is too far from. `changed`: the outputs
-    that ONNX Runtime's optimiser changes, each by how much.
+    An output that is a sequence or map has several parts: (label, array); a tensor has one, with the label "".
     """
 
     case: Case
     outputs: list[Sequence[tuple[str, Any]]]
-    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)
+    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)  # by output and part
     licences: tuple[Licence | None, ...] = ()
     doubtful: dict[int, Yardstick] = field(default_factory=dict)
+    """By output: scales from float64 evaluations that the original is too far from, not used until that is
+    explained."""
     changed: dict[int, float] = field(default_factory=dict)
+    """By output: how much ONNX Runtime's optimiser changes it."""
 
     def licence(self, index: int) -> Licence | None:
-        """Which differences the case allows in an output; None: the output is not judged at all."""
+        """Which elements of an output are not compared; None: the output is not judged at all."""
         return self.licences[index] if self.licences else Licence.NONE
 
 
 def by_float64(at: Sizes, imported: ImportedModel, known: Sequence[Known], budget: float) -> list[str]:
-    """Yardsticks from our float64 evaluation, as far as the budget goes: ordinary values of each choice of sizes first.
+    """Add tolerance scales from our float64 evaluation, as long as their operations stay within `budget`.
 
-    Returns notes on what could not be evaluated.
+    Cases of ordinary values come first. Returns notes on what could not be evaluated.
     """
     wanted = _evaluable(imported, known[0])
     if not wanted:
@@ -76,15 +78,16 @@ def by_float64(at: Sizes, imported: ImportedModel, known: Sequence[Known], budge
 
 
 def on_demand(at: Sizes, imported: ImportedModel, item: Known, budget: float) -> None:
-    """Evaluate one case in float64 after all, because a difference would be reported otherwise."""
+    """Evaluate one case in float64 beyond the budget, because a difference would be reported otherwise."""
     wanted = _evaluable(imported, item)
     if wanted and at.flops(item.case) <= ON_DEMAND * budget:
-        with suppress(NoReference):  # then the present yardstick has to do
+        with suppress(NoReference):  # the present scale stays
             _measure(imported, item, wanted)
 
 
 def not_credible(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> list[int]:
-    """Which of these outputs differ from our evaluation by more than rounding. Raises NoReference."""
+    """The indices among `wanted` of outputs that differ from our evaluation by more than rounding. Raises
+    NoReference."""
     values = [imported.graph.outputs[index] for index in wanted]
     references = evaluate(imported, item.case, values)
     rounded = _Rounded(imported, item.case, values)
@@ -99,7 +102,7 @@ def not_credible(imported: ImportedModel, item: Known, wanted: Sequence[int]) ->
 
 
 def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
-    """The float outputs that have a float64 evaluation."""
+    """The indices of the float outputs that have a float64 evaluation."""
     able = evaluable(imported.graph)
     return [
         i for i, can in enumerate(able) if can and any(is_float(a) for part, a in item.outputs[i] if not part)
@@ -107,7 +110,7 @@ def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
 
 
 def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> None:
-    """Evaluate these outputs of a case. Raises NoReference."""
+    """Evaluate the outputs `wanted` of a case in float64, and add their scales. Raises NoReference."""
     values = [imported.graph.outputs[index] for index in wanted]
     for index, reference in zip(wanted, evaluate(imported, item.case, values)):
         original = item.outputs[index][0][1]
@@ -121,7 +124,7 @@ def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> Non
 
 
 class _Rounded:
-    """Our evaluation of some values in the model's own precision, made on first use."""
+    """Our evaluation of some values in the model's own precision, computed on first use."""
 
     def __init__(self, imported: ImportedModel, case: Case, values: Sequence[Value]) -> None:
         self._imported, self._case, self._values = imported, case, values
