@@ -91,11 +91,11 @@ def test_without_time_for_the_new_model_it_is_not_verified() -> None:
 
 def test_one_case_is_compared_and_the_others_are_named(over_after: Callable[[int], None]) -> None:
     reference = Reference.of(RELU)
-    assert len(reference.known) > 3
+    assert len(reference.cases) > 3
     over_after(0)
     found = reference.check(RELU)
     assert found.verified
-    assert found.cases < len(reference.known)
+    assert found.cases < len(reference.cases)
     assert len(found.bindings) < len(reference.bindings) + len(reference.empty)
     assert "there was no time" in found.left_out[-1]
 
@@ -104,7 +104,7 @@ def test_the_original_runs_on_fewer_cases(over_after: Callable[[int], None]) -> 
     usual = Reference.of(RELU)
     over_after(0)
     found = Reference.of(RELU)
-    assert 0 < len(found.known) < len(usual.known)
+    assert 0 < len(found.cases) < len(usual.cases)
     assert "other sizes (there was no time)" in found.left_out
     assert "not compared with a dimension of 0: there was no time" in found.notes
     assert "there was no time for the float64 evaluation" in found.notes
@@ -194,10 +194,10 @@ def test_a_mask_that_is_an_index_is_drawn_within_its_table() -> None:
 
 
 def test_a_run_apart_has_the_time_that_is_left(tmp_path: Path) -> None:
-    from xrlflow.verify.apart import run_apart
+    from xrlflow.verify.isolated import run_isolated
 
     with deadline.within(past()), pytest.raises(OutOfTime):
-        run_apart(RELU, {"x": np.ones((2, 4), np.float32)})
+        run_isolated(RELU, {"x": np.ones((2, 4), np.float32)})
 
 
 def test_a_load_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_sizes_are_as_large_as_can_be_compared_in_the_time() -> None:
 def test_an_original_that_had_no_time_is_not_said_to_fail() -> None:
     reference = Reference.of(RELU)
     with deadline.within(past()):
-        (note,) = reference.reruns.unoptimised(reference.known)
+        (note,) = reference.reruns.unoptimised(reference.cases)
     assert note == "there was no time to run the original without ONNX Runtime's optimisations"
 
 

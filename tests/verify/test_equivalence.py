@@ -26,7 +26,7 @@ from xrlflow.verify import (
     VerificationError,
     verify,
 )
-from xrlflow.verify.compare import Leg, by_deviation, grid, judge_floats
+from xrlflow.verify.compare import Criterion, by_deviation, grid, judge_floats
 
 
 def identity(text: str = "y = Identity(x)", **types: str) -> onnx.ModelProto:
@@ -330,20 +330,20 @@ def test_right_pairs_pass(name: str) -> None:
     assert {len(o.row) for o in found.outputs} == {len(HEADERS)}
 
 
-def legs(found: Verification) -> set[Leg]:
-    return {o.judgement.leg for o in found.outputs}
+def criteria(found: Verification) -> set[Criterion]:
+    return {o.judgement.criterion for o in found.outputs}
 
 
 def test_float64_judges_where_it_exists_and_deviation_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = folded_batch_norm()
     wrong = conv(CONV, normal(8))
-    assert legs(verify(a, b)) == {Leg.FLOAT64}
-    assert legs(verify(a, b, float64_flops=0)) == {Leg.DEVIATION}
+    assert criteria(verify(a, b)) == {Criterion.FLOAT64}
+    assert criteria(verify(a, b, float64_flops=0)) == {Criterion.DEVIATION}
     assert not verify(a, wrong, float64_flops=0).verified
     two = model("g (float[n, 4] x) => (float[n, 4] p, float[n, 4] q) { p = Exp(x)\n q = Tanh(x) }")
     monkeypatch.delitem(SPECS, "Exp")
     found = verify(two, two)
-    assert [o.judgement.leg for o in found.outputs] == [Leg.DEVIATION, Leg.FLOAT64]
+    assert [o.judgement.criterion for o in found.outputs] == [Criterion.DEVIATION, Criterion.FLOAT64]
 
 
 def test_what_float64_showed_of_some_inputs_counts_for_the_others() -> None:
@@ -351,8 +351,8 @@ def test_what_float64_showed_of_some_inputs_counts_for_the_others() -> None:
     only_one = verify(a, b, float64_flops=5e3, samples=4)
     assert only_one.verified, only_one.message()
     reference = Reference.of(a, float64_flops=5e3, samples=4)
-    found = {k.yardsticks[0, ""].leg for k in reference.known}
-    assert found == {Leg.FLOAT64, Leg.DEVIATION}
+    found = {k.targets[0, ""].criterion for k in reference.cases}
+    assert found == {Criterion.FLOAT64, Criterion.DEVIATION}
     assert not verify(a, b, float64_flops=0).verified, "with no reference at all the rule is the strict one"
 
 
@@ -379,7 +379,7 @@ def test_float64_evaluation_uses_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
     a = model("g (float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }")
     with threadpool_limits(2, user_api="blas"):
         before = threadpool_info()
-        assert legs(verify(a, a)) == {Leg.FLOAT64}
+        assert criteria(verify(a, a)) == {Criterion.FLOAT64}
         assert threadpool_info() == before
     assert set(seen) == {1}
 
@@ -393,7 +393,7 @@ def test_a_reference_of_something_else_is_not_believed(monkeypatch: pytest.Monke
         a, model("g (float[n, 8] x) => (float[n, 8] y) { r = Relu(x)\n y = Mul(r, k) }", k=np.float32([1.1]))
     )
     assert not found.verified
-    assert legs(found) == {Leg.DEVIATION}
+    assert criteria(found) == {Criterion.DEVIATION}
     assert any("not what the original computes" in note for note in found.notes)
 
 
@@ -416,9 +416,9 @@ def test_integers_may_differ_at_proven_near_ties_only() -> None:
     other = np.float32([[0, 1 + 2e-7, 1, 0.5]])
     found = verify(argmax(TIED), argmax(other))
     assert found.verified
-    assert legs(found) == {Leg.TIE}
+    assert criteria(found) == {Criterion.TIE}
     some = np.float32([1e-9])  # with x of 1000 there is no tie
-    assert legs(verify(argmax(TIED, some), argmax(other, some))) == {Leg.TIE}
+    assert criteria(verify(argmax(TIED, some), argmax(other, some))) == {Criterion.TIE}
     apart = np.float32([[0, 1.001, 1, 0.5]])
     assert not verify(argmax(apart), argmax(np.float32([[0, 1, 1.001, 0.5]]))).verified
 
@@ -437,7 +437,7 @@ def test_ranks_and_rounding_at_near_ties() -> None:
 
     found = verify(top(TIED), top(np.float32([[0, 1 + 2e-7, 1, 0.5]])))
     assert found.verified, found.message()
-    assert Leg.TIE in legs(found)
+    assert Criterion.TIE in criteria(found)
     assert not verify(top(TIED), top(np.float32([[0.5, 1, 1 + 2e-7, 0]]))).verified
 
     def cast(offset: float, op: str = "t = Identity(s)") -> onnx.ModelProto:

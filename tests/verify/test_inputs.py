@@ -1,4 +1,4 @@
-"""Drawn inputs suit the model: sizes, indices, masks, shapes."""
+"""SampledCases inputs suit the model: sizes, indices, masks, shapes."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,13 +12,13 @@ from tests.verify.models import model, normal
 from xrlflow.backends import BackendError
 from xrlflow.onnxio import load
 from xrlflow.verify import InputsNeeded, Reference, feeds_for_measurement, verify
-from xrlflow.verify.cases import Drawing
+from xrlflow.verify.cases import CaseSampler
 from xrlflow.verify.inputs import Case, InputPlan
 
 
 def drawn(proto: onnx.ModelProto, kind: str = "", **options: Any) -> list[dict[str, Any]]:
     """The inputs on which a model is compared: the ordinary ones, or those of another kind."""
-    known = Reference.of(proto, **options).known
+    known = Reference.of(proto, **options).cases
     return [dict(k.case.feeds) for k in known if k.case.values.name == kind]
 
 
@@ -320,14 +320,14 @@ def test_inputs_that_take_long_to_draw_are_tried_only_where_all_do() -> None:
         drawn.append(sum(array.nbytes for array in case.feeds.values()))
 
     with pytest.raises(InputsNeeded):
-        Drawing(InputPlan.of(load(model(images))), attempt).all()
+        CaseSampler(InputPlan.of(load(model(images))), attempt).all()
     assert len(drawn) > 20
     assert max(drawn) <= 64 << 20
     large = InputPlan.of(load(model("g (float[n, 3000, 6000] x) => (float[] y) { y = Relu(x) }")))
     assert large.nbytes({"n": 2}) == 2 * 3000 * 6000 * 4
-    assert Drawing(large, lambda case: None)._candidates(5)
+    assert CaseSampler(large, lambda case: None)._candidates(5)
     mine = replace(large, bound={"n": 9})
-    assert Drawing(mine, lambda case: None)._candidates(5)[0] == {"n": 9}
+    assert CaseSampler(mine, lambda case: None)._candidates(5)[0] == {"n": 9}
 
 
 def test_symbols_are_those_of_the_graph() -> None:
@@ -365,7 +365,7 @@ def test_defaults_are_overridden_in_one_sample() -> None:
     proto = model(
         "g (float[n] x, float[2] k = {2.0, 3.0}) => (float[] y) { s = ReduceSum(k)\n y = Mul(x, s) }"
     )
-    known = Reference.of(proto).known
+    known = Reference.of(proto).cases
     given = ["k" in k.case.feeds for k in known if k.case.values.ordinary]
     assert 0 < sum(given) < len(given)
     assert not any("k" in k.case.feeds for k in known if not k.case.values.ordinary)

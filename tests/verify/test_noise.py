@@ -196,7 +196,7 @@ def test_halves_and_signed_zeros_are_drawn(a: str, b: str) -> None:
 
 def test_halves_are_drawn_only_where_they_decide() -> None:
     names = [
-        {k.case.values.name for k in Reference.of(elementwise(t)).known}
+        {k.case.values.name for k in Reference.of(elementwise(t)).cases}
         for t in ("y = Tanh(x)", "y = Sign(x)")
     ]
     assert ["halves and zeros of both signs" in found for found in names] == [False, True]

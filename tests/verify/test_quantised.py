@@ -17,9 +17,9 @@ from xrlflow.backends.protocol import OutOfTime
 from xrlflow.ir import DType
 from xrlflow.onnxio import load, to_proto
 from xrlflow.verify import Verification, cuts, quantised, verify
-from xrlflow.verify.cuts import Uncut, as_proto, moved_constants, showing, twins
+from xrlflow.verify.cuts import Uncut, as_proto, perturbed_constants, showing, twins
 from xrlflow.verify.layers import Layer, Layers, is_quantised
-from xrlflow.verify.meaning import Apart, Sample
+from xrlflow.verify.meaning import Difference, Sample
 from xrlflow.verify.quantised import Judged, Quantised, judge_whole, variation
 from xrlflow.verify.runner import Runner, opened
 
@@ -126,7 +126,7 @@ def test_a_fault_in_one_layer_is_found(
     found = judge(net(), name(net(**FAULTS[fault])))
     assert found.evaluated
     assert not found.passed
-    assert found.wrong[0].most > 0
+    assert found.wrong[0].maximum > 0
 
 
 def test_verification_finds_a_scale_that_is_half_as_large_again() -> None:
@@ -141,7 +141,7 @@ def test_the_same_model_is_equal() -> None:
     found = verify(net(), net())
     assert found.verified
     assert "3 quantised tensors" in found.notes[-1]
-    assert found.outputs[0].judgement.leg.value == "layers"
+    assert found.outputs[0].judgement.criterion.value == "layers"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_model_that_is_only_written_anew_is_equal(
 ) -> None:
     found = judge(net(), change(net()))
     assert found.passed
-    assert (found.tally.tensors, found.tally.runtime) == (3, 0)
+    assert (found.counts.tensors, found.counts.runtime) == (3, 0)
 
 
 # --- ties ---
@@ -181,14 +181,14 @@ def test_a_tie_that_falls_the_other_way_is_no_difference() -> None:
     for other in (TIES.replace("Mul(x, tenth)", "Div(x, ten)"), TIES):
         found = judge(ties(), ties(other), [x])
         assert found.passed, found.failures
-        assert found.tally.ties > 0
-        assert "within one step at rounding ties" in str(found.tally)
+        assert found.counts.ties > 0
+        assert "within one step at rounding ties" in str(found.counts)
 
 
 def test_one_step_away_from_a_tie_is_a_difference() -> None:
     x = {"x": np.arange(64, dtype=np.float32) * 5 + 2}
     wrong = TIES.replace("m = Mul(x, tenth)", "n = Mul(x, tenth) m = Add(n, one)")
-    assert judge(ties(), ties(wrong), [x]).wrong == (Apart("q", 1.0, 64, 64),)
+    assert judge(ties(), ties(wrong), [x]).wrong == (Difference("q", 1.0, 64, 64),)
 
 
 def test_long_sums_in_float32_widen_the_window() -> None:
@@ -457,7 +457,7 @@ def dynamic(text: str = DYNAMIC, **replaced: np.ndarray) -> onnx.ModelProto:
 def test_dynamic_quantisation() -> None:
     found = judge(dynamic(), dynamic())
     assert found.passed
-    assert found.tally.tensors == 6
+    assert found.counts.tensors == 6
     for fault in ({"v": -drawn(8, 8)}, {"u": np.int8(1)}, {"ws": np.float32(0.011)}):
         assert not judge(dynamic(), dynamic(**fault)).passed
 
@@ -471,16 +471,16 @@ def test_a_fused_dynamic_product_shows_its_quantised_numbers() -> None:
 def test_a_fused_dynamic_product_may_differ_as_much_as_the_original_from_itself() -> None:
     """As a whole, ONNX Runtime fuses products that a copy with shown tensors keeps apart, and a tie falls otherwise."""
     found = original(dynamic())
-    (sample, *_), y = [m.sample for m in found._meanings], Apart("y", 0.0, 1, 48, True)
-    moved = moved_constants(dynamic(), 0)
+    (sample, *_), y = [m.sample for m in found._meanings], Difference("y", 0.0, 1, 48, True)
+    moved = perturbed_constants(dynamic(), 0)
     with opened(moved) as runner:
         least = float(np.abs(runner.run(sample.feeds)[0] - sample.outputs[0]).max())
     assert 0 < least < 1e-2
-    assert found._varies_as_much(sample, [replace(y, most=least)])
-    assert not found._varies_as_much(sample, [replace(y, most=1.0)])
-    assert not found._varies_as_much(sample, [replace(y, most=least, floats=False)])
+    assert found._varies_as_much(sample, [replace(y, maximum=least)])
+    assert not found._varies_as_much(sample, [replace(y, maximum=1.0)])
+    assert not found._varies_as_much(sample, [replace(y, maximum=least, floats=False)])
     fixed = original(net())
-    assert not fixed._varies_as_much(fixed._meanings[0].sample, [replace(y, most=0.0)])
+    assert not fixed._varies_as_much(fixed._meanings[0].sample, [replace(y, maximum=0.0)])
 
 
 class Shifted:
@@ -530,7 +530,7 @@ def test_constants_move_to_their_neighbours() -> None:
     proto = model("m (float[3] x) => (float[3] y) { y = Add(x, a) }", **weights)
     after = {
         t.name: onnx.numpy_helper.to_array(t)
-        for t in onnx.load_from_string(moved_constants(proto, 0)).graph.initializer
+        for t in onnx.load_from_string(perturbed_constants(proto, 0)).graph.initializer
     }
     assert after["i"].tolist() == [1, 2]
     assert after["a"][1] == -np.inf
@@ -557,7 +557,7 @@ def test_operators_that_compute_with_quantised_numbers() -> None:
     proto.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     wrong = net(text, b=changed(constants()["b"], (1,), 50))
     wrong.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
-    assert judge(proto, proto).tally.tensors == 3
+    assert judge(proto, proto).counts.tensors == 3
     assert judge(proto, proto).passed
     assert not judge(proto, wrong).passed
 
@@ -605,11 +605,11 @@ def test_what_the_runtime_makes_of_the_original_is_right_too() -> None:
     assert differs.endswith("with its optimisations off it computes what is meant")
     same = found.judge(soft().SerializeToString())
     assert same.passed
-    assert same.tally.runtime > 0
-    assert "as ONNX Runtime computes the original" in str(same.tally)
+    assert same.counts.runtime > 0
+    assert "as ONNX Runtime computes the original" in str(same.counts)
     right = found.judge(soft(SPELT).SerializeToString())
     assert right.passed, right.failures
-    assert right.tally.runtime == 0
+    assert right.counts.runtime == 0
 
 
 def test_what_is_neither_is_wrong() -> None:
@@ -633,12 +633,12 @@ def test_saturation_is_no_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     found = original(net())
     (note,) = found.notes
     assert "'q2' by up to" in note
-    assert found.judge(net().SerializeToString()).tally.runtime > 0
+    assert found.judge(net().SerializeToString()).counts.runtime > 0
     assert not found.judge(net(ws=scaled(5)).SerializeToString()).passed
     monkeypatch.setattr(quantised, "_run", _RUN)
     right = found.judge(net().SerializeToString())
     assert right.passed
-    assert right.tally.runtime == 0
+    assert right.counts.runtime == 0
     monkeypatch.setattr(
         quantised, "_run", lambda r, m: {n: a // 2 if n == "q2" else a for n, a in _RUN(r, m).items()}
     )
@@ -656,7 +656,7 @@ def test_a_runtime_may_do_with_other_bytes_what_it_does_today(monkeypatch: pytes
         },
     )
     found = original(signed())
-    assert found.judge(pool(AGAIN).SerializeToString()).tally.runtime > 0
+    assert found.judge(pool(AGAIN).SerializeToString()).counts.runtime > 0
     limit = 30
     assert not found.judge(pool(AGAIN).SerializeToString()).passed
 
@@ -761,7 +761,7 @@ def test_outputs_without_quantised_numbers_are_judged_as_before() -> None:
     text = text.replace("q = Q", "f = Relu(x) q = Q")
     assert Layers(load(net(text)).graph).touched == (True, False)
     found = verify(net(text), net(text))
-    assert {o.name: o.judgement.leg.value for o in found.outputs} == {"y": "layers", "f": "float64"}
+    assert {o.name: o.judgement.criterion.value for o in found.outputs} == {"y": "layers", "f": "float64"}
     assert not verify(net(text), net(text.replace("Relu(x)", "Abs(x)"))).verified
 
 

@@ -20,10 +20,10 @@ from xrlflow.cost.model import InTypes
 from xrlflow.ir import Graph, Node
 from xrlflow.onnxio import load
 from xrlflow.prover.thresholds import integers_in_code, limits
-from xrlflow.verify import Reference, Status, apart, exercise, verify
+from xrlflow.verify import Reference, Status, exercise, isolated, verify
 from xrlflow.verify.branches import instrumented, watched
 from xrlflow.verify.cases import Estimate
-from xrlflow.verify.compare import Leg, Licence, Yardstick, by_deviation, judge_floats
+from xrlflow.verify.compare import Criterion, Exemption, Target, by_deviation, judge_floats
 from xrlflow.verify.input_constraints import input_constraints
 from xrlflow.verify.inputs import InputPlan, evaluable_feeds
 from xrlflow.verify.nonfinite import Fate, fates
@@ -417,10 +417,10 @@ def test_a_run_that_ends_its_process_is_an_error(monkeypatch: pytest.MonkeyPatch
     proto = model("g (float[2] x) => (float[2] y) { y = Relu(x) }")
     feeds = {"x": np.ones(2, np.float32)}
     with monkeypatch.context() as patched:
-        patched.setattr(apart, "_run", _end)
+        patched.setattr(isolated, "_run", _end)
         with pytest.raises(BackendError, match="ends the process"):
-            apart.run_apart(proto, feeds)
-    assert apart.run_apart(proto, feeds)[0].tolist() == [1, 1], "the next run has a process of its own"
+            isolated.run_isolated(proto, feeds)
+    assert isolated.run_isolated(proto, feeds)[0].tolist() == [1, 1], "the next run has a process of its own"
 
 
 # --- values ---
@@ -452,27 +452,27 @@ def test_what_sizes_or_divides_gets_ordinary_values_only() -> None:
     )
     demands = InputPlan.of(load(proto)).demands
     assert {name for name, demand in demands.items() if demand.steers} == {"size", "divisor", "trips"}
-    for known in Reference.of(proto).known:
+    for known in Reference.of(proto).cases:
         assert int(known.case.feeds["size"][0]) <= 8
         assert int(known.case.feeds["trips"]) <= 8
         assert known.case.feeds["divisor"].min() >= 0
-    assert any(abs(int(k.case.feeds["free"].max())) > 2**32 for k in Reference.of(proto).known)
+    assert any(abs(int(k.case.feeds["free"].max())) > 2**32 for k in Reference.of(proto).cases)
 
 
 def test_indices_outside_their_table_are_tried_where_the_original_allows_them() -> None:
     plain = model("g (int64[n] ids) => (float[n, 3] y) { y = Gather(t, ids) }", t=normal(6, 3))
-    assert all(-6 <= i < 6 for k in Reference.of(plain).known for i in k.case.feeds["ids"])
-    assert any(i < 0 for k in Reference.of(plain).known for i in k.case.feeds["ids"])
+    assert all(-6 <= i < 6 for k in Reference.of(plain).cases for i in k.case.feeds["ids"])
+    assert any(i < 0 for k in Reference.of(plain).cases for i in k.case.feeds["ids"])
     limited = model(
         "g (int64[n] ids) => (float[n, 3] y) { c = Clip(ids, a, b)\n y = Gather(t, c) }",
         t=normal(6, 3), a=np.int64(0), b=np.int64(5),
     )  # fmt: skip
-    assert any(i > 5 for k in Reference.of(limited).known for i in k.case.feeds["ids"])
+    assert any(i > 5 for k in Reference.of(limited).cases for i in k.case.feeds["ids"])
 
 
 def test_large_values_that_leave_nothing_are_drawn_smaller() -> None:
     exp = model("g (float[n, 4] x) => (float[n, 4] y) { y = Exp(x) }")
-    values = Reference.of(exp).known
+    values = Reference.of(exp).cases
     names = {k.case.values.name for k in values}
     assert "values of 1000" not in names
     assert "values of 31.25" in names
@@ -482,8 +482,8 @@ def test_an_error_on_unusual_values_is_judged_by_more_of_the_originals_own() -> 
     """Values of a thousand in a product that cancels: neighbouring floats give other results."""
     y = np.float32([1.0, 2.0, 3.0])
     new = y + np.float32(1e-3)
-    assert not judge_floats(Yardstick(Leg.FLOAT64, y, y.astype(np.float64)), new).passed
-    moved = Yardstick(Leg.FLOAT64, y, y.astype(np.float64), noise=np.full(3, 5e-4))
+    assert not judge_floats(Target(Criterion.FLOAT64, y, y.astype(np.float64)), new).passed
+    moved = Target(Criterion.FLOAT64, y, y.astype(np.float64), noise=np.full(3, 5e-4))
     assert judge_floats(moved, new).passed
     assert not judge_floats(moved, y + np.float32(1e-2)).passed
 
@@ -531,13 +531,13 @@ def test_what_rules_may_do_to_nan_is_allowed_and_no_more() -> None:
     a = np.float32([1, np.nan, np.inf, 2])
     yardstick = by_deviation(a, None)
     spread = np.float32([np.nan, np.inf, np.nan, 2])
-    assert judge_floats(yardstick, spread, Licence.SPREADS).passed
-    assert not judge_floats(yardstick, np.float32([1, 0, 0, 3]), Licence.SPREADS).passed, (
+    assert judge_floats(yardstick, spread, Exemption.SPREADS).passed
+    assert not judge_floats(yardstick, np.float32([1, 0, 0, 3]), Exemption.SPREADS).passed, (
         "never another number"
     )
     mended = np.float32([1, 5, 5, 2])
-    assert judge_floats(yardstick, mended, Licence.MENDS).passed
-    assert not judge_floats(yardstick, spread, Licence.MENDS).passed
+    assert judge_floats(yardstick, mended, Exemption.MENDS).passed
+    assert not judge_floats(yardstick, spread, Exemption.MENDS).passed
     assert not judge_floats(yardstick, mended).passed
 
 

@@ -17,7 +17,7 @@ from xrlflow.pipeline.verifier import Verifier, failure, on_file
 from xrlflow.report import compared_with, not_verified_in_time
 from xrlflow.search import SearchNode
 from xrlflow.verify import Status, Verification
-from xrlflow.verify.apart import run_apart
+from xrlflow.verify.isolated import run_isolated
 
 # The fewest seconds of the last comparison where it decides nothing, because a compiled model is returned in any case.
 _FINAL_AT_LEAST = 3.0
@@ -28,7 +28,7 @@ def runs(context: Context, path: str) -> bool:
     options = context.options.session_options
     assert context.feeds is not None
     try:
-        run_apart(path, context.feeds, threads=context.threads, session_options=options)
+        run_isolated(path, context.feeds, threads=context.threads, session_options=options)
     except BackendError:
         return False
     return True

@@ -39,10 +39,10 @@ class Arm:
 
     op: str
     node: str
-    way: str
+    outcome: str
 
     def __str__(self) -> str:
-        return f"{self.op} {self.node}, {self.way}"
+        return f"{self.op} {self.node}, {self.outcome}"
 
 
 @dataclass(slots=True)
@@ -63,9 +63,9 @@ class Watch:
             counts = self.runner.run(feeds, limit)
         except BackendError:
             return False  # the original fails on such inputs as well, so no difference can show
-        found = {arm for arm, taken in zip(self.arms, counts) if int(taken) > 0} - self.reached
-        self.reached |= found
-        return bool(found)
+        reached = {arm for arm, taken in zip(self.arms, counts) if int(taken) > 0} - self.reached
+        self.reached |= reached
+        return bool(reached)
 
 
 def has_branches(graph: Graph) -> bool:
@@ -79,37 +79,37 @@ def has_branches(graph: Graph) -> bool:
 
 def deciding(graph: Graph) -> frozenset[float]:
     """Numbers from which the conditions of Ifs and Loops are computed, bodies included."""
-    found: set[float] = set()
+    numbers: set[float] = set()
     for node in graph.nodes():
         if node.op in ("If", "Loop"):
-            found |= _constants(graph, node.inputs[:1] if node.op == "If" else node.inputs[:2])
+            numbers |= _constants(graph, node.inputs[:1] if node.op == "If" else node.inputs[:2])
         for attr in node.attrs.values():
             if isinstance(attr, Body):
-                found |= deciding(attr.graph)
+                numbers |= deciding(attr.graph)
                 if node.op == "Loop":
-                    found |= _constants(attr.graph, attr.graph.outputs[:1])
-    return frozenset(found)
+                    numbers |= _constants(attr.graph, attr.graph.outputs[:1])
+    return frozenset(numbers)
 
 
 def _constants(graph: Graph, values: tuple[Value, ...]) -> set[float]:
     """The numbers in the small constants from which these values are computed."""
-    found: set[float] = set()
-    seen: set[Value] = set()
+    numbers: set[float] = set()
+    visited: set[Value] = set()
     work = [v for v in values if v]
     while work:
         value = work.pop()
-        if value in seen:
+        if value in visited:
             continue
-        seen.add(value)
+        visited.add(value)
         const = graph.const(value)
         if const is not None:
             array = const.array
             if array is not None and array.size <= 8 and array.dtype.kind in "iuf":
-                found.update(float(n) for n in array.reshape(-1) if np.isfinite(n))
+                numbers.update(float(n) for n in array.reshape(-1) if np.isfinite(n))
         node = graph.producers.get(value)
         if node is not None:
             work.extend(v for v in node.inputs if v)
-    return found
+    return numbers
 
 
 @contextmanager
@@ -144,14 +144,14 @@ def _read(model: Model) -> onnx.ModelProto:
 def instrumented(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[Arm, ...]]:
     """Replace the model's outputs, in place, by counters. Returns the model, and the arm that each output counts."""
     writer = _Writer()
-    found = writer.graph(proto.graph)
+    counters = writer.graph(proto.graph)
     del proto.graph.output[:]
-    proto.graph.output.extend(_info(name) for _, name in found)
+    proto.graph.output.extend(_info(name) for _, name in counters)
     live = live_nodes(proto.graph)
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in live]
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in live]
     del proto.graph.node[:]
-    proto.graph.node.extend(kept)
-    return proto, tuple(arm for arm, _ in found)
+    proto.graph.node.extend(nodes)
+    return proto, tuple(arm for arm, _ in counters)
 
 
 _Counter = tuple[Arm, str]
@@ -173,20 +173,20 @@ class _Writer:
 
     def graph(self, graph: onnx.GraphProto) -> list[_Counter]:
         """Add the counters of a graph and its bodies. Returns them as values of this graph."""
-        found: list[_Counter] = []
+        counters: list[_Counter] = []
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
             nodes.append(node)
             if node.op_type == "If" and node.domain in ("", "ai.onnx"):
-                found.extend(self._if(node, nodes))
+                counters.extend(self._if(node, nodes))
             elif node.op_type == "Loop" and node.domain in ("", "ai.onnx"):
-                found.extend(self._loop(node, nodes))
+                counters.extend(self._loop(node, nodes))
             elif node.op_type == "Scan" and node.domain in ("", "ai.onnx"):
-                found.extend(self._scan(node, nodes))
+                counters.extend(self._scan(node, nodes))
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del graph.node[:]
         graph.node.extend(copies)
-        return found
+        return counters
 
     def _number(self, nodes: list[onnx.NodeProto], value: int) -> str:
         name = self.name()
@@ -194,24 +194,24 @@ class _Writer:
         nodes.append(helper.make_node("Constant", [], [name], value=tensor))
         return name
 
-    def _made(self, nodes: list[onnx.NodeProto], op: str, *inputs: str, **attrs: Any) -> str:
+    def _node(self, nodes: list[onnx.NodeProto], op: str, *inputs: str, **attrs: Any) -> str:
         name = self.name()
         nodes.append(helper.make_node(op, list(inputs), [name], **attrs))
         return name
 
     def _flag(self, nodes: list[onnx.NodeProto], value: str) -> str:
         """Add nodes that turn a boolean of one element into a scalar 0 or 1. Returns its name."""
-        number = self._made(nodes, "Cast", value, to=_INT64)
+        number = self._node(nodes, "Cast", value, to=_INT64)
         empty = self.name()
         shape = onnx.numpy_helper.from_array(np.zeros(0, np.int64))
         nodes.append(helper.make_node("Constant", [], [empty], value=shape))
-        return self._made(nodes, "Reshape", number, empty)
+        return self._node(nodes, "Reshape", number, empty)
 
     def _if(self, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> Iterator[_Counter]:
         shown = node.name or node.output[0]
         flag = self._flag(nodes, node.input[0])
         yield Arm("If", shown, "then"), flag
-        yield Arm("If", shown, "else"), self._made(nodes, "Sub", self._number(nodes, 1), flag)
+        yield Arm("If", shown, "else"), self._node(nodes, "Sub", self._number(nodes, 1), flag)
         sides = {a.name: a.g for a in node.attribute if a.name in ("then_branch", "else_branch")}
         for side, other in (("then_branch", "else_branch"), ("else_branch", "then_branch")):
             for arm, inner in self.graph(sides[side]):
@@ -245,11 +245,11 @@ class _Writer:
             totals.append((arm, total[1]))
         body.node.extend(added)
         nodes.append(before)
-        (_, taken), *others = totals
+        (_, steps_taken), *counters = totals
         one = self._number(nodes, 1)
-        for way, op in (("no steps", "Less"), ("one step", "Equal"), ("several steps", "Greater")):
-            yield Arm("Loop", shown, way), self._flag(nodes, self._made(nodes, op, taken, one))
-        yield from others
+        for outcome, op in (("no steps", "Less"), ("one step", "Equal"), ("several steps", "Greater")):
+            yield Arm("Loop", shown, outcome), self._flag(nodes, self._node(nodes, op, steps_taken, one))
+        yield from counters
 
     def _scan(self, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> Iterator[_Counter]:
         body = next(subgraphs(node))
@@ -258,9 +258,9 @@ class _Writer:
         for arm, value in self.graph(body):
             total, state = self._state(nodes, added, body, value, 0)
             for names, new in ((node.input, total[0]), (node.output, total[1])):
-                kept = [new, *names]
+                extended = [new, *names]
                 del names[:]
-                names.extend(kept)
+                names.extend(extended)
             inputs = [_info(state), *body.input]
             kept_inputs = [onnx.ValueInfoProto.FromString(i.SerializeToString()) for i in inputs]
             del body.input[:]
@@ -283,7 +283,7 @@ class _Writer:
         The new output of the body is inserted at position `at`.
         """
         start, end, state = self._number(nodes, 0), self.name(), self.name()
-        total = self._made(added, "Add", state, value)
+        total = self._node(added, "Add", state, value)
         outputs = [onnx.ValueInfoProto.FromString(o.SerializeToString()) for o in body.output]
         outputs.insert(at, _info(total))
         del body.output[:]

@@ -57,17 +57,17 @@ class Estimate:
 
     seconds: float
     working: float  # bytes of the largest operator
-    kept: float  # bytes of inputs and outputs
+    exchanged: float  # bytes of inputs and outputs
 
     @property
     def too_large(self) -> str:
         """The reason why this run is too large; "" if it is not."""
-        largest = max(self.working / _WORKING, self.kept / _KEPT)
-        return f"about {max(self.working, self.kept) / 2**30:.1f} GB" if largest > 1 else ""
+        largest = max(self.working / _WORKING, self.exchanged / _KEPT)
+        return f"about {max(self.working, self.exchanged) / 2**30:.1f} GB" if largest > 1 else ""
 
 
 @dataclass(slots=True)
-class Drawn(Generic[T]):
+class SampledCases(Generic[T]):
     """Cases on which the original runs, each with the result of `attempt`. `left_out`: sizes not run, with reasons."""
 
     cases: list[tuple[Case, T]] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Drawn(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing(Generic[T]):
+class CaseSampler(Generic[T]):
     """Draws the cases for one model, from a seed."""
 
     plan: InputPlan
@@ -98,23 +98,23 @@ class Drawing(Generic[T]):
     estimate: Callable[[Bindings], Estimate] = lambda bindings: Estimate(0.0, 0.0, 0.0)
     seed: int = 0
 
-    def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> Drawn[T]:
+    def all(self, samples: int = _SAMPLES, sizes: int = 3, tries: int = MAX_TRIES) -> SampledCases[T]:
         """All cases on which the models are compared.
 
         The first choice of sizes has `samples` cases of ordinary values. With dynamic dimensions there are at least
         `sizes` choices. Raises InputsNeeded if the original runs with fewer.
         """
-        drawn = Drawn(self._first(samples, sizes, tries))
-        base = drawn.cases[0][0].bindings
-        self._kinds(drawn, base)
+        sampled = SampledCases(self._first(samples, sizes, tries))
+        base = sampled.cases[0][0].bindings
+        self._kinds(sampled, base)
         if self.plan.dynamic:
-            self._sizes(drawn)
-        return drawn
+            self._sizes(sampled)
+        return sampled
 
     # --- sizes that work ---
 
-    def _first(self, samples: int, wanted: int, tries: int) -> list[tuple[Case, T]]:
-        """Cases of ordinary values for `wanted` choices of sizes with which the original runs.
+    def _first(self, samples: int, count: int, tries: int) -> list[tuple[Case, T]]:
+        """Cases of ordinary values for `count` choices of sizes with which the original runs.
 
         A user's choice of all 1 is added and does not count. Choices at which there is nothing to compare are used only
         if there are too few others.
@@ -122,43 +122,43 @@ class Drawing(Generic[T]):
         plan = self.plan
         if not plan.dynamic:
             # Masks and indices have three kinds of ordinary values, one for each sample.
-            found = self._samples({}, range(samples if _floats_only(plan) else max(3, samples)))
-            if not found:
+            runs = self._samples({}, range(samples if _floats_only(plan) else max(3, samples)))
+            if not runs:
                 raise InputsNeeded(
                     "the original fails on every input drawn for it: give inputs that it runs on with --inputs data.npz"
                 )
-            return found
-        found = []
+            return runs
+        runs = []
         mine = plan.dimensions.default(plan.bound)
         if all(
             mine.get(s.name) == 1 and s.name in plan.bound
             for s in plan.dimensions.slots
             if s.role != Role.RANK
         ):
-            found.extend(self._samples(mine, range(samples)))
+            runs.extend(self._samples(mine, range(samples)))
         working, tried = 0, 0
         spare: list[list[tuple[Case, T]]] = []
         for bindings in self._candidates(tries):
-            if found and deadline.over():
-                return found
+            if runs and deadline.over():
+                return runs
             tried += 1
             cases = self._samples(bindings, range(samples) if not working else [(working + 1) % 3])
             if not all(self.sensible(case, result) for case, result in cases):
-                spare.extend([cases] if len(spare) < wanted else [])
+                spare.extend([cases] if len(spare) < count else [])
                 continue
-            found.extend(cases)
+            runs.extend(cases)
             working += bool(cases)
-            if working == wanted:
-                return found
-        for cases in spare[: wanted - working]:
-            found.extend(cases)
+            if working == count:
+                return runs
+        for cases in spare[: count - working]:
+            runs.extend(cases)
             working += 1
-        if working == wanted:
-            return found
+        if working == count:
+            return runs
         symbols = ", ".join(slot.name for slot in plan.dimensions.slots)
         raise InputsNeeded(
             f"the original runs with {working} of the {tried} choices tried for its dimensions ({symbols}), and "
-            f"{wanted} are needed: give inputs that it runs on with --inputs data.npz"
+            f"{count} are needed: give inputs that it runs on with --inputs data.npz"
         )
 
     def _candidates(self, tries: int) -> list[dict[str, int]]:
@@ -166,20 +166,20 @@ class Drawing(Generic[T]):
         none, all choices.
         """
         plan = self.plan
-        found = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
+        candidates = [*islice(plan.dimensions.candidates(plan.bound, self.seed), tries)]
         mine = plan.dimensions.default(plan.bound) if plan.bound else None
-        return [b for b in found if b == mine or plan.nbytes(b) <= _DRAWN] or found
+        return [b for b in candidates if b == mine or plan.nbytes(b) <= _DRAWN] or candidates
 
     def _samples(self, bindings: Bindings, samples: Iterable[int]) -> list[tuple[Case, T]]:
         """The cases of one choice of sizes on which the model runs, at most one for each of `samples`.
 
         On failure, values are drawn again a few times. If the first sample never runs, the others are not tried.
         """
-        found: list[tuple[Case, T]] = []
+        cases: list[tuple[Case, T]] = []
         # If all inputs are floats, other values do not help.
         redraws = 1 if _floats_only(self.plan) else _REDRAWS
         for sample in samples:
-            if found and deadline.over():
+            if cases and deadline.over():
                 break
             for redraw in range(redraws + 1):
                 cautious = redraw == redraws
@@ -188,26 +188,26 @@ class Drawing(Generic[T]):
                 case = self.plan.case(bindings, self.seed + 7919 * redraw, sample, cautious)
                 result = self.attempt(case)
                 if result is not None:
-                    found.append((case, result))
+                    cases.append((case, result))
                     break
-            if not found:
+            if not cases:
                 break
-        return found
+        return cases
 
     # --- further values ---
 
-    def _kinds(self, drawn: Drawn[T], bindings: Bindings) -> None:
+    def _kinds(self, sampled: SampledCases[T], bindings: Bindings) -> None:
         """Add a case for each further kind of values, until the time is used up."""
         seconds = self.estimate(bindings).seconds
-        left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
-        for values in self.plan.takes().kinds():
-            if left <= 0 or deadline.over():
-                drawn.left_out.append(values.name)
+        runs_left = max(_LEAST_KINDS, int(_SECONDS / seconds) if seconds else 1 << 30)
+        for values in self.plan.traits().kinds():
+            if runs_left <= 0 or deadline.over():
+                sampled.left_out.append(values.name)
                 continue
-            found = self.of(bindings, values)
-            if found is not None:
-                drawn.cases.append(found)
-                left -= 1
+            case = self.of(bindings, values)
+            if case is not None:
+                sampled.cases.append(case)
+                runs_left -= 1
 
     def of(self, bindings: Bindings, values: Values) -> tuple[Case, T] | None:
         """A case with this kind of values that can reveal a mistake; None if there is none.
@@ -227,7 +227,7 @@ class Drawing(Generic[T]):
         `numbers`: constants from which conditions are computed.
         """
         seconds = max(self.estimate(choice).seconds for choice in bindings)
-        most = max(12, min(_SOUGHT, int(2 * _SECONDS / seconds) if seconds else _SOUGHT))
+        maximum = max(12, min(_SOUGHT, int(2 * _SECONDS / seconds) if seconds else _SOUGHT))
         for sample in range(1, 5):  # the sample decides lengths, trip counts and flags
             yield self.plan.case(bindings[0], self.seed + 104729, sample)
         near = sorted(
@@ -237,44 +237,50 @@ class Drawing(Generic[T]):
         scales = [
             Floats(spread, 10.0**k) for k in (4, -4, 2, 6, 1) for spread in (Spread.NORMAL, Spread.UNIFORM)
         ]
-        rest = [Floats(Spread.FILLED, n) for n in (0.0, 1.0, -1.0, 100.0, -100.0)]
-        mixed = [kind for pair in zip_longest(scales, fills, rest) for kind in pair if kind is not None]
+        constants = [Floats(Spread.FILLED, n) for n in (0.0, 1.0, -1.0, 100.0, -100.0)]
+        mixed = [kind for pair in zip_longest(scales, fills, constants) for kind in pair if kind is not None]
         integers = (Integers.WIDE, Integers.ENDS, Integers.USUAL)
         masks = (Masks.USUAL, Masks.USUAL, Masks.EMPTY)
-        for at, floats in enumerate(islice(cycle(mixed), most)):
+        for at, floats in enumerate(islice(cycle(mixed), maximum)):
             shown = f"{floats.spread.value} values, {floats.scale:g}"
             values = Values(shown, floats, integers[at % 3], masks[at % 3])
             yield self.plan.case(bindings[at % len(bindings)], self.seed + 104729 * at, at % 5, values=values)
 
     # --- further sizes ---
 
-    def _sizes(self, drawn: Drawn[T]) -> None:
+    def _sizes(self, sampled: SampledCases[T]) -> None:
         """Add a case of ones, then sizes around the numbers that the models mention, then others, until there are
         enough of them."""
-        bases = drawn.bindings
-        left = min(max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.remaining() / _COMPARED)
+        bases = sampled.bindings
+        seconds_left = min(
+            max(_SECONDS, 4 * self.estimate(bases[0]).seconds), deadline.remaining() / _COMPARED
+        )
         count, attempts = len(bases), 0
         telling = ((choices, _MOST_SIZES) for choices in self._choices(bases))
-        filling = (([chosen], LEAST_SIZES) for chosen in self._others())
-        for at, (choices, most) in enumerate(chain(telling, filling)):
-            for chosen in choices:
-                if count >= most or attempts >= _ATTEMPTS:
+        filling = (([bindings], LEAST_SIZES) for bindings in self._others())
+        for at, (choices, maximum) in enumerate(chain(telling, filling)):
+            for bindings in choices:
+                if count >= maximum or attempts >= _ATTEMPTS:
                     return
                 if deadline.over():
-                    drawn.left_out.append("other sizes (there was no time)")
+                    sampled.left_out.append("other sizes (there was no time)")
                     return
-                if drawn.has(chosen):
+                if sampled.has(bindings):
                     break
-                estimate = self.estimate(chosen)
-                if estimate.too_large or (estimate.seconds > left and (most > LEAST_SIZES or count >= most)):
+                estimate = self.estimate(bindings)
+                if estimate.too_large or (
+                    estimate.seconds > seconds_left and (maximum > LEAST_SIZES or count >= maximum)
+                ):
                     reason = estimate.too_large or f"about {estimate.seconds:.1f} s, more than is left"
-                    drawn.left_out.append(f"{', '.join(f'{k}={v}' for k, v in chosen.items())} ({reason})")
+                    sampled.left_out.append(
+                        f"{', '.join(f'{k}={v}' for k, v in bindings.items())} ({reason})"
+                    )
                     continue
                 attempts += 1
-                found = self._samples(chosen, [at % 3])
-                if found and all(self.sensible(*item) for item in found):
-                    drawn.cases.extend(found)
-                    left -= estimate.seconds
+                cases = self._samples(bindings, [at % 3])
+                if cases and all(self.sensible(*item) for item in cases):
+                    sampled.cases.extend(cases)
+                    seconds_left -= estimate.seconds
                     count += 1
                     break
 
@@ -291,7 +297,7 @@ class Drawing(Generic[T]):
             for slot in slots
         }
         rows = [
-            {name: found[i] for name, found in lists.items() if i < len(found)}
+            {name: sizes[i] for name, sizes in lists.items() if i < len(sizes)}
             for i in range(max(map(len, lists.values()), default=0))
         ]
         plain = [s.name for s in slots if s.role != Role.BATCH]
@@ -302,17 +308,17 @@ class Drawing(Generic[T]):
             tied = [{other: n for other in lists if base[other] == base[name]} for name, n in row.items()]
             options = []
             for change in (row, *singles, *tied):
-                chosen = self.plan.dimensions.changed(base, change)
-                if chosen not in options:
-                    options.append(chosen)
+                bindings = self.plan.dimensions.changed(base, change)
+                if bindings not in options:
+                    options.append(bindings)
             yield options
 
     def empty(self, bindings: Bindings) -> Iterator[Case]:
         """Cases with one dimension of size 0. Batches come last."""
         slots = [s for s in self.plan.dimensions.slots if s.role != Role.RANK]
         for slot in sorted(slots, key=lambda s: s.role == Role.BATCH)[:_EMPTY]:
-            chosen = self.plan.dimensions.changed(bindings, {slot.name: 0})
-            yield self.plan.case(chosen, self.seed, 0)
+            changed = self.plan.dimensions.changed(bindings, {slot.name: 0})
+            yield self.plan.case(changed, self.seed, 0)
 
     def _others(self) -> Iterator[dict[str, int]]:
         """Further sizes, if the models mention too few numbers."""
@@ -368,27 +374,27 @@ def feeds_for_measurement(
             return None
         return True
 
-    drawing = Drawing(plan, attempt, seed=seed)
+    sampler = CaseSampler(plan, attempt, seed=seed)
     late: OutOfTime | None = None
-    waiting = [usual, *(drawing._candidates(MAX_TRIES) if plan.dynamic else [])][::-1]
-    while waiting:
-        bindings = waiting.pop()
+    candidates = [usual, *(sampler._candidates(MAX_TRIES) if plan.dynamic else [])][::-1]
+    while candidates:
+        bindings = candidates.pop()
         if deadline.over():
             raise OutOfTime(
                 "no inputs were found on which the model runs: the time for it was over"
             ) from late
         try:
-            found = drawing._samples(bindings, [0])
+            cases = sampler._samples(bindings, [0])
         except OutOfTime as error:
             if late is None:  # the user's own sizes are never replaced
-                waiting = [
-                    b for b in waiting if all(b[n] == plan.bound[n] for n in plan.bound.keys() & b.keys())
+                candidates = [
+                    b for b in candidates if all(b[n] == plan.bound[n] for n in plan.bound.keys() & b.keys())
                 ]
-                waiting += reversed([*_smaller(plan, bindings)])
+                candidates += reversed([*_smaller(plan, bindings)])
             late = error
             continue
-        if found:
-            return dict(found[0][0].feeds)
+        if cases:
+            return dict(cases[0][0].feeds)
     if late is not None:
         raise late
     raise InputsNeeded(
@@ -403,7 +409,7 @@ def _smaller(plan: InputPlan, bindings: Bindings) -> Iterator[dict[str, int]]:
     free = [s.name for s in plan.dimensions.slots if s.name not in plan.bound and s.role is not Role.RANK]
     for part in (4, 16, 64):
         fewer = {name: max(1, bindings[name] // part) for name in free}
-        chosen = plan.dimensions.changed(bindings, fewer)
-        if chosen != before:
-            yield chosen
-        before = chosen
+        smaller = plan.dimensions.changed(bindings, fewer)
+        if smaller != before:
+            yield smaller
+        before = smaller

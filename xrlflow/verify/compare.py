@@ -52,7 +52,7 @@ _NARROW_SLICE, _NARROW_ELEMENT = 8.0, 32.0
 _UNPROVEN = 16.0
 
 
-class Leg(Enum):
+class Criterion(Enum):
     """What an output was compared with."""
 
     FLOAT64 = "float64"  # our float64 evaluation
@@ -63,7 +63,7 @@ class Leg(Enum):
     TIE = "near-tie"  # integers that may differ because they come from numbers that are equal up to rounding
 
 
-class Licence(Enum):
+class Exemption(Enum):
     """Which elements of an output are not compared, because numbers that they depend on are NaN or infinite."""
 
     NONE = "none"  # all are compared: where one output is NaN or infinite, the other must be so too
@@ -86,10 +86,10 @@ class Element:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Yardstick:
+class Target:
     """What an output is compared with, and the noise that decides the tolerance."""
 
-    leg: Leg
+    criterion: Criterion
     original: Array
     other: Array | None
     """FLOAT64: our evaluation. DEVIATION, PLAIN: the original's output without the runtime's optimisations; with
@@ -108,13 +108,13 @@ class Yardstick:
     def measure(self) -> tuple[Array, Array]:
         """The target, and the noise of each element (0 where it is not finite), both in float64."""
         y = a = wide(self.original)
-        if self.other is not None and self.leg is Leg.PLAIN:
+        if self.other is not None and self.criterion is Criterion.PLAIN:
             y = wide(self.other)
-        elif self.other is not None and self.leg is Leg.FLOAT64:
+        elif self.other is not None and self.criterion is Criterion.FLOAT64:
             y = np.where(np.isfinite(a), wide(self.other), a)
         if self.noise is not None:
             return y, self.noise
-        if self.other is None or self.leg is Leg.PLAIN:
+        if self.other is None or self.criterion is Criterion.PLAIN:
             return y, np.zeros(a.shape)
         eps = epsilon(self.original)
         limit = (4 if eps > EPS else _UNPROVEN) * eps * around(_finite(y))
@@ -125,7 +125,7 @@ class Yardstick:
 class Judgement:
     """The verdict on one output of one case. The numbers are absolute, and 0 for exact comparisons."""
 
-    leg: Leg
+    criterion: Criterion
     error: float = 0.0  # what is compared with the tolerance
     tolerance: float = 0.0
     difference: float = 0.0  # the greatest |new - original| over finite elements
@@ -167,8 +167,8 @@ def epsilon(array: Array) -> float:
 
 def _least(array: Array) -> float:
     """The magnitude below which a runtime may flush numbers to zero; 0 for narrow types, as it computes in float32."""
-    found = _finfo(array)
-    return float(found.smallest_normal if found.bits >= 32 else 4 * found.smallest_subnormal)
+    info = _finfo(array)
+    return float(info.smallest_normal if info.bits >= 32 else 4 * info.smallest_subnormal)
 
 
 def wide(array: Array) -> Array:
@@ -176,28 +176,28 @@ def wide(array: Array) -> Array:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def by_reference(original: Array, reference: Array) -> Yardstick | None:
+def by_reference(original: Array, reference: Array) -> Target | None:
     """The scale from a float64 evaluation; None if its shape differs, or it is not finite where the original is."""
     if reference.shape != original.shape or reference.dtype.kind not in "fc":
         return None
     if not np.isfinite(reference[np.isfinite(wide(original))]).all():
         return None
-    return Yardstick(Leg.FLOAT64, original, reference)
+    return Target(Criterion.FLOAT64, original, reference)
 
 
-def by_deviation(original: Array, unoptimized: Array | None) -> Yardstick:
+def by_deviation(original: Array, unoptimized: Array | None) -> Target:
     """The scale from the original's outputs at two optimisation levels."""
     if unoptimized is not None and (unoptimized.shape, unoptimized.dtype) != (original.shape, original.dtype):
         unoptimized = None
-    return Yardstick(Leg.DEVIATION, original, unoptimized)
+    return Target(Criterion.DEVIATION, original, unoptimized)
 
 
-def tolerance(yardstick: Yardstick, y: Array, noise: Array, eps: float) -> float:
+def tolerance(target: Target, y: Array, noise: Array, eps: float) -> float:
     """The greatest admissible distance from the target y over the whole output."""
     scale = _scale(y)
-    if yardstick.leg is Leg.FLOAT64:
+    if target.criterion is Criterion.FLOAT64:
         return 4 * _max(noise) + eps * scale
-    return max(8 * max(_max(noise), eps * scale), (5 * yardstick.relative + eps) * scale)
+    return max(8 * max(_max(noise), eps * scale), (5 * target.relative + eps) * scale)
 
 
 def _finite(y: Array) -> Array:
@@ -209,68 +209,70 @@ def _scale(y: Array) -> float:
     return _max(_finite(y))
 
 
-def around(magnitude: Array, least: int = 1) -> Array:
+def around(magnitude: Array, minimum: int = 1) -> Array:
     """For each element, the smallest of the largest magnitudes of the slices, one along each axis, that it is in.
-    Slices with fewer than `least` elements do not count."""
-    found = np.full(magnitude.shape, _max(magnitude))
+    Slices with fewer than `minimum` elements do not count."""
+    result = np.full(magnitude.shape, _max(magnitude))
     for axis, length in enumerate(magnitude.shape if magnitude.size else ()):
-        others = tuple(i for i in range(magnitude.ndim) if i != axis)
-        if magnitude.size // length >= least:
-            found = np.minimum(found, magnitude.max(others, keepdims=True))
-    return found
+        axes = tuple(i for i in range(magnitude.ndim) if i != axis)
+        if magnitude.size // length >= minimum:
+            result = np.minimum(result, magnitude.max(axes, keepdims=True))
+    return result
 
 
-def judge_floats(yardstick: Yardstick, new: Array, licence: Licence = Licence.NONE) -> Judgement:
+def judge_floats(target: Target, new: Array, exemption: Exemption = Exemption.NONE) -> Judgement:
     """Whether `new` is as accurate as the original's output. Both have the same shape and type."""
-    original, leg = yardstick.original, yardstick.leg
-    y, noise = yardstick.measure()
+    original, criterion = target.original, target.criterion
+    y, noise = target.measure()
     a, b = wide(original), wide(new)
-    eps, least = epsilon(original), _least(original)
+    eps, tiny = epsilon(original), _least(original)
     # Runtimes may flush denormal numbers to zero.
-    allowed = tolerance(yardstick, y, noise, eps) + least
+    allowed = tolerance(target, y, noise, eps) + tiny
     difference = _max(_distance(a, b))
 
     def element(index: tuple[int, ...]) -> Element:
-        reference = float(y[index]) if leg is Leg.FLOAT64 and y.dtype.kind == "f" else None
+        reference = float(y[index]) if criterion is Criterion.FLOAT64 and y.dtype.kind == "f" else None
         return Element(index, original[index].item(), new[index].item(), reference)
 
     unlike = _kinds(y) != _kinds(b)
-    if licence is not Licence.NONE:
-        unlike &= np.isfinite(y) & (licence is Licence.MENDS)
-    for variant in yardstick.variants:
+    if exemption is not Exemption.NONE:
+        unlike &= np.isfinite(y) & (exemption is Exemption.MENDS)
+    for variant in target.variants:
         unlike &= _kinds(wide(variant)) != _kinds(b)
     if unlike.any():
         reason = f"{np.count_nonzero(unlike)} of {a.size} elements are NaN or infinite in one model only"
-        return Judgement(leg, float("inf"), allowed, difference, element(_greatest(unlike)), reason)
+        return Judgement(criterion, float("inf"), allowed, difference, element(_greatest(unlike)), reason)
     error = _distance(b, y)
     if not error.size:
-        return Judgement(leg)
+        return Judgement(criterion)
     index, greatest = _greatest(error), _max(error)
     if greatest > allowed:
-        reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({leg.value})"
-        return Judgement(leg, greatest, allowed, difference, element(index), reason)
-    known = np.maximum(noise, yardstick.relative * _finite(y))
-    floor = least + _GRID * grid(original)
-    outside = _worst_slice(y, error, known, eps, floor) or _worst_element(y, error, known, original, floor)
+        reason = f"the error {greatest:.3g} exceeds the tolerance {allowed:.3g} ({criterion.value})"
+        return Judgement(criterion, greatest, allowed, difference, element(index), reason)
+    expected = np.maximum(noise, target.relative * _finite(y))
+    floor = tiny + _GRID * grid(original)
+    outside = _worst_slice(y, error, expected, eps, floor) or _worst_element(
+        y, error, expected, original, floor
+    )
     if outside is not None:
-        index, found, limit, where = outside
-        reason = f"the error {found:.3g} {where} exceeds the tolerance {limit:.3g} there ({leg.value})"
-        return Judgement(leg, found, limit, difference, element(index), reason)
-    return Judgement(leg, greatest, allowed, difference, element(index))
+        index, excess, limit, where = outside
+        reason = f"the error {excess:.3g} {where} exceeds the tolerance {limit:.3g} there ({criterion.value})"
+        return Judgement(criterion, excess, limit, difference, element(index), reason)
+    return Judgement(criterion, greatest, allowed, difference, element(index))
 
 
 def judge_exact(original: Array, new: Array) -> Judgement:
     """Whether two arrays of one shape and type are equal."""
     wrong = np.asarray(original != new)
     if not wrong.any():
-        return Judgement(Leg.EXACT)
+        return Judgement(Criterion.EXACT)
     apart = (
         np.abs(new.astype(np.float64) - original.astype(np.float64)) if original.dtype.kind in "iu" else wrong
     )
     index, difference = _greatest(apart), _max(apart)
     reason = f"{np.count_nonzero(wrong)} of {wrong.size} elements differ, and must not"
     return Judgement(
-        Leg.EXACT, difference, 0.0, difference, Element(index, original[index], new[index]), reason
+        Criterion.EXACT, difference, 0.0, difference, Element(index, original[index], new[index]), reason
     )
 
 
@@ -309,13 +311,13 @@ def _worst_slice(
     magnitude = _finite(y)
     factor = _SLICE_ERROR if eps <= EPS else _NARROW_SLICE
     floor = eps / 8 * _max(magnitude) + noise
-    found: tuple[tuple[int, ...], float, float, str] | None = None
+    worst: tuple[tuple[int, ...], float, float, str] | None = None
     excess = 1.0
     for axis, length in enumerate(error.shape):
         if length < 2 or error.size // length < _LEAST_SLICE:
             continue
-        others = tuple(i for i in range(error.ndim) if i != axis)
-        errors, owns, scales = error.max(others), own.max(others), magnitude.max(others)
+        axes = tuple(i for i in range(error.ndim) if i != axis)
+        errors, owns, scales = error.max(axes), own.max(axes), magnitude.max(axes)
         limits = factor * owns + _SCALE * scales + floor
         at = int(np.argmax(errors / limits))
         if errors[at] > excess * limits[at]:
@@ -323,8 +325,8 @@ def _worst_slice(
             part = np.take(error, at, axis=axis)
             inner = _greatest(part)
             index = (*inner[:axis], at, *inner[axis:])
-            found = (index, float(errors[at]), float(limits[at]), f"at {at} along axis {axis}")
-    return found
+            worst = (index, float(errors[at]), float(limits[at]), f"at {at} along axis {axis}")
+    return worst
 
 
 def _worst_element(
@@ -333,10 +335,10 @@ def _worst_element(
     """The element that exceeds its own tolerance most, in the format of `_worst_slice`; None if none does."""
     scale = max(_SCALE, 4 * float(_finfo(original).eps))
     if epsilon(original) <= EPS:
-        known = _ELEMENT_ERROR * noise
+        limits_by_noise = _ELEMENT_ERROR * noise
     else:
-        known = np.maximum(_NARROW_ELEMENT * noise, 2 * around(noise))
-    limits = known + scale * _finite(y) + floor
+        limits_by_noise = np.maximum(_NARROW_ELEMENT * noise, 2 * around(noise))
+    limits = limits_by_noise + scale * _finite(y) + floor
     index = _greatest(error / limits)
     if error[index] <= limits[index]:
         return None

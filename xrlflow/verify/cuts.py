@@ -49,11 +49,11 @@ def as_proto(model: Model) -> onnx.ModelProto:
     return onnx.load(path) if outside else proto
 
 
-def spelt_out(proto: onnx.ModelProto) -> onnx.ModelProto:
+def decomposed(proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with each DynamicQuantizeMatMul as DynamicQuantizeLinear and MatMulIntegerToFloat, which compute the
     same and show the quantised numbers. The model itself if it has no such node."""
-    found = [n for n in proto.graph.node if (n.domain, n.op_type) == (_MICROSOFT, "DynamicQuantizeMatMul")]
-    if not found:
+    fused = [n for n in proto.graph.node if (n.domain, n.op_type) == (_MICROSOFT, "DynamicQuantizeMatMul")]
+    if not fused:
         return proto
     out = onnx.ModelProto()
     out.CopyFrom(proto)
@@ -63,10 +63,10 @@ def spelt_out(proto: onnx.ModelProto) -> onnx.ModelProto:
             nodes.append(node)
             continue
         a, b, scale, zero, bias = [*node.input, "", ""][:5]
-        made = [f"{a}.{part}" for part in ("quantised", "scale", "zero")]
-        if not any(made[0] in n.output for n in nodes):
-            nodes.append(onnx.helper.make_node("DynamicQuantizeLinear", [a], made))
-        inputs = [made[0], b, made[1], scale, made[2], zero, bias]
+        names = [f"{a}.{part}" for part in ("quantised", "scale", "zero")]
+        if not any(names[0] in n.output for n in nodes):
+            nodes.append(onnx.helper.make_node("DynamicQuantizeLinear", [a], names))
+        inputs = [names[0], b, names[1], scale, names[2], zero, bias]
         nodes.append(
             onnx.helper.make_node("MatMulIntegerToFloat", inputs, [node.output[0]], domain=_MICROSOFT)
         )
@@ -78,22 +78,22 @@ def spelt_out(proto: onnx.ModelProto) -> onnx.ModelProto:
 def twins(proto: onnx.ModelProto) -> Mapping[str, str]:
     """For each value of the main graph, the first value that the same operators compute from the same inputs."""
     first: dict[bytes, str] = {}
-    found: dict[str, str] = {}
+    firsts: dict[str, str] = {}
     for tensor in proto.graph.initializer:
         bare = onnx.TensorProto()
         bare.CopyFrom(tensor)
         bare.ClearField("name")
         key = blake2b(bare.SerializeToString(deterministic=True)).digest()
-        found[tensor.name] = first.setdefault(key, tensor.name)
+        firsts[tensor.name] = first.setdefault(key, tensor.name)
     for node in proto.graph.node:
         if any(True for _ in protos.subgraphs(node)):
             continue
-        parts = [node.domain, node.op_type, *(found.get(name, name) for name in node.input), ""]
+        parts = [node.domain, node.op_type, *(firsts.get(name, name) for name in node.input), ""]
         attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
         content = "\0".join(parts).encode("utf-8", "surrogateescape") + b"".join(attributes)
         for at, name in enumerate(node.output):
-            found[name] = first.setdefault(blake2b(content + bytes([at % 256])).digest(), name)
-    return found
+            firsts[name] = first.setdefault(blake2b(content + bytes([at % 256])).digest(), name)
+    return firsts
 
 
 def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) -> bytes:
@@ -113,9 +113,9 @@ def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) 
     if cut:
         same = twins(proto)
         roots = {same.get(name, name): name for name in tensors}
-        given = {name: roots[root] + GIVEN for name, root in same.items() if root in roots}
-        given.update({name: name + GIVEN for name in tensors})
-        _rename(out.graph.node, given)
+        inputs = {name: roots[root] + GIVEN for name, root in same.items() if root in roots}
+        inputs.update({name: name + GIVEN for name in tensors})
+        _rename(out.graph.node, inputs)
         out.graph.input.extend(
             onnx.helper.make_tensor_value_info(name + GIVEN, int(dtype), None)
             for name, dtype in tensors.items()
@@ -124,15 +124,15 @@ def showing(proto: onnx.ModelProto, tensors: Mapping[str, DType], *, cut: bool) 
     return serialised
 
 
-def moved_constants(proto: onnx.ModelProto, seed: int) -> bytes:
+def perturbed_constants(proto: onnx.ModelProto, seed: int) -> bytes:
     """A copy in which each float of the initialisers is replaced by one of its two neighbouring floats."""
     out = onnx.ModelProto()
     out.CopyFrom(proto)
     arrays = {t.name: onnx.numpy_helper.to_array(t) for t in out.graph.initializer}
-    moved = perturbed(arrays, seed)
+    perturbed_arrays = perturbed(arrays, seed)
     for tensor in out.graph.initializer:
         if arrays[tensor.name].dtype.kind == "f":
-            tensor.CopyFrom(onnx.numpy_helper.from_array(moved[tensor.name], tensor.name))
+            tensor.CopyFrom(onnx.numpy_helper.from_array(perturbed_arrays[tensor.name], tensor.name))
     serialised: bytes = out.SerializeToString()
     return serialised
 

@@ -67,22 +67,22 @@ class Dimensions:
                 )
         return Dimensions(tuple(slots.values()), sums)
 
-    def complete(self, chosen: Mapping[str, int]) -> dict[str, int]:
-        """The sizes `chosen`, and those of the computed dimensions."""
-        out = dict(chosen)
+    def complete(self, bindings: Mapping[str, int]) -> dict[str, int]:
+        """The sizes `bindings`, and those of the computed dimensions."""
+        out = dict(bindings)
         for name, tree in self.sums.items():
             out.setdefault(name, _value(tree, out))
         return out
 
     def changed(self, base: Bindings, change: Mapping[str, int]) -> dict[str, int]:
         """The sizes `base` with some changed, and those of computed dimensions with them."""
-        chosen = {slot.name: change.get(slot.name, base[slot.name]) for slot in self.slots}
-        past = sum(chosen[s.name] for s in self.slots if s.role == Role.PAST)
-        present = next((chosen[s.name] for s in self.slots if s.role == Role.OTHER), 1)
+        bindings = {slot.name: change.get(slot.name, base[slot.name]) for slot in self.slots}
+        past = sum(bindings[s.name] for s in self.slots if s.role == Role.PAST)
+        present = next((bindings[s.name] for s in self.slots if s.role == Role.OTHER), 1)
         for slot in self.slots:
             if slot.role == Role.TOTAL and slot.name not in change and past:
-                chosen[slot.name] = past + present
-        return self.complete(chosen)
+                bindings[slot.name] = past + present
+        return self.complete(bindings)
 
     def shape(self, port: Port, bindings: Bindings) -> tuple[int, ...]:
         """The input's shape in numbers. Raises KeyError for a dimension that is not bound."""
@@ -96,7 +96,7 @@ class Dimensions:
 
     def default(self, bound: Bindings) -> dict[str, int]:
         """The user's sizes; for other dimensions those that the cost model assumes."""
-        chosen = {}
+        bindings = {}
         for slot in self.slots:
             if slot.role == Role.RANK:
                 # An input of unknown rank has the rank of the user's shape: of its sizes "input.0", "input.1" and so
@@ -105,8 +105,8 @@ class Dimensions:
                 usual = next(axis for axis in count() if f"{stem}{axis}" not in bound) or 2
             else:
                 usual = BATCH_DIM if slot.role == Role.BATCH else OTHER_DIM
-            chosen[slot.name] = bound.get(slot.name, usual)
-        return self.complete(chosen)
+            bindings[slot.name] = bound.get(slot.name, usual)
+        return self.complete(bindings)
 
     def candidates(self, bound: Bindings, turn: int = 0) -> Iterator[dict[str, int]]:
         """Different choices of sizes, never all 1, those that find most mistakes first. The iterator ends.
@@ -114,16 +114,16 @@ class Dimensions:
         The user's sizes come first. Then each scheme of SCHEMES gives its first few choices, then each gives some more.
         `turn` shifts the sizes within the schemes, so that another seed tries others.
         """
-        seen: set[tuple[int, ...]] = set()
+        yielded: set[tuple[int, ...]] = set()
         names = [slot.name for slot in self.slots]
         schemes = [_mine(self, bound), *(scheme(self, bound, turn) for scheme in SCHEMES)]
         rounds = [islice(scheme, quota) for quota in (3, 3, 6) for scheme in schemes]
-        for chosen in chain.from_iterable([*rounds, *(scheme(self, bound, turn) for scheme in FINITE)]):
-            key = tuple(chosen[name] for name in names)
+        for bindings in chain.from_iterable([*rounds, *(scheme(self, bound, turn) for scheme in FINITE)]):
+            key = tuple(bindings[name] for name in names)
             free = [n for n, s in zip(key, self.slots) if s.role != Role.RANK]
-            if key not in seen and any(n != 1 for n in free):
-                seen.add(key)
-                yield self.complete(chosen)
+            if key not in yielded and any(n != 1 for n in free):
+                yielded.add(key)
+                yield self.complete(bindings)
 
 
 # The first dimension is no batch if its name contains one of these.
@@ -154,8 +154,8 @@ def _expression(symbol: str, symbols: set[str]) -> ast.expr | None:
     if not isinstance(tree, ast.BinOp) or not all(isinstance(n, allowed) for n in nodes):
         return None
     names = {n.id for n in nodes if isinstance(n, ast.Name)}
-    whole = all(isinstance(n.value, int) for n in nodes if isinstance(n, ast.Constant))
-    return tree if names and names <= symbols and whole else None
+    integers = all(isinstance(n.value, int) for n in nodes if isinstance(n, ast.Constant))
+    return tree if names and names <= symbols and integers else None
 
 
 def _value(tree: ast.expr, numbers: Mapping[str, int]) -> int:
@@ -197,29 +197,29 @@ def _fill(self: Dimensions, at: int, other: Mapping[str, int], batch: int | None
     """A choice of all sizes: `other` where it has them, the at-th small number for batches, past + present for
     totals."""
     alone = len(self.slots) == 1
-    chosen: dict[str, int] = {}
+    bindings: dict[str, int] = {}
     for slot in self.slots:
         if slot.role == Role.BATCH:
             # If the batch is the only dynamic dimension, it is not 1: a choice of all 1 is useless.
             numbers = [b for b in _BATCHES if b > 1] if alone else _BATCHES
-            chosen[slot.name] = batch or numbers[at % len(numbers)]
+            bindings[slot.name] = batch or numbers[at % len(numbers)]
         elif slot.role == Role.RANK:
-            chosen[slot.name] = _RANKS[at % len(_RANKS)]
+            bindings[slot.name] = _RANKS[at % len(_RANKS)]
         else:
-            chosen[slot.name] = other[slot.name]
-    past = sum(chosen[s.name] for s in self.slots if s.role == Role.PAST)
+            bindings[slot.name] = other[slot.name]
+    past = sum(bindings[s.name] for s in self.slots if s.role == Role.PAST)
     if past:
-        present = next((chosen[s.name] for s in self.slots if s.role == Role.OTHER), 1)
+        present = next((bindings[s.name] for s in self.slots if s.role == Role.OTHER), 1)
         for slot in self.slots:
             if slot.role == Role.TOTAL:
-                chosen[slot.name] = past + present
-    return chosen
+                bindings[slot.name] = past + present
+    return bindings
 
 
 def _mine(self: Dimensions, bound: Bindings) -> _Choices:
     if any(slot.name in bound for slot in self.slots):
-        chosen = self.default(bound)
-        yield {slot.name: chosen[slot.name] for slot in self.slots}
+        bindings = self.default(bound)
+        yield {slot.name: bindings[slot.name] for slot in self.slots}
 
 
 def _primes(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
@@ -279,8 +279,8 @@ def _partitions(self: Dimensions, bound: Bindings, turn: int) -> _Choices:
         for second in (_PRIMES[at + 1], 512, 256, 160):
             for classes in _set_partitions(len(slots)):
                 sizes = [(2, 3, 5)[at], second, *_PRIMES[at + 2 :]]
-                chosen = _fill(self, at, {s.name: 1 for s in self.slots})
-                yield chosen | {s.name: sizes[k] for s, k in zip(slots, classes)}
+                bindings = _fill(self, at, {s.name: 1 for s in self.slots})
+                yield bindings | {s.name: sizes[k] for s, k in zip(slots, classes)}
 
 
 def _set_partitions(n: int) -> Iterator[tuple[int, ...]]:

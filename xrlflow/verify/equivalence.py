@@ -19,13 +19,12 @@ from xrlflow.backends.protocol import BackendError, CompiledModel, OutOfTime
 from xrlflow.common import deadline
 from xrlflow.ir import Body, Graph
 from xrlflow.onnxio import ImportedModel, ModelError, load
-from xrlflow.verify.apart import run_apart
 from xrlflow.verify.branches import GUARD
-from xrlflow.verify.cases import Drawn
+from xrlflow.verify.cases import SampledCases
 from xrlflow.verify.compare import (
+    Criterion,
+    Exemption,
     Judgement,
-    Leg,
-    Licence,
     by_deviation,
     is_float,
     judge_exact,
@@ -36,13 +35,14 @@ from xrlflow.verify.errors import OriginalFails, VerificationError
 from xrlflow.verify.exercise import Runs, exercise, run_empty
 from xrlflow.verify.input_constraints import random_operators
 from xrlflow.verify.inputs import Case, user_case
+from xrlflow.verify.isolated import run_isolated
 from xrlflow.verify.near_ties import undecided
 from xrlflow.verify.quantised import Judged, Quantised, judge_whole, samples_of
 from xrlflow.verify.reference import Sizes
 from xrlflow.verify.reruns import Reruns
 from xrlflow.verify.runner import Array, Model, Runner, first_line, flat, opened
 from xrlflow.verify.signature import Signature, differences, signature, signature_of_proto
-from xrlflow.verify.yardsticks import Known, by_float64, on_demand
+from xrlflow.verify.targets import ReferenceCase, by_float64, on_demand
 
 FLOAT64_FLOPS = 3e10
 """Operations that all float64 evaluations of one verification may take together: a few seconds on two cores."""
@@ -62,22 +62,22 @@ class OutputReport:
     type: str
     judgement: Judgement
     case: str  # the inputs of the worst result
-    sides: frozenset[Leg] = frozenset()
+    sides: frozenset[Criterion] = frozenset()
     """Where ONNX Runtime's optimiser changes this output of the original: which of the two results it equals."""
 
     @property
     def row(self) -> tuple[str, ...]:
         """A row of a table with the columns HEADERS."""
-        found = self.judgement
-        exact = found.leg in (Leg.EXACT, Leg.LAYERS, Leg.TIE)
+        judgement = self.judgement
+        exact = judgement.criterion in (Criterion.EXACT, Criterion.LAYERS, Criterion.TIE)
         return (
             self.name,
             self.type,
-            found.leg.value,
-            "" if exact else f"{found.error:.2g}",
-            "" if exact else f"{found.tolerance:.2g}",
-            str(found.worst) if found.worst is not None and not found.passed else "",
-            "equal" if found.passed else "DIFFERENT",
+            judgement.criterion.value,
+            "" if exact else f"{judgement.error:.2g}",
+            "" if exact else f"{judgement.tolerance:.2g}",
+            str(judgement.worst) if judgement.worst is not None and not judgement.passed else "",
+            "equal" if judgement.passed else "DIFFERENT",
         )
 
 
@@ -111,7 +111,7 @@ class Verification:
     @property
     def sizes(self) -> str:
         """The choices of sizes that were run, as "n=2, s=11; n=1, s=3"."""
-        return "; ".join(", ".join(f"{k}={v}" for k, v in chosen.items()) for chosen in self.bindings)
+        return "; ".join(", ".join(f"{k}={v}" for k, v in bindings.items()) for bindings in self.bindings)
 
     @property
     def max_error(self) -> float:
@@ -146,7 +146,7 @@ class Verification:
                 {
                     "name": o.name,
                     "type": o.type,
-                    "judged_by": o.judgement.leg.value,
+                    "judged_by": o.judgement.criterion.value,
                     "error": _finite(o.judgement.error),
                     "tolerance": _finite(o.judgement.tolerance),
                     "difference": _finite(o.judgement.difference),
@@ -161,9 +161,9 @@ class Verification:
     def message(self, substitution: str | None = None) -> str:
         """The verdict in one line; for a failure with the output, its worst element, and the substitution if known."""
         if self.status is Status.VERIFIED:
-            legs = sorted({o.judgement.leg.value for o in self.outputs})
+            criteria = sorted({o.judgement.criterion.value for o in self.outputs})
             return (
-                f"verified on {self.cases} sets of inputs, {max(1, len(self.bindings))} sizes ({', '.join(legs)}), "
+                f"verified on {self.cases} sets of inputs, {max(1, len(self.bindings))} sizes ({', '.join(criteria)}), "
                 f"greatest difference {self.max_error:.3g}"
             )
         if self.status is Status.NOT_COMPARABLE:
@@ -173,7 +173,7 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Wanted:
+class _InputRequest:
     """Which random inputs to draw; see `Reference.of`. `other`: the model `against`, if it could be imported."""
 
     against: Model | None
@@ -188,18 +188,18 @@ def _undecided(reason: str) -> Verification:
     return Verification(Status.NOT_COMPARABLE, reason=reason)
 
 
-def _late(cases: Sequence[Known]) -> str:
+def _late(cases: Sequence[ReferenceCase]) -> str:
     """The text about cases that are left out for lack of time."""
-    return f"{'; '.join(str(known.case) for known in cases[:3])}{', ...' if cases[3:] else ''} (there was no time)"
+    return f"{'; '.join(str(r.case) for r in cases[:3])}{', ...' if cases[3:] else ''} (there was no time)"
 
 
-def _bindings(cases: Iterable[Known]) -> tuple[Bindings, ...]:
+def _bindings(cases: Iterable[ReferenceCase]) -> tuple[Bindings, ...]:
     """The choices of sizes of the cases, each once."""
-    found: list[Bindings] = []
-    for known in cases:
-        if known.case.bindings and known.case.bindings not in found:
-            found.append(known.case.bindings)
-    return tuple(found)
+    choices: list[Bindings] = []
+    for reference in cases:
+        if reference.case.bindings and reference.case.bindings not in choices:
+            choices.append(reference.case.bindings)
+    return tuple(choices)
 
 
 def not_exercised(arm: str) -> str:
@@ -215,13 +215,13 @@ def not_exercised(arm: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tried:
+class _OriginalRuns:
     """Cases on which the original was run."""
 
-    drawn: Drawn[list[Any]]
+    sampled: SampledCases[list[Any]]
     unexercised: tuple[str, ...] = ()
-    empty: tuple[Known, ...] = ()  # cases with a size of 0
-    strange: tuple[str, ...] = ()  # notes on cases with a size of 0 that were left out
+    empty: tuple[ReferenceCase, ...] = ()  # cases with a size of 0
+    empty_notes: tuple[str, ...] = ()  # notes on cases with a size of 0 that were left out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +231,7 @@ class Reference:
     model: Model
     imported: ImportedModel
     declared: Signature
-    known: tuple[Known, ...]
+    cases: tuple[ReferenceCase, ...]
     seed: int
     threads: int | None
     session_options: Options | None
@@ -240,17 +240,17 @@ class Reference:
     left_out: tuple[str, ...] = ()
     unexercised: tuple[str, ...] = ()
     float64_flops: float = FLOAT64_FLOPS
-    empty: tuple[Known, ...] = ()
+    empty: tuple[ReferenceCase, ...] = ()
     """Cases with a size of 0. They are run in a separate process."""
     quantised: Quantised | None = None
     """The exact evaluation, layer by layer, of an original that is quantised."""
     reruns: Reruns = field(init=False)
 
     def __post_init__(self) -> None:
-        made = Reruns(
+        reruns = Reruns(
             self.model, self.imported, self.seed, self.threads, self.session_options, self.float64_flops
         )
-        object.__setattr__(self, "reruns", made)
+        object.__setattr__(self, "reruns", reruns)
 
     @staticmethod
     def of(
@@ -289,74 +289,74 @@ class Reference:
         random = random_operators(imported.graph)
         if random:
             return replace(base, incomparable=f"it has random operators ({', '.join(sorted(random))})")
-        wanted = _Wanted(against, _other(against), bindings, further, samples, sizes)
+        request = _InputRequest(against, _other(against), bindings, further, samples, sizes)
         try:
             with opened(model, threads=threads, session_options=session_options) as runner:
                 run = Runs(model, imported, runner)
                 if inputs is not None:
-                    tried = _Tried(Drawn([run.on(user_case(imported, inputs))]))
+                    runs = _OriginalRuns(SampledCases([run.on(user_case(imported, inputs))]))
                 else:
-                    tried = base._try(run, wanted)
-                known = tuple(
-                    Known(case, [flat(o) for o in outputs], licences=run.licences(case))
-                    for case, outputs in tried.drawn.cases
+                    runs = base._try(run, request)
+                cases = tuple(
+                    ReferenceCase(case, [flat(o) for o in outputs], exemptions=run.exemptions(case))
+                    for case, outputs in runs.sampled.cases
                 )
-                if _has_custom(imported.graph) and not _repeats(runner, known[0]):
+                if _has_custom(imported.graph) and not _repeats(runner, cases[0]):
                     reason = "the original gives other results when it is run again on the same inputs"
                     return replace(base, incomparable=reason)
         except OutOfTime:
             return replace(base, incomparable="there was no time to run the original")
         except BackendError as error:
             raise OriginalFails(f"the original cannot be run: {first_line(error)}") from error
-        return base._knowing(known, tried, run.at)
+        return base._with_outputs(cases, runs, run.at)
 
-    def _try(self, run: Runs, wanted: _Wanted) -> _Tried:
+    def _try(self, run: Runs, request: _InputRequest) -> _OriginalRuns:
         """Run the original on random inputs, on inputs for every branch, and on inputs with a size of 0."""
-        drawing = run.drawing(wanted.other, wanted.bindings, self.seed, wanted.further)
+        sampler = run.sampler(request.other, request.bindings, self.seed, request.further)
         try:
-            drawn = drawing.all(wanted.samples, wanted.sizes)
+            sampled = sampler.all(request.samples, request.sizes)
         except VerificationError as error:
             if run.errors:
                 raise type(error)(f"{error} (the last failure: {run.errors[-1]})") from error
             raise
         models = [(self.model, self.imported)]
-        if wanted.against is not None and wanted.other is not None:
-            models.append((wanted.against, wanted.other))
-        unexercised = exercise(drawing, drawn, models, self.threads, self.session_options)
-        without = drawing.empty(drawn.bindings[0])
-        empty, strange = run_empty(
+        if request.against is not None and request.other is not None:
+            models.append((request.against, request.other))
+        unexercised = exercise(sampler, sampled, models, self.threads, self.session_options)
+        without = sampler.empty(sampled.bindings[0])
+        empty, notes = run_empty(
             run, self.model, without, self.threads, self.session_options, self.float64_flops
         )
-        return _Tried(drawn, unexercised, empty, strange)
+        return _OriginalRuns(sampled, unexercised, empty, notes)
 
-    def _knowing(self, known: tuple[Known, ...], tried: _Tried, at: Sizes) -> Reference:
-        """A copy with the original's outputs, their tolerance scales, and notes."""
+    def _with_outputs(self, cases: tuple[ReferenceCase, ...], runs: _OriginalRuns, at: Sizes) -> Reference:
+        """A copy with the original's outputs, their targets, and notes."""
         quantised = Quantised.of(
             self.model,
             self.imported,
-            samples_of(known, at.flops),
+            samples_of(cases, at.flops),
             self.float64_flops,
             threads=self.threads,
             session_options=self.session_options,
         )
         by_layers = quantised is not None and quantised.judges_all
-        notes = [*(quantised.notes if quantised is not None else ()), *tried.strange]
+        notes = [*(quantised.notes if quantised is not None else ()), *runs.empty_notes]
         if not by_layers:
-            notes.extend(by_float64(at, self.imported, known, self.float64_flops))
+            notes.extend(by_float64(at, self.imported, cases, self.float64_flops))
         found = replace(
             self,
-            known=known,
+            cases=cases,
             quantised=quantised,
-            empty=tried.empty,
-            left_out=_shortened(tried.drawn.left_out),
-            unexercised=tried.unexercised,
+            empty=runs.empty,
+            left_out=_shortened(runs.sampled.left_out),
+            unexercised=runs.unexercised,
         )
         if not by_layers:
-            notes.extend(found.reruns.settle(known))
+            notes.extend(found.reruns.settle(cases))
         notes.extend(found._by_deviation(run=not by_layers))
-        notes.extend(_changed(self.declared, known))
-        notes.extend(_empty_outputs(self.declared, known))
-        notes.extend(map(not_exercised, tried.unexercised))
+        notes.extend(_changed(self.declared, cases))
+        notes.extend(_empty_outputs(self.declared, cases))
+        notes.extend(map(not_exercised, runs.unexercised))
         return replace(found, notes=tuple(notes))
 
     def check(self, new: Model, nonempty: Sequence[str] = ()) -> Verification:
@@ -381,23 +381,27 @@ class Reference:
             return _undecided("there was no time to compare the new model layer by layer")
         try:
             with opened(new, threads=self.threads, session_options=self.session_options) as runner:
-                found = self._compare(runner, self.known, by_layers=judged.evaluated)
-            found = _with_layers(found, judged)
-            if found.verified:
-                found = self._compare_empty(new, found, nonempty)
+                verification = self._compare(runner, self.cases, by_layers=judged.evaluated)
+            verification = _with_layers(verification, judged)
+            if verification.verified:
+                verification = self._compare_empty(new, verification, nonempty)
         except OutOfTime:
             return _undecided("there was no time to run the new model")
         except BackendError as error:
             reason = f"the new model cannot be loaded: {first_line(error)}"
             return Verification(Status.FAILED, failures=(reason,), notes=self.notes)
-        bad = [r for r in found.outputs if not r.judgement.passed]
-        if found.failures and deadline.over():
-            return _undecided(f"there was no time to decide whether this is rounding: {found.failures[0]}")
+        bad = [r for r in verification.outputs if not r.judgement.passed]
+        if verification.failures and deadline.over():
+            return _undecided(
+                f"there was no time to decide whether this is rounding: {verification.failures[0]}"
+            )
         if bad and not judged.failures:
-            broken = next((k for k in self.known if str(k.case) == bad[0].case), None)
+            broken = next((k for k in self.cases if str(k.case) == bad[0].case), None)
             if broken is not None:
-                found = replace(found, notes=(*found.notes, *self._without_optimizer(new, broken)))
-        return found
+                verification = replace(
+                    verification, notes=(*verification.notes, *self._without_optimizer(new, broken))
+                )
+        return verification
 
     def check_compiled(self, new: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Judge a model that is already loaded, in any runtime, and was compiled for inputs of these `sizes`.
@@ -408,9 +412,9 @@ class Reference:
         if self.incomparable:
             return Verification(Status.NOT_COMPARABLE, reason=self.incomparable)
         fitting = tuple(
-            known
-            for known in self.known
-            if known.case.feeds.keys() <= sizes.keys() and _has_sizes(known.case, sizes)
+            reference
+            for reference in self.cases
+            if reference.case.feeds.keys() <= sizes.keys() and _has_sizes(reference.case, sizes)
         )
         if not fitting:
             return Verification(
@@ -420,24 +424,24 @@ class Reference:
 
     def tries(self, sizes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether some case has inputs of these sizes; inputs that `sizes` does not name may have any."""
-        return any(_has_sizes(known.case, sizes) for known in self.known)
+        return any(_has_sizes(reference.case, sizes) for reference in self.cases)
 
     def _compare(
-        self, runner: CompiledModel | Runner, cases: Sequence[Known], by_layers: bool = False
+        self, runner: CompiledModel | Runner, cases: Sequence[ReferenceCase], by_layers: bool = False
     ) -> Verification:
         """Run a model on cases, and judge it. `by_layers`: outputs that depend on quantised numbers need only have the
         same shapes, types, NaN and infinities."""
         failures: list[str] = []
         reports: dict[str, OutputReport] = {}
-        doubtful: list[_Doubt] = []
+        disputes: list[_Dispute] = []
         left_out = self.left_out
-        for at, known in enumerate(cases):
+        for at, reference in enumerate(cases):
             if at and deadline.over():
                 left_out = (*left_out, _late(cases[at:]))
                 cases = cases[:at]
                 break
             try:
-                outputs = runner.run(known.case.feeds)
+                outputs = runner.run(reference.case.feeds)
             except OutOfTime:
                 if not at:
                     raise
@@ -445,17 +449,17 @@ class Reference:
                 cases = cases[:at]
                 break
             except BackendError as error:
-                failures.append(f"the new model fails on {known.case}: {first_line(error)}")
+                failures.append(f"the new model fails on {reference.case}: {first_line(error)}")
                 break
-            doubtful.extend(self._judge(known, outputs, reports, by_layers))
-        self._resolve(doubtful, reports)
+            disputes.extend(self._judge(reference, outputs, reports, by_layers))
+        self._resolve(disputes, reports)
         bad = [r for r in reports.values() if not r.judgement.passed]
         failures[:0] = [_sentence(report) for report in sorted(bad, key=lambda r: -r.judgement.ratio)]
         return Verification(
             Status.FAILED if failures else Status.VERIFIED,
             tuple(reports.values()),
             tuple(failures),
-            notes=(*self.notes, *_kept(reports.values())),
+            notes=(*self.notes, *_optimiser_notes(reports.values())),
             bindings=_bindings(cases),
             cases=len(cases),
             values=tuple(dict.fromkeys(k.case.values.name for k in cases if k.case.values.name)),
@@ -463,68 +467,68 @@ class Reference:
             unexercised=self.unexercised,
         )
 
-    def _compare_empty(self, new: Model, found: Verification, nonempty: Sequence[str]) -> Verification:
-        """Compare at sizes of 0 as well, and add the result to `found`."""
+    def _compare_empty(self, new: Model, verification: Verification, nonempty: Sequence[str]) -> Verification:
+        """Compare at sizes of 0 as well, and add the result to `verification`."""
         reports: dict[str, OutputReport] = {}
         failures: list[str] = []
         empty = self.empty
-        for at, known in enumerate(self.empty):
+        for at, reference in enumerate(self.empty):
             try:
-                outputs = run_apart(
-                    new, known.case.feeds, threads=self.threads, session_options=self.session_options
+                outputs = run_isolated(
+                    new, reference.case.feeds, threads=self.threads, session_options=self.session_options
                 )
             except OutOfTime:
-                found = replace(found, left_out=(*found.left_out, _late(empty[at:])))
+                verification = replace(verification, left_out=(*verification.left_out, _late(empty[at:])))
                 empty = empty[:at]
                 break
             except BackendError as error:
-                failures.append(f"the new model fails on {known.case}: {first_line(error)}")
+                failures.append(f"the new model fails on {reference.case}: {first_line(error)}")
                 continue
-            for doubt in self._judge(known, outputs, reports):
-                shown = _shown(doubt.original)
-                _note(reports, OutputReport(doubt.name, shown, doubt.judgement, str(known.case)))
+            for dispute in self._judge(reference, outputs, reports):
+                shown = _shown(dispute.original)
+                _note(reports, OutputReport(dispute.name, shown, dispute.judgement, str(reference.case)))
         unlike = [_sentence(r) for r in reports.values() if not r.judgement.passed]
         if unlike and nonempty and not failures:
             rules = f"{', '.join(nonempty)} {'need' if len(nonempty) > 1 else 'needs'} sizes from 1"
             notes = tuple(f"not the same where a dimension is 0 ({rules}): {text}" for text in unlike)
-            return replace(found, notes=(*found.notes, *notes))
+            return replace(verification, notes=(*verification.notes, *notes))
         failures.extend(unlike)
-        rows = {r.name: r for r in found.outputs}
+        rows = {r.name: r for r in verification.outputs}
         for report in reports.values():
             _note(rows, report)
         return replace(
-            found,
-            status=Status.FAILED if failures else found.status,
+            verification,
+            status=Status.FAILED if failures else verification.status,
             outputs=tuple(rows.values()),
             failures=tuple(failures),
-            bindings=(*found.bindings, *(known.case.bindings for known in empty)),
-            cases=found.cases + len(empty),
+            bindings=(*verification.bindings, *(reference.case.bindings for reference in empty)),
+            cases=verification.cases + len(empty),
         )
 
     @property
     def bindings(self) -> tuple[Bindings, ...]:
         """The choices of sizes that are compared."""
-        return _bindings(self.known)
+        return _bindings(self.cases)
 
     # --- the original at another optimisation level ---
 
     def _by_deviation(self, run: bool) -> list[str]:
-        """Add tolerance scales for floats that have none. `run`: use the original without optimisations for them."""
+        """Add targets for floats that have none. `run`: use the original without optimisations for them."""
         missing = [
-            (known, index, part, array)
-            for known in self.known
-            for index, parts in enumerate(known.outputs)
+            (reference, index, part, array)
+            for reference in self.cases
+            for index, parts in enumerate(reference.outputs)
             for part, array in parts
-            if is_float(array) and (index, part) not in known.yardsticks
+            if is_float(array) and (index, part) not in reference.targets
         ]
         if not missing:
             return []
         errors: dict[int, float] = {}
-        for known in self.known:
-            for (index, _), reference in known.yardsticks.items():
-                errors[index] = max(errors.get(index, 0.0), reference.error())
-        for known, index, part, array in missing:
-            known.yardsticks[index, part] = replace(
+        for reference in self.cases:
+            for (index, _), target in reference.targets.items():
+                errors[index] = max(errors.get(index, 0.0), target.error())
+        for reference, index, part, array in missing:
+            reference.targets[index, part] = replace(
                 by_deviation(array, None), relative=errors.get(index, 0.0)
             )
         return self.reruns.unoptimised(list({id(k): k for k, *_ in missing}.values())) if run else []
@@ -533,29 +537,29 @@ class Reference:
 
     def _judge(
         self,
-        known: Known,
+        reference: ReferenceCase,
         outputs: Sequence[Any],
         reports: dict[str, OutputReport],
         by_layers: bool = False,
-    ) -> list[_Doubt]:
+    ) -> list[_Dispute]:
         """Judge the outputs of one case. Returns tensors of numbers that differ, to be judged again, without
         reports."""
-        doubts: list[_Doubt] = []
+        disputes: list[_Dispute] = []
         for index, (port, output) in enumerate(zip(self.declared.outputs, outputs)):
-            expected, found = known.outputs[index], dict(flat(output))
+            expected, parts_of_new = reference.outputs[index], dict(flat(output))
             for part, a in expected:
                 name = port.name + part
-                b = found.get(part)
+                b = parts_of_new.get(part)
                 judgement = _mismatch(a, b)
-                licence = known.licence(index)
+                exemption = reference.exemption(index)
                 if judgement is None and b is not None:
-                    if licence is None or (licence is Licence.SPREADS and not is_float(a)):
+                    if exemption is None or (exemption is Exemption.SPREADS and not is_float(a)):
                         continue  # it depends on NaN or infinities, so any value is right
                     layered = by_layers and self.quantised is not None and self.quantised.touched[index]
                     if layered:
-                        judgement = judge_whole(a, b, licence)
+                        judgement = judge_whole(a, b, exemption)
                     elif is_float(a):
-                        judgement = judge_floats(known.yardsticks[index, part], b, licence)
+                        judgement = judge_floats(reference.targets[index, part], b, exemption)
                     else:
                         judgement = judge_exact(a, b)
                     if (
@@ -564,58 +568,60 @@ class Reference:
                         and not layered
                         and (is_float(a) or a.dtype.kind in "iu")
                     ):
-                        doubts.append(_Doubt(known, index, name, a, b, judgement))
+                        disputes.append(_Dispute(reference, index, name, a, b, judgement))
                         continue
                 if judgement is not None:
-                    sides = _sides(known, index, judgement) if not part else frozenset()
-                    _note(reports, OutputReport(name, _shown(a), judgement, str(known.case), sides))
-        return doubts
+                    sides = _sides(reference, index, judgement) if not part else frozenset()
+                    _note(reports, OutputReport(name, _shown(a), judgement, str(reference.case), sides))
+        return disputes
 
-    def _resolve(self, doubts: Sequence[_Doubt], reports: dict[str, OutputReport]) -> None:
+    def _resolve(self, disputes: Sequence[_Dispute], reports: dict[str, OutputReport]) -> None:
         """Judge disputed outputs again: integers pass at a proven near-tie, floats if they equal another target."""
-        self.reruns.on({id(d.known): d.known for d in doubts}.values())
-        for doubt in doubts:
-            shown, case = _shown(doubt.original), str(doubt.known.case)
-            judgement = self._float_again(doubt) if is_float(doubt.original) else self._integer_again(doubt)
-            sides = _sides(doubt.known, doubt.index, judgement)
-            _note(reports, OutputReport(doubt.name, shown, judgement, case, sides))
+        self.reruns.on({id(d.reference): d.reference for d in disputes}.values())
+        for dispute in disputes:
+            shown, case = _shown(dispute.original), str(dispute.reference.case)
+            judgement = (
+                self._float_again(dispute) if is_float(dispute.original) else self._integer_again(dispute)
+            )
+            sides = _sides(dispute.reference, dispute.index, judgement)
+            _note(reports, OutputReport(dispute.name, shown, judgement, case, sides))
 
-    def _integer_again(self, doubt: _Doubt) -> Judgement:
+    def _integer_again(self, dispute: _Dispute) -> Judgement:
         proven = undecided(
             self.imported,
-            doubt.known.case,
-            doubt.index,
-            doubt.original,
-            doubt.new,
-            self.reruns.arrays(doubt.known, doubt.index),
+            dispute.reference.case,
+            dispute.index,
+            dispute.original,
+            dispute.new,
+            self.reruns.arrays(dispute.reference, dispute.index),
         )
-        unproven = (doubt.original != doubt.new) & ~proven
+        unproven = (dispute.original != dispute.new) & ~proven
         if unproven.any():
-            return judge_exact(doubt.original, np.where(unproven, doubt.new, doubt.original))
-        return replace(doubt.judgement, leg=Leg.TIE, reason="", difference=0.0, error=0.0)
+            return judge_exact(dispute.original, np.where(unproven, dispute.new, dispute.original))
+        return replace(dispute.judgement, criterion=Criterion.TIE, reason="", difference=0.0, error=0.0)
 
-    def _float_again(self, doubt: _Doubt) -> Judgement:
+    def _float_again(self, dispute: _Dispute) -> Judgement:
         """Judge floats with measured noise, by their float64 evaluation, made now if need be, and by each other
         target."""
-        known, index = doubt.known, doubt.index
-        if known.yardsticks[index, ""].leg is Leg.DEVIATION and known.case.feeds:
-            on_demand(Sizes(self.model, self.imported), self.imported, known, self.float64_flops)
-            self.reruns.settle([known])
-        licence = known.licence(index) or Licence.NONE
-        judged = [judge_floats(t, doubt.new, licence) for t in self.reruns.targets(known, index)]
+        reference, index = dispute.reference, dispute.index
+        if reference.targets[index, ""].criterion is Criterion.DEVIATION and reference.case.feeds:
+            on_demand(Sizes(self.model, self.imported), self.imported, reference, self.float64_flops)
+            self.reruns.settle([reference])
+        exemption = reference.exemption(index) or Exemption.NONE
+        judged = [judge_floats(t, dispute.new, exemption) for t in self.reruns.targets(reference, index)]
         return next((j for j in judged if j.passed), judged[0])
 
-    def _without_optimizer(self, new: Model, known: Known) -> list[str]:
+    def _without_optimizer(self, new: Model, reference: ReferenceCase) -> list[str]:
         """A note if the new model is right without ONNX Runtime's optimiser: then that optimiser may have an error."""
         reports: dict[str, OutputReport] = {}
         try:
             with opened(
                 new, optimized=False, threads=self.threads, session_options=self.session_options
             ) as runner:
-                doubts = self._judge(known, runner.run(known.case.feeds), reports)
+                disputes = self._judge(reference, runner.run(reference.case.feeds), reports)
         except BackendError:
             return []
-        if doubts or any(not r.judgement.passed for r in reports.values()):
+        if disputes or any(not r.judgement.passed for r in reports.values()):
             return []
         return [
             "with ONNX Runtime's own optimisations off the new model is right on these inputs: its optimiser is suspect"
@@ -623,10 +629,10 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Doubt:
+class _Dispute:
     """An output that differs, and may still be right: it is judged again after further runs of the original."""
 
-    known: Known
+    reference: ReferenceCase
     index: int
     name: str
     original: Array
@@ -683,17 +689,17 @@ def _other(against: Model | None) -> ImportedModel | None:
         return None
 
 
-def _shortened(names: Sequence[str], most: int = 8) -> tuple[str, ...]:
+def _shortened(names: Sequence[str], limit: int = 8) -> tuple[str, ...]:
     """The first names, and a last entry that counts the others."""
-    return (*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else []))
+    return (*names[:limit], *([f"and {len(names) - limit} more"] if len(names) > limit else []))
 
 
-def _repeats(runner: Runner, known: Known) -> bool:
+def _repeats(runner: Runner, reference: ReferenceCase) -> bool:
     """Whether a second run gives the same outputs."""
-    for parts, output in zip(known.outputs, runner.run(known.case.feeds)):
-        others = dict(flat(output))
+    for parts, output in zip(reference.outputs, runner.run(reference.case.feeds)):
+        parts_again = dict(flat(output))
         for part, a in parts:
-            b = others.get(part)
+            b = parts_again.get(part)
             if b is None or _mismatch(a, b) is not None:
                 return False
             judged = judge_floats(by_deviation(a, None), b) if is_float(a) else judge_exact(a, b)
@@ -711,62 +717,68 @@ def _has_custom(graph: Graph) -> bool:
     )
 
 
-def _changed(declared: Signature, known: Sequence[Known]) -> list[str]:
+def _changed(declared: Signature, cases: Sequence[ReferenceCase]) -> list[str]:
     """Notes on outputs that ONNX Runtime's optimiser changes in the original."""
-    found: dict[int, float] = {}
-    for k in known:
+    greatest: dict[int, float] = {}
+    for k in cases:
         for index, apart in k.changed.items():
-            found[index] = max(apart, found.get(index, 0.0))
+            greatest[index] = max(apart, greatest.get(index, 0.0))
     return [
         f"ONNX Runtime's own optimiser changes output {declared.outputs[index].name!r} of the original by up to "
         f"{apart:.3g} from what its operators define"
-        for index, apart in found.items()
+        for index, apart in greatest.items()
     ]
 
 
-def _with_layers(found: Verification, judged: Judged) -> Verification:
+def _with_layers(verification: Verification, judged: Judged) -> Verification:
     """The verification with the verdict on a quantised model's layers. Without such a verdict, only with a note."""
     if judged.reason:
-        return replace(found, notes=(*found.notes, f"not judged layer by layer: {judged.reason}"))
+        return replace(
+            verification, notes=(*verification.notes, f"not judged layer by layer: {judged.reason}")
+        )
     if not judged.evaluated:
-        return found
+        return verification
     if not judged.failures:
-        note = f"layer by layer, on {judged.samples} sets of inputs: {judged.tally}"
-        return replace(found, notes=(*found.notes, note))
+        note = f"layer by layer, on {judged.samples} sets of inputs: {judged.counts}"
+        return replace(verification, notes=(*verification.notes, note))
     rows = [
         replace(r, judgement=replace(r.judgement, reason=judged.failures[0], worst=None))
-        if r.judgement.leg is Leg.LAYERS and r.judgement.passed
+        if r.judgement.criterion is Criterion.LAYERS and r.judgement.passed
         else r
-        for r in found.outputs
+        for r in verification.outputs
     ]
     return replace(
-        found,
+        verification,
         status=Status.FAILED,
         outputs=tuple(rows),
-        failures=(*judged.failures, *found.failures),
+        failures=(*judged.failures, *verification.failures),
     )
 
 
-def _sides(known: Known, index: int, judgement: Judgement) -> frozenset[Leg]:
-    return frozenset((judgement.leg,)) if judgement.passed and index in known.changed else frozenset()
+def _sides(reference: ReferenceCase, index: int, judgement: Judgement) -> frozenset[Criterion]:
+    return (
+        frozenset((judgement.criterion,)) if judgement.passed and index in reference.changed else frozenset()
+    )
 
 
-def _kept(reports: Iterable[OutputReport]) -> Iterator[str]:
+def _optimiser_notes(reports: Iterable[OutputReport]) -> Iterator[str]:
     """For outputs that ONNX Runtime's optimiser changes in the original: which of the two results the new model has."""
     for report in reports:
         if report.judgement.passed and report.sides:
-            said = [
-                "what ONNX Runtime makes of it today" if leg is Leg.DEVIATION else "what its operators define"
-                for leg in sorted(report.sides, key=lambda leg: leg.value)
+            results = [
+                "what ONNX Runtime makes of it today"
+                if criterion is Criterion.DEVIATION
+                else "what its operators define"
+                for criterion in sorted(report.sides, key=lambda criterion: criterion.value)
             ]
-            yield f"output {report.name!r}: the new model computes {' or '.join(dict.fromkeys(said))}"
+            yield f"output {report.name!r}: the new model computes {' or '.join(dict.fromkeys(results))}"
 
 
-def _empty_outputs(declared: Signature, known: Sequence[Known]) -> list[str]:
+def _empty_outputs(declared: Signature, cases: Sequence[ReferenceCase]) -> list[str]:
     """Notes on outputs that were never compared: all NaN, infinite or without elements on every input."""
     notes = []
     for index, port in enumerate(declared.outputs):
-        arrays = [a for k in known for _, a in k.outputs[index] if is_float(a)]
+        arrays = [a for k in cases for _, a in k.outputs[index] if is_float(a)]
         if arrays and not any(np.isfinite(a.astype(np.complex128)).any() for a in arrays):
             notes.append(
                 f"output {port.name!r} had no finite element on any input: nothing of it was compared"
@@ -783,7 +795,7 @@ def _mismatch(a: Array, b: Array | None) -> Judgement | None:
         reason = f"its shape is {list(b.shape)}, was {list(a.shape)}"
     elif a.dtype != b.dtype:
         reason = f"its type is {b.dtype.name}, was {a.dtype.name}"
-    return Judgement(Leg.EXACT, reason=reason) if reason else None
+    return Judgement(Criterion.EXACT, reason=reason) if reason else None
 
 
 def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
@@ -793,16 +805,16 @@ def _note(reports: dict[str, OutputReport], report: OutputReport) -> None:
         reports[report.name] = report
         return
     difference = max(old.judgement.difference, report.judgement.difference)
-    worse = max(old, report, key=lambda r: (r.judgement.ratio, r.judgement.leg is Leg.TIE))
+    worse = max(old, report, key=lambda r: (r.judgement.ratio, r.judgement.criterion is Criterion.TIE))
     judgement = replace(worse.judgement, difference=difference)
     reports[report.name] = replace(worse, judgement=judgement, sides=old.sides | report.sides)
 
 
 def _sentence(report: OutputReport) -> str:
-    found = report.judgement
-    text = f"output {report.name!r}: {found.reason}"
-    if found.worst is not None:
-        text += f"; worst element {found.worst}"
+    judgement = report.judgement
+    text = f"output {report.name!r}: {judgement.reason}"
+    if judgement.worst is not None:
+        text += f"; worst element {judgement.worst}"
     return f"{text} (on {report.case})"
 
 

@@ -13,21 +13,21 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.common import deadline
 from xrlflow.onnxio import ImportedModel
-from xrlflow.verify.apart import run_apart
 from xrlflow.verify.branches import deciding, has_branches, watched
-from xrlflow.verify.cases import Drawing, Drawn, is_whole
-from xrlflow.verify.compare import Licence, by_deviation, is_float
+from xrlflow.verify.cases import CaseSampler, SampledCases, is_whole
+from xrlflow.verify.compare import Exemption, by_deviation, is_float
 from xrlflow.verify.dims import Bindings, Role
 from xrlflow.verify.errors import OriginalFails
 from xrlflow.verify.inputs import Case, InputPlan, evaluable_feeds
+from xrlflow.verify.isolated import run_isolated
 from xrlflow.verify.nonfinite import Fate, fates
 from xrlflow.verify.numbers import ENDLESS, LEAST, has_ties, marks, on_symbols, thresholds
 from xrlflow.verify.reference import NoReference, Sizes, evaluable
 from xrlflow.verify.runner import Model, Runner, first_line, flat
+from xrlflow.verify.targets import ReferenceCase, not_credible
 from xrlflow.verify.values import TIES, Masks
-from xrlflow.verify.yardsticks import Known, not_credible
 
-_LICENCES = {Fate.EXACT: Licence.NONE, Fate.SPREADS: Licence.SPREADS, Fate.UNDEFINED: None}
+_EXEMPTIONS = {Fate.EXACT: Exemption.NONE, Fate.SPREADS: Exemption.SPREADS, Fate.UNDEFINED: None}
 
 # A number that only one of the models mentions has its weight multiplied by this.
 _ALONE = 4
@@ -87,7 +87,7 @@ class Runs:
         if self._misfits_fail:
             return False
         try:
-            run_apart(self._model, case.feeds)
+            run_isolated(self._model, case.feeds)
         except BackendError as error:
             self.errors.append(first_line(error))
             self._misfits_fail = True
@@ -98,11 +98,11 @@ class Runs:
         feeds = evaluable_feeds(self.imported, case.feeds)
         if feeds is None:
             return tuple(Fate.UNDEFINED for _ in self.imported.graph.outputs)
-        known = next((found for other, found in self._fates if other is case), None)
-        if known is None:
-            known = fates(self.imported.graph, feeds, self.at.numbers(case.bindings))
-            self._fates.append((case, known))
-        return known
+        outcome = next((result for other, result in self._fates if other is case), None)
+        if outcome is None:
+            outcome = fates(self.imported.graph, feeds, self.at.numbers(case.bindings))
+            self._fates.append((case, outcome))
+        return outcome
 
     def sensible(self, case: Case, outputs: list[Any]) -> bool:
         return _is_full(outputs) and self.at.windows_fit(case)
@@ -117,17 +117,17 @@ class Runs:
             or is_whole(outputs)
         )
 
-    def licences(self, case: Case) -> tuple[Licence | None, ...]:
+    def exemptions(self, case: Case) -> tuple[Exemption | None, ...]:
         """For each output, which of its elements are not compared; empty if all elements of all outputs are."""
         if case.values.masks is Masks.EMPTY:
-            return tuple(Licence.MENDS for _ in self.imported.graph.outputs)
+            return tuple(Exemption.MENDS for _ in self.imported.graph.outputs)
         if case.values.floats.finite:
             return ()
-        return tuple(_LICENCES[fate] for fate in self.fates(case))
+        return tuple(_EXEMPTIONS[fate] for fate in self.fates(case))
 
-    def drawing(
+    def sampler(
         self, other: ImportedModel | None, bindings: Bindings | None, seed: int, further: Iterable[int] = ()
-    ) -> Drawing[list[Any]]:
+    ) -> CaseSampler[list[Any]]:
         """The sampler of cases, with the numbers of both models.
 
         Numbers that only one model mentions weigh most; those of `further`, that neither mentions, weigh least.
@@ -144,16 +144,16 @@ class Runs:
         slots = [slot for slot in plan.dimensions.slots if slot.role is not Role.RANK]
         symbols = [slot.name for slot in slots]
         numbers: dict[str, dict[int, int]] = {symbol: {} for symbol in symbols}
-        found = [on_symbols(marks(graph), symbols) for graph in graphs] if symbols else []
+        weights_by_model = [on_symbols(marks(graph), symbols) for graph in graphs] if symbols else []
         for slot in slots:
-            for own in found:
+            for own in weights_by_model:
                 for number, weight in own[slot.name].items():
-                    alone = any(number not in others[slot.name] for others in found)
+                    alone = any(number not in others[slot.name] for others in weights_by_model)
                     # If a dimension is fixed only next to a batch, that says little about the batch.
                     if alone or weight > 1 or slot.role is not Role.BATCH:
-                        told = numbers[slot.name].get(number, 0)
-                        numbers[slot.name][number] = max(told, _ALONE * weight if alone else weight)
-        return Drawing(
+                        weight_so_far = numbers[slot.name].get(number, 0)
+                        numbers[slot.name][number] = max(weight_so_far, _ALONE * weight if alone else weight)
+        return CaseSampler(
             plan,
             self.attempt,
             self.sensible,
@@ -172,35 +172,35 @@ def run_empty(
     threads: int | None,
     session_options: Options | None,
     float64_flops: float,
-) -> tuple[tuple[Known, ...], tuple[str, ...]]:
+) -> tuple[tuple[ReferenceCase, ...], tuple[str, ...]]:
     """Cases with a size of 0 on which the original runs, each with its outputs, and notes.
 
     They are run in a separate process. Some kernels of ONNX Runtime return wrong results or uninitialised memory for
     empty inputs; such cases are left out, with a note.
     """
-    found, notes = [], []
+    references, notes = [], []
     for case in cases:
         if deadline.over():
             notes.append("not compared with a dimension of 0: there was no time")
             break
         try:
-            outputs = run_apart(model, case.feeds, threads=threads, session_options=session_options)
+            outputs = run_isolated(model, case.feeds, threads=threads, session_options=session_options)
         except BackendError:
             continue  # ONNX defines no output at this size
-        known = Known(case, [flat(output) for output in outputs])
-        strange = _strange(run, known, float64_flops)
-        if strange:
-            notes.append(f"not compared on {case}: ONNX Runtime gives {strange}")
+        known = ReferenceCase(case, [flat(output) for output in outputs])
+        deviation = _unusual(run, known, float64_flops)
+        if deviation:
+            notes.append(f"not compared on {case}: ONNX Runtime gives {deviation}")
             continue
         for index, parts in enumerate(known.outputs):
             for part, array in parts:
                 if is_float(array):
-                    known.yardsticks[index, part] = by_deviation(array, None)
-        found.append(known)
-    return tuple(found), tuple(notes)
+                    known.targets[index, part] = by_deviation(array, None)
+        references.append(known)
+    return tuple(references), tuple(notes)
 
 
-def _strange(run: Runs, known: Known, float64_flops: float) -> str:
+def _unusual(run: Runs, known: ReferenceCase, float64_flops: float) -> str:
     """A note on an output that differs from what the operators define; "" if none is known to differ."""
     graph, numbers = run.imported.graph, run.at.numbers(known.case.bindings)
     names = [info.name for info in run.imported.frame.graph.output]
@@ -216,18 +216,18 @@ def _strange(run: Runs, known: Known, float64_flops: float) -> str:
                 return f"output {name!r} the shape {list(array.shape)}, its operators give [{shown}]"
             if array.size and is_float(array):
                 filled.append(index)
-    wanted = [i for i in filled if evaluable(graph)[i]]
-    if not wanted or run.at.flops(known.case) > float64_flops:
+    computed = [i for i in filled if evaluable(graph)[i]]
+    if not computed or run.at.flops(known.case) > float64_flops:
         return ""
     with suppress(NoReference):
-        for index in not_credible(run.imported, known, wanted):
+        for index in not_credible(run.imported, known, computed):
             return f"output {names[index]!r} other values than its operators"
     return ""
 
 
 def exercise(
-    drawing: Drawing[list[Any]],
-    drawn: Drawn[list[Any]],
+    sampler: CaseSampler[list[Any]],
+    sampled: SampledCases[list[Any]],
     models: Sequence[tuple[Model, ImportedModel]],
     threads: int | None,
     session_options: Options | None,
@@ -239,15 +239,15 @@ def exercise(
             continue
         try:
             with watched(model, threads=threads, session_options=session_options) as watch:
-                for case, _ in drawn.cases:
+                for case, _ in sampled.cases:
                     watch.run(case.feeds, _LEAST_LIMIT)
-                for case in drawing.seeking(drawn.bindings[:5], deciding(imported.graph)):
+                for case in sampler.seeking(sampled.bindings[:5], deciding(imported.graph)):
                     if not watch.missing or deadline.over():
                         break
                     if watch.run(case.feeds, _LEAST_LIMIT):
-                        outputs = drawing.attempt(case)
+                        outputs = sampler.attempt(case)
                         if outputs is not None:
-                            drawn.cases.append((case, outputs))
+                            sampled.cases.append((case, outputs))
                 missing.update((str(arm), None) for arm in watch.missing)
         except OutOfTime:
             missing["any branch: there was no time"] = None

@@ -21,7 +21,7 @@ from xrlflow.ir import INTEGERS, Attrs, Body, Dim, DType, Graph, Node, TensorTyp
 _MAX_STEPS = 20_000
 
 
-class Form(Enum):
+class TensorConstraint(Enum):
     """Constraints on a whole tensor, which bounds on its elements cannot express."""
 
     MASK = "mask"  # 0 and 1, with at least one 1
@@ -59,15 +59,15 @@ class Bound:
         """
         low, high = self.low, self.high
         if high is None:
-            found = size(self.dim)
-            high = (1 if found is None else found) - (0 if self.inclusive else 1)
+            extent = size(self.dim)
+            high = (1 if extent is None else extent) - (0 if self.inclusive else 1)
         if negative and self.wraps:
             low = -high - 1
         ends = sorted(((low - self.shift_low) / self.scale, (high - self.shift_high) / self.scale))
-        least, most = ceil(ends[0] - 1e-9), floor(ends[1] + 1e-9)
-        if self.unsure and most > least:
-            most = least + (most - least) // 2
-        return least, max(least, most)
+        lower, upper = ceil(ends[0] - 1e-9), floor(ends[1] + 1e-9)
+        if self.unsure and upper > lower:
+            upper = lower + (upper - lower) // 2
+        return lower, max(lower, upper)
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class Demands:
     bounds: list[Bound] = field(default_factory=list)
     # Numbers that the model compares the input with: a sampling rate, an end-of-text token, ...
     landmarks: list[float] = field(default_factory=list)
-    form: Form | None = None
+    constraint: TensorConstraint | None = None
     # The dimension that the sizes of a Split sum to, or the rank that axes refer to.
     extent: Dim = None
     # If the input is a shape for Reshape or Expand: the declared shape of the result, which other values contradict.
@@ -97,7 +97,10 @@ class Demands:
     def loose(self) -> bool:
         """Whether values outside the bounds only raise an error."""
         return (
-            bool(self.bounds) and not self.steers and all(b.wraps for b in self.bounds) and self.form is None
+            bool(self.bounds)
+            and not self.steers
+            and all(b.wraps for b in self.bounds)
+            and self.constraint is None
         )
 
     def interval(self, size: Callable[[Dim], int | None], negative: bool = False) -> tuple[int, int] | None:
@@ -105,9 +108,9 @@ class Demands:
         if not self.bounds:
             return None
         ends = [bound.interval(size, negative) for bound in self.bounds]
-        least = max(low for low, _ in ends)
-        most = min(high for _, high in ends)
-        return (least, most) if least <= most else (most, most)
+        lower = max(low for low, _ in ends)
+        upper = min(high for _, high in ends)
+        return (lower, upper) if lower <= upper else (upper, upper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,50 +133,50 @@ def input_constraints(
     `declared`: the shapes that the file declares for values, true or not (`ImportedModel.declared`).
     """
     demands = Demands()
-    seen: set[tuple[int, Value, float, float, float, bool]] = set()
+    visited: set[tuple[int, Value, float, float, float, bool]] = set()
     # Each entry has the nodes whose bodies enclose its graph: the walk leaves a body through its outputs.
     work: list[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]] = [(_Derived(graph, value), ())]
     for _ in range(_MAX_STEPS):
         if not work:
             break
-        place, owners = work.pop()
+        derived, owners = work.pop()
         key = (
-            id(place.graph),
-            place.value,
-            round(place.scale, 6),
-            place.shift_low,
-            place.shift_high,
-            place.unsure,
+            id(derived.graph),
+            derived.value,
+            round(derived.scale, 6),
+            derived.shift_low,
+            derived.shift_high,
+            derived.unsure,
         )
-        if key in seen:
+        if key in visited:
             continue
-        seen.add(key)
-        for node in place.graph.users(place.value):
+        visited.add(key)
+        for node in derived.graph.users(derived.value):
             for position, read in enumerate(node.inputs):
-                if read == place.value:
-                    _demand(demands, place, node, position, declared or {})
-                    work.extend((next_, owners) for next_ in _through(place, node, position))
-                    work.extend(_into(place, node, position, owners))
-        if owners and place.value in place.graph.outputs:
+                if read == derived.value:
+                    _demand(demands, derived, node, position, declared or {})
+                    work.extend((next_, owners) for next_ in _through(derived, node, position))
+                    work.extend(_into(derived, node, position, owners))
+        if owners and derived.value in derived.graph.outputs:
             outer, node, body = owners[-1]
-            for out in _out_of(place, node, body):
-                work.append((replace(place, graph=outer, value=out), owners[:-1]))
+            for out in _out_of(derived, node, body):
+                work.append((replace(derived, graph=outer, value=out), owners[:-1]))
                 again = _carried(node, body, out)
                 if again is not None:
-                    work.append((replace(place, value=again), owners))
+                    work.append((replace(derived, value=again), owners))
     demands.steers = _steers(graph, value)
     return demands
 
 
 def _steers(graph: Graph, value: Value) -> bool:
     """Whether a value, or something computed from it, decides how much is computed: see `Demands.steers`."""
-    seen: set[tuple[int, Value]] = set()  # by object too, as a body can be reached along several paths
+    visited: set[tuple[int, Value]] = set()  # by object too, as a body can be reached along several paths
     work = [(graph, value)]
     while work:
         graph, value = work.pop()
-        if (id(graph), value) in seen:
+        if (id(graph), value) in visited:
             continue
-        seen.add((id(graph), value))
+        visited.add((id(graph), value))
         for node in graph.users(value):
             if node.op in ("Shape", "Size"):
                 continue
@@ -195,13 +198,13 @@ def _steers(graph: Graph, value: Value) -> bool:
 
 def _reaches(graph: Graph, value: Value, ends: tuple[Value, ...]) -> bool:
     """Whether one of `ends` is computed from a value."""
-    seen: set[Value] = set()
+    visited: set[Value] = set()
     work = list(ends)
     while work:
         node = graph.producers.get(work.pop())
-        if node is None or node.id in seen:
+        if node is None or node.id in visited:
             continue
-        seen.add(node.id)
+        visited.add(node.id)
         if value in node.inputs:
             return True
         work.extend(node.inputs)
@@ -212,7 +215,11 @@ def _decides(graph: Graph, node: Node, position: int) -> bool:
     if node.op in ("Div", "Mod", "BitShift") and position == 1:
         return graph.type(node.inputs[1]).dtype in INTEGERS
     reader = _READERS.get((node.op, position))
-    if reader is None or (reader.bound is None and reader.form is None) or reader.form is Form.MASK:
+    if (
+        reader is None
+        or (reader.bound is None and reader.constraint is None)
+        or reader.constraint is TensorConstraint.MASK
+    ):
         return False
     return (node.op, position) not in _CHECKED
 
@@ -232,54 +239,54 @@ _PASSES: dict[str, tuple[int, ...] | None] = {
 }
 
 
-def _through(place: _Derived, node: Node, position: int) -> Iterator[_Derived]:
+def _through(derived: _Derived, node: Node, position: int) -> Iterator[_Derived]:
     if node.op in _PASSES:
         positions = _PASSES[node.op]
         if positions is None or position in positions:
             outputs = node.outputs if node.op == "Split" else node.outputs[:1]
-            yield from (replace(place, value=out) for out in outputs)
+            yield from (replace(derived, value=out) for out in outputs)
         return
     step = _ARITHMETIC.get(node.op)
     if step is None:
         return
-    out = replace(place, value=node.outputs[0])
+    out = replace(derived, value=node.outputs[0])
     if node.op == "Neg":
         yield _scaled(out, -1.0)
         return
-    other = place.graph.const(node.inputs[1 - position])
+    other = derived.graph.const(node.inputs[1 - position])
     if other is None or other.array is None or other.array.dtype.kind not in "iuf" or other.array.size == 0:
         yield replace(out, unsure=True)
         return
     low, high = float(np.min(other.array)), float(np.max(other.array))
-    moved = step(out, low, high, position)
-    if moved is not None and np.isfinite([moved.scale, moved.shift_low, moved.shift_high]).all():
-        yield moved
+    result = step(out, low, high, position)
+    if result is not None and np.isfinite([result.scale, result.shift_low, result.shift_high]).all():
+        yield result
 
 
-def _scaled(place: _Derived, by: float) -> _Derived:
-    ends = sorted((place.shift_low * by, place.shift_high * by))
-    return replace(place, scale=place.scale * by, shift_low=ends[0], shift_high=ends[1])
+def _scaled(derived: _Derived, by: float) -> _Derived:
+    ends = sorted((derived.shift_low * by, derived.shift_high * by))
+    return replace(derived, scale=derived.scale * by, shift_low=ends[0], shift_high=ends[1])
 
 
-def _shifted(place: _Derived, low: float, high: float) -> _Derived:
-    return replace(place, shift_low=place.shift_low + low, shift_high=place.shift_high + high)
+def _shifted(derived: _Derived, low: float, high: float) -> _Derived:
+    return replace(derived, shift_low=derived.shift_low + low, shift_high=derived.shift_high + high)
 
 
-def _add(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
-    return _shifted(place, low, high)
+def _add(derived: _Derived, low: float, high: float, position: int) -> _Derived | None:
+    return _shifted(derived, low, high)
 
 
-def _sub(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
-    return _shifted(place, -high, -low) if position == 0 else _shifted(_scaled(place, -1.0), low, high)
+def _sub(derived: _Derived, low: float, high: float, position: int) -> _Derived | None:
+    return _shifted(derived, -high, -low) if position == 0 else _shifted(_scaled(derived, -1.0), low, high)
 
 
-def _mul(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
+def _mul(derived: _Derived, low: float, high: float, position: int) -> _Derived | None:
     # If there are several factors, the largest decides. The walk ends if there are none, or their signs differ.
-    return _scaled(place, high if high > 0 else low) if low * high > 0 else None
+    return _scaled(derived, high if high > 0 else low) if low * high > 0 else None
 
 
-def _div(place: _Derived, low: float, high: float, position: int) -> _Derived | None:
-    return _scaled(place, 1 / (low if low > 0 else high)) if position == 0 and low * high > 0 else None
+def _div(derived: _Derived, low: float, high: float, position: int) -> _Derived | None:
+    return _scaled(derived, 1 / (low if low > 0 else high)) if position == 0 and low * high > 0 else None
 
 
 _ARITHMETIC: dict[str, Callable[[_Derived, float, float, int], _Derived | None]] = {
@@ -304,7 +311,7 @@ def _bodies(node: Node) -> Iterator[tuple[Body, int]]:
 
 
 def _into(
-    place: _Derived, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
+    derived: _Derived, node: Node, position: int, owners: tuple[tuple[Graph, Node, Body], ...]
 ) -> Iterator[tuple[_Derived, tuple[tuple[Graph, Node, Body], ...]]]:
     explicit = len(node.inputs) - node.captured
     for body, first in _bodies(node):
@@ -315,13 +322,13 @@ def _into(
             # A Loop's inputs are (trip count, condition, state...), its body's (iteration, condition, state...).
             inner = body.graph.inputs[position] if position < len(body.graph.inputs) else None
         if inner is not None:
-            yield replace(place, graph=body.graph, value=inner), (*owners, (place.graph, node, body))
+            yield replace(derived, graph=body.graph, value=inner), (*owners, (derived.graph, node, body))
 
 
-def _out_of(place: _Derived, node: Node, body: Body) -> Iterator[Value]:
+def _out_of(derived: _Derived, node: Node, body: Body) -> Iterator[Value]:
     skip = 1 if node.op == "Loop" else 0  # the first output of a Loop's body is its condition
     for index, out in enumerate(body.graph.outputs):
-        if out == place.value and 0 <= index - skip < len(node.outputs):
+        if out == derived.value and 0 <= index - skip < len(node.outputs):
             yield node.outputs[index - skip]
 
 
@@ -360,7 +367,7 @@ class _Reader:
     """The constraint that an operator puts on one of its inputs."""
 
     bound: Callable[[Graph, Node], Bound] | None = None
-    form: Form | None = None
+    constraint: TensorConstraint | None = None
     extent: Callable[[Graph, Node], Dim] | None = None
     positive: bool = False
 
@@ -463,8 +470,8 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("RNN", 4): _count(0, _time_axis),
     ("ReverseSequence", 1): _count(0, _reverse_axis),
     ("TopK", 1): _count(0, _by_axis(-1)),
-    ("Reshape", 1): _Reader(form=Form.RESHAPE),
-    ("Expand", 1): _Reader(form=Form.EXPAND),
+    ("Reshape", 1): _Reader(constraint=TensorConstraint.RESHAPE),
+    ("Expand", 1): _Reader(constraint=TensorConstraint.EXPAND),
     ("Tile", 1): _range(1, 3),
     ("ConstantOfShape", 0): _range(1, 4),
     ("Range", 0): _range(0, 0),
@@ -472,25 +479,29 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("Range", 2): _range(1, 1),
     ("Slice", 1): _range(0, 0),
     ("Slice", 2): _Reader(_slice_end),
-    ("Slice", 3): _Reader(_rank_bound, Form.AXES, _rank),
+    ("Slice", 3): _Reader(_rank_bound, TensorConstraint.AXES, _rank),
     ("Slice", 4): _range(1, 1),
-    ("Split", 1): _Reader(form=Form.SPLIT, extent=lambda g, n: _dim(g, n, 0, _axis(n.attrs))),
-    ("SplitToSequence", 1): _Reader(form=Form.SPLIT, extent=lambda g, n: _dim(g, n, 0, _axis(n.attrs))),
+    ("Split", 1): _Reader(
+        constraint=TensorConstraint.SPLIT, extent=lambda g, n: _dim(g, n, 0, _axis(n.attrs))
+    ),
+    ("SplitToSequence", 1): _Reader(
+        constraint=TensorConstraint.SPLIT, extent=lambda g, n: _dim(g, n, 0, _axis(n.attrs))
+    ),
     ("Pad", 1): _range(0, 2),
     ("Resize", 2): _range(1, 2),
     ("Resize", 3): _range(1, 12),
     ("CumSum", 1): _Reader(_rank_bound),
-    ("Squeeze", 1): _Reader(_rank_bound, Form.AXES, _rank),
-    ("Unsqueeze", 1): _Reader(_rank_bound, Form.AXES, _rank),
+    ("Squeeze", 1): _Reader(_rank_bound, TensorConstraint.AXES, _rank),
+    ("Unsqueeze", 1): _Reader(_rank_bound, TensorConstraint.AXES, _rank),
     **{
-        (f"Reduce{name}", 1): _Reader(_rank_bound, Form.AXES, _rank)
+        (f"Reduce{name}", 1): _Reader(_rank_bound, TensorConstraint.AXES, _rank)
         for name in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
     },
     ("Trilu", 1): _range(-1, 1),
     ("Loop", 0): _range(0, 4),
-    ("Loop", 1): _Reader(form=Form.TRUE),
+    ("Loop", 1): _Reader(constraint=TensorConstraint.TRUE),
     ("Dropout", 1): _range(0, 0),
-    ("Dropout", 2): _Reader(form=Form.FALSE),
+    ("Dropout", 2): _Reader(constraint=TensorConstraint.FALSE),
     ("NonMaxSuppression", 2): _range(1, 8),
     ("NonMaxSuppression", 3): _range(0, 1),
     ("NonMaxSuppression", 4): _range(0, 1),
@@ -498,7 +509,7 @@ _READERS: dict[tuple[str, int], _Reader] = {
     ("HannWindow", 0): _range(4, 16),
     ("HammingWindow", 0): _range(4, 16),
     ("BlackmanWindow", 0): _range(4, 16),
-    ("Attention", 3): _Reader(form=Form.MASK),
+    ("Attention", 3): _Reader(constraint=TensorConstraint.MASK),
     ("Log", 0): _POSITIVE,
     ("Sqrt", 0): _POSITIVE,
     ("Pow", 0): _POSITIVE,
@@ -521,30 +532,30 @@ _MASKING = 1e3
 
 
 def _demand(
-    demands: Demands, place: _Derived, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
+    demands: Demands, derived: _Derived, node: Node, position: int, declared: Mapping[Value, tuple[int, ...]]
 ) -> None:
     reader = _READERS.get((node.op, position))
-    plain = (place.scale, place.shift_low, place.shift_high) == (1.0, 0.0, 0.0)
+    plain = (derived.scale, derived.shift_low, derived.shift_high) == (1.0, 0.0, 0.0)
     if reader is not None:
         if reader.bound is not None:
-            bound = reader.bound(place.graph, node)
+            bound = reader.bound(derived.graph, node)
             demands.bounds.append(
                 replace(
                     bound,
-                    scale=place.scale,
-                    shift_low=place.shift_low,
-                    shift_high=place.shift_high,
-                    unsure=place.unsure,
+                    scale=derived.scale,
+                    shift_low=derived.shift_low,
+                    shift_high=derived.shift_high,
+                    unsure=derived.unsure,
                 )
             )
-        if reader.form is not None and demands.form is None and plain:
-            demands.form = reader.form
-            demands.extent = reader.extent(place.graph, node) if reader.extent is not None else None
-            if reader.form in (Form.RESHAPE, Form.EXPAND):
+        if reader.constraint is not None and demands.constraint is None and plain:
+            demands.constraint = reader.constraint
+            demands.extent = reader.extent(derived.graph, node) if reader.extent is not None else None
+            if reader.constraint in (TensorConstraint.RESHAPE, TensorConstraint.EXPAND):
                 demands.declared = declared.get(node.outputs[0])
-        demands.positive |= reader.positive and plain and not _is_whole_power(place.graph, node)
+        demands.positive |= reader.positive and plain and not _is_whole_power(derived.graph, node)
     elif node.op in (*_COMPARING, "Mul", "Add") and len(node.inputs) == 2:
-        other = place.graph.const(node.inputs[1 - position])
+        other = derived.graph.const(node.inputs[1 - position])
         if (
             other is None
             or other.array is None
@@ -553,14 +564,14 @@ def _demand(
         ):
             return
         values = other.array.reshape(-1)
-        if node.op in _COMPARING and place.shift_low == place.shift_high and values.size <= 8:
-            beside = (0, 1, -1) if node.op != "Equal" else (0,)
-            found = [(float(v) - place.shift_low) / place.scale + k for v in values for k in beside]
-            demands.landmarks.extend(v for v in found if v not in demands.landmarks)
-        elif node.op == "Mul" and place.scale < 0 and abs(float(values[0])) >= _MASKING:
-            demands.form = demands.form or Form.MASK
+        if node.op in _COMPARING and derived.shift_low == derived.shift_high and values.size <= 8:
+            offsets = (0, 1, -1) if node.op != "Equal" else (0,)
+            numbers = [(float(v) - derived.shift_low) / derived.scale + k for v in values for k in offsets]
+            demands.landmarks.extend(v for v in numbers if v not in demands.landmarks)
+        elif node.op == "Mul" and derived.scale < 0 and abs(float(values[0])) >= _MASKING:
+            demands.constraint = demands.constraint or TensorConstraint.MASK
     elif node.op == "Cast" and node.types[0].dtype == DType.BOOL:
-        demands.form = demands.form or Form.MASK
+        demands.constraint = demands.constraint or TensorConstraint.MASK
 
 
 def _is_whole_power(graph: Graph, node: Node) -> bool:
@@ -575,7 +586,7 @@ def _is_whole_power(graph: Graph, node: Node) -> bool:
 
 def random_operators(graph: Graph) -> set[str]:
     """Operators with random results on which an output depends, in bodies too."""
-    found: set[str] = set()
+    operators: set[str] = set()
     reached: set[Value] = set()
     work = list(graph.outputs)
     while work:
@@ -585,11 +596,11 @@ def random_operators(graph: Graph) -> set[str]:
         reached.add(node.id)
         work.extend(v for v in node.inputs if v)
         if node.op in _RANDOM or (node.op == "Dropout" and _trains(graph, node)):
-            found.add(node.op)
+            operators.add(node.op)
         for attr in node.attrs.values():
             if isinstance(attr, Body):
-                found |= random_operators(attr.graph)
-    return found
+                operators |= random_operators(attr.graph)
+    return operators
 
 
 _RANDOM = frozenset(

@@ -19,10 +19,10 @@ from xrlflow.ops.infer import type_of_proto
 from xrlflow.ops.tensors import dtype_of, numpy_dtype
 from xrlflow.verify.dims import Bindings, Dimensions
 from xrlflow.verify.errors import BadInputs, InputsNeeded
-from xrlflow.verify.input_constraints import Demands, Form, input_constraints
+from xrlflow.verify.input_constraints import Demands, TensorConstraint, input_constraints
 from xrlflow.verify.runner import Array
 from xrlflow.verify.signature import Port, describe
-from xrlflow.verify.values import ORDINARY, Integers, Masks, Spread, Takes, Values
+from xrlflow.verify.values import ORDINARY, InputTraits, Integers, Masks, Spread, Values
 
 Feeds: TypeAlias = Mapping[str, Any]
 
@@ -55,8 +55,8 @@ class Case:
     def __str__(self) -> str:
         if self.label:
             return self.label
-        drawn = self.values.name or f"sample {self.sample}"
-        return ", ".join([*(f"{k}={v}" for k, v in self.bindings.items()), drawn])
+        kind = self.values.name or f"sample {self.sample}"
+        return ", ".join([*(f"{k}={v}" for k, v in self.bindings.items()), kind])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,15 +94,15 @@ class InputPlan:
     def dynamic(self) -> bool:
         return bool(self.dimensions.slots)
 
-    def takes(self) -> Takes:
+    def traits(self) -> InputTraits:
         """The kinds of values that make a difference to these inputs."""
         of = [(p, self.demands.get(p.name, Demands())) for p in self.ports if p.type.other is None]
         integers = [(p, d) for p, d in of if p.type.dtype in INTEGERS and not d.steers and not _is_mask(p, d)]
-        return Takes(
+        return InputTraits(
             floats=any(p.type.dtype in FLOATS and not d.bounds and not _is_mask(p, d) for p, d in of),
             bounded=any(d.loose for _, d in integers),
             loose=any(d.loose for _, d in integers),
-            free=any(p.type.dtype.bits > 8 and not d.bounds and d.form is None for p, d in integers),
+            free=any(p.type.dtype.bits > 8 and not d.bounds and d.constraint is None for p, d in integers),
             masks=any(_is_mask(p, d) for p, d in of),
             thresholds=self.thresholds,
             ties=self.ties,
@@ -151,8 +151,8 @@ class InputPlan:
                 if port.type.dtype in (DType.FLOAT, DType.DOUBLE, DType.FLOAT16):
                     array = const.numpy()
                     noise = _generator(seed, bindings, sample, port.name).standard_normal(array.shape)
-                    moved = np.where(array == 0, 0.1 * noise, array * (1 + 0.1 * noise))
-                    feeds[port.name] = moved.astype(array.dtype)
+                    overridden = np.where(array == 0, 0.1 * noise, array * (1 + 0.1 * noise))
+                    feeds[port.name] = overridden.astype(array.dtype)
         return Case(dict(bindings), sample, feeds, values=values)
 
 
@@ -167,8 +167,8 @@ def _as_in_graph(declared: TensorType, imported: ImportedModel, value: Value | N
 
 def _is_mask(port: Port, demands: Demands) -> bool:
     """Whether an input is a mask, judged by the operators that read it or by its name and type."""
-    if demands.form is not None:
-        return demands.form is Form.MASK
+    if demands.constraint is not None:
+        return demands.constraint is TensorConstraint.MASK
     named = "mask" in port.name.lower() and port.type.dtype not in FLOATS  # floats may be added to logits
     return port.type.dtype == DType.BOOL or (named and not demands.bounds)
 
@@ -213,31 +213,31 @@ class _Draw:
 
     def numbers(self, dtype: DType) -> Any:
         """The elements, as float64 or int64."""
-        form = self.demands.form
+        constraint = self.demands.constraint
         interval = self.demands.interval(self.size)
-        if form in (Form.TRUE, Form.FALSE):
-            return np.full(self.shape, form is Form.TRUE)
+        if constraint in (TensorConstraint.TRUE, TensorConstraint.FALSE):
+            return np.full(self.shape, constraint is TensorConstraint.TRUE)
         declared = self.demands.declared
         if declared is not None and self.shape == (len(declared),):
             return np.asarray(declared, dtype=np.int64)
-        if form is Form.RESHAPE and dtype != DType.BOOL:
+        if constraint is TensorConstraint.RESHAPE and dtype != DType.BOOL:
             shape = np.ones(self.shape, dtype=np.int64)
             if shape.size:
                 shape.reshape(-1)[(self.sample - 1) % shape.size] = -1
             return shape
-        if form is Form.EXPAND:
+        if constraint is TensorConstraint.EXPAND:
             return np.ones(self.shape, dtype=np.int64)
-        if form is Form.AXES:
+        if constraint is TensorConstraint.AXES:
             rank = self.size(self.demands.extent) or 1
             count = min(int(np.prod(self.shape)), rank)
             return np.resize(np.sort(self.rng.permutation(rank)[:count]), self.shape)
-        if form is Form.SPLIT:
+        if constraint is TensorConstraint.SPLIT:
             return self.composition(self.size(self.demands.extent))
         # If values compare it with 2, too, it may be more than a mask; zeros and ones are tried first.
         wide = interval is not None and interval[1] > 2
         usual = dtype not in FLOATS or (self.values.ordinary and self.sample != 1)
         named = "mask" in self.name and usual and not (self.cautious and interval is not None)
-        if (not wide and (form is Form.MASK or named)) or dtype == DType.BOOL:
+        if (not wide and (constraint is TensorConstraint.MASK or named)) or dtype == DType.BOOL:
             return self.mask()
         if dtype in FLOATS and interval is None:
             return self.floats()
@@ -255,8 +255,8 @@ class _Draw:
         ):
             return self.ends(dtype)
         if dtype in INTEGERS or interval is not None:
-            drawn = self.integers(dtype, interval)
-            return self.between(drawn, interval) if dtype in FLOATS and interval is not None else drawn
+            values = self.integers(dtype, interval)
+            return self.between(values, interval) if dtype in FLOATS and interval is not None else values
         if dtype in (DType.COMPLEX64, DType.COMPLEX128):
             return self.rng.standard_normal(self.shape) + 1j * self.rng.standard_normal(self.shape)
         if dtype.bits < 8:
@@ -273,42 +273,42 @@ class _Draw:
         """Floats of the requested kind. Those that decide how much is computed (`Demands.steers`) stay finite."""
         kind = self.values.floats
         landmarks = self.demands.landmarks
-        drawn = self.rng.standard_normal(self.shape)
+        values = self.rng.standard_normal(self.shape)
         # A scalar that the model compares: the number it is compared with, and in one sample another one.
         free = self.values.ordinary and self.sample == 1 and not self.demands.steers
-        if landmarks and drawn.size == 1 and kind.spread is not Spread.FILLED and not free:
+        if landmarks and values.size == 1 and kind.spread is not Spread.FILLED and not free:
             return np.full(self.shape, landmarks[self.sample % len(landmarks)])
-        if self.values.ordinary and self.sample == 0 and drawn.size == 1 and self.demands.divides:
+        if self.values.ordinary and self.sample == 0 and values.size == 1 and self.demands.divides:
             # It may be a speed or a scale, and a small one may make tensors a hundred times larger.
             return np.ones(self.shape)
         if kind.spread is Spread.UNIFORM:
-            drawn = self.rng.uniform(0.0, kind.scale, self.shape)
+            values = self.rng.uniform(0.0, kind.scale, self.shape)
         elif kind.spread is Spread.FILLED:
-            drawn = np.full(self.shape, kind.scale)
+            values = np.full(self.shape, kind.scale)
         elif kind.spread is Spread.THRESHOLDS:
             near = self.rng.choice(np.asarray(self.thresholds), self.shape)
             near = near * self.rng.choice(np.asarray([1.0, 1.0 + 2**-7, 1.0 - 2**-7, 2.0, 0.5]), self.shape)
-            drawn = np.where(drawn > -0.5, np.copysign(near, self.rng.standard_normal(self.shape)), drawn)
+            values = np.where(values > -0.5, np.copysign(near, self.rng.standard_normal(self.shape)), values)
         elif kind.spread is Spread.TIES and not self.demands.steers:
             return self.ties()
         elif kind.finite or self.demands.steers:
-            drawn = drawn * kind.scale
+            values = values * kind.scale
         elif kind.spread is Spread.NAN:
             return np.full(self.shape, np.nan)
         else:
-            return self.poisoned(drawn)
+            return self.poisoned(values)
         # Square roots of negative numbers may make all outputs NaN, which shows little; one sample has them anyway.
         if self.cautious or (self.demands.positive and (self.sample == 0 or not self.values.ordinary)):
-            drawn = np.abs(drawn) + 0.125
+            values = np.abs(values) + 0.125
         limits = ml_dtypes.finfo(numpy_dtype(self.port.type.dtype))  # type: ignore[no-untyped-call]
-        most = float(limits.max) / 4
-        return np.clip(drawn, -most, most)
+        largest = float(limits.max) / 4
+        return np.clip(values, -largest, largest)
 
-    def between(self, whole: Any, interval: tuple[int, int]) -> Any:
+    def between(self, integers: Any, interval: tuple[int, int]) -> Any:
         """Floats that index a table after a Cast; in one sample with fractions, where the interval allows them."""
         if self.sample != 1 or self.cautious or self.demands.steers:
-            return whole
-        return np.clip(whole + self.rng.uniform(size=np.shape(whole)), *interval)
+            return integers
+        return np.clip(integers + self.rng.uniform(size=np.shape(integers)), *interval)
 
     def ties(self) -> Array:
         """Multiples of one half from -8 to 8; every fourth element is a zero of random sign."""
@@ -316,13 +316,13 @@ class _Draw:
         zeros = np.copysign(0.0, self.rng.standard_normal(self.shape))
         return np.where(self.rng.uniform(size=self.shape) < 0.25, zeros, halves)
 
-    def poisoned(self, drawn: Array) -> Array:
+    def poisoned(self, values: Array) -> Array:
         """A copy with a few elements NaN, infinite and minus infinite. An array of one element gets one of these."""
-        flat = drawn.reshape(-1)
+        flat = values.reshape(-1)
         each = max(1, flat.size // 32)
-        places = self.rng.permutation(flat.size)[: 3 * each]
-        bad = np.resize(np.asarray([np.nan, np.inf, -np.inf]), places.size)
-        flat[places] = np.roll(bad, self.sample) if flat.size < 3 else bad
+        indices = self.rng.permutation(flat.size)[: 3 * each]
+        bad = np.resize(np.asarray([np.nan, np.inf, -np.inf]), indices.size)
+        flat[indices] = np.roll(bad, self.sample) if flat.size < 3 else bad
         return flat.reshape(self.shape)
 
     def mask(self) -> Any:
@@ -336,8 +336,8 @@ class _Draw:
             return np.full(self.shape, self.sample % 2 == 0)
         length = self.shape[-1] if self.shape else 1
         if self.sample % 3 == 1:
-            kept = self.rng.integers(1, length, self.shape[:-1], endpoint=True)
-            return (np.arange(length) < np.asarray(kept)[..., None]).astype(np.int64)
+            lengths = self.rng.integers(1, length, self.shape[:-1], endpoint=True)
+            return (np.arange(length) < np.asarray(lengths)[..., None]).astype(np.int64)
         mask = self.rng.integers(0, 2, self.shape)
         first = self.rng.integers(0, length, (*self.shape[:-1], 1))
         if self.shape:
@@ -360,15 +360,15 @@ class _Draw:
             low, high = max(1, low), max(1, high)
         span = high - low + 1
         if count <= span <= 1 << 20:  # draw without repetition
-            drawn = low + self.rng.permutation(span)[:count]
+            values = low + self.rng.permutation(span)[:count]
         else:
-            drawn = self.rng.integers(low, high, count, endpoint=True)
+            values = self.rng.integers(low, high, count, endpoint=True)
         if marks and count > 1:
-            places = self.rng.permutation(count)[: max(1, count // 10)]
-            drawn[places] = self.rng.choice(np.asarray(marks), places.size).astype(drawn.dtype)
+            indices = self.rng.permutation(count)[: max(1, count // 10)]
+            values[indices] = self.rng.choice(np.asarray(marks), indices.size).astype(values.dtype)
         if self.sample == 0 and count > 1:  # include both ends of the table
-            drawn[0], drawn[-1] = low, high
-        return drawn.reshape(self.shape)
+            values[0], values[-1] = low, high
+        return values.reshape(self.shape)
 
     @property
     def wide_enough(self) -> bool:
@@ -384,14 +384,14 @@ class _Draw:
         count = int(np.prod(self.shape))
         if self.demands.positive:
             near, low = [n for n in near if n > 0], 1
-        drawn = np.asarray(near, dtype=object)[self.rng.integers(0, len(near), count)]
+        values = np.asarray(near, dtype=object)[self.rng.integers(0, len(near), count)]
         # Half of them are below 2^40: as seconds, counts and hashes these are plausible.
         some = self.rng.integers(max(low, -(2**40)), min(high, 2**40), count, endpoint=True)
-        drawn = np.where(self.rng.integers(0, 2, count) == 1, drawn, some.astype(object))
+        values = np.where(self.rng.integers(0, 2, count) == 1, values, some.astype(object))
         if count:
             # Each input has a number that a narrower type cannot hold.
-            drawn[count // 2] = min(high, 2**32 + 5) if dtype.bits > 32 else high
-        return drawn.reshape(self.shape)
+            values[count // 2] = min(high, 2**32 + 5) if dtype.bits > 32 else high
+        return values.reshape(self.shape)
 
     def ends(self, dtype: DType) -> Array:
         """Indices at both ends of their tables, counted from both ends; of the kind BEYOND, one in eight is outside."""
@@ -399,14 +399,14 @@ class _Draw:
         if np.iinfo(numpy_dtype(dtype)).min == 0:
             low = max(0, low)
         near = [n for n in (low, low + 1, -1, 0, 1, high - 1, high) if low <= n <= high]
-        drawn = self.rng.choice(np.asarray(near), self.shape)
+        values = self.rng.choice(np.asarray(near), self.shape)
         if self.values.integers is Integers.BEYOND and not self.cautious:
             outside = self.rng.choice(
                 np.asarray([high + 1, 2 * high + 2, low - 1 if low < 0 else high + 3]), self.shape
             )
-            drawn = np.where(self.rng.integers(0, 8, self.shape) == 0, outside, drawn)
-            drawn.reshape(-1)[:1] = high + 1
-        return np.asarray(drawn)
+            values = np.where(self.rng.integers(0, 8, self.shape) == 0, outside, values)
+            values.reshape(-1)[:1] = high + 1
+        return np.asarray(values)
 
     def usual(self, dtype: DType) -> tuple[int, int]:
         """The usual range of integers with this name and type."""
@@ -443,14 +443,14 @@ def user_case(imported: ImportedModel, inputs: str | os.PathLike[str] | Mapping[
     if isinstance(inputs, Mapping):
         return _case_of(imported, dict(inputs))
     path = os.fspath(inputs)
-    given = _read(path)
+    arrays = _read(path)
     try:
-        return _case_of(imported, given)
+        return _case_of(imported, arrays)
     except BadInputs as error:
         raise BadInputs(f"{path}: {error}") from error
 
 
-def _case_of(imported: ImportedModel, given: dict[str, Any]) -> Case:
+def _case_of(imported: ImportedModel, arrays: dict[str, Any]) -> Case:
     declared = {v.name: v.type for v in imported.frame.graph.input}
     feeds: dict[str, Any] = {}
     bindings: dict[str, int] = {}
@@ -459,18 +459,18 @@ def _case_of(imported: ImportedModel, given: dict[str, Any]) -> Case:
         type = _as_in_graph(type_of_proto(proto), imported, values.get(name))
         port = Port(name, type, name in imported.overridable)
         if port.type.other is not None:
-            found = _structure(name, proto, given)
-        elif name in given:
-            found = _checked(port, given.pop(name), bindings)
+            value = _structure(name, proto, arrays)
+        elif name in arrays:
+            value = _checked(port, arrays.pop(name), bindings)
         elif port.default:
             continue
         else:
             raise BadInputs(f"input {name!r} is missing: expected {describe(port.type)}")
-        if found is not None or not port.default:
-            feeds[name] = found
-    if given:
+        if value is not None or not port.default:
+            feeds[name] = value
+    if arrays:
         expected = ", ".join(declared)
-        raise BadInputs(f"there is no input {sorted(given)[0]!r}: the model's inputs are {expected}")
+        raise BadInputs(f"there is no input {sorted(arrays)[0]!r}: the model's inputs are {expected}")
     return Case(bindings, 0, feeds, _USER)
 
 
@@ -502,15 +502,13 @@ def _checked(port: Port, value: Any, bindings: dict[str, int]) -> Array:
             raise BadInputs(f"input {port.name!r} is {array.dtype.name}, {expected}")
         array = array.astype(object)
     else:
-        wanted = numpy_dtype(port.type.dtype)
-        raw = (
-            array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == wanted.itemsize
-        )
-        if raw and wanted.kind not in "biufc":  # np.savez loses the dtype of bfloat16 and similar types
-            array = array.view(wanted)
-        if array.dtype != wanted:
+        dtype = numpy_dtype(port.type.dtype)
+        raw = array.dtype.kind == "V" and array.dtype.names is None and array.dtype.itemsize == dtype.itemsize
+        if raw and dtype.kind not in "biufc":  # np.savez loses the dtype of bfloat16 and similar types
+            array = array.view(dtype)
+        if array.dtype != dtype:
             raise BadInputs(
-                f"input {port.name!r} is {array.dtype.name}, {expected}: convert it with .astype({wanted.name!r})"
+                f"input {port.name!r} is {array.dtype.name}, {expected}: convert it with .astype({dtype.name!r})"
             )
     dims = port.type.shape
     if dims is None:
@@ -529,24 +527,24 @@ def _checked(port: Port, value: Any, bindings: dict[str, int]) -> Array:
     return array
 
 
-def _structure(name: str, proto: onnx.TypeProto, given: dict[str, Any]) -> Any:
+def _structure(name: str, proto: onnx.TypeProto, arrays: dict[str, Any]) -> Any:
     """A sequence or optional, built from arrays by name; None for an optional without arrays."""
     optional = proto.HasField("optional_type")
     inner = proto.optional_type.elem_type if optional else proto
     if inner.HasField("tensor_type"):
-        return _checked(Port(name, type_of_proto(inner)), given.pop(name), {}) if name in given else None
+        return _checked(Port(name, type_of_proto(inner)), arrays.pop(name), {}) if name in arrays else None
     if not inner.HasField("sequence_type") or not inner.sequence_type.elem_type.HasField("tensor_type"):
         raise BadInputs(
             f"input {name!r} is {describe(type_of_proto(proto))}, which cannot be given in a file"
         )
     items: Sequence[Any] = []
-    if name in given:
-        items = list(given.pop(name))
+    if name in arrays:
+        items = list(arrays.pop(name))
     else:
         keys: list[str] = []
-        while f"{name}.{len(keys)}" in given:
+        while f"{name}.{len(keys)}" in arrays:
             keys.append(f"{name}.{len(keys)}")
-        items = [given.pop(key) for key in keys]
+        items = [arrays.pop(key) for key in keys]
         if not items and not optional:
             raise BadInputs(f"input {name!r} is missing: give its items as {name}.0, {name}.1, ...")
         if not items:
@@ -571,8 +569,8 @@ def perturbed(feeds: Feeds, seed: int) -> dict[str, Any]:
     for name, array in feeds.items():
         if isinstance(array, np.ndarray) and array.dtype.kind == "f" and dtype_of(array.dtype) in FLOATS:
             ends = np.where(rng.integers(0, 2, array.shape) == 1, np.inf, -np.inf).astype(array.dtype)
-            moved = np.nextafter(array, ends)
-            out[name] = np.where(np.isfinite(array) & np.isfinite(moved), moved, array)
+            neighbours = np.nextafter(array, ends)
+            out[name] = np.where(np.isfinite(array) & np.isfinite(neighbours), neighbours, array)
         else:
             out[name] = array
     return out

@@ -56,12 +56,12 @@ class Layer:
             exact = self.numbers.astype(np.float64)
             return np.asarray(~(np.abs(other - exact) <= _SCALE * np.abs(exact)))
         value = other.astype(np.float64) - shift
-        least, most = limits(self.numbers.dtype)
+        lowest, highest = limits(self.numbers.dtype)
         steps = self.steps
-        found = ~((np.rint(steps - window) <= value) & (value <= np.rint(steps + window)))
+        mask = ~((np.rint(steps - window) <= value) & (value <= np.rint(steps + window)))
         if shift:  # a number that one zero point clamps, the other need not
-            found &= (other != least) & (other != most)
-        return np.asarray(found)
+            mask &= (other != lowest) & (other != highest)
+        return np.asarray(mask)
 
     def differs(self, other: Layer, window: Array | float) -> Array:
         """A mask of the elements that another layer rounds from other numbers. The zero points are equal."""
@@ -77,16 +77,16 @@ class Layer:
         """Whether rounding changed nothing, as all numbers were integers."""
         return self.offsets is None or float(np.max(np.abs(self.offsets), initial=0.0)) <= TIE
 
-    def moved(self, dtype: np.dtype[Any]) -> Layer | None:
+    def shifted(self, dtype: np.dtype[Any]) -> Layer | None:
         """The same layer with the zero point of a type of the other signedness; None if `dtype` has another size."""
         if dtype == self.numbers.dtype:
             return self
         if self.offsets is None or dtype.kind not in "iu" or dtype.itemsize != self.numbers.dtype.itemsize:
             return None
-        return Layer(moved(self.numbers, dtype), self.offsets)
+        return Layer(shifted(self.numbers, dtype), self.offsets)
 
 
-def moved(numbers: Array, dtype: np.dtype[Any]) -> Array:
+def shifted(numbers: Array, dtype: np.dtype[Any]) -> Array:
     """Integers in a type of the same size, shifted so that the least number of one type becomes that of the other."""
     shift = limits(dtype)[0] - limits(numbers.dtype)[0]
     return (numbers.astype(np.int64) + shift).astype(dtype)
@@ -134,11 +134,11 @@ class Layers:
     @cached_property
     def varying(self) -> frozenset[Value]:
         """The values that depend on an input of the graph."""
-        found = set(self.graph.inputs)
+        values = set(self.graph.inputs)
         for node in self.order:
-            if any(v in found for v in node.inputs):
-                found.update(node.outputs)
-        return frozenset(found)
+            if any(v in values for v in node.inputs):
+                values.update(node.outputs)
+        return frozenset(values)
 
     @cached_property
     def tensors(self) -> tuple[Value, ...]:
@@ -148,11 +148,11 @@ class Layers:
     @cached_property
     def touched(self) -> tuple[bool, ...]:
         """For each output of the graph, whether it depends on an operator of quantised numbers."""
-        found: set[Value] = set()
+        values: set[Value] = set()
         for node in self.order:
-            if _is_quantised(node) or any(v in found for v in node.inputs):
-                found.update(node.outputs)
-        return tuple(value in found for value in self.graph.outputs)
+            if _is_quantised(node) or any(v in values for v in node.inputs):
+                values.update(node.outputs)
+        return tuple(value in values for value in self.graph.outputs)
 
     @cached_property
     def obstacle(self) -> str:
@@ -166,20 +166,20 @@ class Layers:
 
     def nearest(self, output: Value) -> frozenset[Value]:
         """The quantised tensors that a value is computed from directly, without further ones in between."""
-        return frozenset((output,)) if output in self._places else self._before(output) & self._places
+        return frozenset((output,)) if output in self._tensor_set else self._before(output) & self._tensor_set
 
-    def place(self, tensor: Value, name: Callable[[Value], Value]) -> tuple[str, int, frozenset[Value]]:
+    def origin(self, tensor: Value, name: Callable[[Value], Value]) -> tuple[str, int, frozenset[Value]]:
         """What identifies a quantised tensor: its operator, which of the operator's outputs it is, and the quantised
         tensors and inputs of the graph that it is computed from, each by `name`."""
         node = self.graph.producers[tensor]
         return node.op, node.outputs.index(tensor), frozenset(map(name, self._before(tensor)))
 
     def _before(self, value: Value) -> frozenset[Value]:
-        ends = self._places | set(self.graph.inputs)
+        ends = self._tensor_set | set(self.graph.inputs)
         return frozenset(v for node in self.part([value], ends) for v in node.inputs if v in ends)
 
     @cached_property
-    def _places(self) -> frozenset[Value]:
+    def _tensor_set(self) -> frozenset[Value]:
         return frozenset(self.tensors)
 
     def part(self, wanted: Iterable[Value], stops: Container[Value]) -> list[Node]:
@@ -225,39 +225,39 @@ def evaluate_layers(
     graph, goals = layers.graph, frozenset(wanted)
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
     lift = _single if rounded else _double
-    held: dict[Value, Array] = {v: lift(np.asarray(a)) for v, a in feeds.items()}
-    found: dict[Value, Layer] = {}
-    others: dict[Value, Array] = {}
+    arrays: dict[Value, Array] = {v: lift(np.asarray(a)) for v, a in feeds.items()}
+    layers_found: dict[Value, Layer] = {}
+    plain: dict[Value, Array] = {}
 
     def read(value: Value) -> Array | None:
         if value == ABSENT:
             return None
         if value in stops:
             return lift(stops[value])
-        array = held.get(value)
+        array = arrays.get(value)
         return lift(graph.leaves.consts[value].numpy()) if array is None else array
 
     for at, node in enumerate(order):
         deadline.check()
         arguments = [read(value) for value in node.inputs]
         if _rounds(node) and node.outputs[0] in layers.varying:
-            made = _layers_of(node, arguments)
-            found.update(made)
-            held.update((v, lift(settle(v, layer))) for v, layer in made.items() if v not in stops)
+            computed = _layers_of(node, arguments)
+            layers_found.update(computed)
+            arrays.update((v, lift(settle(v, layer))) for v, layer in computed.items() if v not in stops)
         else:
             results = evaluate_node(node.op, node.attrs, arguments, len(node.outputs))
             for value, type, result in zip(node.outputs, node.types, results):
                 narrow = rounded and type.dtype in FLOATS
-                held[value] = lift(result.astype(numpy_dtype(type.dtype)) if narrow else result)
-        others.update((v, held[v]) for v in node.outputs if v in goals and v not in found)
+                arrays[value] = lift(result.astype(numpy_dtype(type.dtype)) if narrow else result)
+        plain.update((v, arrays[v]) for v in node.outputs if v in goals and v not in layers_found)
         for value in node.inputs:
             if last[value] == at and value not in goals:
-                held.pop(value, None)
-    for value in goals - found.keys() - others.keys():
+                arrays.pop(value, None)
+    for value in goals - layers_found.keys() - plain.keys():
         array = read(value)
         if array is not None:
-            others[value] = array
-    return found, others
+            plain[value] = array
+    return layers_found, plain
 
 
 def _double(array: Array) -> Array:
@@ -287,9 +287,9 @@ def _dynamic(node: Node, arguments: list[Array | None]) -> dict[Value, Layer]:
     (x,) = arguments
     assert x is not None
     numbers, scale, zero = evaluate_node(node.op, node.attrs, [x], 3)
-    made = [
+    results = [
         _layer(numbers, x / scale + zero, node.outputs[2] if len(node.outputs) > 2 else None),
         Layer(np.asarray(scale, np.float32), None),
         _layer(zero, np.asarray(-min(0.0, float(x.min(initial=0.0))) / scale)),
     ]
-    return dict(zip(node.outputs, made))
+    return dict(zip(node.outputs, results))

@@ -20,8 +20,8 @@ from xrlflow.onnxio import ImportedModel, ModelError, load
 from xrlflow.onnxio.tensors import same_content
 from xrlflow.ops.evaluate import NotEvaluable
 from xrlflow.ops.tensors import dtype_of
-from xrlflow.verify.compare import Leg, Yardstick, around, is_float, judge_floats, wide
-from xrlflow.verify.cuts import GIVEN, Uncut, as_proto, showing, spelt_out
+from xrlflow.verify.compare import Criterion, Target, around, is_float, judge_floats, wide
+from xrlflow.verify.cuts import GIVEN, Uncut, as_proto, decomposed, showing
 from xrlflow.verify.inputs import evaluable_feeds, input_values
 from xrlflow.verify.layers import TIE, Layer, Layers, evaluate_layers
 from xrlflow.verify.noise import jumps_at
@@ -48,26 +48,26 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """How a tensor differs from another: by up to `most` steps of its scale, in `count` of `size` elements.
+class Difference:
+    """How a tensor differs from another: by up to `maximum` steps of its scale, in `count` of `size` elements.
 
-    For a tensor of floats, `most` is absolute. It is infinite if the shapes differ, or NaN and infinities.
+    For a tensor of floats, `maximum` is absolute. It is infinite if the shapes differ, or NaN and infinities.
     """
 
     name: str
-    most: float
+    maximum: float
     count: int
     size: int
     floats: bool = False
 
     @property
     def extent(self) -> str:
-        if self.most == float("inf"):
+        if self.maximum == float("inf"):
             return (
                 f"in shape, or in what is NaN or infinite, in {share(self.count, self.size)} of its elements"
             )
-        unit = "" if self.floats else " step" if self.most == 1 else " steps"
-        return f"by up to {self.most:.4g}{unit} in {share(self.count, self.size)} of its elements"
+        unit = "" if self.floats else " step" if self.maximum == 1 else " steps"
+        return f"by up to {self.maximum:.4g}{unit} in {share(self.count, self.size)} of its elements"
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.extent}"
@@ -81,7 +81,7 @@ def share(count: int, size: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class CutModel:
-    """A model that can be cut. `proto`: the model as the user runs it, after `spelt_out`."""
+    """A model that can be cut. `proto`: the model as the user runs it, after `decomposed`."""
 
     proto: onnx.ModelProto
     imported: ImportedModel
@@ -92,7 +92,7 @@ class CutModel:
         """Raises Unjudged."""
         try:
             proto = as_proto(model)
-            spelt = spelt_out(proto)
+            spelt = decomposed(proto)
             if imported is None or spelt is not proto:
                 imported = load(spelt)
         except (Uncut, ModelError) as error:
@@ -178,8 +178,8 @@ class Meaning:
 
     def feeds(self) -> dict[str, Array]:
         """The inputs of the copy that is cut."""
-        given = {name + GIVEN: self.given[value] for value, name in self.model.cuts.items()}
-        return {**self.sample.feeds, **given}
+        inputs = {name + GIVEN: self.given[value] for value, name in self.model.cuts.items()}
+        return {**self.sample.feeds, **inputs}
 
     def window(self, value: Value) -> Array:
         """For each element of a quantised tensor, in steps: the distance from the exact number within which any other
@@ -197,18 +197,20 @@ class Meaning:
 
     def _judged_by(self, original: Meaning, value: Value) -> Array:
         u = self.of[value]
-        least = original.window(u) if u in original.layers else np.asarray(TIE)
-        most = max((float(original.window(v).max(initial=TIE)) for v in self.spare), default=TIE)
-        return np.maximum(least, np.minimum(self._own(value), most)) if most > TIE else least
+        window = original.window(u) if u in original.layers else np.asarray(TIE)
+        limit = max((float(original.window(v).max(initial=TIE)) for v in self.spare), default=TIE)
+        return np.maximum(window, np.minimum(self._own(value), limit)) if limit > TIE else window
 
     def _own(self, value: Value) -> Array:
-        others = {v: a for v, a in self.given.items() if v != value}
-        found, _ = self._in_single(value, others)
-        exact, moved = self.layers[value], found[value]
+        stops = {v: a for v, a in self.given.items() if v != value}
+        rounded, _ = self._in_single(value, stops)
+        exact, layer = self.layers[value], rounded[value]
         strays = np.zeros(exact.numbers.shape)
-        if exact.offsets is not None and moved.offsets is not None:
-            shift = 0 if exact.zero is None else shift_of(found[exact.zero].numbers, self.layers[exact.zero])
-            strays = np.abs(moved.steps - shift - exact.steps)
+        if exact.offsets is not None and layer.offsets is not None:
+            shift = (
+                0 if exact.zero is None else shift_of(rounded[exact.zero].numbers, self.layers[exact.zero])
+            )
+            strays = np.abs(layer.steps - shift - exact.steps)
         return np.maximum(TIE, _NOISE * around(strays, _SLICE))
 
     def noise(self, value: Value) -> Array:
@@ -218,8 +220,8 @@ class Meaning:
         if value not in self._noise:
             rounded = self._in_single(value, self.given)[1][value]
             with np.errstate(invalid="ignore"):
-                moved = np.abs(wide(rounded) - wide(self.outputs[value]))
-            self._noise[value] = np.where(np.isfinite(moved), moved, 0.0)
+                error = np.abs(wide(rounded) - wide(self.outputs[value]))
+            self._noise[value] = np.where(np.isfinite(error), error, 0.0)
         return self._noise[value]
 
     def _in_single(
@@ -243,8 +245,8 @@ def meaning_of(model: CutModel, sample: Sample, own: Mapping[Value, Array] | Non
     """Evaluate a model exactly. `own`: quantised tensors that its parts get instead of the exact ones. Raises
     Unjudged."""
     own = own or {}
-    layers, others = model.evaluate(sample, [*model.layers.tensors, *model.graph.outputs], own)
-    outputs = {v: layers[v].numbers if v in layers else others[v] for v in model.graph.outputs}
+    layers, results = model.evaluate(sample, [*model.layers.tensors, *model.graph.outputs], own)
+    outputs = {v: layers[v].numbers if v in layers else results[v] for v in model.graph.outputs}
     return Meaning(
         model, sample, layers, outputs, {**{v: layer.numbers for v, layer in layers.items()}, **own}
     )
@@ -307,11 +309,11 @@ class Comparison:
 
     meaning: Meaning
     pairs: Pairs
-    wrong: list[Apart] = field(default_factory=list)
+    wrong: list[Difference] = field(default_factory=list)
     left: set[tuple[str, Any]] = field(default_factory=set)
     new: set[tuple[str, Any]] = field(default_factory=set)
 
-    def add(self, apart: Apart | None) -> None:
+    def add(self, apart: Difference | None) -> None:
         if apart is not None:
             self.wrong.append(apart)
 
@@ -319,65 +321,69 @@ class Comparison:
 def compared(original: Meaning, b: CutModel, by_name: bool) -> Comparison:
     """Evaluate the parts of the new model that the original does not have. Raises Unjudged."""
     a, pairs = original.model, _paired(original.model, b, by_name)
-    known = {v: pairs.of[v] for v in b.layers.tensors if pairs.known(v)}
-    stops = {v: original.given[u] for v, u in known.items()}
-    taken = set(known.values())
+    shared = {v: pairs.of[v] for v in b.layers.tensors if pairs.known(v)}
+    stops = {v: original.given[u] for v, u in shared.items()}
+    paired = set(shared.values())
     outputs = dict(zip(b.graph.outputs, a.graph.outputs))
-    wanted = [v for v in b.layers.tensors if v not in known or v in pairs.claimed]
+    wanted = [v for v in b.layers.tensors if v not in shared or v in pairs.claimed]
     wanted += [v for v, u in outputs.items() if pairs.of[v] != u]
 
     def settle(value: Value, layer: Layer) -> Array:
         for u, other in original.layers.items():
-            same = other.moved(layer.numbers.dtype) if u not in taken else None
+            same = other.shifted(layer.numbers.dtype) if u not in paired else None
             if same is not None and _alike(layer, same) and not layer.differs(same, TIE).any():
                 pairs.of[value] = u
-                taken.add(u)
+                paired.add(u)
                 return same.numbers
         return layer.numbers
 
-    computed, others = b.evaluate(original.sample, wanted, stops, settle)
-    layers = {v: computed[v] if v in computed else original.layers[u] for v, u in known.items()}
+    computed, computed_outputs = b.evaluate(original.sample, wanted, stops, settle)
+    layers = {v: computed[v] if v in computed else original.layers[u] for v, u in shared.items()}
     layers.update(computed)
     given = {v: layer.numbers for v, layer in layers.items()} | stops
     for v in layers.keys() - stops.keys():
-        same = original.layers[pairs.of[v]].moved(given[v].dtype) if pairs.known(v) else None
+        same = original.layers[pairs.of[v]].shifted(given[v].dtype) if pairs.known(v) else None
         given[v] = given[v] if same is None else same.numbers
     results = {
-        v: others[v] if v in others else layers[v].numbers if v in layers else original.outputs[u]
+        v: computed_outputs[v]
+        if v in computed_outputs
+        else layers[v].numbers
+        if v in layers
+        else original.outputs[u]
         for v, u in outputs.items()
     }
-    spare = [u for u in original.layers if u not in taken]
+    spare = [u for u in original.layers if u not in paired]
     meaning = Meaning(b, original.sample, layers, results, given, original, {**pairs.of, **outputs}, spare)
-    found = Comparison(meaning, pairs)
+    comparison = Comparison(meaning, pairs)
     for v in pairs.claimed:
-        found.add(_apart(original, pairs.of[v], layers[v], b.name(v)))
+        comparison.add(_tensor_difference(original, pairs.of[v], layers[v], b.name(v)))
     for v, u in outputs.items():
         if pairs.of[v] != u:
-            found.add(output_apart(original, u, results[v], original.outputs[u]))
-    for apart in _unlike(original, found, taken):
-        found.add(apart)
-    found.left.update((a.name(v), original.layers[v].numbers.dtype) for v in spare)
-    found.new.update((b.name(v), x.numbers.dtype) for v, x in layers.items() if not pairs.known(v))
-    return found
+            comparison.add(output_difference(original, u, results[v], original.outputs[u]))
+    for difference in _unlike(original, comparison, paired):
+        comparison.add(difference)
+    comparison.left.update((a.name(v), original.layers[v].numbers.dtype) for v in spare)
+    comparison.new.update((b.name(v), x.numbers.dtype) for v, x in layers.items() if not pairs.known(v))
+    return comparison
 
 
-def _unlike(original: Meaning, found: Comparison, taken: Container[Value]) -> Iterator[Apart]:
+def _unlike(original: Meaning, comparison: Comparison, paired: Container[Value]) -> Iterator[Difference]:
     """Tensors that equal none of the original's, where the original has a tensor at the same position or in front of
     the same output. (Tensors behind them may be equal by chance.)"""
-    a, b, layers = original.model.layers, found.meaning.model.layers, found.meaning.layers
-    unknown = [v for v in b.tensors if v in layers and not found.pairs.known(v)]
-    untaken = [u for u in a.tensors if u not in taken]
+    a, b, layers = original.model.layers, comparison.meaning.model.layers, comparison.meaning.layers
+    unknown = [v for v in b.tensors if v in layers and not comparison.pairs.known(v)]
+    unpaired = [u for u in a.tensors if u not in paired]
     ends = [(b.nearest(v), a.nearest(u)) for v, u in zip(b.graph.outputs, a.graph.outputs)] if unknown else []
-    for v, u in itertools.product(unknown, untaken):
-        other = original.layers[u].moved(layers[v].numbers.dtype)
+    for v, u in itertools.product(unknown, unpaired):
+        other = original.layers[u].shifted(layers[v].numbers.dtype)
         if other is None or not _alike(layers[v], other):
             continue
         figures = distance(layers[v].steps, other.steps)
         if any(v in new and u in old for new, old in ends) or (
-            b.place(v, lambda w: found.pairs.of[w]) == a.place(u, lambda w: w)
-            and not _are_in_turn(original, u, found.meaning, v)
+            b.origin(v, lambda w: comparison.pairs.of[w]) == a.origin(u, lambda w: w)
+            and not _are_in_turn(original, u, comparison.meaning, v)
         ):
-            yield Apart(found.meaning.model.name(v), *figures, layers[v].offsets is None)
+            yield Difference(comparison.meaning.model.name(v), *figures, layers[v].offsets is None)
 
 
 def _are_in_turn(first: Meaning, u: Value, second: Meaning, v: Value) -> bool:
@@ -399,12 +405,12 @@ def _is_behind(first: Meaning, tensor: Value, second: Meaning, other: Value) -> 
         if any(v in behind for v in node.inputs) and node.outputs[0] not in first.layers:
             behind.add(node.outputs[0])
             later.append(node.outputs[0])
-    _, found = first.model.evaluate(first.sample, later, first.given)
+    _, results = first.model.evaluate(first.sample, later, first.given)
     return any(
         array.shape == target.shape
         and array.dtype.kind == target.dtype.kind
         and np.array_equal(array, target)
-        for array in found.values()
+        for array in results.values()
         for target in targets
     )
 
@@ -413,21 +419,21 @@ def _alike(a: Layer, b: Layer) -> bool:
     return a.numbers.shape == b.numbers.shape and a.numbers.dtype == b.numbers.dtype
 
 
-def _apart(original: Meaning, value: Value, new: Layer, name: str) -> Apart | None:
+def _tensor_difference(original: Meaning, value: Value, new: Layer, name: str) -> Difference | None:
     """How a quantised tensor differs from the original's; None if both are rounded from the same numbers."""
     exact = original.layers[value]
     if not _alike(exact, new):
-        return Apart(name, float("inf"), new.numbers.size, new.numbers.size)
+        return Difference(name, float("inf"), new.numbers.size, new.numbers.size)
     wrong = exact.differs(new, TIE)
     if wrong.any():
         wrong = exact.differs(new, original.window(value))
     if not wrong.any():
         return None
-    steps = most(np.abs(new.steps - exact.steps)[wrong])
-    return Apart(name, steps, int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
+    steps = greatest(np.abs(new.steps - exact.steps)[wrong])
+    return Difference(name, steps, int(np.count_nonzero(wrong)), wrong.size, exact.offsets is None)
 
 
-def most(distances: Array) -> float:
+def greatest(distances: Array) -> float:
     """The greatest distance; infinite if one of them is NaN."""
     return float(np.max(np.where(np.isnan(distances), np.inf, distances), initial=0.0))
 
@@ -441,19 +447,19 @@ def distance(a: Array, b: Array) -> tuple[float, int, int]:
         return float(wrong.any()), int(np.count_nonzero(wrong)), a.size
     with np.errstate(invalid="ignore"):
         distance = np.abs(wide(a) - wide(b))
-    return most(distance[wrong]), int(np.count_nonzero(wrong)), a.size
+    return greatest(distance[wrong]), int(np.count_nonzero(wrong)), a.size
 
 
-def output_apart(exact: Meaning, value: Value, new: Array, target: Array) -> Apart | None:
+def output_difference(exact: Meaning, value: Value, new: Array, target: Array) -> Difference | None:
     """How an output that is no quantised tensor differs from `target`; None if only by rounding. `exact`: the meaning
     that has the output."""
     name = exact.model.name(value)
     if new.shape != target.shape or target.shape != exact.outputs[value].shape:
-        return Apart(name, float("inf"), new.size, new.size, True)
+        return Difference(name, float("inf"), new.size, new.size, True)
     dtype = exact.sample.outputs[exact.model.graph.outputs.index(value)].dtype
     if not is_float(np.empty(0, dtype)):
-        return Apart(name, *distance(new, target)) if (new != target).any() else None
-    yardstick = Yardstick(Leg.FLOAT64, target.astype(dtype), wide(target), noise=exact.noise(value))
-    if judge_floats(yardstick, new.astype(dtype)).passed:
+        return Difference(name, *distance(new, target)) if (new != target).any() else None
+    expected = Target(Criterion.FLOAT64, target.astype(dtype), wide(target), noise=exact.noise(value))
+    if judge_floats(expected, new.astype(dtype)).passed:
         return None
-    return Apart(name, *distance(wide(new), wide(target)), True)
+    return Difference(name, *distance(wide(new), wide(target)), True)

@@ -80,8 +80,8 @@ def _by_value(imported: ImportedModel, case: Case, value: Value, original: Array
         return None
     if exact.shape != rounded.shape or not np.isfinite(exact).all() or not np.isfinite(rounded).all():
         return None
-    found = judge(chain, exact, original, new, _NOISE * np.maximum(noise, np.abs(rounded - exact)))
-    return None if found is None else found.reshape(original.shape)
+    decided = judge(chain, exact, original, new, _NOISE * np.maximum(noise, np.abs(rounded - exact)))
+    return None if decided is None else decided.reshape(original.shape)
 
 
 def _is_integer_cast(graph: Graph, node: Node) -> bool:
@@ -101,17 +101,17 @@ def _extreme(chain: Sequence[Node], x: Array, original: Array, new: Array, toler
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
     if new.size != int(np.prod(shape)) or x.ndim == 0:
         return None
-    chosen = new.reshape(shape).astype(np.int64)
-    inside = (chosen >= 0) & (chosen < x.shape[axis])
+    picked = new.reshape(shape).astype(np.int64)
+    inside = (picked >= 0) & (picked < x.shape[axis])
     best = np.expand_dims(x.argmax(axis) if node.op == "ArgMax" else x.argmin(axis), axis)
-    return np.asarray(inside & _within(x, tolerance, axis, np.where(inside, chosen, 0), best))
+    return np.asarray(inside & _within(x, tolerance, axis, np.where(inside, picked, 0), best))
 
 
 def _within(x: Array, tolerance: Array, axis: int, a: Array, b: Array) -> Array:
     """Where x at the indices `a` of an axis equals x at the indices `b`, up to the tolerance."""
-    apart = np.abs(np.take_along_axis(x, a, axis) - np.take_along_axis(x, b, axis))
+    distance = np.abs(np.take_along_axis(x, a, axis) - np.take_along_axis(x, b, axis))
     allowed = np.take_along_axis(tolerance, a, axis) + np.take_along_axis(tolerance, b, axis)
-    return np.asarray(apart < allowed)
+    return np.asarray(distance < allowed)
 
 
 def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolerance: Array) -> Array | None:
@@ -120,13 +120,13 @@ def _ranked(chain: Sequence[Node], x: Array, original: Array, new: Array, tolera
     shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
     if x.ndim == 0 or new.size != int(np.prod(shape)):
         return None
-    old, chosen = original.reshape(shape).astype(np.int64), new.reshape(shape).astype(np.int64)
-    inside = (chosen >= 0) & (chosen < x.shape[axis])
-    chosen = np.where(inside, chosen, 0)
+    old, ranking = original.reshape(shape).astype(np.int64), new.reshape(shape).astype(np.int64)
+    inside = (ranking >= 0) & (ranking < x.shape[axis])
+    ranking = np.where(inside, ranking, 0)
     # A ranking has no index twice.
-    ordered = np.sort(chosen, axis)
+    ordered = np.sort(ranking, axis)
     distinct = (np.diff(ordered, axis=axis) != 0).all(axis, keepdims=True)
-    return np.asarray(inside & distinct & _within(x, tolerance, axis, chosen, old))
+    return np.asarray(inside & distinct & _within(x, tolerance, axis, ranking, old))
 
 
 def _truncated(
@@ -135,6 +135,6 @@ def _truncated(
     if x.size != new.size:
         return None
     rounding = _ROUNDINGS[chain[1].op] if len(chain) > 1 else np.trunc
-    least, most = rounding(x - tolerance), rounding(x + tolerance)
+    lowest, highest = rounding(x - tolerance), rounding(x + tolerance)
     value = new.reshape(x.shape).astype(np.float64)
-    return np.asarray((least <= value) & (value <= most))
+    return np.asarray((lowest <= value) & (value <= highest))

@@ -84,29 +84,31 @@ def _noise(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
     order = graph.topological()
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
     # One array if no element has an error, else 1 + SAMPLES.
-    held: dict[Value, list[Array]] = {v: [promote(REALS, np.asarray(a))] for v, a in feeds.items()}
+    arrays_of: dict[Value, list[Array]] = {v: [promote(REALS, np.asarray(a))] for v, a in feeds.items()}
 
     def read(value: Value) -> list[Array] | None:
         if value == ABSENT:
             return None
-        return held[value] if value in held else [promote(REALS, graph.leaves.consts[value].numpy())]
+        return (
+            arrays_of[value] if value in arrays_of else [promote(REALS, graph.leaves.consts[value].numpy())]
+        )
 
     for at, node in enumerate(order):
         deadline.check()
         results = _results(graph, node, [read(v) for v in node.inputs], rng)
-        held.update(zip(node.outputs, results))
+        arrays_of.update(zip(node.outputs, results))
         for value in node.inputs:
             if last[value] == at and value not in graph.outputs:
-                held.pop(value, None)
-    found = []
+                arrays_of.pop(value, None)
+    noises = []
     for value in graph.outputs:
         arrays = read(value)
         assert arrays is not None
         with np.errstate(invalid="ignore"):
-            apart = [np.abs(moved - arrays[0]) for moved in arrays[1:]]
-        greatest = np.max(apart, axis=0) if apart else np.zeros(arrays[0].shape)
-        found.append(np.where(np.isfinite(greatest), greatest, 0.0))
-    return found
+            distances = [np.abs(with_errors - arrays[0]) for with_errors in arrays[1:]]
+        greatest = np.max(distances, axis=0) if distances else np.zeros(arrays[0].shape)
+        noises.append(np.where(np.isfinite(greatest), greatest, 0.0))
+    return noises
 
 
 def _results(
@@ -133,32 +135,32 @@ def _results(
     if holds or (node.op in _JUMPING and node.op not in _FOLLOWING) or _bodies_jump(node):
         return [[array] for array in exact]
     unit = max((_unit(t.dtype) for t in node.types if t.dtype in FLOATS), default=0.0)
-    found = [[array] for array in exact]
+    results = [[array] for array in exact]
     for sample in range(1, 1 + SAMPLES):
         arrays = chosen(sample)
         if adds:
-            most = _ADDED.get(node.op, len(arrays))
-            added = [x if x is None else _moved(x, unit, rng) for x in arrays[:most]]
-            arrays = [*added, *arrays[most:]]
-        moved = evaluated(arrays)
+            summands = _ADDED.get(node.op, len(arrays))
+            added = [x if x is None else _with_error(x, unit, rng) for x in arrays[:summands]]
+            arrays = [*added, *arrays[summands:]]
+        results_with_errors = evaluated(arrays)
         if node.op in _FOLLOWING:
-            moved = (_followed(exact[0], moved[0], chosen(0)[0], arrays[0]),)
-        for place, (array, type) in enumerate(zip(moved, node.types)):
+            results_with_errors = (_followed(exact[0], results_with_errors[0], chosen(0)[0], arrays[0]),)
+        for index, (array, type) in enumerate(zip(results_with_errors, node.types)):
             if type.dtype in FLOATS:
                 noise = 1.0 if node.op in _SATURATING else _TINY
-                found[place].append(_moved(array, _unit(type.dtype), rng, noise) if rounds else array)
-    return found
+                results[index].append(_with_error(array, _unit(type.dtype), rng, noise) if rounds else array)
+    return results
 
 
-def _followed(exact: Array, moved: Array, before: Array | None, after: Array | None) -> Array:
+def _followed(exact: Array, with_error: Array, before: Array | None, after: Array | None) -> Array:
     """The results with errors; where a jump separates a result from the exact one, the exact result."""
     assert before is not None
     assert after is not None
     with np.errstate(invalid="ignore"):
-        return np.where(np.abs(moved - exact) <= 2 * np.abs(after - before), moved, exact)
+        return np.where(np.abs(with_error - exact) <= 2 * np.abs(after - before), with_error, exact)
 
 
-def _moved(array: Array, unit: float, rng: np.random.Generator, absolute: float = _TINY) -> Array:
+def _with_error(array: Array, unit: float, rng: np.random.Generator, absolute: float = _TINY) -> Array:
     """Floats with random errors: relative of at most two units, and absolute of `absolute` units."""
     if array.dtype.kind != "f" or not unit:
         return array

@@ -36,7 +36,7 @@ def fates(graph: Graph, feeds: Mapping[Value, Array], numbers: Mapping[str, int]
     """The fate of each output. `numbers`: the sizes of dimensions by symbol."""
     walk = _Walk(graph, numbers)
     for value, array in feeds.items():
-        walk.held[value] = promote(REALS, array)
+        walk.evaluated[value] = promote(REALS, array)
     for node in graph.topological():
         walk.step(node)
     return tuple(walk.fate.get(value, Fate.EXACT) for value in graph.outputs)
@@ -70,12 +70,12 @@ _SUMS = frozenset(
 
 @dataclass(slots=True)
 class _Walk:
-    """Follows values through a graph. `held`: arrays evaluated so far. `fate`: of values that were not evaluated and
-    may not be finite."""
+    """Follows values through a graph. `evaluated`: arrays evaluated so far. `fate`: of values that were not evaluated
+    and may not be finite."""
 
     graph: Graph
     numbers: Mapping[str, int]
-    held: dict[Value, Array] = field(default_factory=dict)
+    evaluated: dict[Value, Array] = field(default_factory=dict)
     fate: dict[Value, Fate] = field(default_factory=dict)
 
     def step(self, node: Node) -> None:
@@ -83,14 +83,14 @@ class _Walk:
         worst = max((self.fate[v] for v in inputs if v in self.fate), default=None)
         arrays = [self._array(v) for v in node.inputs]
         wrong = [a for a in arrays if a is not None and not _is_finite(a)]
-        whole = all(a is not None or v == ABSENT for a, v in zip(arrays, node.inputs))
-        known = node.op in _MOVING or node.op in _ARITHMETIC or node.op in _ORDER or node.op == "Cast"
+        complete = all(a is not None or v == ABSENT for a, v in zip(arrays, node.inputs))
+        supported = node.op in _MOVING or node.op in _ARITHMETIC or node.op in _ORDER or node.op == "Cast"
         if worst is None and not wrong:
-            if whole and known:
+            if complete and supported:
                 self._evaluate(node, arrays)
             return
         if worst is None and self._is_exact(node, wrong):
-            if not (whole and self._evaluate(node, arrays)):
+            if not (complete and self._evaluate(node, arrays)):
                 self._set(node, Fate.EXACT)
             return
         if (
@@ -109,8 +109,8 @@ class _Walk:
             self._set(node, Fate.SPREADS)
 
     def _array(self, value: Value) -> Array | None:
-        if value in self.held:
-            return self.held[value]
+        if value in self.evaluated:
+            return self.evaluated[value]
         const = self.graph.const(value) if value != ABSENT else None
         if const is None or (const.type.size or 0) > _LARGEST or const.type.dtype is DType.STRING:
             return None
@@ -131,7 +131,7 @@ class _Walk:
         except (NotEvaluable, ArithmeticError, IndexError, MemoryError, TypeError, ValueError):
             return False  # our evaluator does not support this use, so the outputs are unknown
         for value, result in zip(node.outputs, results):
-            self.held[value] = promote(REALS, result)
+            self.evaluated[value] = promote(REALS, result)
         return True
 
     def _all_nan(self, node: Node) -> bool:
@@ -145,7 +145,7 @@ class _Walk:
                 return False
             shapes.append(sizes)
         for value, sizes in zip(node.outputs, shapes):
-            self.held[value] = np.full(sizes, np.nan)
+            self.evaluated[value] = np.full(sizes, np.nan)
         return True
 
     def _set(self, node: Node, fate: Fate) -> None:

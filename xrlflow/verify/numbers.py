@@ -48,7 +48,7 @@ def marks(graph: Graph) -> frozenset[Mark]:
         for d in type.shape or ()
         if formulas.is_computed(d)
     }
-    return frozenset(_Harvest(graph).all()) | {
+    return frozenset(_MarkCollector(graph).all()) | {
         mark for d in dims if isinstance(d, str) for mark in _in_formula(d)
     }
 
@@ -72,7 +72,7 @@ def _on(over: Formula, number: int) -> Iterator[Mark]:
         yield Mark(abs(number), frozenset((where,)), _CUT)
 
 
-def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[int, int]]:
+def on_symbols(marks: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[int, int]]:
     """For each symbol of the inputs, the numbers around which to try sizes, with their weights.
 
     A mark on a computed dimension becomes, for each symbol, the least size at which the dimension reaches the number
@@ -84,7 +84,7 @@ def on_symbols(found: Iterable[Mark], inputs: Sequence[str]) -> dict[str, dict[i
         if number is not None and LEAST <= number < ENDLESS:
             out[symbol][number] = max(weight, out[symbol].get(number, 0))
 
-    for mark in sorted(found, key=lambda m: (m.number, sorted(m.dims), m.weight)):
+    for mark in sorted(marks, key=lambda m: (m.number, sorted(m.dims), m.weight)):
         for dim in sorted(mark.dims) or [""]:
             if dim in out:
                 add(dim, mark.number, mark.weight)
@@ -103,8 +103,8 @@ def _reaching(dim: str, symbol: str, number: int) -> int | None:
     ones = dict.fromkeys(formulas.symbols(formulas.formula(dim)), 1)
 
     def reaches(size: int) -> bool | None:
-        found = formulas.value(dim, {**ones, symbol: size})
-        return None if found is None else found >= number
+        extent = formulas.value(dim, {**ones, symbol: size})
+        return None if extent is None else extent >= number
 
     high = 1
     while not (reached := reaches(high)):
@@ -129,16 +129,16 @@ def around(numbers: Mapping[int, int]) -> list[int]:
     sizes = sorted({n for d in numbers for n in (d - 1, d, d + 1, 2 * d)} | {beyond})
     open_: dict[tuple[int, str], int] = {}
     for d, weight in numbers.items():
-        for place, share in (("above", 4), ("at", 3), ("multiple", 2), ("below", 2)):
-            open_[d, place] = share * weight
+        for case, share in (("above", 4), ("at", 3), ("multiple", 2), ("below", 2)):
+            open_[d, case] = share * weight
     open_[beyond, "beyond"] = 3 * max(numbers.values())
 
     def covered(size: int) -> set[tuple[int, str]]:
-        places = {(size - 1, "above"), (size, "at"), (size + 1, "below")}
-        places |= {(d, "multiple") for d in numbers if size > d and size % d == 0}
+        cases = {(size - 1, "above"), (size, "at"), (size + 1, "below")}
+        cases |= {(d, "multiple") for d in numbers if size > d and size % d == 0}
         if size >= beyond:
-            places.add((beyond, "beyond"))
-        return places & open_.keys()
+            cases.add((beyond, "beyond"))
+        return cases & open_.keys()
 
     out: list[int] = []
     while open_ and sizes:
@@ -155,22 +155,22 @@ def around(numbers: Mapping[int, int]) -> list[int]:
 
 def thresholds(graph: Graph) -> frozenset[float]:
     """The numbers that values are compared with or clipped at, in bodies too."""
-    found: set[float] = set()
+    bounds: set[float] = set()
     for node in graph.nodes():
         for attr in node.attrs.values():
             if isinstance(attr, Body):
-                found |= thresholds(attr.graph)
+                bounds |= thresholds(attr.graph)
         if node.op in _COMPARING:
             numbers = [n for value in node.inputs for n in _ends(graph, value)]
-            found.update(numbers)
-            found.update(m for value in node.inputs for n in numbers for m in _carried(graph, value, n))
+            bounds.update(numbers)
+            bounds.update(m for value in node.inputs for n in numbers for m in _carried(graph, value, n))
         if node.op in _BENDING:
             # Ordinary values are around smaller ones, such as biases, anyway.
-            found.update(n for n in _carried(graph, node.inputs[0], 0.0) if abs(n) > LARGE)
+            bounds.update(n for n in _carried(graph, node.inputs[0], 0.0) if abs(n) > LARGE)
         alpha = node.attrs.get("alpha")
         if node.op == "ThresholdedRelu" and isinstance(alpha, (int, float)):
-            found.add(float(alpha))
-    return frozenset(abs(n) for n in found if 0 < abs(n) <= _LARGEST_THRESHOLD)
+            bounds.add(float(alpha))
+    return frozenset(abs(n) for n in bounds if 0 < abs(n) <= _LARGEST_THRESHOLD)
 
 
 def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
@@ -183,15 +183,17 @@ def _carried(graph: Graph, value: Value, number: float) -> Iterator[float]:
         sides = [_ends(graph, v) for v in node.inputs]
         if bool(sides[0]) == bool(sides[1]):
             return
-        left = bool(sides[0])  # the constant
-        value = node.inputs[left]
-        found = [
-            _INVERSES[node.op](number, n, left) for n in sides[not left] if n or node.op in ("Add", "Sub")
+        constant_first = bool(sides[0])  # the constant
+        value = node.inputs[constant_first]
+        numbers = [
+            _INVERSES[node.op](number, n, constant_first)
+            for n in sides[not constant_first]
+            if n or node.op in ("Add", "Sub")
         ]
-        if not found:
+        if not numbers:
             return
-        yield from found
-        number = found[0]
+        yield from numbers
+        number = numbers[0]
 
 
 _STEPS_BACK = 4
@@ -249,7 +251,7 @@ def _ends(graph: Graph, value: Value) -> list[float]:
 
 
 @dataclass(slots=True)
-class _Harvest:
+class _MarkCollector:
     """Collects marks from a graph. `of`: for a value that depends on shapes only, the dimensions that each of its
     elements is computed from; one entry for all elements where these are unknown."""
 
@@ -271,7 +273,7 @@ class _Harvest:
             for attr in node.attrs.values():
                 if isinstance(attr, Body):
                     captured = {inner: self.of[v] for inner, v in zip(attr.captured, outer) if v in self.of}
-                    yield from _Harvest(attr.graph, captured).all()
+                    yield from _MarkCollector(attr.graph, captured).all()
 
     def _compared(self, node: Node) -> Iterator[Mark]:
         """Marks of constants that are combined with computed shapes, and of lengths of tables that shapes index or
@@ -285,9 +287,9 @@ class _Harvest:
         weight = _PART if node.op in ("Concat", "Reshape", "Expand", "Tile", "Gather") else _CUT
         for value in node.inputs if node.op not in _INDEXING else ():
             for number in _few(self.graph, value):
-                whole = _whole(number)
-                if whole is not None:
-                    yield Mark(whole, symbols, weight)
+                integer = _integer(number)
+                if integer is not None:
+                    yield Mark(integer, symbols, weight)
         if node.op in _INDEXING and node.inputs[0] not in self.of:
             axis = node.attrs.get("axis", 0)
             dims = _shape(self.graph, node, 0)
@@ -334,7 +336,7 @@ _KEEPING = frozenset({"Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Fl
 _INDEXING = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 
 
-def _whole(number: float) -> int | None:
+def _integer(number: float) -> int | None:
     """The integer, if it is at least 2; the reciprocal of a fraction 1 / n, as 8 for 0.125; else None."""
     size = abs(number)
     if 0 < size < 1:
@@ -353,11 +355,11 @@ def _numbers(node: Node, name: str, default: Sequence[int] = ()) -> list[int]:
     return [int(n) for n in value if isinstance(n, int)] if isinstance(value, tuple) else list(default)
 
 
-_Found: TypeAlias = Iterator[tuple[float, Dim, int]]
+_WeightedNumbers: TypeAlias = Iterator[tuple[float, Dim, int]]
 """Numbers, each with the dimension that it concerns and its weight."""
 
 
-def _window(graph: Graph, node: Node) -> _Found:
+def _window(graph: Graph, node: Node) -> _WeightedNumbers:
     """Numbers of a window that slides over an image: extent, step, padding."""
     dims = _shape(graph, node, 0)[2:]
     rank = len(dims)
@@ -371,7 +373,7 @@ def _window(graph: Graph, node: Node) -> _Found:
             yield number, dim, _WINDOW
 
 
-def _slice(graph: Graph, node: Node) -> _Found:
+def _slice(graph: Graph, node: Node) -> _WeightedNumbers:
     dims = _shape(graph, node, 0)
     starts, ends, axes, steps = (
         [int(n) for n in _few(graph, v)] for v in (*node.inputs[1:], *[Value(0)] * 4)[:4]
@@ -382,10 +384,10 @@ def _slice(graph: Graph, node: Node) -> _Found:
             yield from ((n, dims[a], _CUT) for n, a in zip(numbers, axes) if -len(dims) <= a < len(dims))
 
 
-def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
+def _along(index: int, weight: int) -> Callable[[Graph, Node], _WeightedNumbers]:
     """A reader of a constant input at `index`: its numbers concern the dimension that the attribute `axis` names."""
 
-    def read(graph: Graph, node: Node) -> _Found:
+    def read(graph: Graph, node: Node) -> _WeightedNumbers:
         axis, dims = node.attrs.get("axis", -1 if node.op == "TopK" else 0), _shape(graph, node, 0)
         numbers = _few(graph, node.inputs[index]) if index < len(node.inputs) else []
         parts = node.attrs.get("num_outputs")
@@ -396,37 +398,39 @@ def _along(index: int, weight: int) -> Callable[[Graph, Node], _Found]:
     return read
 
 
-def _each(index: int) -> Callable[[Graph, Node], _Found]:
+def _each(index: int) -> Callable[[Graph, Node], _WeightedNumbers]:
     """A reader of a constant input at `index`: its numbers concern one dimension each, in order (pads: in order,
     twice)."""
 
-    def read(graph: Graph, node: Node) -> _Found:
+    def read(graph: Graph, node: Node) -> _WeightedNumbers:
         dims = _shape(graph, node, 0)
         numbers = _few(graph, node.inputs[index]) if index < len(node.inputs) else []
         if dims and len(numbers) % len(dims) == 0:
-            yield from ((w, dims[i % len(dims)], _WINDOW) for i, n in enumerate(numbers) if (w := _whole(n)))
+            yield from (
+                (w, dims[i % len(dims)], _WINDOW) for i, n in enumerate(numbers) if (w := _integer(n))
+            )
 
     return read
 
 
-def _resize(graph: Graph, node: Node) -> _Found:
+def _resize(graph: Graph, node: Node) -> _WeightedNumbers:
     yield from _each(2)(graph, node)
     yield from _each(3)(graph, node)
 
 
-def _blocks(graph: Graph, node: Node) -> _Found:
+def _blocks(graph: Graph, node: Node) -> _WeightedNumbers:
     size = node.attrs.get("blocksize", 1)
     if isinstance(size, int):
         yield from ((size, dim, _CUT) for dim in _shape(graph, node, 0)[2:])
 
 
-def _reshape(graph: Graph, node: Node) -> _Found:
+def _reshape(graph: Graph, node: Node) -> _WeightedNumbers:
     """The fixed sizes of a Reshape's target: the number of elements must be a multiple of them."""
     for number in _few(graph, node.inputs[1]):
         yield from ((number, dim, _PART) for dim in _shape(graph, node, 0))
 
 
-def _broadcast(graph: Graph, node: Node) -> _Found:
+def _broadcast(graph: Graph, node: Node) -> _WeightedNumbers:
     """Sizes of dimensions that are broadcast against several elements, for instance the length of a table of
     positions."""
     shapes = [_shape(graph, node, i) for i in range(len(node.inputs))]
@@ -437,7 +441,7 @@ def _broadcast(graph: Graph, node: Node) -> _Found:
                     yield left, right, _PART
 
 
-_READERS: dict[str, Callable[[Graph, Node], _Found]] = {
+_READERS: dict[str, Callable[[Graph, Node], _WeightedNumbers]] = {
     **dict.fromkeys(("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger"), _window),
     "Slice": _slice,
     "TopK": _along(1, _CUT),

@@ -30,27 +30,27 @@ from xrlflow.backends.onnxruntime.session import Options
 from xrlflow.backends.protocol import BackendError, OutOfTime
 from xrlflow.ir import Value
 from xrlflow.onnxio import ImportedModel
-from xrlflow.verify.compare import Judgement, Leg, Licence, by_deviation, is_float, judge_floats, wide
-from xrlflow.verify.cuts import GIVEN, moved_constants
+from xrlflow.verify.compare import Criterion, Exemption, Judgement, by_deviation, is_float, judge_floats, wide
+from xrlflow.verify.cuts import GIVEN, perturbed_constants
 from xrlflow.verify.inputs import Case
-from xrlflow.verify.layers import TIE, Layers, is_quantised, moved
+from xrlflow.verify.layers import TIE, Layers, is_quantised, shifted
 from xrlflow.verify.meaning import (
-    Apart,
     Comparison,
     CutModel,
+    Difference,
     Meaning,
     Sample,
     Unjudged,
     compared,
     distance,
+    greatest,
     meaning_of,
-    most,
-    output_apart,
+    output_difference,
     share,
     shift_of,
 )
 from xrlflow.verify.runner import Array, Model, Runner, first_line, opened
-from xrlflow.verify.yardsticks import Known
+from xrlflow.verify.targets import ReferenceCase
 
 PRECISE = "session.x64quantprecision"
 """The session option that makes ONNX Runtime add products of bytes without saturation."""
@@ -64,7 +64,7 @@ _MOST_ELEMENTS = 30_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class Counts:
     """How many elements of a model's quantised tensors ONNX Runtime computes exactly, and why the others differ."""
 
     tensors: int = 0
@@ -73,8 +73,8 @@ class Tally:
     rounded: int = 0  # elements that differ more, within the window
     runtime: int = 0  # elements that equal what ONNX Runtime computes for the original, but not what it means
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
             max(self.tensors, other.tensors),
             self.elements + other.elements,
             self.ties + other.ties,
@@ -83,18 +83,18 @@ class Tally:
         )
 
     def __str__(self) -> str:
-        found = [
+        parts = [
             f"{self.tensors} quantised tensors of {self.elements:,} elements are what the original means"
         ]
         if not (self.ties or self.rounded or self.runtime):
-            return f"{found[0]}, exactly"
+            return f"{parts[0]}, exactly"
         if self.ties:
-            found.append(f"{self.ties:,} elements within one step at rounding ties")
+            parts.append(f"{self.ties:,} elements within one step at rounding ties")
         if self.rounded:
-            found.append(f"{self.rounded:,} as near as the types of their floats allow")
+            parts.append(f"{self.rounded:,} as near as the types of their floats allow")
         if self.runtime:
-            found.append(f"{self.runtime:,} as ONNX Runtime computes the original")
-        return ", ".join(found)
+            parts.append(f"{self.runtime:,} as ONNX Runtime computes the original")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class Judged:
     reason: str = ""  # why nothing was judged; "" if it was
     samples: int = 0  # the number of sets of inputs
     failures: tuple[str, ...] = ()  # sentences, the most important first
-    wrong: tuple[Apart, ...] = ()
-    tally: Tally = Tally()
+    wrong: tuple[Difference, ...] = ()
+    counts: Counts = Counts()
 
     @property
     def evaluated(self) -> bool:
@@ -124,45 +124,50 @@ def _run(runner: Runner, meaning: Meaning) -> dict[str, Array]:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class _RunResult:
     """How the results of ONNX Runtime for the parts of a model differ from what the parts mean."""
 
-    wrong: list[Apart] = field(default_factory=list)
-    tally: Tally = Tally()
+    wrong: list[Difference] = field(default_factory=list)
+    counts: Counts = Counts()
 
 
-def _seen(
+def _compare_run(
     meaning: Meaning, run: Mapping[str, Array], others: Callable[[Value], list[Array]] = lambda _: []
-) -> _Seen:
+) -> _RunResult:
     """Compare a run of the parts with what they mean. `others`: further results that a tensor or output may equal."""
-    found = _Seen(tally=Tally(tensors=len(meaning.model.cuts)))
+    result = _RunResult(counts=Counts(tensors=len(meaning.model.cuts)))
     for value, name in meaning.model.cuts.items():
         array, exact = run[name], meaning.layers[value]
         if array.shape != exact.numbers.shape:
-            found.wrong.append(Apart(name, float("inf"), array.size, array.size))
+            result.wrong.append(Difference(name, float("inf"), array.size, array.size))
             continue
-        far, strange, shift = _misses(meaning, run, value)
-        wrong = strange
-        if strange.any():
+        beyond_tie, beyond_window, shift = _misses(meaning, run, value)
+        wrong = beyond_window
+        if beyond_window.any():
             for other in others(value):
                 if other.shape == array.shape:
                     wrong = wrong & (array != other)
         if wrong.any():
-            steps = most(np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong])
+            steps = greatest(np.abs(array.astype(np.float64) - shift - exact.numbers)[wrong])
             count = int(np.count_nonzero(wrong))
-            found.wrong.append(Apart(name, steps, count, wrong.size, exact.offsets is None))
+            result.wrong.append(Difference(name, steps, count, wrong.size, exact.offsets is None))
         differs = array != meaning.given[value]
-        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~far))
-        rounded, runtime = np.count_nonzero(far & ~strange), np.count_nonzero(strange & ~wrong)
-        found.tally += Tally(0, array.size, ties, int(rounded), int(runtime))
+        ties = 0 if exact.offsets is None else int(np.count_nonzero(differs & ~beyond_tie))
+        rounded, runtime = (
+            np.count_nonzero(beyond_tie & ~beyond_window),
+            np.count_nonzero(beyond_window & ~wrong),
+        )
+        result.counts += Counts(0, array.size, ties, int(rounded), int(runtime))
     for value, name in zip(meaning.model.graph.outputs, meaning.model.output_names):
         if value in meaning.layers:
             continue
         targets = [meaning.outputs[value], *others(value)]
-        apart = [output_apart(meaning, value, run[name], target) for target in targets]
-        if all(apart):
-            found.wrong.append(replace(apart[0], name=name) if apart[0] else Apart(name, 0, 0, 0))
-    return found
+        differences = [output_difference(meaning, value, run[name], target) for target in targets]
+        if all(differences):
+            result.wrong.append(
+                replace(differences[0], name=name) if differences[0] else Difference(name, 0, 0, 0)
+            )
+    return result
 
 
 def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[Array, Array, int]:
@@ -171,10 +176,10 @@ def _misses(meaning: Meaning, run: Mapping[str, Array], value: Value) -> tuple[A
     array, exact = run[meaning.model.cuts[value]], meaning.layers[value]
     zero = exact.zero if exact.zero in meaning.model.cuts else None
     shift = 0 if zero is None else shift_of(run[meaning.model.cuts[zero]], meaning.layers[zero])
-    far = strange = exact.misses(array, TIE, shift)
-    if far.any() and exact.offsets is not None:
-        strange = exact.misses(array, meaning.window(value), shift)
-    return far, strange, shift
+    beyond_tie = beyond_window = exact.misses(array, TIE, shift)
+    if beyond_tie.any() and exact.offsets is not None:
+        beyond_window = exact.misses(array, meaning.window(value), shift)
+    return beyond_tie, beyond_window, shift
 
 
 # --- the original, and what is judged by it ---
@@ -212,18 +217,18 @@ class Quantised:
         layers = Layers(imported.graph)
         base = Quantised(layers.touched, "", (), (), threads, session_options)
         base = replace(base, notes=base._variations(model, imported, samples))
-        chosen = _within(samples, budget)
+        selected = _within(samples, budget)
         try:
-            if layers.obstacle or not chosen:
+            if layers.obstacle or not selected:
                 raise Unjudged(layers.obstacle or "its exact evaluation takes too long")
-            meanings, left = _meanings(CutModel.of(model, imported), chosen)
+            meanings, left_out = _meanings(CutModel.of(model, imported), selected)
             notes = base.notes
-            left += len(samples) - len(chosen)
-            if left:
-                tried = f"{len(samples) - left} of {len(samples)} sets of inputs"
+            left_out += len(samples) - len(selected)
+            if left_out:
+                evaluated = f"{len(samples) - left_out} of {len(samples)} sets of inputs"
                 notes = (
                     *notes,
-                    f"judged layer by layer on {tried}: the others take too long, or too much memory",
+                    f"judged layer by layer on {evaluated}: the others take too long, or too much memory",
                 )
             return replace(base, notes=notes, _meanings=meanings)._with_runs()
         except Unjudged as error:
@@ -241,12 +246,12 @@ class Quantised:
         some = samples[:_VARIED]
         with suppress(BackendError), self._opened(model, optimized=False) as runner:
             plain = [runner.run(sample.feeds) for sample in some]
-            found = [
+            notes = [
                 variation(info.name, [(sample.outputs[at], run[at]) for sample, run in zip(some, plain)])
                 for at, info in enumerate(imported.frame.graph.output)
                 if self.touched[at]
             ]
-            return tuple(text for text in found if text is not None)
+            return tuple(text for text in notes if text is not None)
         return ()
 
     @property
@@ -257,15 +262,15 @@ class Quantised:
     def _with_runs(self) -> Quantised:
         """Run the parts of the original, and add a note if the results differ from what they mean."""
         copy = self._meanings[0].showing(cut=True)
-        seen: list[_Seen] = []
+        results: list[_RunResult] = []
         with self._opened(copy) as runner:
             for meaning in self._meanings:
                 meaning.runs.append(_run(runner, meaning))
-                seen.append(_seen(meaning, meaning.runs[0]))
-        found = _worst(s.wrong for s in seen)
-        if found:
+                results.append(_compare_run(meaning, meaning.runs[0]))
+        wrong = _worst(s.wrong for s in results)
+        if wrong:
             self._run_plain()
-            return replace(self, notes=(*self.notes, self._deviation(found, copy)))
+            return replace(self, notes=(*self.notes, self._deviation(wrong, copy)))
         return self
 
     def _opened(self, model: Model, optimized: bool = True) -> AbstractContextManager[Runner]:
@@ -280,21 +285,21 @@ class Quantised:
                     for meaning in self._meanings:
                         meaning.runs.append(_run(runner, meaning))
 
-    def _deviation(self, found: Mapping[str, Apart], copy: bytes) -> str:
+    def _deviation(self, wrong: Mapping[str, Difference], copy: bytes) -> str:
         """The note that ONNX Runtime does not compute what the original means, and where."""
-        worst = max(found.values(), key=lambda apart: (not apart.floats, apart.most))
+        worst = max(wrong.values(), key=lambda difference: (not difference.floats, difference.maximum))
         meaning = self._meanings[0]
         count = len({*meaning.model.cuts, *meaning.outputs})
         text = (
             "ONNX Runtime on this processor does not compute what the original means: it differs in "
-            f"{len(found)} of {count} quantised tensors and outputs, most in {worst}"
+            f"{len(wrong)} of {count} quantised tensors and outputs, most in {worst}"
         )
         if self._is_mended(copy):
             return (
                 f"{text}; it adds pairs of products of bytes in 16 bits, which saturate "
                 f"(the session option {PRECISE}=1 makes it exact, and slower)"
             )
-        plain = [_seen(m, m.runs[1]).wrong for m in self._meanings if len(m.runs) > 1]
+        plain = [_compare_run(m, m.runs[1]).wrong for m in self._meanings if len(m.runs) > 1]
         if plain and not any(plain):
             return f"{text}; with its optimisations off it computes what is meant"
         return text
@@ -305,7 +310,7 @@ class Quantised:
             return False
         options = {**(self._options or {}), PRECISE: "1"}
         with suppress(BackendError), opened(copy, threads=self._threads, session_options=options) as runner:
-            return not any(_seen(m, _run(runner, m)).wrong for m in self._meanings)
+            return not any(_compare_run(m, _run(runner, m)).wrong for m in self._meanings)
         return False
 
     def judge(self, new: Model) -> Judged:
@@ -314,11 +319,11 @@ class Quantised:
             return Judged(self.reason)
         try:
             b = CutModel.of(new)
-            found = [self._compare(original, b) for original in self._meanings]
-            wrong = _worst(comparison.wrong for comparison in found)
+            comparisons = [self._compare(original, b) for original in self._meanings]
+            wrong = _worst(comparison.wrong for comparison in comparisons)
             if wrong:
                 return self._failed(wrong, "from the same inputs, the original means something else")
-            return self._judge_runs(new, b, found)
+            return self._judge_runs(new, b, comparisons)
         except Unjudged as error:
             return Judged(f"the new model: {error}")
         except BackendError as error:
@@ -326,31 +331,31 @@ class Quantised:
 
     def _compare(self, original: Meaning, b: CutModel) -> Comparison:
         """Compare what both models mean. Equal names need not mean equal tensors, so names count only if that helps."""
-        found = compared(original, b, by_name=True)
-        if found.wrong:
+        comparison = compared(original, b, by_name=True)
+        if comparison.wrong:
             again = compared(original, b, by_name=False)
             if not again.wrong and not again.left & again.new:
                 return again
-        return found
+        return comparison
 
     def _judge_runs(self, new: Model, b: CutModel, compared: Sequence[Comparison]) -> Judged:
-        seen: list[_Seen] = []
+        results: list[_RunResult] = []
         with self._opened(compared[0].meaning.showing(cut=True)) as runner:
             for original, comparison in zip(self._meanings, compared):
                 run = _run(runner, comparison.meaning)
-                seen.append(_seen(comparison.meaning, run, self._others(original, comparison)))
-        wrong = _worst(s.wrong for s in seen)
+                results.append(_compare_run(comparison.meaning, run, self._others(original, comparison)))
+        wrong = _worst(s.wrong for s in results)
         if wrong:
             return self._failed(
                 wrong, "ONNX Runtime computes neither what is meant nor what it makes of the original"
             )
-        strange = self._unexplained(new, b, compared)
-        if strange:
+        unexplained = self._unexplained(new, b, compared)
+        if unexplained:
             return self._failed(
-                strange, "ONNX Runtime makes something else of the whole model than of its parts"
+                unexplained, "ONNX Runtime makes something else of the whole model than of its parts"
             )
-        tally = sum((s.tally for s in seen), Tally())
-        return Judged(samples=len(seen), tally=tally)
+        counts = sum((s.counts for s in results), Counts())
+        return Judged(samples=len(results), counts=counts)
 
     def _others(self, original: Meaning, comparison: Comparison) -> Callable[[Value], list[Array]]:
         """A function from a value of the new model to what ONNX Runtime computes for the same value of the original."""
@@ -358,52 +363,54 @@ class Quantised:
             **original.model.cuts,
             **dict(zip(original.model.graph.outputs, original.model.output_names)),
         }
-        places = dict(zip(comparison.meaning.model.graph.outputs, original.model.graph.outputs))
+        originals = dict(zip(comparison.meaning.model.graph.outputs, original.model.graph.outputs))
 
         def others(value: Value) -> list[Array]:
             self._run_plain()
-            name = names.get(places.get(value, comparison.pairs.of[value]))
+            name = names.get(originals.get(value, comparison.pairs.of[value]))
             layer = comparison.meaning.layers.get(value)
-            found = [] if name is None else [run[name] for run in original.runs]
+            results = [] if name is None else [run[name] for run in original.runs]
             if layer is None or layer.offsets is None:
-                return found
+                return results
             dtype = layer.numbers.dtype
-            return [moved(a, dtype) for a in found if a.dtype.itemsize == dtype.itemsize]
+            return [shifted(a, dtype) for a in results if a.dtype.itemsize == dtype.itemsize]
 
         return others
 
-    def _failed(self, wrong: Mapping[str, Apart], why: str) -> Judged:
-        worst = sorted(wrong.values(), key=lambda apart: (apart.floats, -apart.most))
+    def _failed(self, wrong: Mapping[str, Difference], why: str) -> Judged:
+        worst = sorted(wrong.values(), key=lambda difference: (difference.floats, -difference.maximum))
         return Judged(
             samples=len(self._meanings),
-            failures=tuple(f"tensor {apart.name!r} differs {apart.extent}: {why}" for apart in worst),
+            failures=tuple(
+                f"tensor {difference.name!r} differs {difference.extent}: {why}" for difference in worst
+            ),
             wrong=tuple(worst),
         )
 
-    def _unexplained(self, new: Model, b: CutModel, compared: Sequence[Comparison]) -> dict[str, Apart]:
+    def _unexplained(self, new: Model, b: CutModel, compared: Sequence[Comparison]) -> dict[str, Difference]:
         """Outputs of the whole new model that differ both from the original's and from what the new parts compute."""
-        found: list[list[Apart]] = []
-        doubtful: list[tuple[Comparison, list[Any], list[Apart]]] = []
+        unexplained: list[list[Difference]] = []
+        differing: list[tuple[Comparison, list[Any], list[Difference]]] = []
         with self._opened(new) as runner:
             for original, comparison in zip(self._meanings, compared):
-                whole = runner.run(original.sample.feeds)
-                apart = self._outputs_apart(original, whole)
-                if apart:
-                    doubtful.append((comparison, whole, apart))
-        if doubtful:
+                outputs = runner.run(original.sample.feeds)
+                differences = self._output_differences(original, outputs)
+                if differences:
+                    differing.append((comparison, outputs, differences))
+        if differing:
             with (
                 self._opened(compared[0].meaning.showing(cut=False)) as shown,
                 self._opened(compared[0].meaning.showing(cut=True)) as cut,
             ):
-                for comparison, whole, apart in doubtful:
-                    if not _is_explained(comparison.meaning, whole, shown, cut) and not (
+                for comparison, outputs, differences in differing:
+                    if not _is_explained(comparison.meaning, outputs, shown, cut) and not (
                         _is_explained(comparison.meaning, None, shown, cut)
-                        and self._varies_as_much(comparison.meaning.sample, apart)
+                        and self._varies_as_much(comparison.meaning.sample, differences)
                     ):
-                        found.append(apart)
-        return _worst(found)
+                        unexplained.append(differences)
+        return _worst(unexplained)
 
-    def _varies_as_much(self, sample: Sample, apart: Sequence[Apart]) -> bool:
+    def _varies_as_much(self, sample: Sample, differences: Sequence[Difference]) -> bool:
         """Whether the original's own outputs of floats differ at least half as much when its constants are replaced by
         neighbouring floats.
 
@@ -416,60 +423,60 @@ class Quantised:
         names = [info.name for info in proto.graph.output]
         spread = dict.fromkeys(names, 0.0)
         for seed in range(_MOVES):
-            with self._opened(moved_constants(proto, seed)) as runner:
+            with self._opened(perturbed_constants(proto, seed)) as runner:
                 for name, a, b in zip(names, sample.outputs, runner.run(sample.feeds)):
                     if is_float(a) and a.shape == b.shape:
                         spread[name] = max(spread[name], float(np.abs(wide(a) - wide(b)).max(initial=0.0)))
-        return all(each.floats and each.most <= 2 * spread[each.name] for each in apart)
+        return all(each.floats and each.maximum <= 2 * spread[each.name] for each in differences)
 
-    def _outputs_apart(self, original: Meaning, whole: Sequence[Array]) -> list[Apart]:
+    def _output_differences(self, original: Meaning, outputs: Sequence[Array]) -> list[Difference]:
         """The outputs of a whole model that differ from the original's by more than rounding."""
-        found = []
+        differences = []
         for at, (value, name) in enumerate(zip(original.model.graph.outputs, original.model.output_names)):
-            a, b = original.sample.outputs[at], whole[at]
+            a, b = original.sample.outputs[at], outputs[at]
             if not self.touched[at] or (a.shape == b.shape and bool((a == b).all())):
                 continue
             if value in original.layers:
-                found.append(Apart(name, *distance(b, a)))
-            elif apart := output_apart(original, value, b, a):
-                found.append(replace(apart, name=name))
-        return found
+                differences.append(Difference(name, *distance(b, a)))
+            elif difference := output_difference(original, value, b, a):
+                differences.append(replace(difference, name=name))
+        return differences
 
 
-def _is_explained(meaning: Meaning, whole: Sequence[Array] | None, shown: Runner, cut: Runner) -> bool:
+def _is_explained(meaning: Meaning, outputs: Sequence[Array] | None, shown: Runner, cut: Runner) -> bool:
     """Whether each quantised tensor of a whole model is what its part computes, or means, from the tensors before it.
 
-    `whole`: the outputs of the whole model; None: those of the copy that shows its tensors.
+    `outputs`: the outputs of the whole model; None: those of the copy that shows its tensors.
     """
     model = meaning.model
     run = model.results(shown.run(meaning.sample.feeds))
     own = {value: run[name] for value, name in model.cuts.items()}
     mine = meaning_of(model, meaning.sample, own)
     # In a copy that shows the tensors, ONNX Runtime may fuse less, and round the floats behind them differently.
-    for value, name, array in zip(model.graph.outputs, model.output_names, whole or ()):
+    for value, name, array in zip(model.graph.outputs, model.output_names, outputs or ()):
         if not np.array_equal(run[name], array) and (
-            value in mine.layers or output_apart(mine, value, run[name], array) is not None
+            value in mine.layers or output_difference(mine, value, run[name], array) is not None
         ):
             return False  # the copy computes something else than the model
-    given = {name + GIVEN: run[name] for name in model.cuts.values()}
-    parts = model.results(cut.run({**meaning.sample.feeds, **given}))
+    inputs = {name + GIVEN: run[name] for name in model.cuts.values()}
+    parts = model.results(cut.run({**meaning.sample.feeds, **inputs}))
     if all(np.array_equal(run[name], parts[name]) for name in run):
         return True
     names = {**model.cuts, **dict(zip(model.graph.outputs, model.output_names))}
-    return not _seen(mine, run, lambda value: [parts[names[value]]]).wrong
+    return not _compare_run(mine, run, lambda value: [parts[names[value]]]).wrong
 
 
-def samples_of(known: Sequence[Known], cost: Callable[[Case], float]) -> list[Sample]:
+def samples_of(cases: Sequence[ReferenceCase], cost: Callable[[Case], float]) -> list[Sample]:
     """Cases of tensors only, whose outputs are finite. Ordinary values come first, then cheap cases."""
-    found: list[tuple[bool, float, Sample]] = []
-    for item in known:
+    ranked: list[tuple[bool, float, Sample]] = []
+    for item in cases:
         plain = all(len(parts) == 1 and not parts[0][0] for parts in item.outputs)
         tensors = all(isinstance(a, np.ndarray) for a in item.case.feeds.values())
-        if plain and tensors and all(licence is Licence.NONE for licence in item.licences):
+        if plain and tensors and all(exemption is Exemption.NONE for exemption in item.exemptions):
             needed = cost(item.case)
             sample = Sample(item.case.feeds, [parts[0][1] for parts in item.outputs], needed)
-            found.append((not item.case.values.ordinary, needed, sample))
-    return [sample for _, _, sample in sorted(found, key=lambda entry: entry[:2])]
+            ranked.append((not item.case.values.ordinary, needed, sample))
+    return [sample for _, _, sample in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def _is_finite(array: Array) -> bool:
@@ -478,13 +485,13 @@ def _is_finite(array: Array) -> bool:
 
 def _within(samples: Sequence[Sample], budget: float) -> list[Sample]:
     """The samples to be evaluated, in order, until their cost exceeds the budget."""
-    chosen: list[Sample] = []
-    left = budget
+    selected: list[Sample] = []
+    remaining = budget
     for sample in samples:
-        if sample.cost <= left or (not chosen and sample.cost <= 10 * budget):
-            chosen.append(sample)
-            left -= sample.cost
-    return chosen
+        if sample.cost <= remaining or (not selected and sample.cost <= 10 * budget):
+            selected.append(sample)
+            remaining -= sample.cost
+    return selected
 
 
 def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning, ...], int]:
@@ -493,65 +500,65 @@ def _meanings(model: CutModel, samples: Sequence[Sample]) -> tuple[tuple[Meaning
     Samples where a quantised tensor depends on NaN or infinities are left out: each runtime rounds NaN to something
     else. Raises Unjudged.
     """
-    found: list[Meaning] = []
-    kept = 0
+    meanings: list[Meaning] = []
+    elements = 0
     for at, sample in enumerate(samples):
-        if kept >= _MOST_ELEMENTS:
-            return tuple(found), len(samples) - at
+        if elements >= _MOST_ELEMENTS:
+            return tuple(meanings), len(samples) - at
         finite = all(map(_is_finite, sample.feeds.values()))
         try:
             meaning = meaning_of(model, sample)
         except Unjudged:
-            if finite or not found:
+            if finite or not meanings:
                 raise
             continue
         if finite or all(map(_is_finite, (layer.steps for layer in meaning.layers.values()))):
-            found.append(meaning)
-            kept += sum(layer.numbers.size for layer in meaning.layers.values())
-    if not found:
+            meanings.append(meaning)
+            elements += sum(layer.numbers.size for layer in meaning.layers.values())
+    if not meanings:
         raise Unjudged("its quantised numbers are NaN or infinite on these inputs")
-    return tuple(found), 0
+    return tuple(meanings), 0
 
 
-def _worst(found: Iterable[Sequence[Apart]]) -> dict[str, Apart]:
+def _worst(groups: Iterable[Sequence[Difference]]) -> dict[str, Difference]:
     """The greatest difference of each tensor."""
-    out: dict[str, Apart] = {}
-    for some in found:
+    out: dict[str, Difference] = {}
+    for some in groups:
         for apart in some:
-            if apart.name not in out or out[apart.name].most < apart.most:
+            if apart.name not in out or out[apart.name].maximum < apart.maximum:
                 out[apart.name] = apart
     return out
 
 
-def judge_whole(original: Array, new: Array, licence: Licence = Licence.NONE) -> Judgement:
+def judge_whole(original: Array, new: Array, exemption: Exemption = Exemption.NONE) -> Judgement:
     """The verdict on an output of a whole model whose layers are judged: only NaN and infinities must be the same."""
     if not is_float(original):
-        return Judgement(Leg.LAYERS, difference=distance(new, original)[0])
+        return Judgement(Criterion.LAYERS, difference=distance(new, original)[0])
     finite = np.isfinite(wide(original)) & np.isfinite(wide(new))
-    found = judge_floats(by_deviation(original, None), np.where(finite, original, new), licence)
+    judgement = judge_floats(by_deviation(original, None), np.where(finite, original, new), exemption)
     apart = np.max(np.abs(wide(new) - wide(original)), initial=0.0, where=finite)
-    return replace(found, leg=Leg.LAYERS, difference=float(apart))
+    return replace(judgement, criterion=Criterion.LAYERS, difference=float(apart))
 
 
 def variation(name: str, pairs: Iterable[tuple[Array, Array]]) -> str | None:
     """The note on how much an output of floats varies between two runs of one model; None if only by rounding. `pairs`:
     the output at two of ONNX Runtime's optimisation levels, for each set of inputs."""
-    apart = scale = 0.0
+    distance = scale = 0.0
     changed = rows = 0
     for a, b in pairs:
         if a.shape != b.shape or not is_float(a) or a.dtype.kind == "c" or not a.size:
             continue
         x, y = wide(a), wide(b)
         finite = np.isfinite(x) & np.isfinite(y)
-        apart = max(apart, float(np.max(np.abs(x - y), initial=0.0, where=finite)))
+        distance = max(distance, float(np.max(np.abs(x - y), initial=0.0, where=finite)))
         scale = max(scale, float(np.max(np.abs(x), initial=0.0, where=finite)))
         if x.ndim and x.shape[-1] > 1:
             first = x.argmax(-1) != y.argmax(-1)
             changed, rows = changed + int(np.count_nonzero(first)), rows + first.size
-    if apart <= 2.0**-10 * scale:
+    if distance <= 2.0**-10 * scale:
         return None
     text = (
-        f"output {name!r}: the original's own results vary by up to {apart:.3g} (values up to {scale:.3g}) "
+        f"output {name!r}: the original's own results vary by up to {distance:.3g} (values up to {scale:.3g}) "
         "between ONNX Runtime's optimisation levels"
     )
     if not rows:

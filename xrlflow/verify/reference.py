@@ -87,23 +87,23 @@ def _as_declared(graph: Graph, feeds: Mapping[Value, Array]) -> list[Array]:
     """Like `evaluate_graph`, but each operator's outputs are rounded to their declared types."""
     order = graph.topological()
     last = {value: at for at, node in enumerate(order) for value in node.inputs}
-    held: dict[Value, Array] = dict(feeds)
+    arrays: dict[Value, Array] = dict(feeds)
 
     def read(value: Value) -> Array | None:
         if value == ABSENT:
             return None
-        return held[value] if value in held else graph.leaves.consts[value].numpy()
+        return arrays[value] if value in arrays else graph.leaves.consts[value].numpy()
 
     for at, node in enumerate(order):
         deadline.check()
         results = evaluate_node(node.op, node.attrs, [read(v) for v in node.inputs], len(node.outputs))
         for value, type, result in zip(node.outputs, node.types, results):
-            held[value] = result.astype(numpy_dtype(type.dtype)) if type.dtype in FLOATS else result
+            arrays[value] = result.astype(numpy_dtype(type.dtype)) if type.dtype in FLOATS else result
         for value in node.inputs:
             if last[value] == at and value not in graph.outputs:
-                held.pop(value, None)
-    found = [read(value) for value in graph.outputs]
-    return [array for array in found if array is not None]
+                arrays.pop(value, None)
+    outputs = [read(value) for value in graph.outputs]
+    return [array for array in outputs if array is not None]
 
 
 def evaluable(graph: Graph) -> tuple[bool, ...]:
@@ -168,8 +168,8 @@ class Sizes:
             working = max(
                 working, sum(_bytes(t, numbers) for t in (*types, *node.types) if t and not t.const)
             )
-        kept = sum(_bytes(graph.type(v), numbers) for v in (*graph.inputs, *graph.outputs))
-        return Estimate(seconds, working, kept)
+        exchanged = sum(_bytes(graph.type(v), numbers) for v in (*graph.inputs, *graph.outputs))
+        return Estimate(seconds, working, exchanged)
 
     def flops(self, case: Case) -> float:
         """Floating-point operations of one evaluation on the case's inputs; infinite if unknown.

@@ -90,8 +90,8 @@ class Runner:
             if dtype not in _BY_BYTES:
                 out.append(value.numpy())
                 continue
-            held = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
-            array = np.frombuffer(held, numpy_dtype(dtype)) if held else np.empty(0, numpy_dtype(dtype))
+            content = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+            array = np.frombuffer(content, numpy_dtype(dtype)) if content else np.empty(0, numpy_dtype(dtype))
             out.append(array.reshape(value.shape()))
         return out
 

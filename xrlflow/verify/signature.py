@@ -59,13 +59,13 @@ def signature(model: Model) -> Signature:
 def signature_of_proto(proto: onnx.ModelProto, defaults: Iterable[str]) -> Signature:
     """The signature of a model whose initialisers may be missing: `defaults` names the inputs that have one."""
     graph = proto.graph
-    given = (
+    required = (
         set(defaults)
         | {t.name for t in graph.initializer}
         | {t.values.name for t in graph.sparse_initializer}
     )
     return Signature(
-        tuple(Port(v.name, type_of_proto(v.type), v.name in given) for v in graph.input),
+        tuple(Port(v.name, type_of_proto(v.type), v.name in required) for v in graph.input),
         tuple(Port(v.name, type_of_proto(v.type)) for v in graph.output),
         proto.ir_version < 4,
     )
@@ -78,30 +78,30 @@ def differences(original: Signature, new: Signature, fixed: Mapping[str, int] = 
     original that were replaced by numbers on purpose. Inputs with a default that cannot be overridden (IR version below
     4) may be missing.
     """
-    wanted = original.inputs
+    expected = original.inputs
     if original.constant_defaults:
-        kept = {port.name for port in new.inputs}
-        wanted = tuple(port for port in wanted if not port.default or port.name in kept)
+        names = {port.name for port in new.inputs}
+        expected = tuple(port for port in expected if not port.default or port.name in names)
     return (
-        *_compare("input", wanted, new.inputs, fixed, not original.constant_defaults),
+        *_compare("input", expected, new.inputs, fixed, not original.constant_defaults),
         *_compare("output", original.outputs, new.outputs, fixed, False),
     )
 
 
 def _compare(
-    what: str, wanted: Sequence[Port], found: Sequence[Port], fixed: Mapping[str, int], defaults: bool
+    what: str, expected: Sequence[Port], actual: Sequence[Port], fixed: Mapping[str, int], defaults: bool
 ) -> Iterable[str]:
-    names, others = [p.name for p in wanted], [p.name for p in found]
-    if names != others:
-        if sorted(names) == sorted(others):
-            yield f"the {what}s are in another order: {', '.join(others)} instead of {', '.join(names)}"
+    names, actual_names = [p.name for p in expected], [p.name for p in actual]
+    if names != actual_names:
+        if sorted(names) == sorted(actual_names):
+            yield f"the {what}s are in another order: {', '.join(actual_names)} instead of {', '.join(names)}"
             return
-        for name in sorted(set(names) - set(others)):
+        for name in sorted(set(names) - set(actual_names)):
             yield f"{what} {name!r} is missing"
-        for name in sorted(set(others) - set(names)):
+        for name in sorted(set(actual_names) - set(names)):
             yield f"{what} {name!r} is new"
         return
-    for a, b in zip(wanted, found):
+    for a, b in zip(expected, actual):
         if bound(a.type, fixed) != bound(b.type, fixed):
             yield f"{what} {a.name!r} is declared {describe(b.type)}, was {describe(a.type)}"
         elif defaults and a.default != b.default:

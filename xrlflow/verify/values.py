@@ -71,7 +71,7 @@ LARGE = 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class Takes:
+class InputTraits:
     """The properties of a model's inputs that decide which kinds of values are worth a run."""
 
     floats: bool  # some input of floats is unconstrained

@@ -1,4 +1,4 @@
-"""The tolerance scales of the original's outputs, case by case: from a float64 evaluation where there is one."""
+"""The targets of the original's outputs, case by case: from a float64 evaluation where there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from xrlflow.ir import Value
 from xrlflow.onnxio import ImportedModel
-from xrlflow.verify.compare import Licence, Yardstick, by_reference, is_float, judge_floats
+from xrlflow.verify.compare import Exemption, Target, by_reference, is_float, judge_floats
 from xrlflow.verify.inputs import Case
 from xrlflow.verify.reference import (
     NoReference,
@@ -27,7 +27,7 @@ ON_DEMAND = 10
 
 
 @dataclass(slots=True)
-class Known:
+class ReferenceCase:
     """One case with the original's outputs, and what a new model's outputs are compared with.
 
     An output that is a sequence or map has several parts: (label, array); a tensor has one, with the label "".
@@ -35,73 +35,75 @@ class Known:
 
     case: Case
     outputs: list[Sequence[tuple[str, Any]]]
-    yardsticks: dict[tuple[int, str], Yardstick] = field(default_factory=dict)  # by output and part
-    licences: tuple[Licence | None, ...] = ()
-    doubtful: dict[int, Yardstick] = field(default_factory=dict)
+    targets: dict[tuple[int, str], Target] = field(default_factory=dict)  # by output and part
+    exemptions: tuple[Exemption | None, ...] = ()
+    unexplained: dict[int, Target] = field(default_factory=dict)
     """By output: scales from float64 evaluations that the original is too far from, not used until that is
     explained."""
     changed: dict[int, float] = field(default_factory=dict)
     """By output: how much ONNX Runtime's optimiser changes it."""
 
-    def licence(self, index: int) -> Licence | None:
+    def exemption(self, index: int) -> Exemption | None:
         """Which elements of an output are not compared; None: the output is not judged at all."""
-        return self.licences[index] if self.licences else Licence.NONE
+        return self.exemptions[index] if self.exemptions else Exemption.NONE
 
 
-def by_float64(at: Sizes, imported: ImportedModel, known: Sequence[Known], budget: float) -> list[str]:
-    """Add tolerance scales from our float64 evaluation, as long as their operations stay within `budget`.
+def by_float64(
+    at: Sizes, imported: ImportedModel, cases: Sequence[ReferenceCase], budget: float
+) -> list[str]:
+    """Add targets from our float64 evaluation, as long as their operations stay within `budget`.
 
     Cases of ordinary values come first. Returns notes on what could not be evaluated.
     """
-    wanted = _evaluable(imported, known[0])
-    if not wanted:
+    indices = _evaluable(imported, cases[0])
+    if not indices:
         return []
     costs: dict[tuple[int, ...], float] = {}
 
-    def cost_of(item: Known) -> float:
+    def cost_of(item: ReferenceCase) -> float:
         key = tuple(item.case.bindings.values())
         if key not in costs:
             costs[key] = at.flops(item.case)
         return costs[key]
 
-    for item in sorted(known, key=lambda k: (not k.case.values.ordinary, k.case.sample, cost_of(k))):
+    for item in sorted(cases, key=lambda k: (not k.case.values.ordinary, k.case.sample, cost_of(k))):
         cost = cost_of(item)
         if cost > budget:
             continue
         budget -= cost
         try:
-            _measure(imported, item, wanted)
+            _measure(imported, item, indices)
         except NoReference as error:
             if item.case.values.ordinary:
                 return [str(error)]
     return []
 
 
-def on_demand(at: Sizes, imported: ImportedModel, item: Known, budget: float) -> None:
+def on_demand(at: Sizes, imported: ImportedModel, item: ReferenceCase, budget: float) -> None:
     """Evaluate one case in float64 beyond the budget, because a difference would be reported otherwise."""
-    wanted = _evaluable(imported, item)
-    if wanted and at.flops(item.case) <= ON_DEMAND * budget:
+    indices = _evaluable(imported, item)
+    if indices and at.flops(item.case) <= ON_DEMAND * budget:
         with suppress(NoReference):  # the present scale stays
-            _measure(imported, item, wanted)
+            _measure(imported, item, indices)
 
 
-def not_credible(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> list[int]:
-    """The indices among `wanted` of outputs that differ from our evaluation by more than rounding. Raises
+def not_credible(imported: ImportedModel, item: ReferenceCase, indices: Sequence[int]) -> list[int]:
+    """The indices among `indices` of outputs that differ from our evaluation by more than rounding. Raises
     NoReference."""
-    values = [imported.graph.outputs[index] for index in wanted]
+    values = [imported.graph.outputs[index] for index in indices]
     references = evaluate(imported, item.case, values)
     rounded = _Rounded(imported, item.case, values)
-    found = []
-    for place, (index, reference) in enumerate(zip(wanted, references)):
+    suspicious = []
+    for position, (index, reference) in enumerate(zip(indices, references)):
         original = item.outputs[index][0][1]
         if original.shape != reference.shape or not is_credible(
-            original, reference, partial(rounded.output, place)
+            original, reference, partial(rounded.output, position)
         ):
-            found.append(index)
-    return found
+            suspicious.append(index)
+    return suspicious
 
 
-def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
+def _evaluable(imported: ImportedModel, item: ReferenceCase) -> list[int]:
     """The indices of the float outputs that have a float64 evaluation."""
     able = evaluable(imported.graph)
     return [
@@ -109,18 +111,18 @@ def _evaluable(imported: ImportedModel, item: Known) -> list[int]:
     ]
 
 
-def _measure(imported: ImportedModel, item: Known, wanted: Sequence[int]) -> None:
-    """Evaluate the outputs `wanted` of a case in float64, and add their scales. Raises NoReference."""
-    values = [imported.graph.outputs[index] for index in wanted]
-    for index, reference in zip(wanted, evaluate(imported, item.case, values)):
+def _measure(imported: ImportedModel, item: ReferenceCase, indices: Sequence[int]) -> None:
+    """Evaluate the outputs `indices` of a case in float64, and add their scales. Raises NoReference."""
+    values = [imported.graph.outputs[index] for index in indices]
+    for index, reference in zip(indices, evaluate(imported, item.case, values)):
         original = item.outputs[index][0][1]
-        yardstick = by_reference(original, reference)
-        if yardstick is None:
+        target = by_reference(original, reference)
+        if target is None:
             continue
-        if judge_floats(yardstick, original).passed:
-            item.yardsticks[index, ""] = yardstick
+        if judge_floats(target, original).passed:
+            item.targets[index, ""] = target
         else:
-            item.doubtful[index] = yardstick
+            item.unexplained[index] = target
 
 
 class _Rounded:

@@ -26,7 +26,7 @@ _child = Child(MALLOC_PERTURB_="65")
 atexit.register(_child.close)
 
 
-def run_apart(
+def run_isolated(
     model: Model,
     feeds: Mapping[str, Any],
     *,
