@@ -41,7 +41,7 @@ RIVALS_AS_SHOWN = (*RIVALS[:-1], "ORT's for transformers")
 # The packages whose versions are in a row.
 PACKAGES = ("onnxruntime", "onnx", "onnxsim", "onnxslim", "onnxoptimizer", "numpy")
 KERNELS = "kernels"
-"""The agent's search, and kernels of our own where they are faster (`--backend auto`)."""
+"""The agent's search, and generated kernels where they are faster (`--backend auto`)."""
 OURS = ("greedy", "taso", "xrlflow", KERNELS)
 OURS_AS_SHOWN = ("greedy search", "TASO's search", "the agent", "with kernels")
 THREADS = (2, 1)

@@ -1,4 +1,4 @@
-"""Session creation and memory with kernels of our own: `python bench/loading.py [NAMES] [--turns N] [--write]`.
+"""Session creation and memory with generated kernels: `python bench/loading.py [NAMES] [--turns N] [--write]`.
 
 For each model: the original, the file with kernels and its library, and the same file without the library. Each session
 is created and run once in a process of its own; the variants take turns. Seconds are those of creating the session,

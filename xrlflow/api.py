@@ -159,7 +159,7 @@ def optimize(
       `providers`: those of ONNX Runtime; only the CPU's is allowed.
     - `listener(phase, done, total, note)` is called with the progress.
 
-    Kernels of our own: with `backend="auto"`, parts of the graph (usually all of it) are compiled with TVM, if that is
+    Generated kernels: with `backend="auto"`, parts of the graph (usually all of it) are compiled with TVM, if that is
     installed, and measured against the plain result. If they are faster, `save` writes an ONNX file and, in its folder,
     a library that ONNX Runtime registers; without the library the file runs as usual. "hybrid": in any case.
     "onnxruntime", or `portable`: never. Open dimensions get kernels for `shapes`, and for each of `further_shapes`.
@@ -311,7 +311,7 @@ def compare(
     options: Options | None = None,
     **given: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies, by default without kernels of our own. `options`, what is `given` and
+    """Optimise with each of several strategies, by default without generated kernels. `options`, what is `given` and
     the errors raised are those of `optimize`."""
     if options is None:
         given.setdefault("backend", "onnxruntime")

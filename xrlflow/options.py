@@ -41,7 +41,7 @@ COSTS = ("auto", "roofline", "profiled", "learned", "measured")
 AUTO = ("profiled", "learned", "roofline")
 """What `cost="auto"` tries, in this order, until a result is measured to be faster."""
 BACKENDS = ("auto", "onnxruntime", "hybrid", "tvm")
-"""Auto: a plain ONNX file, or one with kernels of our own (hybrid) where that is faster."""
+"""Auto: a plain ONNX file, or one with generated kernels (hybrid) where that is faster."""
 TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
@@ -186,7 +186,7 @@ class Options(Common):
     )
     backend: str = option(
         "auto",
-        "auto: kernels of our own in NAME.so if they are faster; onnxruntime: none; hybrid: in any case; "
+        "auto: generated kernels in NAME.so if they are faster; onnxruntime: none; hybrid: in any case; "
         "tvm: -o names a shared library.",
         str,
         values=BACKENDS,
@@ -260,7 +260,7 @@ class Options(Common):
             )
         if self.further_shapes and not self.with_kernels:
             raise OptionError(
-                "further shapes have no meaning without kernels of our own: give one shape for each input"
+                "further shapes have no meaning without generated kernels: give one shape for each input"
             )
         if self.trust_rules and self.rules is None:
             raise OptionError("trust_rules has no meaning without rules: name the file")
@@ -276,7 +276,7 @@ class Options(Common):
     @property
     def costs(self) -> tuple[str | CostModel, ...]:
         """The cost models that guide a search each, one after the other, until a result is faster than the original.
-        There is only one where nothing is measured, where kernels of our own are wanted in any case, and where an agent
+        There is only one where nothing is measured, where generated kernels are wanted in any case, and where an agent
         trains for the model, which takes the time."""
         once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
         if self.cost != "auto":
@@ -295,7 +295,7 @@ class Options(Common):
 
     @property
     def with_kernels(self) -> bool:
-        """Whether the result may be an ONNX file with kernels of our own. `auto` decides that by measuring."""
+        """Whether the result may be an ONNX file with generated kernels. `auto` decides that by measuring."""
         return self.backend == "hybrid" or (self.backend == "auto" and self.measure and not self.portable)
 
     @property

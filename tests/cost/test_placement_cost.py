@@ -1,4 +1,4 @@
-"""The cost of graphs of which a part runs in kernels of our own, and prices of single kernels."""
+"""The cost of graphs of which a part runs in generated kernels, and prices of single kernels."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_simplifying_ends() -> None:
 
 def test_kernels_that_take_too_long_to_compile_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels._Trials, "_compile_until", past)
-    said = "no kernels of our own: there was no time to compile them (--time-limit); "
+    said = "no generated kernels: there was no time to compile them (--time-limit); "
     said += "with them a model is 1.26 times as fast on average"
     with prepare.opened(MLP, Options(), None, time.monotonic()) as context, kernels._lowering(context) as how:
         node = prepare.start(context, Roofline()).base

@@ -1,4 +1,4 @@
-"""Results with kernels of our own: which are made and kept, what is written, and what is said of them."""
+"""Results with generated kernels: which are made and kept, what is written, and what is said of them."""
 
 from __future__ import annotations
 
@@ -197,12 +197,12 @@ def test_nothing_is_compiled_where_no_sizes_are_given(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "_lowering", lambda context: pytest.fail("it begins to compile"))
     result = asked(network("N"), backend="auto", measure=True, time_limit=5.0, threads=1)
     (note,) = [note for note in result.report.notes if "kernels" in note]
-    assert note.startswith("no kernels of our own: input x has open dimensions")
+    assert note.startswith("no generated kernels: input x has open dimensions")
 
 
 def test_what_cannot_be_lowered_at_all_is_one_line() -> None:
     proto = model("agraph (int64[4] x) => (int64[?] y) { y = Unique(x) }")
-    with pytest.raises(BackendError, match=r"^no kernels of our own: .*lowered"):
+    with pytest.raises(BackendError, match=r"^no generated kernels: .*lowered"):
         asked(proto)
 
 
@@ -231,7 +231,7 @@ def test_auto_keeps_what_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MARGIN", 0.0)
     result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=20.0, threads=1)
     said = " ".join(result.report.notes)
-    assert "with kernels of our own, measured against the plain file" in said
+    assert "with generated kernels, measured against the plain file" in said
     assert (result.hybrid is not None) == (result.report.kernel_nodes > 0)
     assert result.hybrid is not None or "not kept with kernels" in said
 
@@ -257,7 +257,7 @@ def test_kernels_that_could_not_be_compared_in_time_are_not_compiled(monkeypatch
     made: list[str] = []
     true = kernels.Lowering.hybrid
     monkeypatch.setattr(kernels.Lowering, "hybrid", lambda how, *given: made.append("") or true(how, *given))
-    late = "no kernels of our own: there was no time (--time-limit); with them a model is 1.26 times as fast on average"
+    late = "no generated kernels: there was no time (--time-limit); with them a model is 1.26 times as fast on average"
     for seconds, compiled in ((4.0, False), (30.0, True)):
         result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=seconds, threads=1)
         assert (late in result.report.notes) != compiled
@@ -324,7 +324,7 @@ def test_the_second_ctrl_c_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_tvm_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "missing_for_kernels", lambda: "they need TVM (pip install 'xrlflow[tvm]')")
     result = xrlflow.optimize(network(), search="greedy", cost="roofline", time_limit=10.0, threads=1)
-    assert "no kernels of our own: they need TVM" in " ".join(result.report.notes)
+    assert "no generated kernels: they need TVM" in " ".join(result.report.notes)
     with pytest.raises(BackendError, match="they need TVM"):
         asked(network())
 
@@ -639,7 +639,7 @@ def test_graphs_without_kernels_do_not_matter_where_others_have_some(
     monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     result = asked(network(), measure=True, threads=1, cost="profiled")
     assert result.hybrid is not None
-    assert not [note for note in result.report.notes if "no kernels of our own" in note]
+    assert not [note for note in result.report.notes if "no generated kernels" in note]
 
 
 @pytest.mark.usefixtures("compiled_here")
@@ -651,7 +651,7 @@ def test_prices_that_cannot_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(placement, "Database", lambda server: Database(tmp_path / "prices.sqlite"))
     result = asked(network(), measure=True, threads=1)
     assert result.hybrid is not None
-    assert "kernels of our own have no prices: a kernel failed" in result.report.notes
+    assert "generated kernels have no prices: a kernel failed" in result.report.notes
 
 
 @pytest.mark.usefixtures("compiled_here")

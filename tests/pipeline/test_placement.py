@@ -1,4 +1,4 @@
-"""Prices of operators in kernels of our own are those of the algorithms that they get, and a search goes by them."""
+"""Prices of operators in generated kernels are those of the algorithms that they get, and a search goes by them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SAYS = {
     "own_agent": (r"trained for 2 iterations\n.* verified: True", ["own.safetensors"]),
     "compare_strategies": (r"greedy +modelled cost .*\ntaso +modelled cost", ["slow.onnx"]),
     "run_with_kernels": (
-        r"kernels of our own run \d+ of \d+ nodes(.|\n)*differs from that without kernels by \d(\.\d+)?e-0[5-9]",
+        r"generated kernels run \d+ of \d+ nodes(.|\n)*differs from that without kernels by \d(\.\d+)?e-0[5-9]",
         ["slow.fast.onnx", "slow.fast.so"],
     ),
     "compile_with_tvm": (r"an output of shape \(1, 256\)", ["slow.so", "slow.so.json"]),

@@ -1,4 +1,4 @@
-"""Which operators run in kernels of our own, as substitutions."""
+"""Which operators run in generated kernels, as substitutions."""
 
 from __future__ import annotations
 

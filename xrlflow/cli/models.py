@@ -49,7 +49,7 @@ def optimize(
         read = source(model)
         target = Output(output)
         if output == PIPE and asked.with_kernels and not (as_json or quiet):
-            typer.echo("note: no kernels of our own: they would be a second file (name one with -o)")
+            typer.echo("note: no generated kernels: they would be a second file (name one with -o)")
         with progress(not (as_json or quiet) and sys.stderr.isatty(), asked.time_limit) as listener:
             result = api.optimize(read, options=asked, listener=listener)
         target.put(result.save)

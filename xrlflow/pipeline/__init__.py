@@ -1,7 +1,7 @@
 """One optimisation, phase by phase: prepare, explore, finish, results.
 
-Each phase takes values and returns values. All of them read a `Context`. To finish is one loop over candidates, which
-are compared with the original, verified and decided on; a model is one `Artifact` in all of them.
+Each phase takes values and returns values, and reads a `Context`. The phase `finish` is a loop over candidates: each is
+compared with the original, verified and decided on. All phases represent a model as an `Artifact`.
 """
 
 from xrlflow.pipeline.results import Result

@@ -1,4 +1,4 @@
-"""A model as one value: a graph, and what is made of it once and when it is first needed: its size and its file."""
+"""A model as one value: a graph, with its size and its file, which are computed once, on first use."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from pathlib import Path
 from xrlflow.ir import Graph
 from xrlflow.onnxio import ImportedModel, Source, save, size_of
 
-# So many artifacts are remembered, and so many of them have a file: the latest. A comparison has two files, and a
-# candidate with kernels of our own is made from a third.
+# The number of latest artifacts that are remembered, and of those that have a file. A comparison needs two files, and a
+# candidate with generated kernels is compiled from a third.
 _REMEMBERED, _FILES = 64, 4
 
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """The user's model: `source` as it was given. A session is made from `runnable`, a process reads `file`."""
+    """The user's model: `source` as the user passed it. Sessions load `runnable`, other processes read `file`."""
 
     source: Source
     folder: str
 
     @cached_property
     def runnable(self) -> str | bytes:
-        """The model as a runtime takes it: a path or bytes."""
+        """The model as a runtime loads it: a path or bytes."""
         return runnable(self.source)
 
     @cached_property
     def file(self) -> str:
-        """The model as a file: its own, or one in the folder."""
+        """The path of the model as a file: the user's own, or one in the temporary folder."""
         if not isinstance(self.runnable, bytes):
             return self.runnable
         file = Path(self.folder) / "original.onnx"
@@ -41,7 +41,7 @@ class Original:
 
 
 def runnable(source: Source) -> str | bytes:
-    """A model as the runtime takes it: a path or bytes."""
+    """The model as the runtime loads it: a path or bytes."""
     if isinstance(source, bytes):
         return source
     if isinstance(source, (str, os.PathLike)):
@@ -64,12 +64,12 @@ class Artifact:
 
     @cached_property
     def size(self) -> int:
-        """The approximate bytes of the file. Constants are not evaluated."""
+        """The approximate size of the file in bytes. Constants are not evaluated for it."""
         return size_of(self.imported, self.graph)
 
     @property
     def file(self) -> str:
-        """The path of its file, which may have any size. It stays until four other artifacts were asked for theirs.
+        """The path of its file, which may exceed 2 GB. The file exists until four other artifacts are asked for theirs.
 
         Raises ModelError if the graph cannot be written.
         """
@@ -78,14 +78,14 @@ class Artifact:
 
 @dataclass(slots=True, eq=False)
 class Artifacts:
-    """The artifacts of one optimisation, each once. Their files are in new folders in `folder`."""
+    """The artifacts of one optimisation, each once. Each of their files is in a new folder inside `folder`."""
 
     folder: str
     _known: OrderedDict[tuple[int, int], Artifact] = field(default_factory=OrderedDict, init=False)
     _files: OrderedDict[Artifact, str] = field(default_factory=OrderedDict, init=False)
 
     def of(self, imported: ImportedModel, graph: Graph) -> Artifact:
-        """The artifact of a graph, as a file of this model would have it."""
+        """The artifact of a graph of this model."""
         key = (id(imported), graph.fingerprint)  # the artifact keeps the model, so that its id stays unique
         found = self._known.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""One attempt after the other, each by another cost model, until a result is faster than the original."""
+"""Attempts, each with another cost model, one after the other until a result is faster than the original."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ CANDIDATES: Mapping[str, Source] = {
     "onnxruntime": choose.plain,
     "tvm": compiled.candidates,
 }
-"""What a search leads to, by backend."""
+"""For each backend, the source of the candidates that come from a search."""
 
-# So many rules are named that an open dimension of 0 prevents.
+# How many of the rules that cannot apply because a dimension may be 0 are named in a note.
 _NAMED = 3
-# The part of an agent's training time in which the costs that it learns from are corrected.
+# The part of an agent's training time that is spent on correcting the costs that it learns from.
 _CORRECTING = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A search, what it found, and what became of it. `context`: without the rules that were taken back."""
+    """A search, its result, and the decision on it. `context`: without the rules that broke a graph."""
 
     context: Context
     start: Start
@@ -45,10 +45,10 @@ class Attempt:
 
 
 def attempted(context: Context) -> Attempt:
-    """The first attempt whose result is kept, or the first of all if none is.
+    """The first attempt whose result is accepted, or the very first if none is.
 
-    A later attempt has the time that an earlier one left, and makes no kernels. After Ctrl-C none begins. Raises what
-    `Source` raises, and OptionError. VerificationFailed is raised only for what the user chose: a trace, or a
+    A later attempt has the time that earlier ones left, and generates no kernels. After Ctrl-C none begins. Raises what
+    `Source` raises, and OptionError; VerificationFailed only where the user fixed the graph by a trace, or asked for a
     compiled model.
     """
     options, clock = context.options, context.clock
@@ -78,7 +78,7 @@ def attempted(context: Context) -> Attempt:
 
 
 def _needing_sizes(library: Library) -> list[str]:
-    """A note on the rules that were refused because a dimension may be 0, those with most places first."""
+    """A note on rules that were refused because a dimension may be 0; those with most refusals come first."""
     places = {name: stats.refused[MAY_BE_EMPTY] for name, stats in library.stats.items()}
     names = sorted((name for name, count in places.items() if count), key=lambda name: (-places[name], name))
     if not names:
@@ -91,7 +91,7 @@ def _needing_sizes(library: Library) -> list[str]:
 
 
 def _none(context: Context) -> Attempt:
-    """No attempt, where no file that is written can take the original's place."""
+    """The attempt that keeps the original, where no file that is written of the model can replace it."""
     model, graph = Roofline(bindings=context.imported.bindings), context.imported.graph
     base = SearchNode(RewriteState.start(graph, context.library), None, model.cost(graph))
     explored = Explored(SearchResult(base, (base,), 0, 0, 0.0, False), ())
@@ -99,8 +99,8 @@ def _none(context: Context) -> Attempt:
 
 
 def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> Attempt:
-    """Search, choose, verify and measure. `later`: without kernels. It raises NoTimeLeft where the learned prices of
-    all substitutions, of which there may be thousands, take as long as the search may."""
+    """Search, choose, verify and measure. `later`: without generated kernels; it raises NoTimeLeft if predicting the
+    costs of all substitutions, which may be thousands, would take all of the search's time."""
     with context.clock.phase("calibrate"):
         model = cost_model(context, cost)
         if later and isinstance(model, Learned):
@@ -108,7 +108,7 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
         begin = start(context, model)
         if isinstance(model, Learned):
             model.until = math.inf
-    if not context.options.train_steps:  # a large model may have taken the search's part of the time
+    if not context.options.train_steps:  # preparing a large model may have used the search's time
         context.clock.share()
     if isinstance(model, Learned):
         begin = _corrected(context, begin, model)
@@ -123,8 +123,9 @@ def _attempt(context: Context, cost: str | CostModel, later: bool = False) -> At
 
 
 def _finished(attempt: Attempt, source: Source) -> Attempt:
-    """What becomes of a search. The rule that makes a wrong graph is taken back, and what is left is tried again. If no
-    rule is to blame, or it is not known which, the original stays."""
+    """The attempt with the decision on its candidates. If a rule broke a graph, all of its substitutions are removed,
+    and the remaining graphs are decided on again. If no rule is to blame, or it is unknown which, the original
+    stays."""
     context = attempt.context
     while True:
         try:
@@ -141,7 +142,7 @@ def _finished(attempt: Attempt, source: Source) -> Attempt:
 
 
 def _without(attempt: Attempt, rule: str) -> Attempt:
-    """The attempt without a rule: each graph without its substitutions and those that need them."""
+    """The attempt without a rule: each graph without the rule's substitutions and those that depend on them."""
     begin = restarted(attempt.context, attempt.start, [rule])
 
     def left(node: SearchNode) -> SearchNode:
@@ -160,8 +161,8 @@ def _without(attempt: Attempt, rule: str) -> Attempt:
 
 
 def _corrected(context: Context, start: Start, model: Learned) -> Start:
-    """The start with costs that were fitted to this model where an agent will learn from them, has time of its own for
-    it, and models can be measured."""
+    """The start with costs that are fitted to this model. This happens only where an agent will learn from the costs,
+    has training time, and models can be measured."""
     until = context.clock.budget.train_until
     options = context.options
     if not options.train_steps or options.replay is not None or context.feeds is None or until is None:

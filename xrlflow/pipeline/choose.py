@@ -1,4 +1,5 @@
-"""Plain files as candidates: one of the search's proposals, or a variation, is chosen by measuring whole models."""
+"""Plain files as candidates: measurements of whole models choose among the search's proposals and variations of
+them."""
 
 from __future__ import annotations
 
@@ -25,24 +26,24 @@ from xrlflow.report import nothing_chosen, operators
 from xrlflow.rewrite import RewriteState
 from xrlflow.search import Limits, Ratio, SearchNode, Selection, greedy, joined, retrace, select
 
-# Substitutions that lose at most this part of the modelled cost may still gain: they are measured.
+# Substitutions may be measured that increase the modelled cost by this part of it, since they may be faster in reality.
 _TOLERANCE = 0.02
-# A comparison of two models ends early when its interval is this far from 1, or this narrow.
+# A comparison of two models ends early when its interval is so far from 1, or so narrow.
 _DECIDED, _NARROW = 0.01, 0.02
-# The fewest seconds of a comparison.
+# The smallest time limit of a comparison, in seconds.
 _COMPARE_AT_LEAST = 0.5
-# Loading models for a comparison is ended after this many times the seconds that all of it may take.
+# Loading models for a comparison is stopped after this many times the seconds that the whole comparison may take.
 _PATIENCE = 3.0
-# The parts of the remaining selection time that may be used to measure substitutions in context: those that were made
-# (they explain the best proposal, which is measured first), and those that could be made.
+# The parts of the remaining selection time for measuring substitutions in context: those of the best proposal (which is
+# measured first), and those that could be added to it.
 _LOOKING_BACK, _LOOKING_AHEAD = 0.25, 0.15
-# Families whose rules tidy up after other rules.
+# Families of rules that clean up after other rules.
 _TIDYING = frozenset({"identity", "reshape", "slices", "transpose"})
 _REFUSED = Ratio(0.0, 0.0, 0.0)
 
 
 class Unrunnable(BackendError):
-    """The runtime refuses a graph although it runs the original."""
+    """The runtime refuses a graph, although it runs the original."""
 
     def __init__(self, found: SearchNode, reason: str) -> None:
         super().__init__(reason)
@@ -51,9 +52,9 @@ class Unrunnable(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What was chosen among the search's proposals, by measurement if there was one (`selection`).
+    """The proposal that was chosen, by measurement if there was one (`selection`).
 
-    `chosen`: None if nothing is worth a comparison with the original.
+    `chosen`: None if no proposal is worth a comparison with the original.
     """
 
     chosen: SearchNode | None
@@ -62,7 +63,7 @@ class Proposal:
 
 def propose(context: Context, start: Start, explored: Explored) -> Proposal:
     """Choose a proposal. Raises KeyboardInterrupt if the search was interrupted before anything was chosen, and
-    VerificationFailed if the runtime refuses the best proposal for the sake of one rule."""
+    VerificationFailed if the runtime refuses the best proposal because of one rule."""
     options = context.options
     leaner = _runs_fewer(context.imported, start.base.state.graph)
     selection: Selection | None = None
@@ -82,12 +83,12 @@ def propose(context: Context, start: Start, explored: Explored) -> Proposal:
 
 
 def plain(context: Context, start: Start, explored: Explored) -> Candidates:
-    """The proposal that is chosen by measurement or, without measuring, the first one. See `Source`."""
+    """The proposal that measurements choose or, without measuring, the first one, as a plain file. See `Source`."""
     return (yield from offer(context, start, explored, propose(context, start, explored)))
 
 
 def offer(context: Context, start: Start, explored: Explored, proposal: Proposal) -> Candidates:
-    """A proposal as a plain file, if there is one. Raises VerificationFailed if it is no model."""
+    """A proposal as a plain file, if there is one. Raises VerificationFailed if the file is no valid model."""
     chosen, known = proposal.chosen, Finished(None, "", selection=proposal.selection)
     if chosen is None:
         return replace(known, reason=nothing_chosen(proposal.selection, explored.late))
@@ -101,12 +102,12 @@ def offer(context: Context, start: Start, explored: Explored, proposal: Proposal
 
 
 def _runs_fewer(imported: ImportedModel, graph: Graph) -> bool:
-    """Whether importing the file (folding constants, dropping dead nodes) leaves fewer operators to run."""
+    """Whether the imported graph (with folded constants, without dead nodes) has fewer operators than the file."""
     return sum(operators(graph).values()) < imported.nodes_before
 
 
 def _selected(context: Context, start: Start, explored: Explored, leaner: bool) -> Selection:
-    """Choose among the proposals. Raises what `propose` raises."""
+    """Choose among the proposals by measurement. Raises what `propose` raises."""
     improving: Sequence[SearchNode] = explored.proposals
     if not (leaner or start.early):
         improving = [f for f in improving if f.path is not None]
@@ -129,7 +130,7 @@ def _selected(context: Context, start: Start, explored: Explored, leaner: bool) 
 
 
 def _is_model(context: Context, graph: Graph) -> bool:
-    """Whether a graph can be written, as a model to which ONNX's checker has no objection."""
+    """Whether a graph can be written as a model that passes ONNX's checker."""
     try:
         check_result(context.imported, graph)
         return bool(context.artifact(graph).file)
@@ -140,7 +141,7 @@ def _is_model(context: Context, graph: Graph) -> bool:
 def choose(
     context: Context, start: Start, proposals: Sequence[SearchNode], strict: bool = False
 ) -> Selection:
-    """Choose what runs fastest among the proposals whose files are not too large. `strict`: see `Trials`."""
+    """Choose the fastest of the proposals whose files are not too large. `strict`: see `Trials`."""
     clock, library = context.clock, context.library
     in_context = InContextBenchmark(
         context.threads,
@@ -163,29 +164,26 @@ def choose(
 
 @dataclass(slots=True)
 class Trials:
-    """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic).
-
-    `known` keeps the comparisons, so many so far (`kept`). `best`: of the speed-ups over the original so far.
-    `refused`: why graphs could not be measured. `careful`: each comparison has the time for an interval, without which
-    it is not kept. `strict`: as long as nothing is faster, a graph that the runtime refuses raises Unrunnable.
-    """
+    """Comparisons of whole models, and searches for models to compare, until `deadline` (time.monotonic)."""
 
     context: Context
     start: Start
     known: History
     deadline: float
     careful: bool = False
+    """Each comparison gets enough time for a confidence interval, without which it is not stored."""
     strict: bool = False
+    """While no graph is faster than the original, one that the runtime refuses raises Unrunnable."""
     count: int = field(default=0, init=False)
-    kept: int = field(default=0, init=False)
-    best: float | None = field(default=None, init=False)
-    refused: list[str] = field(default_factory=list, init=False)
+    kept: int = field(default=0, init=False)  # comparisons stored in the history so far
+    best: float | None = field(default=None, init=False)  # the greatest speed-up over the original so far
+    refused: list[str] = field(default_factory=list, init=False)  # why graphs could not be measured
 
     def say(self) -> None:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
 
     def compare(self, against: SearchNode | None, found: SearchNode) -> Ratio:
-        """How many times faster `found` is than the original (None) or another node; 0 if it cannot be run."""
+        """The speed-up of `found` over the original (None) or another node; `_REFUSED` if it cannot be run."""
         context = self.context
         if not context.fits(found):
             growth = context.options.max_growth
@@ -223,14 +221,14 @@ class Trials:
         return ratio
 
     def _of(self, against: SearchNode | None) -> Graph | None:
-        """The graph that ran as `against`; None for an original that was simplified before the search."""
+        """The graph that was measured as `against`; None for an original that was simplified before the search."""
         if against is not None:
             return against.state.graph
         base = self.start.base.state.graph
         return base if base.fingerprint == self.context.imported.graph.fingerprint else None
 
     def search(self, found: SearchNode, rules: frozenset[str]) -> SearchNode:
-        """A greedy search with these rules only. Its result has the candidates of all rules."""
+        """The result of a greedy search with these rules only. It has the candidates of all rules."""
         library = self.context.library
         state = RewriteState.start(found.state.graph, library.only(rules), found.state.delta)
         result = greedy(state, found.cost, Limits(self.context.options.budget, self.deadline))
@@ -245,7 +243,7 @@ class Trials:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """Substitutions measured in context, within the time of the selection."""
+    """Measures substitutions in context, within the time of the selection."""
 
     in_context: InContextBenchmark
     base: SearchNode

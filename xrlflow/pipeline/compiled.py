@@ -1,4 +1,4 @@
-"""Compiled libraries as candidates: proposals are compiled with TVM, and the fastest is offered."""
+"""Compiled libraries as candidates: proposals are compiled with TVM, and the fastest is the candidate."""
 
 from __future__ import annotations
 
@@ -30,27 +30,24 @@ from xrlflow.verify import Verification
 
 Export = Callable[[Graph], str]
 """Writes a graph as an ONNX file and returns the path."""
-# The most proposals that are compiled besides the original graph.
+# How many proposals are compiled at most, besides the original graph.
 _AT_MOST = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A compiled graph: the path of the shared library, and its milliseconds if it was measured.
-
-    `compared`: measured against the compiled original, on a remote device.
-    """
+    """A compiled graph."""
 
     found: SearchNode
-    path: str
+    path: str  # of the shared library
     model: TvmModel
-    milliseconds: float | None = None
-    compared: RepeatedComparison | None = None
+    milliseconds: float | None = None  # None: not measured
+    compared: RepeatedComparison | None = None  # on a remote device: with the compiled original
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The result of `lower_best`, with remarks for the user. `interrupted`: by Ctrl-C, before it could compare."""
+    """The result of `lower_best`, with remarks for the user. `interrupted`: by Ctrl-C, before anything was compared."""
 
     lowered: Lowered
     remarks: tuple[str, ...]
@@ -58,9 +55,10 @@ class Choice:
 
 
 def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
-    """The compiled proposal that runs fastest; if it computes something else, again with plain kernels. See `Source`.
+    """The compiled proposal that runs fastest; if that computes something else, the same one with plain kernels. See
+    `Source`.
 
-    VerificationFailed names a rule if the graph is wrong in ONNX Runtime, too.
+    VerificationFailed names a rule if the graph is wrong in ONNX Runtime as well.
     """
     choice = _compiled(context, start, explored)
     try:
@@ -77,7 +75,7 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A compiled model as a candidate. It is the result, whatever its comparison with ONNX Runtime says."""
+    """A compiled model as a candidate. It is always accepted, whatever its comparison with ONNX Runtime says."""
 
     context: Context
     choice: Choice
@@ -104,7 +102,7 @@ class _Compiled:
         return Finished(best.found, reason, verification, compared, compiled=best.model, threads=cores)
 
     def _verified(self) -> Verification | None:
-        """Compare the compiled model with the original, if it is asked for. Raises VerificationFailed."""
+        """Compare the compiled model with the original, if the options ask for it. Raises VerificationFailed."""
         context, lowered = self.context, self.choice.lowered
         if not context.options.verify:
             return None
@@ -119,7 +117,7 @@ class _Compiled:
 def _compiled(context: Context, start: Start, explored: Explored) -> Choice:
     """The proposal that runs fastest, compiled.
 
-    Raises KeyboardInterrupt if the search was interrupted before, and OutOfTime if nothing was compiled in time.
+    Raises KeyboardInterrupt if the search was interrupted, and OutOfTime if nothing was compiled in time.
     """
     options, clock, interrupted = context.options, context.clock, explored.result.interrupted
     context.say("compile", note="with TVM")
@@ -152,22 +150,22 @@ def lower_best(
     time_left: Callable[[], float],
     hurried: bool = False,
 ) -> Choice:
-    """Compile the imported graph and the best proposals, and choose what runs fastest.
+    """Compile the imported graph and the best proposals, and choose the one that runs fastest.
 
-    Kernels that the store knows are compiled as they were tuned. With `feeds`, all models are measured in turns,
-    together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote device has
-    no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would not fit
-    into the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C the
-    model compiled first is kept. Raises BackendError if the original graph cannot be compiled, and KeyboardInterrupt if
-    there is nothing to keep.
+    Kernels that the store has are compiled as they were tuned. With `feeds`, all models are measured in interleaved
+    samples, together with the original in ONNX Runtime; without, only the best by modelled cost is compiled. A remote
+    device has no ONNX Runtime, so there the compiled original is the baseline. Compiling stops when another model would
+    exceed the time left. `hurried`: only the best proposal is compiled, and measuring takes less time. On Ctrl-C the
+    model compiled first is chosen. Raises BackendError if the original graph cannot be compiled, and KeyboardInterrupt
+    if nothing was compiled.
     """
-    # The best proposal is among the proposals already.
+    # If the original is the best, it is one of the proposals.
     different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
     cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
     compiling = _Compiling(how, base, export, time_left, feeds is None)
     made = compiling.made
     try:
-        # Without measuring, take the best by modelled cost that can be compiled.
+        # Without measuring, the best by modelled cost that compiles is chosen.
         compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
         if feeds is None:
             return Choice(made[0], tuple(compiling.remarks))
@@ -220,7 +218,8 @@ class _Compiling:
 def _best_here(
     how: Lowering, original: str | bytes, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest model on this machine, measured in turns with the original in ONNX Runtime: (choice, remarks)."""
+    """The fastest model on this machine, by interleaved samples with the original in ONNX Runtime: (choice,
+    remarks)."""
     measured = measure(
         [original, *(lowered.path for lowered in made)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False, session_options=how.session_options,
@@ -242,10 +241,10 @@ def _best_here(
 def _best_there(
     target: ExecutionTarget, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
-    """The fastest model on the remote device, with a comparison to the first one: (choice, remarks).
+    """The fastest model on the remote device, and its comparison with the first one: (choice, remarks).
 
-    The best of several measurements looks better than it is, so the comparison is measured in another session. A model
-    that is not clearly faster there is not chosen.
+    The minimum of several measurements is biased, so the comparison is measured in another session. A model that is not
+    clearly faster in it is not chosen.
     """
     if len(made) == 1:
         return made[0], (f"nothing measured on remote device {target.remote}: no other graph was compiled",)
@@ -261,7 +260,7 @@ def _best_there(
     first = replace(made[0], milliseconds=times[0])
     if fastest == 0:
         return first, remarks
-    # A slow model needs all of the time for an interval; other models end when theirs is narrow.
+    # A slow model needs the whole time for an interval; with others it ends when the interval is narrow.
     again = compare_there(target, [files[0], files[fastest]], feeds, limit)
     said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:

@@ -1,4 +1,4 @@
-"""One candidate that ONNX Runtime runs: it is compared with the original in fresh processes, and verified."""
+"""One candidate that ONNX Runtime runs: its comparison with the original in fresh processes, and its verification."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from xrlflow.search import SearchNode
 from xrlflow.verify import Status, Verification
 from xrlflow.verify.isolated import run_isolated
 
-# The fewest seconds of the last comparison where it decides nothing, because a compiled model is returned in any case.
+# The smallest time limit in seconds of a last comparison that decides nothing, as a compiled model is returned anyway.
 _FINAL_AT_LEAST = 3.0
 
 
 def runs(context: Context, path: str) -> bool:
-    """Whether the runtime loads a file and runs it on the inputs of measurements, in a process of its own."""
+    """Whether the runtime loads a file and runs it on the inputs of measurements, in a separate process."""
     options = context.options.session_options
     assert context.feeds is not None
     try:
@@ -36,21 +36,20 @@ def runs(context: Context, path: str) -> bool:
 
 @dataclass(slots=True)
 class Judging:
-    """One proposal, at `path`, against the original: a `Candidate`.
+    """A proposal, written at `path`, as a `Candidate`.
 
-    It is verified only if it is faster, because verifying may take longer than everything else. `known`: what belongs
-    to the decision besides, such as the selection. `kernels`: the file has kernels of our own, for inputs of each of
-    these sizes; if it computes something else it is not kept, and no substitution is to blame. `decides`: a comparison
-    decides whether it is kept.
+    It is verified only if it is faster, because verification may take longer than everything else.
     """
 
     context: Context
     start: Start
     chosen: SearchNode
     path: str
-    known: Finished
+    known: Finished  # what the decision has already, such as the selection
     kernels: Sequence[Mapping[str, tuple[int, ...]]] = ()
-    decides: bool = True
+    """The file has generated kernels for inputs of each of these sizes. If it computes something else it is rejected,
+    and no substitution is to blame."""
+    decides: bool = True  # it is accepted only if a comparison shows that it is faster
     verification: Verification | None = field(default=None, init=False)
 
     def judged(self) -> Finished:
@@ -83,7 +82,7 @@ class Judging:
         )
 
     def _blame(self, error: str) -> None:
-        """Raise VerificationFailed if a rule made a graph that does not run in a process of its own."""
+        """Raise VerificationFailed if a rule caused a graph that does not run in a separate process."""
         if not self.kernels and not runs(self.context, self.path):
             right = on_file(self.context, partial(runs, self.context))
             raise failure(self.context, self.start, self.chosen, error, right)
@@ -115,7 +114,7 @@ class Judging:
 def final(context: Context, path: str, seconds: float | None = None) -> RepeatedComparison:
     """The reported speed-up of a result over the original, from fresh processes.
 
-    `seconds`: the time limit; by default what is left of the whole.
+    `seconds`: the time limit; by default all that is left of the optimisation's.
     """
     if seconds is None:
         seconds = max(_FINAL_AT_LEAST, context.clock.budget.until - time.monotonic())
@@ -123,7 +122,7 @@ def final(context: Context, path: str, seconds: float | None = None) -> Repeated
 
 
 def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedComparison:
-    """Whether a result is faster than the original; if so, and if `check` admits it, also by how much."""
+    """Whether a result is faster than the original; if it is, and passes `check`, also its reported speed-up."""
     now, left = time.monotonic(), context.clock.budget
     patience = max(left.end - left.verification - now, 0.0)
     return _compared(context, path, left.final(now), Deciding(check, left.verification, patience))

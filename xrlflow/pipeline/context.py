@@ -29,28 +29,22 @@ _SPARE = 1 << 16
 
 @dataclass(slots=True)
 class Clock:
-    """The time of one optimisation, and what it was spent on. Moments are those of time.monotonic, times in seconds.
-
-    `deadline` begins as the user's `limit`; `hurry` brings it forward. `latency` and `loading`: rough seconds of one
-    run of the original, and of opening a session with it; 0 if not known. `compiling`: seconds that finding and
-    compiling kernels are expected to take, and `reserved` what is left of them.
-    """
+    """The time of one optimisation. Points in time are those of time.monotonic; durations are in seconds."""
 
     begin: float
-    limit: float
+    limit: float  # the user's deadline
     verifying: bool = True
     compiled: bool = False
-    latency: float = 0.0
-    loading: float = 0.0
-    compiling: float = 0.0
-    reserved: float = 0.0
+    latency: float = 0.0  # roughly one run of the original; 0: unknown
+    loading: float = 0.0  # roughly the opening of a session with the original; 0: unknown
+    compiling: float = 0.0  # expected time to choose and compile generated kernels
+    reserved: float = 0.0  # what is left of `compiling`
     phases: dict[str, float] = field(default_factory=dict)
-    deadline: float = field(init=False)
+    deadline: float = field(init=False)  # at first `limit`; `hurry` brings it forward
     _begun_at: float | None = field(default=None, init=False)
     _hurried_at: float | None = field(default=None, init=False)
-    _within: list[float] = field(
-        default_factory=list, init=False
-    )  # seconds of inner phases, for each running phase
+    _within: list[float] = field(default_factory=list, init=False)
+    """For each phase that is running, the seconds of the phases inside it."""
 
     def __post_init__(self) -> None:
         self.deadline = self.limit
@@ -61,7 +55,7 @@ class Clock:
 
     @property
     def budget(self) -> Budget:
-        """The budget of the time that is left."""
+        """The shares of the time that is left."""
         begin = next((at for at in (self._hurried_at, self._begun_at) if at is not None), self.begin)
         return Budget(
             begin, self.deadline - begin, self.latency, self.loading, self.verifying,
@@ -71,12 +65,12 @@ class Clock:
         )  # fmt: skip
 
     def share(self) -> None:
-        """Share the time that is left out anew."""
+        """Share out the time that is left again, beginning now."""
         self._begun_at = time.monotonic()
 
     def again(self) -> bool:
-        """Share the time that is left out anew, for another attempt. False, and nothing changes, if it is too short for
-        one, and after Ctrl-C."""
+        """Share out the time that is left for another attempt. Returns False, and changes nothing, if it is too short
+        for one, and after Ctrl-C."""
         earlier = self._begun_at
         self.share()
         if not self.hurried and self.budget.useful:
@@ -85,14 +79,14 @@ class Clock:
         return False
 
     def hurry(self) -> None:
-        """After Ctrl-C: leave only the time to compare, verify and measure what was found so far."""
+        """After Ctrl-C: move the deadline so that time is left only to compare, verify and measure the best result."""
         now = time.monotonic()
         self.deadline = self.budget.hurry(now).until
         self._hurried_at = now
 
     @contextmanager
     def phase(self, name: str, since: float | None = None) -> Iterator[None]:
-        """Add the time of a block to a phase, without the time of phases inside the block."""
+        """Add the duration of a block to a phase, without that of phases inside the block."""
         begin = time.monotonic() if since is None else since
         self._within.append(0.0)
         try:
@@ -107,31 +101,27 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """One optimisation, read by all phases. Only its clock and its notes change.
-
-    `artifacts` has the graphs as files, in a temporary folder. `feeds` are inputs to measure with, or None if nothing
-    is measured. `target` is where a compiled model runs, and `store` has what is known of its kernels; both are None
-    with ONNX Runtime. `database` has the prices of operators; None: what `Profiled` opens. `unwritable`: why no file
-    that is written of the model can take the original's place, if so. (It may be that nothing can be compared with it.)
-    """
+    """One optimisation, read by all phases. Only its clock and its notes change."""
 
     options: Options
     original: Original
     imported: ImportedModel
     library: Library
     clock: Clock
-    artifacts: Artifacts
+    artifacts: Artifacts  # graphs as files, in a temporary folder
     listener: Listener | None = None
-    feeds: Mapping[str, Any] | None = None
-    target: ExecutionTarget | None = None
-    store: Store | None = None
-    database: Database | None = None
+    feeds: Mapping[str, Any] | None = None  # inputs for measurements; None: nothing is measured
+    target: ExecutionTarget | None = None  # where a compiled model runs; None with ONNX Runtime
+    store: Store | None = None  # measurements of kernels; None with ONNX Runtime
+    database: Database | None = None  # prices of operators; None: `Profiled` opens one
     unwritable: str = ""
+    """Why no file that is written of the model can replace the original; "" if one can. Then nothing may be
+    compared."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def folder(self) -> str:
-        """A temporary folder."""
+        """The path of the temporary folder."""
         return self.artifacts.folder
 
     @property
@@ -144,7 +134,7 @@ class Context:
 
     @property
     def lowering(self) -> Lowering:
-        """What compiling with TVM needs."""
+        """The compiler to TVM, with its settings."""
         assert self.target is not None
         assert self.store is not None
         options = self.options
@@ -158,11 +148,11 @@ class Context:
             self.listener(phase, done, total, note)
 
     def artifact(self, graph: Graph) -> Artifact:
-        """A graph of this model, with its file."""
+        """A graph of this model as an artifact."""
         return self.artifacts.of(self.imported, graph)
 
     def fits(self, found: SearchNode) -> bool:
-        """Whether the file of this result would not be too large."""
+        """Whether the file of this result is not too large."""
         size = self.imported.size
         most = max(self.options.max_growth * size, size + _SPARE)
         return self.artifact(found.state.graph).size <= most

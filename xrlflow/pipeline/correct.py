@@ -1,4 +1,5 @@
-"""Fits the learned costs to the model before an agent learns from them: what searches find by them is measured."""
+"""Fits learned costs to the user's model before an agent learns from them, by measuring the graphs that searches
+find."""
 
 from __future__ import annotations
 
@@ -19,28 +20,28 @@ from xrlflow.pipeline.prepare import Start, fitted
 from xrlflow.rewrite import RewriteState
 from xrlflow.search import Limits, Ratio, SearchNode, greedy, random_walk, retraced, taso
 
-# Graphs that are measured before the costs are fitted again.
+# How many graphs are measured before the costs are fitted again.
 _AT_ONCE = 8
-# The part of the time that is left which each search of a round may take, and the states that it expands.
+# Each search of a round: the part of the remaining time that it may take, and the states that it expands.
 _SEARCHING, _EXPANDED = 0.1, 100
-# If that gives too few: random walks, and the most steps of each.
+# Random walks, for rounds in which searches find too few graphs: how many, and the maximum of steps of each.
 _WALKS, _STEPS = 24, 16
-# So many of the graphs that were measured to be faster are proposed.
+# How many of the graphs that were measured to be faster are proposed.
 _PROPOSED = 4
-# Two sessions of one file differ by so much (logarithm, standard deviation), whatever the interval of their ratio is.
+# Standard deviation of the logarithm of the ratio of two sessions of one file, in addition to the interval of a ratio.
 _SESSIONS = 0.01
-# The part of the selection's time in which the first proposals of a search are measured.
+# The part of the selection's time that may be used to measure the first proposals of a search.
 _ORDERING = 0.2
 
 
 def corrected(context: Context, start: Start, model: Learned, until: float) -> Start:
-    """Search by learned costs, measure what was found against the graph where the search begins, fit the costs to that,
-    and search again, as a search goes where its costs are wrong (DAgger; Ross, Gordon, Bagnell, 2011). Random graphs
-    are measured, too. It ends when there is nothing new, when nothing can be learned from a round (some operators have
-    no measured price, or others use the processors), and at `until` (time.monotonic).
+    """The start with costs that are fitted to measurements of this model, and with these (`Start.measured`).
 
-    The start has the costs that were fitted last, and what was measured (`Start.measured`). After Ctrl-C the clock is
-    hurried.
+    Each round searches by the present costs, measures what the searches found against the first graph, and fits the
+    costs to the measurements: a search goes where its costs are wrong (DAgger; Ross, Gordon, Bagnell, 2011). Random
+    graphs are measured, too. The rounds end when there is no new graph, when a round gives no usable measurement (some
+    operators have no measured price, or other programs use the processors), and at `until` (time.monotonic). After
+    Ctrl-C the clock is hurried.
     """
     measured: list[tuple[Ratio, SearchNode]] = []
     rng = random.Random(context.options.seed)
@@ -79,10 +80,10 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
 
 
 def ordered(context: Context, start: Start, explored: Explored) -> Explored:
-    """What was found, with the proposals first that are expected to be fastest, by learned costs and by what was
-    measured. Each has the weight of its error: that of a slow model may be larger than what proposals gain.
+    """The result of a search with its proposals in a new order: the fastest first, by learned costs and measurements,
+    each weighted by its error, since learned costs may err by more than proposals gain.
 
-    The first of the search's proposals are measured for it; the fastest that were measured before are proposed, too.
+    The search's first proposals are measured for that; the fastest of the graphs measured earlier are proposed as well.
     After Ctrl-C the clock is hurried, and nothing is measured.
     """
     ratios = {node.state.fingerprint: ratio for ratio, node in start.measured}
@@ -115,8 +116,8 @@ def ordered(context: Context, start: Start, explored: Explored) -> Explored:
 
 
 def _expected(start: Start, node: SearchNode, ratio: Ratio | None) -> float:
-    """The logarithm of how many times faster than the start a graph is: the mean of the prediction and of what was
-    measured (None: nothing), weighted by their variances."""
+    """The expected logarithm of a graph's speed-up over the start: the mean of the prediction and the measurement
+    (None: not measured), weighted by their variances."""
     assert isinstance(start.model, Learned)
     predicted = start.model.predict(start.base.state.graph, node.state.graph)
     mean, spread = math.log(predicted.median), predicted.spread
@@ -130,7 +131,7 @@ def _expected(start: Start, node: SearchNode, ratio: Ratio | None) -> float:
 
 
 def _refused(refusals: Sequence[str]) -> list[str]:
-    """One note for all graphs that were refused."""
+    """One note on all graphs that were refused; none without refusals."""
     if not refusals:
         return []
     return [f"{len(refusals)} graphs could not be measured; the first: {refusals[0]}"]
@@ -139,7 +140,7 @@ def _refused(refusals: Sequence[str]) -> list[str]:
 def _found(
     context: Context, start: Start, until: float, seen: Collection[int], rng: random.Random
 ) -> list[SearchNode]:
-    """Graphs that are not among `seen` (fingerprints): what searches find by these costs first, then random ones.
+    """Graphs whose fingerprints are not in `seen`: those that searches find by the start's costs, then random ones.
     Raises KeyboardInterrupt."""
     base, shortlists = start.base, []
     for search in (greedy, taso):

@@ -1,4 +1,4 @@
-"""Errors that a caller can correct."""
+"""The errors that a user can correct."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from xrlflow.storage.stores import StoreError
 from xrlflow.verify import VerificationError
 
 CORRECTABLE = (ModelError, BackendError, VerificationError, OptionError, TraceError, StoreError)
-"""Their messages are one line, which says what to do."""
+"""Their messages are one line, and say what to do."""

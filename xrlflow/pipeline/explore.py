@@ -1,4 +1,4 @@
-"""The search: by the strategy that was asked for, or the substitutions of a trace."""
+"""The search: by the user's strategy, or by the substitutions of a trace."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ if TYPE_CHECKING:
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.world_model.learning import Learner
 
-# Seconds that a search has in any case, one with an agent after that is loaded, if it is not too late for the rest.
+# The least seconds of a search (of one with an agent, after that is loaded), unless later phases would lack them.
 _SEARCH_AT_LEAST = 2.0
-# What greedy search may take before an agent searches: seconds, and the part of its training time.
+# The limit of greedy search before an agent searches: seconds, and the part of the agent's training time.
 _GREEDY_SECONDS, _GREEDY_AT_MOST = 1.5, 0.1
-# What is lost without the agent: the geometric means of docs/benchmarks/latency.md, 1.131 and 1.133.
+# The loss without the agent: from the geometric means of docs/benchmarks/latency.md, 1.131 and 1.133.
 _LOST = "greedy search took its place, whose results are 0.2% slower on average"
-# Seconds that loading the agent takes, and torch with one that is trained.
+# Seconds to load the agent, and to load torch for one that will be trained.
 _AGENT_LOADING, _TORCH_LOADING = 0.5, 3.0
-# What an agent does before it searches with `rlflow`: steps of the graph that its world model learns from, in so many
-# rounds at least, each of so many steps at most and so many updates.
+# What an agent does before it searches with `rlflow`: steps in the user's graph, from which its world model learns, and
+# rounds in the world model (at least so many, each with at most so many steps and so many updates).
 _DREAM_STEPS, _DREAM_ROUNDS, _DREAM_ROUND, _DREAM_UPDATES = 200, 5, 400, 30
 
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """What the search found; `proposals`: the best by modelled cost first, without those that are too large a file.
+    """The result of a search.
 
-    `late`: why there was no time to search, if so. `progress`: graphs expanded, and the modelled seconds of the best so
-    far, whenever that changed.
+    `proposals`: graphs whose files are not too large, the best by modelled cost first. `late`: why there was no time to
+    search, or "". `progress`: the number of graphs expanded, and the modelled seconds of the best so far, at each
+    improvement.
     """
 
     result: SearchResult
@@ -59,7 +60,7 @@ class Explored:
 
 
 def explore(context: Context, start: Start) -> Explored:
-    """Search, or replay. After Ctrl-C the clock is hurried. Raises OptionError."""
+    """Search, or replay a trace. After Ctrl-C the clock is hurried. Raises OptionError."""
     model = start.model
     clock, options = context.clock, context.options
     train_until = clock.budget.train_until if options.train_steps and not clock.hurried else None
@@ -86,10 +87,10 @@ def search(
     context: Context, base: SearchNode, model: CostModel, history: list[tuple[int, float]] | None = None,
     train_until: float | None = None,
 ) -> SearchResult:  # fmt: skip
-    """Search from a state, by the strategy that was asked for. `history` gets what `Explored.progress` is.
+    """Search from a state, by the user's strategy. `history` receives the entries of `Explored.progress`.
 
-    `train_until`: an agent trains on this state until then (time.monotonic), and what is left of the limit is shared
-    out anew. By default training has a part of the search's time.
+    `train_until`: the agent trains on this state until then (time.monotonic), and the time left afterwards is shared
+    out again. By default training takes a part of the search's time.
     """
     options, clock = context.options, context.clock
     limits = Limits(options.budget, _at_least(context, clock.budget.search_until))
@@ -112,14 +113,14 @@ def search(
 
 
 def _at_least(context: Context, until: float) -> float:
-    """When searching is over: a search that begins late has a little time in any case."""
+    """The deadline of a search that begins now: `until`, or a little later if it begins late."""
     return max(until, min(time.monotonic() + _SEARCH_AT_LEAST, context.clock.budget.select_until))
 
 
 def _with_agent(
     context: Context, base: SearchNode, model: CostModel, limits: Limits, train_until: float | None
 ) -> SearchResult:
-    """Search with the agent that was asked for, or what greedy search finds if that is better."""
+    """Search with the user's agent. If greedy search finds a better graph, the result is that."""
     options = context.options
     if not base.state.candidates and options.agent is None:
         return SearchResult(base, (base,), 0, 0, 0.0, False)
@@ -129,7 +130,7 @@ def _with_agent(
         where = " in the search by the prices of kernels" if isinstance(model, PlacementCost) else ""
         context.notes.append(f"there was no time for the agent{where} (--time-limit): {_LOST}")
         return greedy(base.state, base.cost, limits)
-    # By costs that are slow, greedy search would take all the time. The agent begins with it, too.
+    # With slow cost models, greedy search would take all the time. (The agent's search begins greedily anyway.)
     now = time.monotonic()
     quickly = now + (_GREEDY_SECONDS if train_until is None else _GREEDY_AT_MOST * (train_until - now))
     if limits.deadline is not None:
@@ -139,7 +140,7 @@ def _with_agent(
         return quick
     try:
         result = _by_agent(context, base, model, limits, train_until)
-    except KeyboardInterrupt:  # while the agent was loaded, which takes seconds where torch is needed
+    except KeyboardInterrupt:  # while the agent was being loaded, which takes seconds where torch is needed
         return replace(quick, interrupted=True)
     if quick.best.cost < result.best.cost:
         context.notes.append(f"greedy search found a better graph than {options.search}, and its is kept")
@@ -150,8 +151,8 @@ def _with_agent(
 def _by_agent(
     context: Context, base: SearchNode, model: CostModel, limits: Limits, train_until: float | None
 ) -> SearchResult:
-    """Search with the agent, after training it on this model if that was asked for. Raises OptionError for a file that
-    is no agent."""
+    """Search with the agent, after training it on this model if the options ask for that. Raises OptionError for a file
+    that is no agent."""
     from xrlflow.rl.features import Featuriser
     from xrlflow.rl.mcts import tree_search
     from xrlflow.rl.network import Network
@@ -169,12 +170,12 @@ def _by_agent(
         parameters = Parameters.load(path).extended(context.library)
         prices = model if isinstance(model, AdditiveCost) else Roofline(bindings=context.imported.bindings)
         featuriser = Featuriser(parameters.vocabulary, prices)
-        if limits.deadline is not None:  # loading the agent took a while
+        if limits.deadline is not None:  # loading the agent took time
             limits.deadline = _at_least(context, limits.deadline)
         until = train_until
         if until is None:
             until = context.clock.budget.train_in_search_until
-        # Where nothing can be done, there is nothing to learn.
+        # Without candidates there is nothing to learn.
         usable = bool(choices(base.state, {base.state.fingerprint}))
         if usable and options.search == RLFLOW:
             parameters, interrupted = _dreamt(context, base, path, featuriser, until)
@@ -200,8 +201,8 @@ def _by_agent(
 def _fine_tuned(
     context: Context, base: SearchNode, parameters: Parameters, featuriser: Featuriser, until: float
 ) -> tuple[Parameters, bool]:
-    """The agent's parameters after training on this model until then, and whether that was interrupted. Raises
-    OptionError."""
+    """The agent's parameters after training on this model until `until` (time.monotonic), and whether Ctrl-C stopped
+    the training. Raises OptionError."""
     from xrlflow.learn.threads import one_thread
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.env import Problem
@@ -231,9 +232,10 @@ def _fine_tuned(
 def _dreamt(
     context: Context, base: SearchNode, path: str | os.PathLike[str], featuriser: Featuriser, until: float
 ) -> tuple[Parameters, bool]:
-    """The agent's parameters after training in a world model until then, and whether that was interrupted.
+    """The agent's parameters after training in a world model of this model until `until` (time.monotonic), and whether
+    Ctrl-C stopped the training.
 
-    The world model is of this model; an agent without one gets a new one. Raises CheckpointError, and OptionError.
+    An agent whose file has no world model gets a new one. Raises CheckpointError, and OptionError.
     """
     from xrlflow.learn.threads import one_thread
     from xrlflow.rl.agent import Agent
@@ -267,7 +269,7 @@ def _dreamt(
             )  # fmt: skip
     except TrainingError as error:
         raise OptionError(f"search 'rlflow': {error}") from error
-    except KeyboardInterrupt:  # the agent is as far as it got
+    except KeyboardInterrupt:  # what the agent has learned so far is used
         interrupted = True
     trained = "1 round" if done == 1 else f"{done} rounds"
     context.notes.append(f"the agent trained in a world model of this model for {trained}")

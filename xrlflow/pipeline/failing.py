@@ -1,4 +1,4 @@
-"""Why an original does not run, as far as ONNX Runtime's own message leaves that open."""
+"""Why an original does not run, where ONNX Runtime's own message does not tell."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(\d+\)")
 
 @contextmanager
 def explained(context: Context) -> Iterator[None]:
-    """Say more of errors of the original: the element types for which there is no kernel, and whether ONNX Runtime runs
-    the model with its optimiser off: then OriginalFails is raised, otherwise the same errors."""
+    """Explain errors of the original that the block raises: by the element types for which there is no kernel, and by
+    whether ONNX Runtime runs the model with its optimiser off (then OriginalFails is raised, else the same error)."""
     try:
         yield
     except InputsNeeded as error:
@@ -35,7 +35,7 @@ def explained(context: Context) -> Iterator[None]:
 
 
 def _operands(graph: Graph, op: str) -> str:
-    """The types of the operands of the first node of an operator: " (it reads bfloat16[3])"."""
+    """The types of the operands of the first node with an operator, for a message: " (it reads bfloat16[3])"."""
     for node in graph.topological():
         if node.op == op:
             return f" (it reads {', '.join(str(graph.type(v)) for v in node.explicit_inputs if v != ABSENT)})"

@@ -1,6 +1,6 @@
-"""After the search: candidates are compared with the original and verified, one after the other, until one is kept.
+"""After the search: each candidate is compared with the original and verified, until one is accepted.
 
-Where candidates come from depends on the backend: plain files (`choose`), files with kernels of our own (`kernels`),
+Where candidates come from depends on the backend: plain files (`choose`), files with generated kernels (`kernels`),
 compiled libraries (`compiled`). The loop is the same.
 """
 
@@ -25,33 +25,29 @@ from xrlflow.verify import Verification
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The decision: `kept` replaces the original (None: the original stays), and `reason` says why.
+    """The decision on a candidate."""
 
-    `compiled`: the compiled model, if one was asked for; `threads`: the number of threads that it was compiled for.
-    `hybrid`: `kept` with kernels of our own. `costs`: the modelled cost of the imported graph and of `kept`, by the
-    prices that led there; None: those of the search.
-    """
-
-    kept: SearchNode | None
+    kept: SearchNode | None  # replaces the original; None: the original stays
     reason: str
     verification: Verification | None = None
     compared: RepeatedComparison | None = None
     selection: Selection | None = None
-    compiled: TvmModel | None = None
-    threads: int | None = None
-    hybrid: Hybrid | None = None
+    compiled: TvmModel | None = None  # the compiled model, if the options ask for one
+    threads: int | None = None  # the number of threads that it was compiled for
+    hybrid: Hybrid | None = None  # `kept` with generated kernels
     costs: tuple[float, float] | None = None
+    """The modelled costs of the imported graph and of `kept`, by the prices that the search used; None: see `Start`."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmChoice, ...]:
-        """The algorithms of convolutions in kernels of our own."""
+        """The algorithms of the convolutions in generated kernels."""
         if self.hybrid is not None:
             return self.hybrid.chosen
         return self.compiled.chosen if self.compiled is not None else ()
 
 
 class Candidate(Protocol):
-    """What may take the original's place."""
+    """What may replace the original."""
 
     def judged(self) -> Finished:
         """Compare it with the original, verify it, and decide. Raises BackendError, KeyboardInterrupt, and
@@ -60,18 +56,18 @@ class Candidate(Protocol):
 
 
 Candidates: TypeAlias = "Generator[Candidate, Finished, Finished | None]"
-"""The first candidate first. Each is answered by the decision on it, or by VerificationFailed. What is returned in the
-end is the result where no candidate is kept; None: the last decision."""
+"""Yields candidates. For each it is sent the decision, or VerificationFailed is thrown into it. Where no candidate is
+accepted, the result is the value that it returns, or the last decision if that is None."""
 
 
 class Source(Protocol):
-    """The candidates of a search. They raise what `Candidate.judged` raises."""
+    """A source of candidates from a search. It raises what `Candidate.judged` raises."""
 
     def __call__(self, context: Context, start: Start, explored: Explored) -> Candidates: ...
 
 
 def finish(candidates: Candidates) -> Finished:
-    """The first candidate that is kept, or why none is. Raises what the candidates raise."""
+    """The decision on the first candidate that is accepted, or on the last one. Raises what the candidates raise."""
     finished: Finished | None = None
     with closing(candidates):
         try:

@@ -1,4 +1,4 @@
-"""Comparisons that an optimisation makes are kept for the learned cost model."""
+"""Stores the comparisons that an optimisation measures, for the learned cost model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from xrlflow.ir import Graph
 from xrlflow.pipeline.context import Context
 from xrlflow.search import Ratio
 
-# An interval of 95% has so many standard deviations.
+# The width of a 95% interval in standard deviations.
 _WIDTH = 3.92
-# A ratio whose logarithm has a larger standard deviation says too little.
+# A ratio is too imprecise to be stored if its logarithm has a larger standard deviation.
 _VAGUE = 0.05
 
 
@@ -25,9 +25,12 @@ def opened(context: Context) -> History:
 def keep(
     known: History, context: Context, model: CostModel, before: Graph, after: Graph, ratio: Ratio
 ) -> bool:
-    """Keep in `known` that `after` was measured to be so many times faster than `before`. False, if it is not kept:
-    comparisons with other options of the session, or without measured prices of operators, are not comparable with
-    others, and vague ones say nothing."""
+    """Store in `known` that `after` was measured to be `ratio` times faster than `before`. Returns whether it was
+    stored.
+
+    Comparisons with other options of the session, or without measured prices of operators, are not comparable with
+    the stored ones, and imprecise ones say nothing; these are not stored.
+    """
     prices = prices_of(model)
     if prices is None or context.options.session_options is not None:
         return False
@@ -38,13 +41,13 @@ def keep(
 
 
 def error_of(ratio: Ratio) -> float:
-    """The standard deviation of the logarithm of a ratio that was measured; inf if it has no interval."""
+    """The standard deviation of the logarithm of a measured ratio; inf if it has no interval."""
     if not 0.0 < ratio.low <= ratio.high < math.inf:
         return math.inf
     return math.log(ratio.high / ratio.low) / _WIDTH
 
 
 def prices_of(model: CostModel) -> AdditiveCost | None:
-    """The measured prices of operators that a cost model has; None if it has others, or had no time for some."""
+    """The measured prices of operators that a cost model uses; None if it uses others, or had no time for some."""
     prices = model.prices if isinstance(model, Learned) else model
     return prices if isinstance(prices, Profiled) and prices.counts.complete else None

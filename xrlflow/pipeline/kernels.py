@@ -1,8 +1,9 @@
-"""Candidates with kernels of our own: an ONNX file and a library, if the measurements say so.
+"""Candidates with generated kernels: an ONNX file and a library, where measurements show that they are faster.
 
 Several graphs are compiled, as long as there is time: the proposal that ONNX Runtime runs fastest, the imported graph,
-and what a search by the prices of both runtimes finds. If one is faster with kernels than the plain file, by a margin,
-it is compared with the original and verified like any other result. Otherwise the result is a plain ONNX file.
+and the result of a search by the prices of both runtimes. If one with kernels is faster than the plain file by a
+margin, it is compared with the original and verified like any other candidate. Otherwise the plain file is the
+candidate.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ from xrlflow.tuning.lowering import Lowering, load_tvm
 from xrlflow.tuning.store import Store
 
 MARGIN = 1.02
-"""With kernels, a model must be so many times faster than the plain file for sure: two files are more to deploy."""
-# A comparison with the plain file: seconds besides loading and runs, runs, and the relative width of the interval.
+"""How many times faster than the plain file a model with kernels must certainly be, since it takes two files to
+deploy."""
+# A comparison with the plain file: seconds in addition to loading and runs, runs, and the relative width of the
+# interval.
 _COMPARING, _RUNS, _NARROW = 3.0, 60, 0.02
-# Seconds to load TVM; for each node, to measure its kernel and to compile it; and for a search.
+# Seconds to load TVM; to measure the kernel of a node; to compile it; and for a search.
 _LOADING, _PRICE, _COMPILE, _SEARCH = 3.0, 0.03, 0.06, 2.0
-# What is lost without kernels: the geometric means of docs/benchmarks, 1.426 with them and 1.133 without.
+# The loss without kernels: from the geometric means of docs/benchmarks, 1.426 with them and 1.133 without.
 _LOST = "with them a model is 1.26 times as fast on average"
-# The most of the time limit that is reserved for all that, where a model needs the whole limit.
+# The largest part of the time limit that is reserved for kernels, where the model itself needs the whole limit.
 _AT_MOST = 0.35
 
 
 def lacking(context: Context) -> str | None:
-    """What kernels of our own lack, whatever graph is found: a compiler, or sizes of inputs; None if nothing.
+    """What generated kernels need and lack, for any graph: a compiler, or sizes of inputs; None if nothing.
 
-    Raises BackendError if they were asked for and lack something.
+    Raises BackendError if something is lacking and the user requires generated kernels.
     """
     missing = missing_for_kernels()
     if missing is None:
@@ -63,12 +66,12 @@ def lacking(context: Context) -> str | None:
         except BackendError as error:
             missing = error.reason
     if missing is not None and context.options.backend == "hybrid":
-        raise BackendError(f"kernels of our own: {missing}")
+        raise BackendError(f"generated kernels: {missing}")
     return missing
 
 
 def missing_for_kernels() -> str | None:
-    """What this machine needs to make kernels of our own; None if it has everything."""
+    """What this machine lacks to generate kernels; None if it lacks nothing."""
     if importlib.util.find_spec("tvm") is None:
         return "they need TVM (pip install 'xrlflow[tvm]')"
     if shutil.which("cc") is None and shutil.which("gcc") is None:
@@ -77,7 +80,8 @@ def missing_for_kernels() -> str | None:
 
 
 def compile_seconds(context: Context) -> float:
-    """Seconds to reserve for kernels: for a search by their prices and two graphs, or without time for that, one."""
+    """Seconds to reserve for kernels: for a search by their prices and two graphs; if there is less time, for one
+    graph."""
     clock = context.clock
     limit, other = clock.limit - clock.begin, clock.budget.end - clock.begin
     one = _LOADING + _one_graph(context, context.imported.graph)
@@ -91,24 +95,24 @@ def _comparing(context: Context) -> float:
 
 
 def _patience(context: Context) -> float:
-    """Seconds that a comparison may take if it is not clear before: up to twice the usual ones, if there is time."""
+    """Time limit in seconds of a comparison that stays undecided: up to twice the usual one, if there is time."""
     usual = _comparing(context)
     return max(usual, min(2 * usual, context.clock.budget.compile_until - time.monotonic()))
 
 
 def _one_graph(context: Context, graph: Graph) -> float:
-    """Seconds to compile a graph and to compare it."""
+    """Seconds to compile a graph with kernels and to compare it."""
     return _COMPILE * sum(1 for _ in graph.nodes()) + _comparing(context)
 
 
 def _further(context: Context, graph: Graph) -> float:
-    """Seconds to search for another graph by the prices of its operators, and to compile that."""
+    """Seconds to search for another graph by the prices of its operators, and to compile that graph."""
     return _PRICE * sum(1 for _ in graph.nodes()) + _SEARCH + _one_graph(context, graph)
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A graph with kernels, as a file. `costs`: see `Finished`."""
+    """A graph that was compiled with kernels, at `path`. `costs`: see `Finished`."""
 
     found: SearchNode
     hybrid: Hybrid
@@ -118,22 +122,23 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Graphs to compile, in this order, and the modelled cost of a graph by the prices of both runtimes, if known."""
+    """The graphs to compile, in this order."""
 
     nodes: Sequence[SearchNode]
     base: Graph
     cost: Callable[[Graph], float] | None = None
+    """The modelled cost of a graph by the prices of both runtimes; None: there are no such prices."""
 
     def costs(self, found: SearchNode) -> tuple[float, float] | None:
         return None if self.cost is None else (self.cost(self.base), self.cost(found.state.graph))
 
 
 def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
-    """The fastest graph with kernels; if it computes something else, it again with plain kernels; then the plain
+    """The fastest graph with kernels; if it computes something else, the same graph with plain kernels; then the plain
     proposal. See `Source`.
 
-    Raises BackendError if kernels were asked for (`backend="hybrid"`) and there can be none, and KeyboardInterrupt if
-    there is nothing to keep.
+    Raises BackendError if the user requires kernels (`backend="hybrid"`) and there are none, and KeyboardInterrupt if
+    there is no result yet.
     """
     if not context.options.with_kernels:
         return (yield from plain(context, start, explored))
@@ -142,7 +147,7 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
     if missing is None and context.options.backend != "hybrid":
         missing = _too_late(context, [f.state.graph for f in (start.base, proposal.chosen) if f is not None])
     if missing is not None:
-        context.notes.append(f"no kernels of our own: {missing}")
+        context.notes.append(f"no generated kernels: {missing}")
         return (yield from offer(context, start, explored, proposal))
     made = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
@@ -162,9 +167,9 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
 
 
 def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
-    """Why none of these graphs could be compiled, verified and compared any more, if that is so.
+    """Why there is no time to compile, verify and compare any of these graphs; None if there is.
 
-    Large graphs have many equal kernels, which are compiled once: they are given the benefit of the doubt.
+    Large graphs have many equal kernels, which are compiled once: for them the time is assumed to suffice.
     """
     clock = context.clock
     if clock.hurried:
@@ -179,7 +184,7 @@ def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
 
 
 def _judging(context: Context, start: Start, made: _Made, proposal: Proposal) -> Judging:
-    """A graph with kernels as a candidate."""
+    """A graph with kernels as a candidate to be decided on."""
     asked = context.options.backend == "hybrid"
     context = with_kernels(context, made.path)
     known = Finished(None, "", selection=proposal.selection, hybrid=made.hybrid, costs=made.costs)
@@ -189,8 +194,9 @@ def _judging(context: Context, start: Start, made: _Made, proposal: Proposal) ->
 def _candidates(
     context: Context, start: Start, explored: Explored, proposal: Proposal, how: Lowering
 ) -> _Candidates:
-    """Graphs to compile: of the choice without kernels and the imported graph the cheaper one by the prices of both
-    runtimes, then what a search by these prices finds, then the other. Of a trace, the graph that it leads to."""
+    """The graphs to compile. First the cheaper one, by the prices of both runtimes, of the choice without kernels and
+    the imported graph; then the result of a search by these prices; then the other one. With a trace: the graph it
+    leads to."""
     base = start.base.state.graph
     if context.options.replay is not None:
         return _Candidates([explored.result.best], base)
@@ -207,8 +213,7 @@ def _candidates(
 
 
 def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
-    """What a search by the prices of both runtimes finds; None, with a note, if there is no time or there are no
-    prices."""
+    """The result of a search by the prices of both runtimes; None, with a note, if there is no time or no prices."""
     if context.feeds is None or context.options.search == "random":
         return None
     until = context.clock.budget.compile_until - 2 * _one_graph(context, start.base.state.graph)
@@ -216,19 +221,20 @@ def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
     try:
         if how.child is not None and time.monotonic() + _SEARCH < until:
             with deadline.within(context.clock.budget.compile_until):
-                how.child.call(load_tvm)  # where that takes long, no search begins that is ended
-        if time.monotonic() + _SEARCH <= until:  # with less, not all prices are measured
+                how.child.call(load_tvm)  # first, as it may take so long that the search has no time left
+        if time.monotonic() + _SEARCH <= until:  # in less time, some prices would not be measured
             return search_with_kernels(context, start, how, until)
         context.notes.append(late)
     except OutOfTime:
         context.notes.append(late)
     except BackendError as error:
-        context.notes.append(f"kernels of our own have no prices: {error.reason}")
+        context.notes.append(f"generated kernels have no prices: {error.reason}")
     return None
 
 
 def with_kernels(context: Context, path: str) -> Context:
-    """The context for measuring and verifying a file with its library. Other models have no operators of it."""
+    """The context for measuring and verifying a file with its library. Models without the library's operators ignore
+    it."""
     options = with_library(context.options.session_options, str(library_path(path)))
     return replace(context, options=replace(context.options, session_options=options))
 
@@ -236,10 +242,10 @@ def with_kernels(context: Context, path: str) -> Context:
 def _best(
     context: Context, start: Start, explored: Explored, proposal: Proposal, before: _Made | None = None
 ) -> _Made | None:
-    """See `_Trials.best`. `before`: the only candidate, which was compiled with other algorithms. On Ctrl-C the best so
-    far is kept: a graph with kernels, or the plain proposal (None).
+    """See `_Trials.best`. `before`: the only candidate, compiled earlier with other algorithms. After Ctrl-C the result
+    is the best so far: a graph with kernels, or None for the plain proposal.
 
-    Raises KeyboardInterrupt if kernels were asked for and there are none yet, and for the second Ctrl-C.
+    Raises KeyboardInterrupt at the second Ctrl-C, and if the user requires kernels and there are none yet.
     """
     trials = _Trials(context, context.options.backend == "hybrid")
     try:
@@ -261,12 +267,12 @@ def _best(
 
 @contextmanager
 def _lowering(context: Context) -> Iterator[Lowering]:
-    """What compiling needs: the processor, and what is known of tuned kernels."""
+    """The compiler for this processor, with the store of tuned kernels."""
     options = context.options
     with Child(TMPDIR=context.folder) as child, Store(options.store) as store:
         with context.clock.phase("compile"):
             if child is not None:
-                child.prepare(load_tvm)  # while this process does so, too
+                child.prepare(load_tvm)  # at the same time as this process loads TVM
             target = target_of(options)
             if options.measure or options.verify:
                 target.check_runs()
@@ -274,7 +280,7 @@ def _lowering(context: Context) -> Iterator[Lowering]:
 
 
 def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
-    """The sizes of inputs to make kernels for: those that were asked for, or those of the user's own inputs."""
+    """The sizes of inputs for which to generate kernels: those of the options, or those of the user's own inputs."""
     options = context.options
     first = {name: tuple(shape) for name, shape in context.shapes.items()}
     if options.inputs is not None and context.feeds is not None:
@@ -284,29 +290,26 @@ def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _told(made: _Made) -> str:
-    """What runs where, in one line."""
+    """Which nodes run in generated kernels, in one line."""
     hybrid = made.hybrid
     regions = f"in {len(hybrid.regions)} regions" if len(hybrid.regions) > 1 else "as one region"
     left = "".join(f"; {remark}" for remark in hybrid.remarks)
-    return f"kernels of our own run {hybrid.nodes} of {hybrid.total} nodes, {regions}{left}"
+    return f"generated kernels run {hybrid.nodes} of {hybrid.total} nodes, {regions}{left}"
 
 
 @dataclass(slots=True)
 class _Trials:
-    """Graphs with kernels, compiled and compared with the plain proposal. `asked`: the result has kernels anyway.
-
-    `fastest`: what would be kept now; None: the plain proposal. `refused`: why graphs could not be compiled.
-    """
+    """Compiles graphs with kernels, and compares them with the plain proposal."""
 
     context: Context
-    asked: bool
-    fastest: _Made | None = field(default=None, init=False)
-    refused: list[str] = field(default_factory=list, init=False)
+    asked: bool  # the user requires generated kernels
+    fastest: _Made | None = field(default=None, init=False)  # None: the plain proposal
+    refused: list[str] = field(default_factory=list, init=False)  # why graphs could not be compiled
 
     def best(self, how: Lowering, chosen: SearchNode | None, candidates: _Candidates) -> _Made | None:
-        """The fastest graph with kernels; None if that is not faster than the plain proposal, or none compiles.
+        """The fastest graph with kernels; None if none compiles, or none is faster than the plain proposal.
 
-        Raises BackendError if kernels were asked for and no graph compiles.
+        Raises BackendError if the user requires kernels and no graph compiles.
         """
         before: str | bytes
         compiled = 0
@@ -331,27 +334,27 @@ class _Trials:
                 break
         if self.fastest is None and self.asked:
             raise BackendError(self.refused[0])
-        if not compiled:  # of other graphs it does not matter
+        if not compiled:  # if one graph compiles, the failures of others do not matter
             self.context.notes.extend(dict.fromkeys(self.refused))
         return self.fastest
 
     def _compile_until(self) -> float:
-        """When compiling is ended (time.monotonic). What was asked for needs no time to be decided on."""
+        """The deadline of compiling (time.monotonic). Kernels that the user requires need no time for a decision."""
         budget = self.context.clock.budget
         if not self.context.options.measure or (self.asked and self.fastest is None):
             return budget.until - budget.verification
         return budget.compile_at_latest
 
     def _has_time(self, seconds: float) -> bool:
-        """Whether another graph may be compiled and compared, if that takes so many seconds."""
+        """Whether there is time to compile and compare another graph, if that takes so many seconds."""
         budget = self.context.clock.budget
         return self.context.options.measure and time.monotonic() + seconds < budget.compile_until
 
     def _made(self, how: Lowering, found: SearchNode, costs: tuple[float, float] | None) -> _Made | None:
-        """A graph with kernels; None if it cannot be compiled."""
+        """A graph with kernels, compiled; None if that fails."""
         context = self.context
         with context.clock.phase("compile"):
-            context.say("compile", note="kernels of our own")
+            context.say("compile", note="generated kernels")
             try:
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
                 plain = context.artifact(found.state.graph).file
@@ -359,20 +362,20 @@ class _Trials:
                     hybrid = how.hybrid(plain, _sizes(context), path)
             except OutOfTime:
                 late = "there was no time to compile them (--time-limit)"
-                self.refused.append(f"no kernels of our own: {late}; {_LOST}")
+                self.refused.append(f"no generated kernels: {late}; {_LOST}")
                 return None
             except BackendError as error:
-                self.refused.append(f"no kernels of our own: {error.reason}")
+                self.refused.append(f"no generated kernels: {error.reason}")
                 return None
         return _Made(found, hybrid, path, costs)
 
     def _faster(self, before: str | bytes, after: str, margin: float, name: str) -> bool:
-        """Whether a file is so many times faster for sure, measured in this process. Without measuring: yes."""
+        """Whether a file is certainly `margin` times faster, measured in this process. True if nothing is measured."""
         context = self.context
         if context.feeds is None:
             return True
         with context.clock.phase("select"):
-            context.say("select", note="with and without kernels of our own")
+            context.say("select", note="with and without generated kernels")
             try:
                 options: Options | None = context.options.session_options
                 for path in (before, after):
@@ -384,7 +387,7 @@ class _Trials:
                         time_limit=_patience(context), target_width=_NARROW, control=False, session_options=options,
                     )  # fmt: skip
             except BackendError as error:
-                context.notes.append(f"kernels of our own were dropped: {error}")
+                context.notes.append(f"generated kernels were dropped: {error}")
                 return False
-        context.notes.append(f"with kernels of our own, measured against {name}: {measured.speedup}")
+        context.notes.append(f"with generated kernels, measured against {name}: {measured.speedup}")
         return measured.speedup.low > margin

@@ -33,11 +33,11 @@ def bench(
     seed: int = 0,
     kernels: bool = False,
 ) -> dict[str, Any]:
-    """Latency of a model in milliseconds, and how many times faster it is than `against`.
+    """Latency of a model in milliseconds, and its speed-up over `against`.
 
     `speedup` is the latency of `against` divided by that of the model. Without `against` the model is measured against
     itself, which shows how noisy the machine is. `shapes`: those of the tensors that it was measured with.
-    `kernels`: with the libraries in the models' folders (`NAME.so`), which is to run their code.
+    `kernels`: with the libraries in the models' folders (`NAME.so`), whose code this runs.
     """
     options = Options(search="greedy", shapes=shapes, threads=threads, seed=seed, time_limit=time_limit)
     imported, now = load(model, shapes=shapes), time.monotonic()

@@ -1,4 +1,4 @@
-"""The rule library as users see it: rules are chosen, listed, proven, and matched against a model."""
+"""The rule library as users see it: select rules, list them, prove them, and match them against a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from xrlflow.workers import Processes
 
 
 def library_for(options: Options) -> Library:
-    """The rules that an optimisation may use.
+    """The rules that an optimisation may apply.
 
     Raises OptionError for unknown names, and for a file of rules that cannot be loaded or are not proven.
     """
@@ -50,14 +50,14 @@ def library_for(options: Options) -> Library:
 
 @functools.cache
 def runs(op: str) -> bool:
-    """Whether TVM has an operator, by its name in the IR (`domain::name` for other domains)."""
+    """Whether TVM supports an operator, given by its name in the IR (`domain::name` for other domains)."""
     domain, _, name = op.rpartition("::")
     return Tvm().supports(name, domain)
 
 
 def check_supported(imported: ImportedModel, library: Library) -> None:
-    """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule writes
-    out.
+    """Raise BackendError for inputs without fixed sizes, and for operators that TVM cannot lower and no rule
+    decomposes.
 
     The message names the operators and, if a rule refused, its reason: "LSTM (sequence_lens is given)".
     """
@@ -84,13 +84,14 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
 
 
 def placing_rules(options: Options, loses: Loses) -> tuple[RegionRule, ...]:
-    """The rules that a search with kernels of our own has besides those of the library (see `placement_rules`)."""
+    """The rules that a search with generated kernels uses in addition to those of the library (see
+    `placement_rules`)."""
     rules = placement_rules(loses)
     return tuple(rule for rule in _kept((*LIBRARY, *rules), options) if rule in rules)
 
 
 def _kept(rules: tuple[AnyRule, ...], options: Options) -> list[AnyRule]:
-    """The rules that `only` and `exclude` leave. Raises OptionError for unknown names."""
+    """The rules that the options `only` and `exclude` admit. Raises OptionError for unknown names."""
     if options.only:
         rules = tuple(_named(rules, options.only, "only"))
     dropped = set(_named(rules, options.exclude, "exclude"))
@@ -116,8 +117,8 @@ def _hint(name: str, known: Iterable[str]) -> str:
 def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) -> tuple[AnyRule, ...]:
     """Run a Python file and return its RULES. Their family is the file's name.
 
-    Raises OptionError if the file fails, if a name exists in the library, or if a rule is not proven (unless `proven`
-    is False).
+    Raises OptionError if the file fails, if the library has a rule of the same name, or if a rule is not proven (unless
+    `proven` is False).
     """
     file = Path(path)
     if not file.is_file():
@@ -159,7 +160,7 @@ def _certificates(rules: Sequence[AnyRule], file: Path, seed: int) -> list[Certi
 
 
 def _chosen(names: Sequence[str], own: Path | None = None) -> tuple[AnyRule, ...]:
-    """The rules of the library or of a file that have these names, or all. Raises OptionError for unknown names."""
+    """The rules with these names in the library or in a file; all rules without names. Raises OptionError."""
     rules = LIBRARY if own is None else own_rules(own, proven=False)
     known = {r.name: r for r in rules}
     for name in names:
@@ -177,12 +178,12 @@ def prove_rules(
     ray: str | None = None,
     listener: Callable[[Certificate, int, int], None] | None = None,
 ) -> list[Certificate]:
-    """Prove rules of the library or of a file (`own`). Returns their certificates, in their order.
+    """Prove rules of the library or of a file (`own`). Returns their certificates, in the order of the rules.
 
     `names`: by default all rules. `jobs`: workers, by default one for each physical core. `ray`: "local" or the
-    HOST:PORT of a Ray cluster that they are on; the certificates are the same. `listener` gets each certificate, how
-    many there are so far, and how many there will be. Raises OptionError for unknown names, and if the cluster cannot
-    be used.
+    HOST:PORT of a Ray cluster, where the workers run; the certificates are the same. `listener` receives each
+    certificate, the number of those so far, and the number of all. Raises OptionError for unknown names, and if the
+    cluster cannot be used.
     """
     check_seed(seed)
     rules = _chosen(names, own)
@@ -203,7 +204,7 @@ def prove_rules(
 
 
 def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
-    """For each rule: name, family, equation, backend, kind of proof, what it assumes or may lose, what it composes."""
+    """For each rule: name, family, equation, backend, kind of proof, what it assumes or may change, its parts."""
     return [
         {
             "name": r.name,
@@ -223,7 +224,7 @@ def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[
 
 
 def rule_stats(model: Source, names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
-    """For each rule, what it finds in a model: admitted matches, refusals by reason (near misses), milliseconds."""
+    """For each rule, its matches in a model, its refusals by reason (near misses), and the milliseconds of matching."""
     library = Library(_chosen(names, own), contrib=True, timed=True, thorough=True)
     RewriteState.start(load(model).graph, library, Roofline().delta)
     rows = []

@@ -1,4 +1,4 @@
-"""Report pages: what they show is gathered from an optimisation, from a trace, or from files."""
+"""Collects the data of report pages from an optimisation, from a trace, or from files."""
 
 from __future__ import annotations
 
@@ -50,17 +50,14 @@ _PROOFS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evidence:
-    """What a page shows besides the report, as the phases of an optimisation left it.
-
-    `best`: where the search got, kept or not. `progress`: see `Explored`.
-    """
+    """What a page shows in addition to the report, from the phases of an optimisation."""
 
     context: Context
     before: tuple[Early, ...]
     base: SearchNode
     kept: SearchNode | None
-    best: SearchNode
-    progress: tuple[tuple[int, float], ...]
+    best: SearchNode  # the best graph of the search, accepted or not
+    progress: tuple[tuple[int, float], ...]  # see `Explored`
     compared: RepeatedComparison | None
 
     @staticmethod
@@ -72,8 +69,8 @@ class Evidence:
 
 
 def result_page(results: Sequence[Result], *, profiled: bool = True) -> Page:
-    """The page of one result, or of several of one model. `profiled`: measure the time of each operator first, for
-    about a second for each model."""
+    """The page of one result, or of several results of one model. `profiled`: measure the time of each operator first,
+    for about a second for each model."""
     first = results[0].evidence
     options, imported = first.context.options, first.context.imported
     before = drawing("original", imported, imported.graph)
@@ -93,7 +90,7 @@ def result_page(results: Sequence[Result], *, profiled: bool = True) -> Page:
 
 
 def drawing(title: str, imported: ImportedModel, graph: Graph) -> Drawing:
-    """A graph of a model, with the names of its file."""
+    """The drawing of a graph of a model, with the names that the file has."""
     declared = imported.frame.graph
     names = [[v.name for v in declared.input], [v.name for v in declared.output]]
     return draw(title, graph, imported.labels, names)
@@ -138,7 +135,7 @@ def _run(
 
 
 def _changes(evidence: Evidence) -> Changes:
-    """The edits of all substitutions."""
+    """The edits that the substitutions make, in order."""
     assert evidence.kept is not None
     changes = Changes()
     for part in evidence.before:
@@ -148,7 +145,7 @@ def _changes(evidence: Evidence) -> Changes:
 
 
 def _note(changes: Changes, scope: str, path: Steps | None, cost: float | None) -> None:
-    """Note what substitutions change; `cost`: the modelled seconds before them, if they have a price."""
+    """Add what substitutions change. `cost`: the modelled seconds before them; None: they have no price."""
     for part in () if path is None else path.parts():
         gain = None if cost is None else cost - part.step.cost
         cost = None if cost is None else part.step.cost
@@ -187,7 +184,7 @@ def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
 def _profiles(
     result: Result, known: OperatorProfile | str | None
 ) -> tuple[OperatorProfile | None, OperatorProfile | None, tuple[str, ...]]:
-    """The profiles of the original (`known`, if it is) and of the result, and why there is none."""
+    """The profiles of the original (`known`, if it was profiled before) and of the result, and why one is missing."""
     context = result.evidence.context
     options = context.options
     if options.remote is not None:
@@ -214,7 +211,7 @@ def _profiles(
 
 
 class _Profiler:
-    """Profiles models on the same inputs. `lines`: why one could not be."""
+    """Profiles models on the same inputs. `lines`: why models could not be profiled."""
 
     def __init__(
         self, feeds: Mapping[str, Any], threads: int | None, session_options: Mapping[str, str] | None
@@ -240,7 +237,7 @@ class _Profiler:
 
 
 def view(model: Source, other: Source | None, options: Options) -> Page:
-    """The page of a model, or of two, as they are. With `options.measure`, operators are timed."""
+    """The page of one model, or of two, without an optimisation. With `options.measure`, operators are timed."""
     with opened(model, options, None, time.monotonic()) as context:
         context = with_feeds(context)
         return _pair_page(model, other, context.feeds, context.threads, context.imported)
@@ -280,7 +277,7 @@ def _pair_page(
 
 
 def data_of_trace(trace: str | os.PathLike[str] | files.StandardInput) -> Mapping[str, Any]:
-    """The data of the page that a trace holds. Raises OptionError for a file that is no trace, or has none."""
+    """The data of the page in a trace. Raises OptionError for a file that is no trace, or has no such data."""
     path = trace.name if isinstance(trace, files.StandardInput) else os.fspath(trace)
     try:
         text = trace if isinstance(trace, bytes) else Path(trace).read_text(encoding="utf-8")
@@ -303,14 +300,14 @@ def _no_number(text: str) -> NoReturn:
 
 
 def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the page for the data of `Page.to_json`. Raises ModelError if the file cannot be written."""
+    """Write the page with the data of `Page.to_json`. Raises ModelError if the file cannot be written."""
     _write(path, page_html(data).encode())
 
 
 def write_networkx(model: Source, path: str | os.PathLike[str]) -> networkx.MultiDiGraph:
-    """Write the graph of a model for other programs, in the format of the path's ending (`ir.exchange`).
+    """Write the graph of a model for other programs, in the format of the path's extension (`ir.exchange`).
 
-    Returns what was written. Raises ModelError, or OptionError for an ending of no format.
+    Returns what was written. Raises ModelError, or OptionError for an unknown extension.
     """
     check_writable(path)
     ending = Path(path).suffix

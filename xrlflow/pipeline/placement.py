@@ -1,4 +1,4 @@
-"""The search for graphs with kernels of our own: by prices of both runtimes, with placement among the candidates."""
+"""The search for graphs with generated kernels: by prices of both runtimes, where placements are candidates as well."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from xrlflow.rewrite import RewriteState
 from xrlflow.search import SearchNode
 from xrlflow.tuning.lowering import Lowering
 
-# Searches, each with the prices of the operators that the one before came to.
+# How many searches are done, each with the prices of the operators that the one before reached.
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search by the prices of both runtimes found, the cheapest first; and the modelled cost of any graph."""
+    """The result of a search by the prices of both runtimes, the cheapest graph first, and the cost of any graph."""
 
     proposals: tuple[SearchNode, ...]
     cost: Callable[[Graph], float]
 
 
 def search_with_kernels(context: Context, start: Start, how: Lowering, until: float) -> Found:
-    """Search by the prices of both runtimes, until then (time.monotonic).
+    """Search by the prices of both runtimes, until `until` (time.monotonic).
 
-    Operators are measured first. A search may come to operators that were not measured: it is repeated with their
+    Operators are measured first. A search may reach operators that were not measured: then it is repeated with their
     prices. Raises BackendError if an operator's kernel does not run.
     """
     machine = calibrated(context.threads)
@@ -45,13 +45,13 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
         model = PlacementCost(runtime, prices, machine)
         with deadline.within(until):
             result = _search(context, start, model, until)
-    context.notes.append(f"kernels of our own: {prices}")
+    context.notes.append(f"generated kernels: {prices}")
     proposals = sorted((found for found in result if context.fits(found)), key=lambda found: found.cost)
     return Found(tuple(proposals), model.cost)
 
 
 def _search(context: Context, start: Start, model: PlacementCost, until: float) -> tuple[SearchNode, ...]:
-    """The best and the shortlist of the last of several searches."""
+    """The best graph and the shortlist of the last of several searches."""
     clock, graph = context.clock, start.base.state.graph
     clock.reserved = clock.budget.compile_until - until
     found: tuple[SearchNode, ...] = ()

@@ -1,4 +1,4 @@
-"""Before the search: the model is read, inputs for measurements are drawn, and a cost model is made."""
+"""Before the search: read the model, draw inputs for measurements, and set up a cost model."""
 
 from __future__ import annotations
 
@@ -65,31 +65,29 @@ from xrlflow.verify.inputs import user_case
 
 # The part of the search's time that measuring operators may take.
 _PROFILING = 0.5
-# The latest comparisons of this machine that the learned cost model is fitted to.
+# How many of this machine's latest comparisons the learned cost model is fitted to.
 _REMEMBERED = 64
 # The part of the search's time that fitting may take.
 _FITTING = 0.1
-# The part of the time that is left in which inputs are drawn, and the original is loaded and run on them; and the part
-# of the limit from which on a run takes long.
+# The part of the remaining time for drawing inputs, loading the original and running it on them; and the duration of a
+# run, as a part of the limit, above which the run counts as long.
 _DRAWING, _LONG = 0.4, 0.03
-# The part of the time that is left in which all substitutions are looked for that apply at first.
+# The part of the remaining time for finding all substitutions that apply to the original.
 _LOOKING = 0.4
-# If the first run takes this many seconds, no second one is made to learn the latency.
+# If the first run takes this many seconds, its time is the latency, and no second run is made.
 _SLOW = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Early:
-    """Substitutions that were made before the search, in `graph`.
-
-    `body`: the name of the control-flow body that this is ("If.then_branch/Loop.body"), "" for the model itself.
-    `cost`: the modelled seconds before them; None: canonicalising rules, which need no price.
-    """
+    """Substitutions that were made before the search, in `graph`."""
 
     body: str
+    """The control-flow body that `graph` is ("If.then_branch/Loop.body"); "" for the model itself."""
     graph: Graph
     path: Path | None
     cost: float | None
+    """The modelled seconds before the substitutions; None: they canonicalise, which needs no price."""
 
     @property
     def steps(self) -> tuple[TraceStep, ...]:
@@ -98,16 +96,13 @@ class Early:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The node that the search begins with, its cost model, and the substitutions that were made before the search.
-
-    `to_replay`: what a trace has after those. `measured`: how many times faster than `base` graphs were measured to be.
-    """
+    """The node with which the search begins, its cost model, and the substitutions that were made before the search."""
 
     base: SearchNode
     model: CostModel
     before: tuple[Early, ...] = ()
-    to_replay: tuple[TraceStep, ...] = ()
-    measured: tuple[tuple[Ratio, SearchNode], ...] = ()
+    to_replay: tuple[TraceStep, ...] = ()  # the substitutions of a trace that come after `before`
+    measured: tuple[tuple[Ratio, SearchNode], ...] = ()  # measured graphs with their speed-ups over `base`
 
     @property
     def early(self) -> tuple[TraceStep, ...]:
@@ -116,7 +111,7 @@ class Start:
 
 
 def target_of(options: Common) -> ExecutionTarget:
-    """The processor and device that a compiled model runs on. Raises BackendError."""
+    """The processor and device on which a compiled model runs. Raises BackendError."""
     device = Remote.parse(options.remote) if isinstance(options.remote, str) else options.remote
     return find_target(options.cpu, options.triple, device, options.threads)
 
@@ -129,9 +124,9 @@ def opened(
     begin: float,
     kernels: str | os.PathLike[str] | None = None,
 ) -> Iterator[Context]:
-    """The context of an optimisation that began at `begin`: with a temporary folder and, for TVM, the store of kernels.
+    """The context of an optimisation that began at `begin`: with a temporary folder and, for TVM, a store of kernels.
 
-    The store is the file `kernels`, or the one that the options name, or the one in the user's cache directory. Raises
+    The store is the file `kernels`, or the one in the options, or the one in the user's cache directory. Raises
     ModelError for a model that cannot be read, BackendError and StoreError.
     """
     compiling = options.compiling
@@ -143,8 +138,8 @@ def opened(
         with clock.phase("import", begin):
             database = stack.enter_context(Database(options.server))
             if server_of(options.store) is not None:
-                database.check()  # a wrong address is found out before any work
-            # TVM compiles for fixed sizes, and operators can be written out for it only if sizes are numbers.
+                database.check()  # to report a wrong address before any work is done
+            # TVM compiles for fixed sizes, and some operators can be decomposed only for fixed sizes.
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
             wanted = OPSET if compiling else options.opset
             imported = imported if wanted is None else preferring(imported, wanted)
@@ -162,8 +157,8 @@ def opened(
 
 
 def fed(context: Context) -> Context:
-    """The context `with_feeds`. Where none are found on which the original runs, the original is kept, unless a trace
-    or kernels were asked for. Raises what `with_feeds` raises."""
+    """The context `with_feeds`. If no inputs are found on which the original runs, the result will be the original,
+    unless there is a trace or the user requires kernels. Raises what `with_feeds` raises."""
     options = context.options
     try:
         return with_feeds(context)
@@ -176,8 +171,8 @@ def fed(context: Context) -> Context:
 def with_feeds(context: Context) -> Context:
     """The context with inputs for measurements, if anything is measured; their sizes replace open dimensions.
 
-    If there is no time to find them, or to run the original once, nothing is measured, and a note says so. Raises what
-    the original raises when it runs on the user's inputs, and OutOfTime if the costs that were asked for are measured.
+    If there is no time to draw them, or to run the original once, nothing is measured, and a note says so. Raises what
+    the original raises on the user's inputs, and OutOfTime if the user's cost model requires measurements.
     """
     options, clock = context.options, context.clock
     until = time.monotonic() + _DRAWING * max(0.0, clock.limit - time.monotonic())
@@ -202,10 +197,10 @@ def with_feeds(context: Context) -> Context:
 
 
 def random_feeds(context: Context) -> dict[str, Any]:
-    """Drawn inputs on which the original runs. The clock notes how long that takes.
+    """Random inputs on which the original runs. The clock notes the times of loading and of a run.
 
-    Where there is a deadline and a run takes long, smaller sizes of open dimensions are tried, as most of what follows
-    is runs. Raises OutOfTime if none are found in time.
+    With a deadline, smaller sizes of open dimensions are tried where a run takes long, since most of the optimisation
+    consists of runs. Raises OutOfTime if none are found in time.
     """
     clock, options = context.clock, context.options
     long = math.inf if math.isinf(deadline.until()) else _LONG * (clock.limit - clock.begin)
@@ -232,7 +227,7 @@ def random_feeds(context: Context) -> dict[str, Any]:
 
 @contextmanager
 def _original(context: Context) -> Iterator[OrtModel]:
-    """The original in a session. The clock notes how long loading it takes."""
+    """The original in a session. The clock notes the time of loading it."""
     since = time.monotonic()
     with open_model(
         context.original.runnable, threads=context.threads, session_options=context.options.session_options
@@ -242,7 +237,7 @@ def _original(context: Context) -> Iterator[OrtModel]:
 
 
 def _time_original(context: Context, feeds: dict[str, Any]) -> None:
-    """Note roughly how long loading, and a run on the user's inputs, take.
+    """Let the clock note roughly how long loading, and a run on the user's inputs, take.
 
     The first run is slower and does not count. Raises OutOfTime.
     """
@@ -256,7 +251,7 @@ def _time_original(context: Context, feeds: dict[str, Any]) -> None:
 
 
 def _warm_latency(run: Callable[[], object]) -> float:
-    """Rough seconds of a run after the first: the least of three runs, or of one if the model is slow."""
+    """Rough seconds of a run after the first: the minimum of three runs, or one run if the model is slow."""
     least = float("inf")
     for _ in range(3):
         begin = time.perf_counter()
@@ -268,7 +263,7 @@ def _warm_latency(run: Callable[[], object]) -> float:
 
 
 def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
-    """The model with numbers for open dimensions, taken from the inputs of measurements."""
+    """The model with the sizes of the inputs for measurements in place of open dimensions."""
     imported = context.imported
     shapes: dict[str, Sequence[int]] = {}
     for value, info in zip(imported.graph.inputs, imported.frame.graph.input):
@@ -283,7 +278,7 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
 
 
 def cost_model(context: Context, cost: str | CostModel) -> CostModel:
-    """The cost model of this name, with this machine's figures, or one of the user's own. Raises OptionError."""
+    """The cost model of this name, with this machine's figures, or the user's own object. Raises OptionError."""
     options, bindings = context.options, context.imported.bindings
     if not isinstance(cost, str):
         if isinstance(cost, AdditiveCost):
@@ -310,7 +305,7 @@ def cost_model(context: Context, cost: str | CostModel) -> CostModel:
 
 
 def _check_prices(model: AdditiveCost, graph: Graph) -> None:
-    """Raise OptionError if a cost model of the user's own gives a node of the original no number of seconds."""
+    """Raise OptionError if the user's own cost model gives a node of the original no valid number of seconds."""
     prices = model.breakdown(graph)
     for node in graph.nodes():
         if not 0.0 <= prices[node.id] < math.inf:
@@ -320,7 +315,7 @@ def _check_prices(model: AdditiveCost, graph: Graph) -> None:
 
 
 def _learned(context: Context, prices: Profiled) -> Learned:
-    """The network of the package, fitted to this machine by the comparisons that it has made."""
+    """The network of the package, fitted to the comparisons that this machine has measured."""
     with history.opened(context) as known:
         now = time.monotonic()
         until = now + _FITTING * (context.clock.budget.search_until - now)
@@ -328,8 +323,8 @@ def _learned(context: Context, prices: Profiled) -> Learned:
 
 
 def fitted(prices: AdditiveCost, known: History, *, also: int = 0, until: float = math.inf) -> Learned:
-    """The network of the package, fitted until then (time.monotonic) to the latest comparisons, and to so many more
-    (`also`)."""
+    """The network of the package, fitted until `until` (time.monotonic) to the latest comparisons in the history: to
+    _REMEMBERED of them, and `also` more."""
     comparisons = known.latest(_REMEMBERED + also)
     return Learned(prices, fine_tuned(load_network(PRETRAINED), comparisons, until))
 
@@ -337,7 +332,7 @@ def fitted(prices: AdditiveCost, known: History, *, also: int = 0, until: float 
 def start(context: Context, model: CostModel) -> Start:
     """The first node of the search: rules that need no price are applied, and control-flow bodies are optimised.
 
-    With a trace, what was done then is done again. Raises TraceError if it does not fit.
+    With a trace, its substitutions of this phase are repeated instead. Raises TraceError if they do not fit.
     """
     options, library = context.options, context.library
     if options.replay is not None:
@@ -347,7 +342,7 @@ def start(context: Context, model: CostModel) -> Start:
     until = now + _LOOKING * (context.clock.limit - now)
 
     def tidy(graph: Graph, body: str = "") -> Graph:
-        # Operators that TVM lacks must be written out in any case.
+        # Operators that TVM lacks must be decomposed in any case.
         simple, path = simplify(graph, library, model.cost, math.inf if options.compiling else until)
         before.append(Early(body, graph, path, None))
         return simple
@@ -375,7 +370,7 @@ def start(context: Context, model: CostModel) -> Start:
 
 
 def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
-    """The first node of a replay: bodies become what they became then, whatever `model` says of them."""
+    """The first node of a replay: the trace, not `model`, decides what control-flow bodies become."""
     library, done = context.library, 0
     counts = iter(trace.before)
     before: list[Early] = []
@@ -414,13 +409,13 @@ def _started_again(context: Context, model: CostModel, trace: Trace) -> Start:
 
 
 def restarted(context: Context, start: Start, without: Collection[str]) -> Start:
-    """The start without these rules, and without what was made before the search by them or now no longer applies."""
+    """The start without these rules: without their substitutions, and those that cannot be made any more."""
     library, model = context.library, start.model
     library = library.only(library.rules.keys() - set(without))
     before: list[Early] = []
 
     def follow(graph: Graph, body: str = "") -> Graph:
-        # Bodies may have the same name. A step of another one does not apply here, since its key has other values.
+        # Bodies may share a name. A step of another body does not apply here, as its key has other values.
         parts = [part for part in start.before if part.body == body]
         steps = [step for part in parts for step in part.steps if step.rule not in without]
         state = RewriteState.start(graph, makers(library, steps))
@@ -445,6 +440,6 @@ def restarted(context: Context, start: Start, without: Collection[str]) -> Start
 
 
 def makers(library: Library, steps: Sequence[TraceStep]) -> Library:
-    """The rules that can have made these substitutions: those that need no price (`simplify`) if that is enough."""
+    """The rules that may have made these substitutions: those that need no price (`simplify`) if they suffice."""
     few = library.canonicalising()
     return few if all(step.rule in few.rules for step in steps) else library

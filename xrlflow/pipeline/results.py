@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 class Result:
     """An optimised model, or the original if nothing better was found (`returned_original`).
 
-    `speedup` is measured: how many times faster than the original, as median and 95% interval; None if not measured.
-    `trace` has all substitutions in order. Those made before the search (canonicalising rules, control-flow bodies)
-    come first.
+    `speedup` is the measured speed-up over the original, as median and 95% interval; None if not measured. `trace` has
+    all substitutions in order; those made before the search (canonicalising rules, control-flow bodies) come first.
     """
 
     report: Report
@@ -86,7 +85,7 @@ class Result:
         """Write the result to a file, completely or not at all.
 
         An original is written byte for byte. External data is written to `NAME.DIGEST.data` in the same folder; no
-        other file is changed. A result with kernels of our own has its library in the same folder, `NAME.so`. With TVM
+        other file is changed. A result with generated kernels has its library in the same folder, `NAME.so`. With TVM
         as the backend the result is a shared library. Raises ModelError or BackendError if a file cannot be written.
         """
         if self.compiled is not None:
@@ -99,8 +98,8 @@ class Result:
             save(self.imported, self.graph, path, opset=self.opset, max_growth=self.max_growth)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the substitutions as JSON, for `replay` and `xrlflow report`. Times by operator are in it if the page
-        was asked for before. Raises ModelError if the file cannot be written."""
+        """Write the substitutions as JSON, for `replay` and `xrlflow report`. The times of operators are included if
+        `page` or `report_html` was called before. Raises ModelError if the file cannot be written."""
         known = self.__dict__.get("page")
         page = known if known is not None else result_page([self], profiled=False).to_json()
         before = [len(part.steps) for part in self.evidence.before] if self.trace else []
@@ -108,20 +107,20 @@ class Result:
 
     @cached_property
     def page(self) -> dict[str, Any]:
-        """The data of the report page, as plain values. The first time, operators are timed, for about two seconds."""
+        """The data of the report page, as JSON values. The first call measures the times of operators (two seconds)."""
         return result_page([self]).to_json()
 
     def report_html(self) -> str:
-        """The report as one HTML file, which needs no network."""
+        """The report as one HTML file that needs no network."""
         return page_html(self.page)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the result in a few lines."""
+        """The result in a few lines of HTML, which a notebook shows."""
         return summary_html(self.report)
 
 
 def result_of(context: Context, start: Start, explored: Explored, finished: Finished) -> Result:
-    """Put the result together, with its report."""
+    """Assemble the result, with its report."""
     found = finished.kept if finished.kept is not None else start.base
     steps = (*start.early, *found.trace) if finished.kept is not None else ()
     graph = found.state.graph if finished.hybrid is not None else without_placement(found.state.graph)
@@ -191,4 +190,4 @@ def _notes(context: Context, finished: Finished) -> tuple[str, ...]:
         notes.append("other programs used the processor while the result was measured")
     if finished.verification is not None and finished.verification.verified:
         notes.extend(remarks(finished.verification))
-    return tuple(dict.fromkeys(notes))  # two searches may say the same
+    return tuple(dict.fromkeys(notes))  # two searches may add the same note

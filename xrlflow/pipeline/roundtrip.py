@@ -1,4 +1,4 @@
-"""Whether a model that is read and written again runs as before, tried before the search, and at which opset.
+"""Before the search: whether a model still runs as before when it is read and written again, and at which opset.
 
 A runtime optimises models of different opsets differently. ONNX Runtime 1.31 cannot load some 8-bit models at opset 21
 that it loads at 13.
@@ -22,17 +22,17 @@ from xrlflow.pipeline.context import Context
 from xrlflow.verify import Reference, Status
 from xrlflow.verify.runner import first_line, flat, opened
 
-# The part of the time that is left in which this is tried.
+# The part of the remaining time that this check may take.
 _TRYING = 0.25
-# What is tried where the model's own opset does not do.
+# The opsets that are tried if the model does not run at its own.
 _OTHERS = (OPSET, 21, 19, 17, 15, 13)
 
 
 def tried(context: Context) -> Context:
-    """The context in which the model is written at its own opset or, where ONNX Runtime then does not run it as before,
-    at another, with a note. `unwritable` is set if there is none.
+    """The context in which the model is written at its own opset. If ONNX Runtime then does not run it as before, it is
+    written at another opset, with a note; if it does so at none, `unwritable` is set.
 
-    Without measuring, the files are only loaded; without verification either, nothing is tried.
+    Without measuring, the files are only loaded; without verification either, nothing is checked.
     """
     options = context.options
     if context.unwritable or options.compiling or not (options.measure or options.verify):
@@ -55,7 +55,7 @@ def _tried(context: Context) -> Context:
         trial = _Trial(context, _outputs(context, context.original.runnable))
     except OutOfTime:
         raise
-    except BackendError:  # what is wrong with the original is said where it is run
+    except BackendError:  # a later phase runs the original, and reports its errors
         return context
     own = context.imported
     fault = trial.fault(own)
@@ -78,13 +78,13 @@ def _tried(context: Context) -> Context:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """`outputs`: those of the original; None if there are no inputs to run it on."""
+    """Writes the model, and compares the file with the original."""
 
     context: Context
-    outputs: Sequence[Any] | None
+    outputs: Sequence[Any] | None  # those of the original; None: there are no inputs to run it on
 
     def fault(self, imported: ImportedModel) -> str:
-        """What is wrong with the file that the model itself gives; "" if nothing is."""
+        """What is wrong with the file that is written of the imported model; "" if nothing is."""
         context = replace(self.context, imported=imported)
         try:
             path = context.artifact(imported.graph).file
@@ -98,7 +98,7 @@ class _Trial:
             return f"ONNX Runtime does not run it: {first_line(error)}"
 
     def _difference(self, path: str) -> str:
-        """How a file differs from the original by more than rounding; "" if it does not."""
+        """How a file's outputs differ from the original's by more than rounding; "" if they do not."""
         context = self.context
         reference = Reference.of(
             context.original.runnable, imported=context.imported, inputs=context.feeds, seed=context.options.seed,
@@ -111,13 +111,14 @@ class _Trial:
 
 
 def _outputs(context: Context, model: str | bytes) -> list[Any] | None:
-    """What a model computes of the inputs of measurements. Without them, it is only loaded. Raises BackendError."""
+    """The outputs of a model on the inputs for measurements. Without such inputs it is only loaded. Raises
+    BackendError."""
     with opened(model, threads=context.threads, session_options=context.options.session_options) as runner:
         return None if context.feeds is None else runner.run(context.feeds)
 
 
 def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether outputs are equal to the bit, but for the kind of a NaN."""
+    """Whether outputs are equal bit by bit, except that any NaN equals any other."""
     pairs = zip(map(flat, first), map(flat, second), strict=True)
     return all(len(a) == len(b) and all(map(_equal, a, b)) for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Traces as files: `replay` reads them."""
+"""Traces as files, which `replay` reads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from xrlflow.storage import files
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The substitutions of an optimisation, in order. The first ones were made before the search: `before` has their
-    numbers in the model, and then in each control-flow body, as `prepare.start` visits these."""
+    """The substitutions of an optimisation, in order. The first ones were made before the search."""
 
     steps: tuple[TraceStep, ...]
     before: tuple[int, ...] = ()
+    """How many were made before the search: in the model, then in each control-flow body, in the order in which
+    `prepare.start` visits bodies."""
 
     @property
     def searched(self) -> tuple[TraceStep, ...]:
@@ -66,7 +67,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def _step(row: Any) -> TraceStep:
-    """A substitution as `write_trace` writes it. Raises ValueError, KeyError or TypeError."""
+    """A substitution in the format of `write_trace`. Raises ValueError, KeyError or TypeError."""
     rule, family, at, cost = row["rule"], row["family"], row["at"], row["cost"]
     if not isinstance(rule, str) or not isinstance(family, str):
         raise ValueError("the name of a rule is no text")

@@ -1,4 +1,4 @@
-"""Training an agent on models."""
+"""Trains an agent on models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from xrlflow.rl.train import Files, Score, Trained
     from xrlflow.rl.world_model.dynamics import World
 
-# Where an agent that trained in a world model says after how many rounds it was the best.
+# In the file of an agent that trained in a world model: the number of rounds after which it was the best.
 _ROUNDS = "world model rounds"
 
 _SHOWN = {
@@ -44,7 +44,8 @@ def train(
     options: TrainOptions,
     quiet: bool = True,
 ) -> Trained:
-    """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, standard error gets a line per iteration."""
+    """Train an agent; raises what `xrlflow.train` raises. Unless `quiet`, prints a line per iteration to standard
+    error."""
     from xrlflow.learn.ppo import TrainingError
     from xrlflow.rl import train as training
     from xrlflow.rl.agent import Agent
@@ -96,7 +97,7 @@ def train(
 
 
 def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -> None:
-    """Raise OptionError if a run to go on with was evaluated on other files: its best agent is not that of these.
+    """Raise OptionError if the run to be continued was evaluated on other files, so that its scores are not comparable.
     Raises CheckpointError."""
     from xrlflow.rl.train import KIND, state_path
     from xrlflow.storage.checkpoint import load_checkpoint
@@ -105,7 +106,7 @@ def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -
         return
     found = load_checkpoint(state_path(output), KIND).config.get("score")
     outcomes = [o for o in found if isinstance(o, dict)] if isinstance(found, list) else []
-    # Files may have been moved.
+    # By name only, as folders may have been moved.
     earlier = {os.path.basename(str(o.get("problem"))) for o in outcomes}
     if earlier and earlier != {os.path.basename(m) for m in models}:
         raise OptionError(
@@ -116,8 +117,8 @@ def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -
 
 @dataclass(slots=True)
 class _Best:
-    """The best agent of a run in a world model so far. A better one is written at once, with the world model; the first
-    one only by the last `save`, so that what was there before stays if the training fails."""
+    """The best agent so far of a run in a world model. A better one is written at once, with the world model; the first
+    one only by the last `save`, so that an earlier file stays if the training fails."""
 
     output: str | os.PathLike[str]
     seed: int
@@ -127,7 +128,7 @@ class _Best:
     unsaved: Callable[[], None] | None = None
 
     def offer(self, score: Score, agent: Agent, rounds: int, world: World | None) -> None:
-        """Keep an agent if it is better than all before. `world`: its world model, None before the first round."""
+        """Keep an agent if its score is the best so far. `world`: its world model; None before the first round."""
         from xrlflow.rl.agent import Agent
         from xrlflow.rl.world_model.files import save_alone, save_world
 
@@ -142,7 +143,7 @@ class _Best:
             self.unsaved = partial(save_alone, self.agent, self.output, about)
 
     def save(self) -> None:
-        """Write what is not written yet: the first agent, or a better one where Ctrl-C came in between."""
+        """Write an agent that is not written yet: the first one, or a better one whose writing Ctrl-C interrupted."""
         if self.unsaved is not None:
             self.unsaved()
             self.unsaved = None
@@ -151,8 +152,9 @@ class _Best:
 def _with_world_model(
     files: Files, begin: Agent | None, output: str | os.PathLike[str], options: TrainOptions, quiet: bool
 ) -> Trained:
-    """Train an agent inside a world model. Both are written after each round whose evaluation is the best so far, and
-    a later run goes on from there. If no round is better than the beginning, its agent is written at the end, alone."""
+    """Train an agent inside a world model. Both are written after each round with the best evaluation so far, and a
+    later run continues from there. If no round improves on the first agent, that is written at the end, without a world
+    model."""
     from xrlflow.rl.env import EnvConfig
     from xrlflow.rl.features import Vocabulary
     from xrlflow.rl.train import Score, Trained, random_agent
@@ -203,9 +205,9 @@ def _with_world_model(
 
 
 def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] | None:
-    """The best agent that a run with a world model left in this file, with the world model, if it had one by then, and
-    the number of its rounds. None if the file is anything else. Raises OptionError for a run without a world model, and
-    CheckpointError for a world model that does not fit."""
+    """The best agent of an earlier run with a world model that wrote this file, its world model (None before the first
+    round), and the number of its rounds. None if the file is anything else. Raises OptionError for a run without a
+    world model, and CheckpointError for a world model that does not fit."""
     from xrlflow.rl.agent import Agent
     from xrlflow.rl.parameters import Parameters
     from xrlflow.rl.train import state_path
@@ -218,7 +220,7 @@ def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] 
         )
     try:
         rounds = Parameters.load(output).about.get(_ROUNDS)
-    except CheckpointError:  # no agent, so no run to go on with
+    except CheckpointError:  # it is no agent, so there is no run to continue
         return None
     if type(rounds) is not int:
         return None
@@ -227,7 +229,7 @@ def _earlier(output: str | os.PathLike[str]) -> tuple[Agent, World | None, int] 
 
 
 def _logs(options: TrainOptions, done: int, quiet: bool) -> Logs:
-    """The log that figures go to. A run that goes on continues after `done` iterations."""
+    """The log of figures. A run that is continued counts from `done` iterations."""
     from xrlflow.learn.log import Logs, TensorBoard, Terminal
 
     told = [] if quiet else [Terminal(options.iterations, _SHOWN, done)]

@@ -1,4 +1,4 @@
-"""Kernel tuning of one model: its graph and the result of a greedy search share one budget of trials."""
+"""Tunes the kernels of one model: its graph and the result of a greedy search share one budget of trials."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xrlflow.tuning.tuners.protocol import Method
 from xrlflow.verify import Verification
 from xrlflow.verify.inputs import user_case
 
-# Seconds of the last comparison, and of one after an interrupt.
+# Time limits in seconds of the last comparison: usually, and after Ctrl-C.
 _FINAL, _FINAL_HURRIED = 20.0, 8.0
 
 
@@ -38,7 +38,7 @@ class Tuned:
     """A model whose kernels were tuned. `save` writes the shared library.
 
     `speedup` compares the compiled model with the original in ONNX Runtime, in fresh processes. On a remote device
-    (`device`) it compares the better tuned model with the untuned one, in one session. None if not measured.
+    (`device`) it compares the better tuned model with the untuned one, in one session. It is None if not measured.
     """
 
     found: TunedModel
@@ -123,7 +123,7 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
 
 
 def _for_search(options: TuneOptions) -> Options:
-    """The options of the search before the tuning."""
+    """The options of the search that precedes the tuning."""
     return Options(
         search="greedy", cost="roofline", backend="tvm", cpu=options.cpu, triple=options.triple, remote=options.remote,
         shapes=options.shapes, threads=options.threads, seed=options.seed, measure=options.measure,
@@ -154,8 +154,8 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
 
 
 def _graphs(context: Context, rewrite: bool) -> list[Graph]:
-    """The original graph as TVM can lower it, and the search's result if it costs less."""
-    # Figures of the reference machine: which graphs are tuned must not depend on a measurement.
+    """The original graph as TVM can lower it, and the search's result if that costs less."""
+    # By figures of the reference machine, so that the choice of graphs depends on no measurement.
     model = Roofline(bindings=context.imported.bindings)
     if not rewrite:
         return [simplify(context.imported.graph, context.library, model.cost)[0]]

@@ -1,4 +1,4 @@
-"""Optimised models in use: sessions that find a model's library of kernels, and single runs."""
+"""Runs optimised models: sessions with a model's library of kernels, and single runs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def session(
 ) -> ort.InferenceSession:
     """An ONNX Runtime session of a file, with the kernels of the library in its folder (`NAME.so`), if it has one.
 
-    It is what `onnxruntime.InferenceSession(model, options, providers)` gives after one line:
-    `options.register_custom_ops_library("/its/folder/NAME.so")`. A library that cannot be loaded here, or whose model
-    was edited after it was made, gives a warning, and the session runs without it. Raises what ONNX Runtime raises.
+    It equals `onnxruntime.InferenceSession(model, options, providers)` after
+    `options.register_custom_ops_library("/its/folder/NAME.so")`. If the library cannot be loaded here, or the model was
+    edited after the library was written, the session runs without it, with a warning. Raises what ONNX Runtime raises.
     """
     import onnxruntime as ort
 
@@ -55,8 +55,8 @@ def session(
 def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool = False) -> Options | None:
     """Session options with the libraries in the folders of these models; None if there are none.
 
-    The library of a model that was edited after it was made gives a warning, and is not among them; if one is
-    `required`, it is an error, as is none at all: raises OptionError and BackendError.
+    A library whose model was edited later is left out, with a warning. With `required` that is an error, as is a lack
+    of libraries: raises OptionError and BackendError.
     """
     options: Options | None = None
     if required and not any(map(library_of, models)):
@@ -84,7 +84,7 @@ def run_once(
     threads: int | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """The outputs of a model by name, on the user's inputs or on drawn ones, with the library in its folder.
+    """The outputs of a model by name, on the user's inputs or on random ones, with the library in its folder.
 
     Raises ModelError, VerificationError for inputs that do not fit, OptionError, and BackendError if the model does not
     run.

@@ -32,14 +32,14 @@ from xrlflow.verify import (
     not_exercised,
 )
 
-# Seconds that a verification has in any case; the part of its time that the original has.
+# The least seconds of a verification, and the part of its time that the runs of the original may take.
 _LEAST, _ORIGINAL = 2.0, 0.6
 
 
 class VerificationFailed(Exception):
     """A graph does not compute the same as the original, or the runtime refuses it. It was not written.
 
-    `why`: what was seen. `rule`: the name of the rule to blame; "" if it is not known, or none is.
+    `why`: what differs, or the error. `rule`: the name of the rule to blame; "" if it is unknown, or none is.
     """
 
     def __init__(self, message: str, why: str = "", rule: str = "") -> None:
@@ -48,24 +48,22 @@ class VerificationFailed(Exception):
 
 
 class _NoTime(VerificationError):
-    """The time limit ended before it was known which rule is to blame."""
+    """The time limit ended before the rule to blame was found."""
 
 
 @dataclass(slots=True)
 class Verifier:
-    """Verifies results of one optimisation. The original is run once, for the first result.
-
-    `held`: a verification is over when the optimisation has to be.
-    """
+    """Verifies results of one optimisation. The original is run once, for the first result."""
 
     context: Context
-    held: bool = True
+    held: bool = True  # verifications end at the deadline of the optimisation
     _reference: Reference | None = field(default=None, init=False)
 
     def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
-        """Verify a file that these substitutions led to. Inputs include the numbers that their rules compare with.
+        """Verify the file that these substitutions led to. Inputs are drawn near the numbers that their rules mention,
+        too.
 
-        Where no inputs are found on which the original runs, it is not comparable.
+        If no inputs are found on which the original runs, the result is "not comparable".
         """
         steps = tuple(steps)
         further = {
@@ -81,7 +79,7 @@ class Verifier:
     def check_kernels(
         self, path: str, steps: Iterable[TraceStep], wanted: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> Verification:
-        """Verify a file with kernels of our own for inputs of each of these sizes."""
+        """Verify a file with generated kernels, on inputs of each of these sizes."""
         context, steps = self.context, tuple(steps)
         checks = [self.check(path, steps)]
         if not checks[0].verified:
@@ -105,7 +103,7 @@ class Verifier:
         return found
 
     def check_compiled(self, model: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
-        """Verify a compiled model. Raises VerificationFailed if it is not known to compute the same."""
+        """Verify a compiled model. Raises VerificationFailed unless it is verified."""
         with deadline.within(self._until()):
             found = self._original().check_compiled(model, sizes)
         if found.status is Status.NOT_COMPARABLE:
@@ -117,7 +115,7 @@ class Verifier:
         return found
 
     def failure(self, start: Start, chosen: SearchNode, failed: Verification) -> VerificationFailed:
-        """What is raised for a graph that differs. It names the rule of the first substitution that broke the model."""
+        """The exception for a graph that differs. It names the rule of the first substitution that broke the model."""
         steps = (*start.early, *chosen.trace)
         right = on_file(self.context, lambda path: self.check(path, steps).verified)
         return failure(self.context, start, chosen, failed.message(), right)
@@ -127,14 +125,14 @@ class Verifier:
         return [known[name] for name in sorted({step.rule for step in steps} & known.keys())]
 
     def _nonempty(self, steps: Sequence[TraceStep]) -> list[str]:
-        """The rules that made these steps and need sizes from 1."""
+        """The rules that made these steps and require sizes of at least 1."""
         return [rule.name for rule in self._rules(steps) if rule.nonempty]
 
     def _original(self, against: str | None = None, further: Iterable[int] = ()) -> Reference:
-        """The reference runs of the original.
+        """The original's outputs, for all verifications.
 
-        `against`: the first result; inputs include the constants that it compares with. `further`: such numbers of the
-        rules that made it.
+        `against`: the first result, whose constants suggest inputs. `further`: numbers that the rules which led to it
+        mention.
         """
         context, options = self.context, self.context.options
         context.say("verify", note="on random inputs")
@@ -145,9 +143,9 @@ class Verifier:
         return self._reference
 
     def _reference_of(self, imported: ImportedModel, **how: Any) -> Reference:
-        """The original, run once more. Under the assumption that no dimension is 0 none is."""
+        """Run the original. If the options assume that no dimension is 0, no input has a size of 0."""
         context, options = self.context, self.context.options
-        # The result needs time, too.
+        # The remaining time is for the runs of the result.
         with deadline.within(time.monotonic() + _ORIGINAL * deadline.remaining()):
             found = Reference.of(
                 context.original.runnable, imported=imported, seed=options.seed, threads=context.threads,
@@ -156,12 +154,12 @@ class Verifier:
         return replace(found, empty=()) if NONEMPTY in options.assumptions else found
 
     def _until(self) -> float:
-        """When a verification that begins now is over. One case or two are run in any case."""
+        """The deadline of a verification that begins now. It allows one or two cases in any case."""
         return max(self.context.clock.budget.until, time.monotonic() + _LEAST) if self.held else math.inf
 
 
 def check_without(context: Context, start: Start, found: SearchNode) -> None:
-    """Raise VerificationFailed if a graph that is wrong with kernels of our own is wrong without them, too."""
+    """Raise VerificationFailed if a graph that is wrong with generated kernels is also wrong without them."""
     verifier = Verifier(context)
     path = context.artifact(without_placement(found.state.graph)).file
     with context.clock.phase("verify"):
@@ -171,7 +169,7 @@ def check_without(context: Context, start: Start, found: SearchNode) -> None:
 
 
 def on_file(context: Context, right: Callable[[str], bool]) -> Callable[[Graph], bool]:
-    """Whether the file of a graph is right."""
+    """A function that writes a graph and returns whether the file is right."""
 
     return lambda graph: right(context.artifact(graph).file)
 
@@ -179,7 +177,7 @@ def on_file(context: Context, right: Callable[[str], bool]) -> Callable[[Graph],
 def failure(
     context: Context, start: Start, chosen: SearchNode, why: str, right: Callable[[Graph], bool]
 ) -> VerificationFailed:
-    """What is raised for a graph that is wrong (`why`), with the rule to blame. `right`: whether a graph is."""
+    """The exception for a graph that is wrong (`why`), with the rule to blame. `right`: whether a graph is right."""
     nothing = f"{context.imported.name}: nothing was written: {why}; the substitution that caused it"
     try:
         rule = _culprit(context, start, chosen, right)
@@ -189,7 +187,7 @@ def failure(
 
 
 def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable[[Graph], bool]) -> str:
-    """The name of the rule of the first substitution that broke a model, the search's or one made before it.
+    """The name of the rule whose substitution was the first to break the model, in the search or before it.
 
     Raises NotASubstitution, NotRepeatable and _NoTime.
     """
@@ -212,9 +210,10 @@ def _culprit(context: Context, start: Start, chosen: SearchNode, right: Callable
 
 
 def together(checks: Sequence[Verification]) -> Verification:
-    """What several verifications of one model say: the last verdict, on all that was tried. `outputs`: the worst.
+    """Several verifications of one model as one: the last verdict, on the inputs of all. `outputs`: the worst.
 
-    A guard of one size inside the graph for another size is never true. That each size was tried is known otherwise.
+    A guard for one size is never true on inputs of another size. So a branch of a guard counts as reached: each size
+    was verified by itself.
     """
     last = checks[-1]
     unexercised = tuple(
@@ -239,7 +238,7 @@ def together(checks: Sequence[Verification]) -> Verification:
 
 
 def remarks(verification: Verification) -> Iterator[str]:
-    """What a reader should know about a verification that passed: sizes that were run, and what was not run."""
+    """Remarks for the user on a verification that passed: sizes that were run, and what was not run."""
     if verification.bindings:
         yield f"verified with {verification.sizes}"
     if verification.left_out:

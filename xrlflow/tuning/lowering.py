@@ -126,7 +126,7 @@ class Lowering:
         return StoredTimes.on(self.store, self.target.machine, self.threads, self.target.device)
 
     def hybrid(self, path: str, sizes: Sequence[Mapping[str, Sequence[int]]], to: str) -> Hybrid:
-        """The model of a file, with kernels of our own, saved at `to`. Raises BackendError (see `hybrid`)."""
+        """The model of a file, with generated kernels, saved at `to`. Raises BackendError (see `hybrid`)."""
         if self.child is not None:
             told = self.child.call(_hybrid_there, self._recipe, path, sizes, to)
             return told.loaded(to)

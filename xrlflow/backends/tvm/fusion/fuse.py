@@ -1,4 +1,4 @@
-"""The passes between import and schedules, in their order, and which of them make kernels of our own."""
+"""The passes between import and schedules, in their order, and which of them make generated kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of our own in the place of expressions of a Relax function."""
+"""Generated kernels in the place of expressions of a Relax function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long kernels of our own take for single operators, for cost models.
+"""How long generated kernels take for single operators, for cost models.
 
 Each operator is compiled as a region of its own, all of them into one library, and runs in a session of its own. The
 library notes how long each kernel took. In a network with convolutions, kernels keep images with channels last. There
