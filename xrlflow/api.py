@@ -19,7 +19,7 @@ from xrlflow.pipeline.artifact import runnable
 from xrlflow.pipeline.errors import CORRECTABLE
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
-from xrlflow.pipeline.outputs import check_apart, check_writable
+from xrlflow.pipeline.outputs import check_distinct_paths, check_writable
 from xrlflow.pipeline.pages import data_of_trace as page_of_trace
 from xrlflow.pipeline.pages import result_page
 from xrlflow.pipeline.pages import write_networkx as save_networkx
@@ -54,7 +54,7 @@ __all__ = [
     "VerificationError",
     "VerificationFailed",
     "bench",
-    "check_apart",
+    "check_distinct_paths",
     "check_writable",
     "compare",
     "list_rules",

@@ -79,7 +79,7 @@ def test_the_first_result_that_is_kept_is_the_last_attempt(
         found = attempted(known)
         assert judged == list(AUTO[: len(kept)])
         assert found.start.model.name == judged[-1]
-        assert found.finished.kept is not None
+        assert found.finished.accepted is not None
         said = [f"by {name} costs: as {name} says" for name in judged[:-1]]
         assert [note for note in known.notes if note.startswith("by ")] == said
 

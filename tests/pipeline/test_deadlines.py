@@ -78,7 +78,7 @@ def test_what_was_tuned_is_verified_after_the_time_for_tuning() -> None:
 
     context: Any = SimpleNamespace(clock=Clock())
     assert verifier.Verifier(context)._until() < time.monotonic() + 100.0
-    assert verifier.Verifier(context, held=False)._until() == math.inf
+    assert verifier.Verifier(context, limited=False)._until() == math.inf
 
 
 def test_without_time_for_the_round_trip_the_search_begins(monkeypatch: pytest.MonkeyPatch) -> None:

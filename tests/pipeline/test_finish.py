@@ -77,8 +77,8 @@ def test_phases_take_values_and_return_values(tmp_path: Path) -> None:
         assert begins[0].base.state.fingerprint == begins[1].base.state.fingerprint
         assert found[0].result.best.trace == found[1].result.best.trace
         finished = finish(CANDIDATES["onnxruntime"](context, begins[0], found[0]))
-        assert finished.kept is not None
-        assert [n.op for n in finished.kept.state.graph.nodes()] == ["Relu"]
+        assert finished.accepted is not None
+        assert [n.op for n in finished.accepted.state.graph.nodes()] == ["Relu"]
         folder = Path(context.folder)
         assert folder.is_dir()
     assert not folder.exists()

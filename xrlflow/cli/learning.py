@@ -29,7 +29,7 @@ def tune(
         from xrlflow.report import progress, show
 
         check_files("a compiled model is a library with a description beside it", output)
-        api.check_apart(model=model, output=output)
+        api.check_distinct_paths(model=model, output=output)
         api.check_writable(output, library=True)
         with progress(enabled=not (as_json or quiet) and sys.stderr.isatty()) as listener:
             tuned = api.tune(source(model), **with_shapes(options), listener=listener)

@@ -71,10 +71,10 @@ def _check_extra_files(model: Path, output: Path, **paths: Path | None) -> None:
 
     for name, path in paths.items():
         if path is not None:
-            api.check_apart(model=model, **{name: path})
+            api.check_distinct_paths(model=model, **{name: path})
             api.check_writable(path)
     made = {} if output == PIPE else {"output": output, "library": library_path(output)}
-    api.check_apart(**made, **paths)
+    api.check_distinct_paths(**made, **paths)
 
 
 @taking(
@@ -106,7 +106,7 @@ def compare(
         strategies = tuple(s.strip() for s in searches.split(",") if s.strip())
         check_files("a page is written to a file", report)
         if report is not None:
-            api.check_apart(model=model, report=report)
+            api.check_distinct_paths(model=model, report=report)
             api.check_writable(report)
         comparison = api.compare(source(model), searches=strategies, **with_shapes(options))
         if report is not None:
@@ -138,7 +138,7 @@ def report_of(
             fail("-: a trace from standard input gives the page no name: name it with -o")
         path = trace.with_suffix(".html") if output is None else output
         if path != PIPE:
-            api.check_apart(trace=trace, output=path)
+            api.check_distinct_paths(trace=trace, output=path)
         data = api.page_of_trace(source(trace))
         if path != PIPE:
             api.check_writable(path)
@@ -254,7 +254,9 @@ def run(
         from xrlflow.report import show
 
         if output is not None and output != PIPE:
-            api.check_apart(model=model, inputs=options["inputs"], output=output, library=library_path(model))
+            api.check_distinct_paths(
+                model=model, inputs=options["inputs"], output=output, library=library_path(model)
+            )
             api.check_writable(output)
         read = source(model)
         target = None if output is None else Output(output)

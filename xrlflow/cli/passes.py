@@ -109,7 +109,7 @@ def optimize_passes(
         from xrlflow.passes import Metric, orders
 
         if output != PIPE:
-            api.check_apart(file=file, output=output, agent=agent)
+            api.check_distinct_paths(file=file, output=output, agent=agent)
             api.check_writable(output)
         read = source(file)
         target = Output(output)
@@ -172,7 +172,7 @@ def train_passes(
 
         check_files("training reads and writes its files many times", output, *modules)
         for file in modules:
-            api.check_apart(module=file, output=output)
+            api.check_distinct_paths(module=file, output=output)
         api.check_writable(output)
         trained = orders.train(
             modules, output, iterations=iterations, steps=steps, horizon=horizon, graph=graph, plain=plain,

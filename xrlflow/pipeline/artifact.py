@@ -81,19 +81,19 @@ class Artifacts:
     """The artifacts of one optimisation, each once. Each of their files is in a new folder inside `folder`."""
 
     folder: str
-    _known: OrderedDict[tuple[int, int], Artifact] = field(default_factory=OrderedDict, init=False)
+    _artifacts_by_key: OrderedDict[tuple[int, int], Artifact] = field(default_factory=OrderedDict, init=False)
     _files: OrderedDict[Artifact, str] = field(default_factory=OrderedDict, init=False)
 
     def of(self, imported: ImportedModel, graph: Graph) -> Artifact:
         """The artifact of a graph of this model."""
         key = (id(imported), graph.fingerprint)  # the artifact keeps the model, so that its id stays unique
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = Artifact(imported, graph, self)
-        self._known.move_to_end(key)
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return found
+        artifact = self._artifacts_by_key.get(key)
+        if artifact is None:
+            artifact = self._artifacts_by_key[key] = Artifact(imported, graph, self)
+        self._artifacts_by_key.move_to_end(key)
+        if len(self._artifacts_by_key) > _REMEMBERED:
+            self._artifacts_by_key.popitem(last=False)
+        return artifact
 
     def file_of(self, artifact: Artifact) -> str:
         """See `Artifact.file`."""

@@ -56,31 +56,35 @@ def attempted(context: Context) -> Attempt:
         return _none(context)
     if options.with_kernels and lacking(context) is None:
         clock.compiling = clock.reserved = compile_seconds(context)
-    first, *others = options.costs
-    made = [_attempt(context, first)]
+    first, *later_costs = options.costs
+    attempts = [_attempt(context, first)]
     clock.compiling = clock.reserved = 0.0
-    for cost in others:
-        if made[-1].finished.kept is not None or not clock.again():
+    for cost in later_costs:
+        if attempts[-1].finished.accepted is not None or not clock.again():
             break
         try:
-            made.append(_attempt(made[-1].context, cost, later=True))
+            attempts.append(_attempt(attempts[-1].context, cost, later=True))
         except NoTimeLeft:
             context.notes.append(f"there was no time for a search by {cost} costs (--time-limit)")
         except KeyboardInterrupt:
             context.notes.append("interrupted: the original is kept")
             break
-    found = made[-1] if made[-1].finished.kept is not None else made[0]
+    attempt = attempts[-1] if attempts[-1].finished.accepted is not None else attempts[0]
     context.notes.extend(_needing_sizes(context.library))
     context.notes.extend(
-        f"by {each.start.model.name} costs: {each.finished.reason}" for each in made if each is not found
+        f"by {each.start.model.name} costs: {each.finished.reason}"
+        for each in attempts
+        if each is not attempt
     )
-    return found
+    return attempt
 
 
 def _needing_sizes(library: Library) -> list[str]:
     """A note on rules that were refused because a dimension may be 0; those with most refusals come first."""
-    places = {name: stats.refused[MAY_BE_EMPTY] for name, stats in library.stats.items()}
-    names = sorted((name for name, count in places.items() if count), key=lambda name: (-places[name], name))
+    refusals = {name: stats.refused[MAY_BE_EMPTY] for name, stats in library.stats.items()}
+    names = sorted(
+        (name for name, count in refusals.items() if count), key=lambda name: (-refusals[name], name)
+    )
     if not names:
         return []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -145,12 +149,14 @@ def _without(attempt: Attempt, rule: str) -> Attempt:
     """The attempt without a rule: each graph without the rule's substitutions and those that depend on them."""
     begin = restarted(attempt.context, attempt.start, [rule])
 
-    def left(node: SearchNode) -> SearchNode:
+    def without_rule(node: SearchNode) -> SearchNode:
         return leave_out(begin.base, node.trace, (rule,))
 
-    found = attempt.explored.result
-    result = replace(found, best=left(found.best), shortlist=tuple(map(left, found.shortlist)))
-    proposals = {node.state.fingerprint: node for node in map(left, attempt.explored.proposals)}
+    before = attempt.explored.result
+    result = replace(
+        before, best=without_rule(before.best), shortlist=tuple(map(without_rule, before.shortlist))
+    )
+    proposals = {node.state.fingerprint: node for node in map(without_rule, attempt.explored.proposals)}
     explored = replace(attempt.explored, result=result, proposals=tuple(proposals.values()))
     return replace(
         attempt,

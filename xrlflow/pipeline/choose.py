@@ -45,9 +45,9 @@ _REFUSED = Ratio(0.0, 0.0, 0.0)
 class Unrunnable(BackendError):
     """The runtime refuses a graph, although it runs the original."""
 
-    def __init__(self, found: SearchNode, reason: str) -> None:
+    def __init__(self, node: SearchNode, reason: str) -> None:
         super().__init__(reason)
-        self.found = found
+        self.node = node
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,15 @@ def plain(context: Context, start: Start, explored: Explored) -> Candidates:
 
 def offer(context: Context, start: Start, explored: Explored, proposal: Proposal) -> Candidates:
     """A proposal as a plain file, if there is one. Raises VerificationFailed if the file is no valid model."""
-    chosen, known = proposal.chosen, Finished(None, "", selection=proposal.selection)
+    chosen, decision = proposal.chosen, Finished(None, "", selection=proposal.selection)
     if chosen is None:
-        return replace(known, reason=nothing_chosen(proposal.selection, explored.late))
+        return replace(decision, reason=nothing_chosen(proposal.selection, explored.late))
     try:
         context.notes.extend(check_result(context.imported, chosen.state.graph))
         path = context.artifact(chosen.state.graph).file
     except ModelError as error:
         raise failure(context, start, chosen, str(error), partial(_is_model, context)) from error
-    yield Judging(context, start, chosen, path, known)
+    yield Judging(context, start, chosen, path, decision)
     return None
 
 
@@ -116,7 +116,7 @@ def _selected(context: Context, start: Start, explored: Explored, leaner: bool) 
             selection = choose(context, start, improving, strict=True)
         except Unrunnable as refused:
             failed = failure(
-                context, start, refused.found, str(refused), on_file(context, partial(runs, context))
+                context, start, refused.node, str(refused), on_file(context, partial(runs, context))
             )
             if failed.rule:
                 raise failed from refused
@@ -151,8 +151,8 @@ def choose(
     )
     deadline = clock.budget.begin_comparing_until
     tidying = frozenset(name for name, rule in library.rules.items() if rule.family in _TIDYING)
-    with history.opened(context) as known:
-        trials = Trials(context, start, known, clock.budget.select_until, strict=strict)
+    with history.opened(context) as comparisons:
+        trials = Trials(context, start, comparisons, clock.budget.select_until, strict=strict)
         selection = select(
             start.base, [f for f in proposals if context.fits(f)], trials.compare, trials.search, deadline,
             _TOLERANCE, tidying, _Survey(in_context, start.base, deadline, trials.say),
@@ -168,24 +168,24 @@ class Trials:
 
     context: Context
     start: Start
-    known: History
+    history: History
     deadline: float
     careful: bool = False
     """Each comparison gets enough time for a confidence interval, without which it is not stored."""
     strict: bool = False
     """While no graph is faster than the original, one that the runtime refuses raises Unrunnable."""
     count: int = field(default=0, init=False)
-    kept: int = field(default=0, init=False)  # comparisons stored in the history so far
+    stored: int = field(default=0, init=False)  # comparisons stored in the history so far
     best: float | None = field(default=None, init=False)  # the greatest speed-up over the original so far
     refused: list[str] = field(default_factory=list, init=False)  # why graphs could not be measured
 
     def say(self) -> None:
         self.context.say("select", self.count, 0, "measuring substitutions where they stand")
 
-    def compare(self, against: SearchNode | None, found: SearchNode) -> Ratio:
-        """The speed-up of `found` over the original (None) or another node; `_REFUSED` if it cannot be run."""
+    def compare(self, against: SearchNode | None, node: SearchNode) -> Ratio:
+        """The speed-up of `node` over the original (None) or another node; `_REFUSED` if it cannot be run."""
         context = self.context
-        if not context.fits(found):
+        if not context.fits(node):
             growth = context.options.max_growth
             self.refused.append(f"over {growth:g} times the input's size (--max-growth)")
             return _REFUSED
@@ -193,21 +193,21 @@ class Trials:
         best = "" if self.best is None else f", best so far {self.best:.3f} times as fast"
         context.say("select", self.count, 0, f"measuring whole models{best}")
         before = context.original.runnable if against is None else context.artifact(against.state.graph).file
-        models = [before, context.artifact(found.state.graph).file]
-        left = max(_COMPARE_AT_LEAST, self.deadline - time.monotonic())
+        models = [before, context.artifact(node.state.graph).file]
+        seconds_left = max(_COMPARE_AT_LEAST, self.deadline - time.monotonic())
         budget = context.clock.budget
-        most = budget.careful_comparison if self.careful else budget.each_comparison
+        limit = budget.careful_comparison if self.careful else budget.each_comparison
         assert context.feeds is not None
         try:
-            with deadline.within(time.monotonic() + _PATIENCE * most):
+            with deadline.within(time.monotonic() + _PATIENCE * limit):
                 measured = measure(
                     models, dict(context.feeds), threads=context.threads,
-                    time_limit=min(most, left), target_width=_NARROW, control=False, margin=_DECIDED,
+                    time_limit=min(limit, seconds_left), target_width=_NARROW, control=False, margin=_DECIDED,
                     session_options=context.options.session_options, load_reversed=self.count % 2 == 0,
                 )  # fmt: skip
         except BackendError as error:  # the original ran, so the runtime refuses the proposal
             if self.strict and (self.best is None or self.best <= 1.0):
-                raise Unrunnable(found, str(error)) from error
+                raise Unrunnable(node, str(error)) from error
             self.refused.append(str(error))
             return _REFUSED
         ratio = Ratio(measured.speedup.median, measured.speedup.low, measured.speedup.high)
@@ -215,8 +215,8 @@ class Trials:
             self.best = max(ratio.median, self.best or 0.0)
         baseline = self._of(against)
         if baseline is not None and not measured.load.disturbed:
-            self.kept += history.keep(
-                self.known, context, self.start.model, baseline, found.state.graph, ratio
+            self.stored += history.keep(
+                self.history, context, self.start.model, baseline, node.state.graph, ratio
             )
         return ratio
 
@@ -227,18 +227,18 @@ class Trials:
         base = self.start.base.state.graph
         return base if base.fingerprint == self.context.imported.graph.fingerprint else None
 
-    def search(self, found: SearchNode, rules: frozenset[str]) -> SearchNode:
+    def search(self, node: SearchNode, rules: frozenset[str]) -> SearchNode:
         """The result of a greedy search with these rules only. It has the candidates of all rules."""
         library = self.context.library
-        state = RewriteState.start(found.state.graph, library.only(rules), found.state.delta)
-        result = greedy(state, found.cost, Limits(self.context.options.budget, self.deadline))
+        state = RewriteState.start(node.state.graph, library.only(rules), node.state.delta)
+        result = greedy(state, node.cost, Limits(self.context.options.budget, self.deadline))
         if result.interrupted:  # the caller keeps its best choice
             raise KeyboardInterrupt
         better = result.best
         if better.path is None:
-            return found
-        full = RewriteState.start(better.state.graph, library, found.state.delta)
-        return replace(better, state=full, path=joined(found.path, better.path))
+            return node
+        full = RewriteState.start(better.state.graph, library, node.state.delta)
+        return replace(better, state=full, path=joined(node.path, better.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +250,14 @@ class _Survey:
     deadline: float
     say: Callable[[], None]
 
-    def candidates(self, found: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
+    def candidates(self, node: SearchNode, rules: Sequence[str]) -> Mapping[str, float]:
         return self.in_context.survey(
-            found.state, rules, _TOLERANCE * self.base.cost, self._until(_LOOKING_AHEAD)
+            node.state, rules, _TOLERANCE * self.base.cost, self._until(_LOOKING_AHEAD)
         )
 
-    def steps(self, found: SearchNode) -> Mapping[str, float]:
-        made = ((state, match) for state, match, _ in retrace(self.base.state, found.trace))
-        return self.in_context.retrace(made, self._until(_LOOKING_BACK))
+    def steps(self, node: SearchNode) -> Mapping[str, float]:
+        applied = ((state, match) for state, match, _ in retrace(self.base.state, node.trace))
+        return self.in_context.retrace(applied, self._until(_LOOKING_BACK))
 
     def _until(self, share: float) -> float:
         self.say()

@@ -38,7 +38,7 @@ _AT_MOST = 3
 class Lowered:
     """A compiled graph."""
 
-    found: SearchNode
+    node: SearchNode
     path: str  # of the shared library
     model: TvmModel
     milliseconds: float | None = None  # None: not measured
@@ -64,7 +64,7 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
     try:
         yield _Compiled(context, choice)
     except VerificationFailed as error:
-        check_without(context, start, choice.lowered.found)
+        check_without(context, start, choice.lowered.node)
         if not multiplies_less(choice.lowered.model.chosen):
             raise
         context.notes.append(f"compiled again, with plain kernels: {error}")
@@ -99,7 +99,7 @@ class _Compiled:
             if compared.speedup is not None and compared.speedup.slower:
                 reason += ", which is faster"
         cores = context.target.machine.cores
-        return Finished(best.found, reason, verification, compared, compiled=best.model, threads=cores)
+        return Finished(best.node, reason, verification, compared, compiled=best.model, threads=cores)
 
     def _verified(self) -> Verification | None:
         """Compare the compiled model with the original, if the options ask for it. Raises VerificationFailed."""
@@ -160,110 +160,115 @@ def lower_best(
     if nothing was compiled.
     """
     # If the original is the best, it is one of the proposals.
-    different = {found.state.graph.fingerprint: found for found in proposals if found.cost < base.cost}
+    different = {node.state.graph.fingerprint: node for node in proposals if node.cost < base.cost}
     cheaper = list(different.values())[: 1 if hurried else _AT_MOST]
     compiling = _Compiling(how, base, export, time_left, feeds is None)
-    made = compiling.made
+    compiled = compiling.models
     try:
         # Without measuring, the best by modelled cost that compiles is chosen.
         compiling.compile_all([base, *cheaper] if feeds is not None else [*cheaper, base])
         if feeds is None:
-            return Choice(made[0], tuple(compiling.remarks))
+            return Choice(compiled[0], tuple(compiling.remarks))
         limit = max(2.0, min(5.0 if hurried else 15.0, 0.3 * time_left()))
         if how.target.remote is not None:
-            best, said = _best_there(how.target, made, feeds, limit)
+            best, remarks = _best_there(how.target, compiled, feeds, limit)
         else:
-            best, said = _best_here(how, original, made, feeds, limit)
+            best, remarks = _best_here(how, original, compiled, feeds, limit)
     except KeyboardInterrupt:
-        if not made:
+        if not compiled:
             raise
         compiling.remarks.append(
             "interrupted before the compiled graphs were compared: the first of them is kept"
         )
-        return Choice(made[0], tuple(compiling.remarks), interrupted=True)
-    return Choice(best, (*compiling.remarks, *said))
+        return Choice(compiled[0], tuple(compiling.remarks), interrupted=True)
+    return Choice(best, (*compiling.remarks, *remarks))
 
 
 @dataclass(slots=True)
 class _Compiling:
-    """Compiles graphs one after the other: `made`, with remarks on failures. `alone`: stop after the first success."""
+    """Compiles graphs one after the other: `models`, with remarks on failures. `alone`: stop after the first
+    success."""
 
     how: Lowering
     base: SearchNode
     export: Export
     time_left: Callable[[], float]
     alone: bool
-    made: list[Lowered] = field(default_factory=list)
+    models: list[Lowered] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def compile_all(self, wanted: Sequence[SearchNode]) -> None:
+    def compile_all(self, nodes: Sequence[SearchNode]) -> None:
         """Compile these graphs. Raises BackendError if the original graph cannot be compiled."""
         longest = 0.0
-        for index, found in enumerate(wanted):
+        for index, node in enumerate(nodes):
             before = self.time_left()
-            if self.made and (self.alone or before < 3 * longest):
+            if self.models and (self.alone or before < 3 * longest):
                 return
             path = os.path.join(self.how.folder, f"compiled{index}.so")
             try:
-                model = self.how.compiled(self.export(found.state.graph), path)
+                model = self.how.compiled(self.export(node.state.graph), path)
             except BackendError as error:
-                if found is self.base and not self.made:
+                if node is self.base and not self.models:
                     raise
                 self.remarks.append(f"a proposal was dropped: {error}")
                 continue
-            self.made.append(Lowered(found, path, model))
+            self.models.append(Lowered(node, path, model))
             longest = max(longest, before - self.time_left())
 
 
 def _best_here(
-    how: Lowering, original: str | bytes, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+    how: Lowering, original: str | bytes, compiled: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
     """The fastest model on this machine, by interleaved samples with the original in ONNX Runtime: (choice,
     remarks)."""
     measured = measure(
-        [original, *(lowered.path for lowered in made)], dict(feeds), threads=how.threads, time_limit=limit,
+        [original, *(lowered.path for lowered in compiled)], dict(feeds), threads=how.threads, time_limit=limit,
         target_width=0.02, control=False, session_options=how.session_options,
     )  # fmt: skip
     timed = [
         replace(lowered, milliseconds=latency.median_ms)
-        for lowered, latency in zip(made, measured.latencies[1:])
+        for lowered, latency in zip(compiled, measured.latencies[1:])
     ]
     remarks = [
         f"ONNX Runtime runs the original in {measured.latencies[0].median_ms:.2f} ms",
         f"TVM runs the original graph in {timed[0].milliseconds:.2f} ms",
     ]
     if len(timed) > 1:
-        others = ", ".join(f"{lowered.milliseconds:.2f}" for lowered in timed[1:])
-        remarks.append(f"and what the search found in {others} ms")
+        other_times = ", ".join(f"{lowered.milliseconds:.2f}" for lowered in timed[1:])
+        remarks.append(f"and what the search found in {other_times} ms")
     return min(timed, key=lambda lowered: lowered.milliseconds or 0.0), tuple(remarks)
 
 
 def _best_there(
-    target: ExecutionTarget, made: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
+    target: ExecutionTarget, compiled: Sequence[Lowered], feeds: Mapping[str, Any], limit: float
 ) -> tuple[Lowered, tuple[str, ...]]:
     """The fastest model on the remote device, and its comparison with the first one: (choice, remarks).
 
     The minimum of several measurements is biased, so the comparison is measured in another session. A model that is not
     clearly faster in it is not chosen.
     """
-    if len(made) == 1:
-        return made[0], (f"nothing measured on remote device {target.remote}: no other graph was compiled",)
-    files = [(lowered.path, lowered.model) for lowered in made]
+    if len(compiled) == 1:
+        return compiled[0], (
+            f"nothing measured on remote device {target.remote}: no other graph was compiled",
+        )
+    files = [(lowered.path, lowered.model) for lowered in compiled]
     measured = compare_there(target, files, feeds, 0.5 * limit)
     times = [latency.median_ms for latency in measured.latencies]
-    fastest = min(range(len(made)), key=times.__getitem__)
-    others = ", ".join(f"{milliseconds:.2f}" for milliseconds in times[1:])
+    fastest = min(range(len(compiled)), key=times.__getitem__)
+    other_times = ", ".join(f"{milliseconds:.2f}" for milliseconds in times[1:])
     remarks = (
         f"measured on remote device {target.remote}, in one session, without ONNX Runtime",
-        f"TVM runs the original graph there in {times[0]:.2f} ms, and what the search found in {others} ms",
+        f"TVM runs the original graph there in {times[0]:.2f} ms, and what the search found in {other_times} ms",
     )
-    first = replace(made[0], milliseconds=times[0])
+    first = replace(compiled[0], milliseconds=times[0])
     if fastest == 0:
         return first, remarks
     # A slow model needs the whole time for an interval; with others it ends when the interval is narrow.
     again = compare_there(target, [files[0], files[fastest]], feeds, limit)
-    said = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
+    text = f"measured again in another session, the fastest of them is {{}}clearly faster: {again.speedup}"
     if not again.speedup.faster:
-        return first, (*remarks, said.format("not "))
-    chosen = replace(made[fastest], milliseconds=again.latencies[1].median_ms, compared=repeated(again))
-    return chosen, (*remarks, said.format(""))
+        return first, (*remarks, text.format("not "))
+    fastest_model = replace(
+        compiled[fastest], milliseconds=again.latencies[1].median_ms, compared=repeated(again)
+    )
+    return fastest_model, (*remarks, text.format(""))

@@ -45,7 +45,7 @@ class Judging:
     start: Start
     chosen: SearchNode
     path: str
-    known: Finished  # what the decision has already, such as the selection
+    decision: Finished  # what the decision has already, such as the selection
     kernels: Sequence[Mapping[str, tuple[int, ...]]] = ()
     """The file has generated kernels for inputs of each of these sizes. If it computes something else it is rejected,
     and no substitution is to blame."""
@@ -68,17 +68,17 @@ class Judging:
         elif self.right() and options.measure:
             compared = final(self.context, self.path)
         if self.verification is not None and not self.verification.verified:
-            said = self.verification.reason or "; ".join(self.verification.failures)
-            reason = f"the result cannot be verified: {said}"
+            why = self.verification.reason or "; ".join(self.verification.failures)
+            reason = f"the result cannot be verified: {why}"
             return self._decision(None, reason, compared)
         reason = compared_with(compared) if compared else "not measured"
         return self._decision(self.chosen, reason, compared)
 
     def _decision(
-        self, kept: SearchNode | None, reason: str, compared: RepeatedComparison | None = None
+        self, accepted: SearchNode | None, reason: str, compared: RepeatedComparison | None = None
     ) -> Finished:
         return replace(
-            self.known, kept=kept, reason=reason, verification=self.verification, compared=compared
+            self.decision, accepted=accepted, reason=reason, verification=self.verification, compared=compared
         )
 
     def _blame(self, error: str) -> None:
@@ -123,9 +123,9 @@ def final(context: Context, path: str, seconds: float | None = None) -> Repeated
 
 def decided(context: Context, path: str, check: Callable[[], bool]) -> RepeatedComparison:
     """Whether a result is faster than the original; if it is, and passes `check`, also its reported speed-up."""
-    now, left = time.monotonic(), context.clock.budget
-    patience = max(left.end - left.verification - now, 0.0)
-    return _compared(context, path, left.final(now), Deciding(check, left.verification, patience))
+    now, budget = time.monotonic(), context.clock.budget
+    patience = max(budget.end - budget.verification - now, 0.0)
+    return _compared(context, path, budget.final(now), Deciding(check, budget.verification, patience))
 
 
 def _compared(

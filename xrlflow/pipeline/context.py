@@ -151,8 +151,8 @@ class Context:
         """A graph of this model as an artifact."""
         return self.artifacts.of(self.imported, graph)
 
-    def fits(self, found: SearchNode) -> bool:
+    def fits(self, node: SearchNode) -> bool:
         """Whether the file of this result is not too large."""
         size = self.imported.size
-        most = max(self.options.max_growth * size, size + _SPARE)
-        return self.artifact(found.state.graph).size <= most
+        limit = max(self.options.max_growth * size, size + _SPARE)
+        return self.artifact(node.state.graph).size <= limit

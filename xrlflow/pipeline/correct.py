@@ -45,27 +45,29 @@ def corrected(context: Context, start: Start, model: Learned, until: float) -> S
     """
     measured: list[tuple[Ratio, SearchNode]] = []
     rng = random.Random(context.options.seed)
-    seen = {start.base.state.fingerprint}
+    measured_before = {start.base.state.fingerprint}
     fits = 0
     try:
-        with context.clock.phase("correct"), history.opened(context) as known:
-            trials = Trials(context, start, known, until, careful=True)
-            while time.monotonic() < until and (new := _found(context, start, until, seen, rng)):
+        with context.clock.phase("correct"), history.opened(context) as comparisons:
+            trials = Trials(context, start, comparisons, until, careful=True)
+            while time.monotonic() < until and (
+                new := _graphs_to_measure(context, start, until, measured_before, rng)
+            ):
                 if history.prices_of(start.model) is None:
                     break
-                before = trials.kept
+                before = trials.stored
                 for node in new:
                     if time.monotonic() >= until:
                         break
-                    seen.add(node.state.fingerprint)
+                    measured_before.add(node.state.fingerprint)
                     ratio = trials.compare(start.base, node)
                     if ratio.ran:
                         measured.append((ratio, node))
-                if trials.kept == before:
+                if trials.stored == before:
                     break
-                if trials.kept >= MIN_COMPARISONS:
-                    start = _with_costs(start, fitted(model.prices, known, also=trials.kept))
-                    fits = trials.kept
+                if trials.stored >= MIN_COMPARISONS:
+                    start = _with_costs(start, fitted(model.prices, comparisons, also=trials.stored))
+                    fits = trials.stored
             context.notes.extend(_refused(trials.refused))
     except KeyboardInterrupt:
         context.notes.append("interrupted while learned costs were corrected")
@@ -92,13 +94,13 @@ def ordered(context: Context, start: Start, explored: Explored) -> Explored:
     now = time.monotonic()
     until = now + _ORDERING * (context.clock.budget.begin_comparing_until - now)
     try:
-        with context.clock.phase("select"), history.opened(context) as known:
+        with context.clock.phase("select"), history.opened(context) as comparisons:
             faster = sorted(
                 (m for m in start.measured if m[0].low > 1.0), key=lambda m: m[0].median, reverse=True
             )
             for _, node in faster[:_PROPOSED]:
                 proposals.setdefault(node.state.fingerprint, retraced(start.base, node.trace))
-            trials = Trials(context, start, known, until, careful=True)
+            trials = Trials(context, start, comparisons, until, careful=True)
             for node in explored.proposals[:_AT_ONCE]:
                 if context.clock.hurried or time.monotonic() >= until:
                     break
@@ -137,11 +139,11 @@ def _refused(refusals: Sequence[str]) -> list[str]:
     return [f"{len(refusals)} graphs could not be measured; the first: {refusals[0]}"]
 
 
-def _found(
-    context: Context, start: Start, until: float, seen: Collection[int], rng: random.Random
+def _graphs_to_measure(
+    context: Context, start: Start, until: float, measured_before: Collection[int], rng: random.Random
 ) -> list[SearchNode]:
-    """Graphs whose fingerprints are not in `seen`: those that searches find by the start's costs, then random ones.
-    Raises KeyboardInterrupt."""
+    """Graphs whose fingerprints are not in `measured_before`: those that searches find by the start's costs, then
+    random ones. Raises KeyboardInterrupt."""
     base, shortlists = start.base, []
     for search in (greedy, taso):
         now = time.monotonic()
@@ -152,7 +154,7 @@ def _found(
     new: dict[int, SearchNode] = {}
 
     def offer(node: SearchNode | None) -> None:
-        if node is not None and node.state.fingerprint not in seen and context.fits(node):
+        if node is not None and node.state.fingerprint not in measured_before and context.fits(node):
             new.setdefault(node.state.fingerprint, node)
 
     for node in chain.from_iterable(zip_longest(*shortlists)):

@@ -278,5 +278,5 @@ def _dreamt(
 
 def _replayed(start: Start) -> SearchResult:
     steps = start.to_replay
-    found = retraced(start.base, steps, len(start.early) + 1)
-    return SearchResult(found, (found,), len(steps), len(steps), 0.0, False)
+    nodes = retraced(start.base, steps, len(start.early) + 1)
+    return SearchResult(nodes, (nodes,), len(steps), len(steps), 0.0, False)

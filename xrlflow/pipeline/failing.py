@@ -29,8 +29,8 @@ def explained(context: Context) -> Iterator[None]:
             f"{error.failure}: change what it fails on in the model, or take another ONNX Runtime"
         ) from error
     except BackendError as error:
-        wanted = _NO_KERNEL.search(str(error))
-        types = "" if wanted is None else _operands(context.imported.graph, wanted[1])
+        match = _NO_KERNEL.search(str(error))
+        types = "" if match is None else _operands(context.imported.graph, match[1])
         raise type(error)(f"{error}{types}") from error
 
 

@@ -27,16 +27,17 @@ from xrlflow.verify import Verification
 class Finished:
     """The decision on a candidate."""
 
-    kept: SearchNode | None  # replaces the original; None: the original stays
+    accepted: SearchNode | None  # replaces the original; None: the original stays
     reason: str
     verification: Verification | None = None
     compared: RepeatedComparison | None = None
     selection: Selection | None = None
     compiled: TvmModel | None = None  # the compiled model, if the options ask for one
     threads: int | None = None  # the number of threads that it was compiled for
-    hybrid: Hybrid | None = None  # `kept` with generated kernels
+    hybrid: Hybrid | None = None  # `accepted` with generated kernels
     costs: tuple[float, float] | None = None
-    """The modelled costs of the imported graph and of `kept`, by the prices that the search used; None: see `Start`."""
+    """The modelled costs of the imported graph and of `accepted`, by the prices that the search used; None: see
+    `Start`."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmChoice, ...]:
@@ -78,7 +79,7 @@ def finish(candidates: Candidates) -> Finished:
                 except VerificationFailed as failed:
                     candidate = candidates.throw(failed)
                     continue
-                if finished.kept is not None:
+                if finished.accepted is not None:
                     return finished
                 candidate = candidates.send(finished)
         except StopIteration as end:

@@ -23,9 +23,9 @@ def opened(context: Context) -> History:
 
 
 def keep(
-    known: History, context: Context, model: CostModel, before: Graph, after: Graph, ratio: Ratio
+    history: History, context: Context, model: CostModel, before: Graph, after: Graph, ratio: Ratio
 ) -> bool:
-    """Store in `known` that `after` was measured to be `ratio` times faster than `before`. Returns whether it was
+    """Store in `history` that `after` was measured to be `ratio` times faster than `before`. Returns whether it was
     stored.
 
     Comparisons with other options of the session, or without measured prices of operators, are not comparable with
@@ -37,7 +37,7 @@ def keep(
     error = error_of(ratio)
     if not ratio.ran or error > _VAGUE:
         return False
-    return known.keep(prices, before, after, math.log(ratio.median), max(error, 1e-3))
+    return history.keep(prices, before, after, math.log(ratio.median), max(error, 1e-3))
 
 
 def error_of(ratio: Ratio) -> float:

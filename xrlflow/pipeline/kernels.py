@@ -33,7 +33,7 @@ from xrlflow.pipeline.confirm import Judging
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import Explored
 from xrlflow.pipeline.finish import Candidates, Finished
-from xrlflow.pipeline.placement import Found, search_with_kernels
+from xrlflow.pipeline.placement import PlacementResult, search_with_kernels
 from xrlflow.pipeline.prepare import Start, target_of
 from xrlflow.pipeline.verifier import check_without
 from xrlflow.search import SearchNode
@@ -111,10 +111,10 @@ def _further(context: Context, graph: Graph) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _BuiltCandidate:
     """A graph that was compiled with kernels, at `path`. `costs`: see `Finished`."""
 
-    found: SearchNode
+    node: SearchNode
     hybrid: Hybrid
     path: str
     costs: tuple[float, float] | None
@@ -129,8 +129,8 @@ class _Candidates:
     cost: Callable[[Graph], float] | None = None
     """The modelled cost of a graph by the prices of both runtimes; None: there are no such prices."""
 
-    def costs(self, found: SearchNode) -> tuple[float, float] | None:
-        return None if self.cost is None else (self.cost(self.base), self.cost(found.state.graph))
+    def costs(self, node: SearchNode) -> tuple[float, float] | None:
+        return None if self.cost is None else (self.cost(self.base), self.cost(node.state.graph))
 
 
 def candidates(context: Context, start: Start, explored: Explored) -> Candidates:
@@ -149,20 +149,20 @@ def candidates(context: Context, start: Start, explored: Explored) -> Candidates
     if missing is not None:
         context.notes.append(f"no generated kernels: {missing}")
         return (yield from offer(context, start, explored, proposal))
-    made = _best(context, start, explored, proposal)
+    built = _best(context, start, explored, proposal)
     context.clock.reserved = 0.0
-    while made is not None:
-        context.notes.append(_told(made))
-        finished = yield _judging(context, start, made, proposal)
+    while built is not None:
+        context.notes.append(_describe(built))
+        finished = yield _judging(context, start, built, proposal)
         context.notes.append(f"not kept with kernels: {finished.reason}")
         different = finished.verification is not None and not finished.verification.verified
         if different:
-            check_without(context, start, made.found)
-        if not different or not multiplies_less(made.hybrid.chosen):
+            check_without(context, start, built.node)
+        if not different or not multiplies_less(built.hybrid.chosen):
             break
         context.notes.append("compiled again, with plain kernels")
         context = replace(context, options=replace(context.options, exact_kernels=True))
-        made = _best(context, start, explored, proposal, made)
+        built = _best(context, start, explored, proposal, built)
     return (yield from offer(context, start, explored, proposal))
 
 
@@ -183,12 +183,14 @@ def _too_late(context: Context, graphs: Sequence[Graph]) -> str | None:
     return None
 
 
-def _judging(context: Context, start: Start, made: _Made, proposal: Proposal) -> Judging:
+def _judging(context: Context, start: Start, built: _BuiltCandidate, proposal: Proposal) -> Judging:
     """A graph with kernels as a candidate to be decided on."""
     asked = context.options.backend == "hybrid"
-    context = with_kernels(context, made.path)
-    known = Finished(None, "", selection=proposal.selection, hybrid=made.hybrid, costs=made.costs)
-    return Judging(context, start, made.found, made.path, known, kernels=_sizes(context), decides=not asked)
+    context = with_kernels(context, built.path)
+    decision = Finished(None, "", selection=proposal.selection, hybrid=built.hybrid, costs=built.costs)
+    return Judging(
+        context, start, built.node, built.path, decision, kernels=_sizes(context), decides=not asked
+    )
 
 
 def _candidates(
@@ -200,19 +202,19 @@ def _candidates(
     base = start.base.state.graph
     if context.options.replay is not None:
         return _Candidates([explored.result.best], base)
-    known = [found for found in (proposal.chosen, start.base) if found is not None]
+    plain = [node for node in (proposal.chosen, start.base) if node is not None]
     further: Sequence[SearchNode] = ()
     searched = _searched(context, start, how)
     if searched is not None:
-        known.sort(key=lambda found: searched.cost(found.state.graph))
+        plain.sort(key=lambda node: searched.cost(node.state.graph))
         further = searched.proposals
     different: dict[int, SearchNode] = {}
-    for found in (known[0], *further[:1], *known[1:], *further[1:]):
-        different.setdefault(found.state.graph.fingerprint, found)
+    for node in (plain[0], *further[:1], *plain[1:], *further[1:]):
+        different.setdefault(node.state.graph.fingerprint, node)
     return _Candidates(list(different.values()), base, None if searched is None else searched.cost)
 
 
-def _searched(context: Context, start: Start, how: Lowering) -> Found | None:
+def _searched(context: Context, start: Start, how: Lowering) -> PlacementResult | None:
     """The result of a search by the prices of both runtimes; None, with a note, if there is no time or no prices."""
     if context.feeds is None or context.options.search == "random":
         return None
@@ -240,8 +242,12 @@ def with_kernels(context: Context, path: str) -> Context:
 
 
 def _best(
-    context: Context, start: Start, explored: Explored, proposal: Proposal, before: _Made | None = None
-) -> _Made | None:
+    context: Context,
+    start: Start,
+    explored: Explored,
+    proposal: Proposal,
+    before: _BuiltCandidate | None = None,
+) -> _BuiltCandidate | None:
     """See `_Trials.best`. `before`: the only candidate, compiled earlier with other algorithms. After Ctrl-C the result
     is the best so far: a graph with kernels, or None for the plain proposal.
 
@@ -251,7 +257,7 @@ def _best(
     try:
         with _lowering(context) as how:
             if before is not None:
-                candidates = _Candidates([before.found], start.base.state.graph)
+                candidates = _Candidates([before.node], start.base.state.graph)
             else:
                 candidates = _candidates(context, start, explored, proposal, how)
             return trials.best(how, proposal.chosen, candidates)
@@ -259,8 +265,8 @@ def _best(
         fastest = trials.fastest
         if context.clock.hurried or (fastest is None and trials.asked):
             raise
-        kept = "the plain file" if fastest is None else "the best so far"
-        context.notes.append(f"interrupted while kernels were compiled: {kept} is kept")
+        result = "the plain file" if fastest is None else "the best so far"
+        context.notes.append(f"interrupted while kernels were compiled: {result} is kept")
         context.clock.hurry()
         return fastest
 
@@ -289,12 +295,12 @@ def _sizes(context: Context) -> list[dict[str, tuple[int, ...]]]:
     return [first, *({**first, **shapes} for shapes in further)]
 
 
-def _told(made: _Made) -> str:
+def _describe(built: _BuiltCandidate) -> str:
     """Which nodes run in generated kernels, in one line."""
-    hybrid = made.hybrid
+    hybrid = built.hybrid
     regions = f"in {len(hybrid.regions)} regions" if len(hybrid.regions) > 1 else "as one region"
-    left = "".join(f"; {remark}" for remark in hybrid.remarks)
-    return f"generated kernels run {hybrid.nodes} of {hybrid.total} nodes, {regions}{left}"
+    remarks = "".join(f"; {remark}" for remark in hybrid.remarks)
+    return f"generated kernels run {hybrid.nodes} of {hybrid.total} nodes, {regions}{remarks}"
 
 
 @dataclass(slots=True)
@@ -303,33 +309,35 @@ class _Trials:
 
     context: Context
     asked: bool  # the user requires generated kernels
-    fastest: _Made | None = field(default=None, init=False)  # None: the plain proposal
+    fastest: _BuiltCandidate | None = field(default=None, init=False)  # None: the plain proposal
     refused: list[str] = field(default_factory=list, init=False)  # why graphs could not be compiled
 
-    def best(self, how: Lowering, chosen: SearchNode | None, candidates: _Candidates) -> _Made | None:
+    def best(
+        self, how: Lowering, plain: SearchNode | None, candidates: _Candidates
+    ) -> _BuiltCandidate | None:
         """The fastest graph with kernels; None if none compiles, or none is faster than the plain proposal.
 
         Raises BackendError if the user requires kernels and no graph compiles.
         """
         before: str | bytes
         compiled = 0
-        for found in candidates.nodes:
+        for node in candidates.nodes:
             begun = time.monotonic()
             if self.refused and begun >= self._compile_until():
                 break
-            made = self._made(how, found, candidates.costs(found))
-            if made is None:
+            built = self._build(how, node, candidates.costs(node))
+            if built is None:
                 continue
             compiled += 1
             if self.fastest is not None:
                 before, margin, name = self.fastest.path, 1.0, "the other graph with kernels"
             else:
                 original = self.context.original.runnable
-                before = original if chosen is None else self.context.artifact(chosen.state.graph).file
+                before = original if plain is None else self.context.artifact(plain.state.graph).file
                 margin, name = MARGIN, "the plain file"
-                self.fastest = made if self.asked else None
-            if self._faster(before, made.path, margin, name):
-                self.fastest = made
+                self.fastest = built if self.asked else None
+            if self._faster(before, built.path, margin, name):
+                self.fastest = built
             if not self._has_time(time.monotonic() - begun):
                 break
         if self.fastest is None and self.asked:
@@ -350,14 +358,16 @@ class _Trials:
         budget = self.context.clock.budget
         return self.context.options.measure and time.monotonic() + seconds < budget.compile_until
 
-    def _made(self, how: Lowering, found: SearchNode, costs: tuple[float, float] | None) -> _Made | None:
+    def _build(
+        self, how: Lowering, node: SearchNode, costs: tuple[float, float] | None
+    ) -> _BuiltCandidate | None:
         """A graph with kernels, compiled; None if that fails."""
         context = self.context
         with context.clock.phase("compile"):
             context.say("compile", note="generated kernels")
             try:
                 path = os.path.join(tempfile.mkdtemp(dir=context.folder), "model.onnx")
-                plain = context.artifact(found.state.graph).file
+                plain = context.artifact(node.state.graph).file
                 with deadline.within(self._compile_until()):
                     hybrid = how.hybrid(plain, _sizes(context), path)
             except OutOfTime:
@@ -367,7 +377,7 @@ class _Trials:
             except BackendError as error:
                 self.refused.append(f"no generated kernels: {error.reason}")
                 return None
-        return _Made(found, hybrid, path, costs)
+        return _BuiltCandidate(node, hybrid, path, costs)
 
     def _faster(self, before: str | bytes, after: str, margin: float, name: str) -> bool:
         """Whether a file is certainly `margin` times faster, measured in this process. True if nothing is measured."""

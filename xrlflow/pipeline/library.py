@@ -38,12 +38,12 @@ def library_for(options: Options) -> Library:
     if options.rules is not None:
         rules += own_rules(options.rules, proven=not options.trust_rules, seed=options.seed)
     placing = placement_rules()
-    kept = _kept((*rules, *placing), options)
+    selected = _selected((*rules, *placing), options)
     steps = () if options.replay is None else read_trace(options.replay).steps
     placed = any(step.family == PLACEMENT for step in steps)
     return Library(
-        [rule for rule in kept if placed or rule not in placing], backend=options.runtime, contrib=options.backend_ops,
-        assuming=options.assumptions, runs=runs if options.compiling else None,
+        [rule for rule in selected if placed or rule not in placing], backend=options.runtime,
+        contrib=options.backend_ops, assuming=options.assumptions, runs=runs if options.compiling else None,
         least_size=int(NONEMPTY in options.assumptions),
     )  # fmt: skip
 
@@ -65,12 +65,12 @@ def check_supported(imported: ImportedModel, library: Library) -> None:
     graph = imported.graph
     if all(runs(node.op) for node in graph.nodes()):
         return
-    left, _ = simplify(graph, library, lambda _: 0.0)
-    missing = sorted({node.op for node in left.nodes() if not runs(node.op)})
+    simplified, _ = simplify(graph, library, lambda _: 0.0)
+    missing = sorted({node.op for node in simplified.nodes() if not runs(node.op)})
     if not missing:
         return
     expansions = library.canonicalising()
-    RewriteState.start(left, expansions)
+    RewriteState.start(simplified, expansions)
     named = []
     for op in missing:
         reasons = {
@@ -87,10 +87,10 @@ def placing_rules(options: Options, loses: Loses) -> tuple[RegionRule, ...]:
     """The rules that a search with generated kernels uses in addition to those of the library (see
     `placement_rules`)."""
     rules = placement_rules(loses)
-    return tuple(rule for rule in _kept((*LIBRARY, *rules), options) if rule in rules)
+    return tuple(rule for rule in _selected((*LIBRARY, *rules), options) if rule in rules)
 
 
-def _kept(rules: tuple[AnyRule, ...], options: Options) -> list[AnyRule]:
+def _selected(rules: tuple[AnyRule, ...], options: Options) -> list[AnyRule]:
     """The rules that the options `only` and `exclude` admit. Raises OptionError for unknown names."""
     if options.only:
         rules = tuple(_named(rules, options.only, "only"))
@@ -102,15 +102,15 @@ def _named(rules: Sequence[AnyRule], names: Iterable[str], option: str) -> list[
     """The rules with these names or of these families, in the library's order. Raises OptionError."""
     if isinstance(names, str):
         raise OptionError(f"{option} is a text, {names!r}: give a list of names")
-    wanted = set(names)
-    known = {r.name for r in rules} | {r.family for r in rules}
-    for name in wanted - known:
-        raise OptionError(f"{option}: there is no rule or family {name!r}{_hint(name, known)}")
-    return [r for r in rules if r.name in wanted or r.family in wanted]
+    requested = set(names)
+    accepted = {r.name for r in rules} | {r.family for r in rules}
+    for name in requested - accepted:
+        raise OptionError(f"{option}: there is no rule or family {name!r}{_hint(name, accepted)}")
+    return [r for r in rules if r.name in requested or r.family in requested]
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 3)
+def _hint(name: str, choices: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(choices), 3)
     return f": did you mean {', '.join(near)}?" if near else ": `xrlflow rules` lists them"
 
 
@@ -134,7 +134,7 @@ def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) 
         Library([r for r in rules if isinstance(r, Rule | RegionRule)])  # this traces the sources
     except (Exception, SystemExit) as error:  # a user's program may raise anything
         raise OptionError(f"rules {file}: {type(error).__name__}: {error}") from error
-    taken = {r.name for r in LIBRARY}
+    used_names = {r.name for r in LIBRARY}
     for rule in rules:
         if not isinstance(rule, Rule | RegionRule):
             raise OptionError(
@@ -142,9 +142,9 @@ def own_rules(path: str | os.PathLike[str], proven: bool = True, seed: int = 0) 
             )
         if not isinstance(rule.name, str):
             raise OptionError(f"rules {file}: a rule is called {rule.name!r}: its name is that of its class")
-        if rule.name in taken:
+        if rule.name in used_names:
             raise OptionError(f"rules {file}: the library has a rule {rule.name}: give yours another name")
-        taken.add(rule.name)
+        used_names.add(rule.name)
     for certificate in _certificates(rules, file, seed) if proven else ():
         if not certificate.proven:
             first, more = certificate.failures[0].splitlines()[0], f"xrlflow rules --prove --rules {file}"
@@ -159,14 +159,14 @@ def _certificates(rules: Sequence[AnyRule], file: Path, seed: int) -> list[Certi
         raise OptionError(f"rules {file}: {error}") from error
 
 
-def _chosen(names: Sequence[str], own: Path | None = None) -> tuple[AnyRule, ...]:
+def _rules_named(names: Sequence[str], own: Path | None = None) -> tuple[AnyRule, ...]:
     """The rules with these names in the library or in a file; all rules without names. Raises OptionError."""
     rules = LIBRARY if own is None else own_rules(own, proven=False)
-    known = {r.name: r for r in rules}
+    by_name = {r.name: r for r in rules}
     for name in names:
-        if name not in known:
-            raise OptionError(f"there is no rule {name!r}{_hint(name, known)}")
-    return tuple(known[n] for n in names) if names else tuple(rules)
+        if name not in by_name:
+            raise OptionError(f"there is no rule {name!r}{_hint(name, by_name)}")
+    return tuple(by_name[n] for n in names) if names else tuple(rules)
 
 
 def prove_rules(
@@ -186,8 +186,8 @@ def prove_rules(
     cluster cannot be used.
     """
     check_seed(seed)
-    rules = _chosen(names, own)
-    found: dict[str, Certificate] = {}
+    rules = _rules_named(names, own)
+    proven: dict[str, Certificate] = {}
     with place_of(ray) as place:
         certificates: Iterable[Certificate]
         if isinstance(place, Processes) and (own is not None or len(rules) == 1 or jobs == 1):
@@ -197,10 +197,10 @@ def prove_rules(
             load = None if own is None else partial(own_rules, own.resolve(), proven=False)
             certificates = prove_by(place, rules, seed, count, load)
         for certificate in certificates:
-            found[certificate.name] = certificate
+            proven[certificate.name] = certificate
             if listener is not None:
-                listener(certificate, len(found), len(rules))
-    return [found[r.name] for r in rules]
+                listener(certificate, len(proven), len(rules))
+    return [proven[r.name] for r in rules]
 
 
 def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
@@ -219,23 +219,23 @@ def list_rules(names: Sequence[str] = (), own: Path | None = None) -> list[dict[
             "may_lose_errors": list(r.may_lose_errors),
             "composite_of": list(r.composite_of),
         }
-        for r in _chosen(names, own)
+        for r in _rules_named(names, own)
     ]
 
 
 def rule_stats(model: Source, names: Sequence[str] = (), own: Path | None = None) -> list[dict[str, Any]]:
     """For each rule, its matches in a model, its refusals by reason (near misses), and the milliseconds of matching."""
-    library = Library(_chosen(names, own), contrib=True, timed=True, thorough=True)
+    library = Library(_rules_named(names, own), contrib=True, timed=True, thorough=True)
     RewriteState.start(load(model).graph, library, Roofline().delta)
     rows = []
     for row in list_rules(names, own):
         stats = library.stats.get(row["name"])
         if stats is not None:
-            found = {
+            counts = {
                 "matched": stats.matched,
                 "admitted": stats.admitted,
                 "refused": dict(stats.refused.most_common()),
                 "ms": stats.seconds * 1e3,
             }
-            rows.append(row | found)
+            rows.append(row | counts)
     return sorted(rows, key=lambda r: -r["ms"])

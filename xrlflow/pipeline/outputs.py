@@ -12,16 +12,16 @@ from xrlflow.options import OptionError
 from xrlflow.storage import files
 
 
-def check_apart(**paths: str | os.PathLike[str] | None) -> None:
+def check_distinct_paths(**paths: str | os.PathLike[str] | None) -> None:
     """Raise OptionError if two of these paths lead to the same file."""
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for name, path in paths.items():
         if path is None:
             continue
         real = Path(path).resolve()
-        if real in found:
-            raise OptionError(f"{name} and {found[real]} are one file, {os.fspath(path)}: name another")
-        found[real] = name
+        if real in names:
+            raise OptionError(f"{name} and {names[real]} are one file, {os.fspath(path)}: name another")
+        names[real] = name
 
 
 def check_writable(path: str | os.PathLike[str], *, library: bool = False, kernels: bool = False) -> None:

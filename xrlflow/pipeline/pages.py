@@ -55,7 +55,7 @@ class Evidence:
     context: Context
     before: tuple[Early, ...]
     base: SearchNode
-    kept: SearchNode | None
+    accepted: SearchNode | None
     best: SearchNode  # the best graph of the search, accepted or not
     progress: tuple[tuple[int, float], ...]  # see `Explored`
     compared: RepeatedComparison | None
@@ -63,7 +63,7 @@ class Evidence:
     @staticmethod
     def of(context: Context, start: Start, explored: Explored, finished: Finished) -> Evidence:
         return Evidence(
-            context, start.before, start.base, finished.kept, explored.result.best, explored.progress,
+            context, start.before, start.base, finished.accepted, explored.result.best, explored.progress,
             finished.compared,
         )  # fmt: skip
 
@@ -74,11 +74,11 @@ def result_page(results: Sequence[Result], *, profiled: bool = True) -> Page:
     first = results[0].evidence
     options, imported = first.context.options, first.context.imported
     before = drawing("original", imported, imported.graph)
-    known: OperatorProfile | str | None = None
+    profile: OperatorProfile | str | None = None
     runs = []
     for result in results:
-        profiles = _profiles(result, known) if profiled else (None, None, ())
-        known = profiles[0]
+        profiles = _profiles(result, profile) if profiled else (None, None, ())
+        profile = profiles[0]
         runs.append(_run(result, before, *profiles))
     asked = {
         "seed": str(options.seed), "time limit": f"{options.time_limit:g} s", "cost model": options.cost_name,
@@ -104,13 +104,13 @@ def _run(
     lines: tuple[str, ...],
 ) -> Run:
     evidence, report = result.evidence, result.report
-    imported, kept, compared = evidence.context.imported, evidence.kept, evidence.compared
-    after = drawing("result", imported, result.graph) if kept is not None else None
-    changes = _changes(evidence) if kept is not None else Changes()
+    imported, accepted, compared = evidence.context.imported, evidence.accepted, evidence.compared
+    after = drawing("result", imported, result.graph) if accepted is not None else None
+    changes = _changes(evidence) if accepted is not None else Changes()
     shapes = [imported.graph.type(value).shape for value in imported.graph.inputs]
     opened = any(shape is None or not all(isinstance(d, int) for d in shape) for shape in shapes)
-    best = kept if kept is not None else evidence.best
-    start = report.cost_before if kept is not None else evidence.base.cost
+    best = accepted if accepted is not None else evidence.best
+    start = report.cost_before if accepted is not None else evidence.base.cost
     return Run(
         name=report.search,
         after=after,
@@ -125,7 +125,7 @@ def _run(
             (start, *(step.cost for step in best.trace)),
             tuple(step.rule for step in best.trace),
             evidence.progress,
-            kept is not None,
+            accepted is not None,
         ),
         operators_before=profile_before,
         operators_after=profile_after,
@@ -136,11 +136,11 @@ def _run(
 
 def _changes(evidence: Evidence) -> Changes:
     """The edits that the substitutions make, in order."""
-    assert evidence.kept is not None
+    assert evidence.accepted is not None
     changes = Changes()
     for part in evidence.before:
         _note(changes, f"{part.body}/" if part.body else "", part.path, part.cost)
-    _note(changes, "", evidence.kept.path, evidence.base.cost)
+    _note(changes, "", evidence.accepted.path, evidence.base.cost)
     return changes
 
 
@@ -155,13 +155,13 @@ def _note(changes: Changes, scope: str, path: Steps | None, cost: float | None) 
 def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
     """The equations and proofs of these rules."""
     context = result.evidence.context
-    kept = result.evidence.kept
+    accepted = result.evidence.accepted
     ours = {rule.name for rule in LIBRARY}
-    known: dict[str, AnyRule] = dict(context.library.rules)
-    if kept is not None:
-        known.update(kept.state.library.rules)
-    for name in sorted(names & known.keys()):
-        rule = known[name]
+    rules: dict[str, AnyRule] = dict(context.library.rules)
+    if accepted is not None:
+        rules.update(accepted.state.library.rules)
+    for name in sorted(names & rules.keys()):
+        rule = rules[name]
         proof = _PROOFS[rule.proof]
         if rule.relies_on:
             proof = f"{proof}; it relies on this: {rule.relies_on}"
@@ -182,9 +182,9 @@ def _texts(names: set[str], result: Result) -> Iterator[RuleText]:
 
 
 def _profiles(
-    result: Result, known: OperatorProfile | str | None
+    result: Result, earlier: OperatorProfile | str | None
 ) -> tuple[OperatorProfile | None, OperatorProfile | None, tuple[str, ...]]:
-    """The profiles of the original (`known`, if it was profiled before) and of the result, and why one is missing."""
+    """The profiles of the original (`earlier`, if it was profiled before) and of the result, and why one is missing."""
     context = result.evidence.context
     options = context.options
     if options.remote is not None:
@@ -198,7 +198,7 @@ def _profiles(
             ("No times by operator: the session options are an object, which cannot be copied.",),
         )
     profiler = _Profiler(dict(context.feeds), context.threads, options.session_options)
-    before = known if isinstance(known, OperatorProfile) else profiler.of(context.original.runnable)
+    before = earlier if isinstance(earlier, OperatorProfile) else profiler.of(context.original.runnable)
     after: OperatorProfile | None = None
     if result.compiled is not None:
         profiler.lines.append("No times by operator of the result: it does not run in ONNX Runtime.")
@@ -223,9 +223,9 @@ class _Profiler:
         """The profile of a model; None if it does not run. `kernels`: with the library in its folder."""
         options = self.session_options
         if kernels and (library := library_of(model)) is not None:
-            made = with_library(options, library)
-            assert isinstance(made, Mapping)
-            options = made
+            with_kernels = with_library(options, library)
+            assert isinstance(with_kernels, Mapping)
+            options = with_kernels
         try:
             return profile_operators(model, self.feeds, threads=self.threads, session_options=options)
         except BackendError as error:

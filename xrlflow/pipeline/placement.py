@@ -23,14 +23,14 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlacementResult:
     """The result of a search by the prices of both runtimes, the cheapest graph first, and the cost of any graph."""
 
     proposals: tuple[SearchNode, ...]
     cost: Callable[[Graph], float]
 
 
-def search_with_kernels(context: Context, start: Start, how: Lowering, until: float) -> Found:
+def search_with_kernels(context: Context, start: Start, how: Lowering, until: float) -> PlacementResult:
     """Search by the prices of both runtimes, until `until` (time.monotonic).
 
     Operators are measured first. A search may reach operators that were not measured: then it is repeated with their
@@ -46,19 +46,19 @@ def search_with_kernels(context: Context, start: Start, how: Lowering, until: fl
         with deadline.within(until):
             result = _search(context, start, model, until)
     context.notes.append(f"generated kernels: {prices}")
-    proposals = sorted((found for found in result if context.fits(found)), key=lambda found: found.cost)
-    return Found(tuple(proposals), model.cost)
+    proposals = sorted((node for node in result if context.fits(node)), key=lambda node: node.cost)
+    return PlacementResult(tuple(proposals), model.cost)
 
 
 def _search(context: Context, start: Start, model: PlacementCost, until: float) -> tuple[SearchNode, ...]:
     """The best graph and the shortlist of the last of several searches."""
     clock, graph = context.clock, start.base.state.graph
     clock.reserved = clock.budget.compile_until - until
-    found: tuple[SearchNode, ...] = ()
+    nodes: tuple[SearchNode, ...] = ()
     for _ in range(_ROUNDS):
         with clock.phase("profile"):
             new = model.kernels.learn(graph, until)
-        if found and (not new or time.monotonic() >= until):
+        if nodes and (not new or time.monotonic() >= until):
             break
         library = context.library.extended(placing_rules(context.options, model.loses))
         state = RewriteState.start(start.base.state.graph, library, model.delta)
@@ -67,5 +67,5 @@ def _search(context: Context, start: Start, model: PlacementCost, until: float) 
             result = search(replace(context, library=library), base, model)
         if result.interrupted:
             raise KeyboardInterrupt
-        found, graph = (result.best, *result.shortlist), result.best.state.graph
-    return found
+        nodes, graph = (result.best, *result.shortlist), result.best.state.graph
+    return nodes

@@ -141,8 +141,8 @@ def opened(
                 database.check()  # to report a wrong address before any work is done
             # TVM compiles for fixed sizes, and some operators can be decomposed only for fixed sizes.
             imported = load(source, shapes=options.shapes, fix_shapes=options.fix_shapes or compiling)
-            wanted = OPSET if compiling else options.opset
-            imported = imported if wanted is None else preferring(imported, wanted)
+            opset = OPSET if compiling else options.opset
+            imported = imported if opset is None else preferring(imported, opset)
             folder = stack.enter_context(TemporaryDirectory(prefix="xrlflow-"))
             library = library_for(options)
             store: Store | None = None
@@ -214,15 +214,15 @@ def random_feeds(context: Context) -> dict[str, Any]:
             clock.latency = time.monotonic() - begin
 
         try:
-            found = feeds_for_measurement(context.imported, options.seed, run)
+            inputs = feeds_for_measurement(context.imported, options.seed, run)
         except OutOfTime:
             if deadline.over():
                 raise
             long = math.inf
-            found = feeds_for_measurement(context.imported, options.seed, run)
+            inputs = feeds_for_measurement(context.imported, options.seed, run)
         if clock.latency < _SLOW:
-            clock.latency = _warm_latency(lambda: model.run(found))
-        return found
+            clock.latency = _warm_latency(lambda: model.run(inputs))
+        return inputs
 
 
 @contextmanager
@@ -252,14 +252,14 @@ def _time_original(context: Context, feeds: dict[str, Any]) -> None:
 
 def _warm_latency(run: Callable[[], object]) -> float:
     """Rough seconds of a run after the first: the minimum of three runs, or one run if the model is slow."""
-    least = float("inf")
+    seconds = float("inf")
     for _ in range(3):
         begin = time.perf_counter()
         run()
-        least = min(least, time.perf_counter() - begin)
-        if least > 0.1:
+        seconds = min(seconds, time.perf_counter() - begin)
+        if seconds > 0.1:
             break
-    return least
+    return seconds
 
 
 def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
@@ -269,8 +269,8 @@ def _bound(context: Context, feeds: Mapping[str, Any]) -> ImportedModel:
     for value, info in zip(imported.graph.inputs, imported.frame.graph.input):
         declared = imported.graph.type(value).shape
         shape = getattr(feeds.get(info.name), "shape", ())
-        known = (isinstance(d, int) or d in imported.bindings for d in declared or ())
-        if not all(known) and min(shape, default=0) > 0:
+        fixed = (isinstance(d, int) or d in imported.bindings for d in declared or ())
+        if not all(fixed) and min(shape, default=0) > 0:
             shapes[info.name] = shape
     if not shapes or imported.fixed:
         return imported
@@ -290,9 +290,9 @@ def cost_model(context: Context, cost: str | CostModel) -> CostModel:
     if cost in ("profiled", "learned"):
         budget = context.clock.budget
         until = (budget.train_until if options.train_steps else None) or budget.search_until
-        left = until - time.monotonic()
+        seconds_left = until - time.monotonic()
         prices = Profiled(
-            machine, database=context.database, bindings=bindings, time_budget=_PROFILING * left
+            machine, database=context.database, bindings=bindings, time_budget=_PROFILING * seconds_left
         )
         return _learned(context, prices) if cost == "learned" else prices
     assert context.feeds is not None
@@ -316,16 +316,16 @@ def _check_prices(model: AdditiveCost, graph: Graph) -> None:
 
 def _learned(context: Context, prices: Profiled) -> Learned:
     """The network of the package, fitted to the comparisons that this machine has measured."""
-    with history.opened(context) as known:
+    with history.opened(context) as comparisons:
         now = time.monotonic()
         until = now + _FITTING * (context.clock.budget.search_until - now)
-        return fitted(prices, known, until=until)
+        return fitted(prices, comparisons, until=until)
 
 
-def fitted(prices: AdditiveCost, known: History, *, also: int = 0, until: float = math.inf) -> Learned:
+def fitted(prices: AdditiveCost, store: History, *, also: int = 0, until: float = math.inf) -> Learned:
     """The network of the package, fitted until `until` (time.monotonic) to the latest comparisons in the history: to
     _REMEMBERED of them, and `also` more."""
-    comparisons = known.latest(_REMEMBERED + also)
+    comparisons = store.latest(_REMEMBERED + also)
     return Learned(prices, fine_tuned(load_network(PRETRAINED), comparisons, until))
 
 
@@ -354,9 +354,9 @@ def start(context: Context, model: CostModel) -> Start:
         result = greedy(state, cost, limits)
         if result.interrupted:
             raise KeyboardInterrupt
-        found = result.best
-        before.append(Early(label, graph, found.path, cost))
-        return found.state.graph if found.path is not None else graph
+        best = result.best
+        before.append(Early(label, graph, best.path, cost))
+        return best.state.graph if best.path is not None else graph
 
     graph = without_placement(context.imported.graph)
     if options.search != "random" and options.cost_name != "measured":

@@ -56,8 +56,8 @@ class Result:
     hybrid: Hybrid | None = None
 
     def __repr__(self) -> str:
-        kept = "the original" if self.returned_original else f"{self.report.nodes_after} operators"
-        return f"<Result for {self.report.model}: {kept} ({self.report.reason})>"
+        text = "the original" if self.returned_original else f"{self.report.nodes_after} operators"
+        return f"<Result for {self.report.model}: {text} ({self.report.reason})>"
 
     @property
     def speedup(self) -> SpeedUp | None:
@@ -100,8 +100,8 @@ class Result:
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the substitutions as JSON, for `replay` and `xrlflow report`. The times of operators are included if
         `page` or `report_html` was called before. Raises ModelError if the file cannot be written."""
-        known = self.__dict__.get("page")
-        page = known if known is not None else result_page([self], profiled=False).to_json()
+        timed = self.__dict__.get("page")
+        page = timed if timed is not None else result_page([self], profiled=False).to_json()
         before = [len(part.steps) for part in self.evidence.before] if self.trace else []
         write_trace(path, self.report.model, self.trace, before, page)
 
@@ -121,9 +121,9 @@ class Result:
 
 def result_of(context: Context, start: Start, explored: Explored, finished: Finished) -> Result:
     """Assemble the result, with its report."""
-    found = finished.kept if finished.kept is not None else start.base
-    steps = (*start.early, *found.trace) if finished.kept is not None else ()
-    graph = found.state.graph if finished.hybrid is not None else without_placement(found.state.graph)
+    node = finished.accepted if finished.accepted is not None else start.base
+    steps = (*start.early, *node.trace) if finished.accepted is not None else ()
+    graph = node.state.graph if finished.hybrid is not None else without_placement(node.state.graph)
     return Result(
         _report(context, start, explored, finished, steps),
         steps,
@@ -143,12 +143,12 @@ def result_of(context: Context, start: Start, explored: Explored, finished: Fini
 def _report(
     context: Context, start: Start, explored: Explored, finished: Finished, steps: tuple[TraceStep, ...]
 ) -> Report:
-    options, imported, base, kept = context.options, context.imported, start.base, finished.kept
+    options, imported, base, accepted = context.options, context.imported, start.base, finished.accepted
     verification, compared = finished.verification, finished.compared
-    shipped: RepeatedComparison | None = compared if kept is not None else None
-    costs = finished.costs or (base.cost, kept.cost if kept is not None else base.cost)
+    shipped: RepeatedComparison | None = compared if accepted is not None else None
+    costs = finished.costs or (base.cost, accepted.cost if accepted is not None else base.cost)
     before = operators(base.state.graph)
-    after = operators(kept.state.graph) if kept is not None else before
+    after = operators(accepted.state.graph) if accepted is not None else before
     return Report(
         model=imported.name,
         search=options.search if options.replay is None else "replay",
@@ -156,7 +156,7 @@ def _report(
         backend=options.backend,
         threads=finished.threads or context.threads,
         nodes_before=imported.nodes_before,
-        nodes_after=sum(after.values()) if kept is not None else imported.nodes_before,
+        nodes_after=sum(after.values()) if accepted is not None else imported.nodes_before,
         operators_before=before,
         operators_after=after,
         substitutions=Counter(s.rule for s in steps),
@@ -175,7 +175,7 @@ def _report(
         else None,
         seconds=round(time.monotonic() - context.clock.begin, 3),
         phases=context.clock.phases,
-        returned_original=kept is None,
+        returned_original=accepted is None,
         reason=finished.reason,
         notes=_notes(context, finished),
         trials=finished.selection.trials if finished.selection is not None else (),

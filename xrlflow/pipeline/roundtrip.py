@@ -28,7 +28,7 @@ _TRYING = 0.25
 _OTHERS = (OPSET, 21, 19, 17, 15, 13)
 
 
-def tried(context: Context) -> Context:
+def with_working_opset(context: Context) -> Context:
     """The context in which the model is written at its own opset. If ONNX Runtime then does not run it as before, it is
     written at another opset, with a note; if it does so at none, `unwritable` is set.
 
@@ -40,7 +40,7 @@ def tried(context: Context) -> Context:
     now = time.monotonic()
     try:
         with context.clock.phase("import"), deadline.within(now + _TRYING * (context.clock.limit - now)):
-            return _tried(context)
+            return _with_working_opset(context)
     except OutOfTime:
         context.notes.append(
             "there was no time to try whether the model runs as before when it is read and written"
@@ -48,8 +48,8 @@ def tried(context: Context) -> Context:
         return context
 
 
-def _tried(context: Context) -> Context:
-    """See `tried`. Raises OutOfTime."""
+def _with_working_opset(context: Context) -> Context:
+    """See `with_working_opset`. Raises OutOfTime."""
     options = context.options
     try:
         trial = _Trial(context, _outputs(context, context.original.runnable))
@@ -61,18 +61,18 @@ def _tried(context: Context) -> Context:
     fault = trial.fault(own)
     if not fault:
         return context
-    first, seen = written_opset(own, own.graph), set[int]()
-    seen.add(first)
+    first, opsets = written_opset(own, own.graph), set[int]()
+    opsets.add(first)
     for opset in () if options.opset is not None else _OTHERS:
         other = preferring(own, opset)
-        found = written_opset(other, other.graph)
-        if found in seen:
+        written = written_opset(other, other.graph)
+        if written in opsets:
             continue
-        seen.add(found)
+        opsets.add(written)
         if not trial.fault(other):
-            context.notes.append(f"written at opset {found}, because at {first} {fault}")
+            context.notes.append(f"written at opset {written}, because at {first} {fault}")
             return replace(context, imported=other)
-    tries = f"opset {first}" if len(seen) == 1 else f"{len(seen)} opsets, the first of which is {first}"
+    tries = f"opset {first}" if len(opsets) == 1 else f"{len(opsets)} opsets, the first of which is {first}"
     return replace(context, unwritable=f"read and written again, at {tries}: {fault}")
 
 
@@ -104,10 +104,14 @@ class _Trial:
             context.original.runnable, imported=context.imported, inputs=context.feeds, seed=context.options.seed,
             threads=context.threads, session_options=context.options.session_options,
         )  # fmt: skip
-        found = reference.check(path)
+        verification = reference.check(path)
         if deadline.over():
             raise OutOfTime("there was no time to compare it with the original")
-        return f"it differs from the original: {found.failures[0]}" if found.status is Status.FAILED else ""
+        return (
+            f"it differs from the original: {verification.failures[0]}"
+            if verification.status is Status.FAILED
+            else ""
+        )
 
 
 def _outputs(context: Context, model: str | bytes) -> list[Any] | None:

@@ -9,14 +9,14 @@ from xrlflow.options import Options
 from xrlflow.pipeline.attempts import attempted
 from xrlflow.pipeline.prepare import fed, opened
 from xrlflow.pipeline.results import Result, result_of
-from xrlflow.pipeline.roundtrip import tried
+from xrlflow.pipeline.roundtrip import with_working_opset
 from xrlflow.report import Listener
 
 
 def optimize(source: Source, options: Options, listener: Listener | None = None) -> Result:
     """Read, search, choose, verify and measure. Raises what `xrlflow.optimize` raises."""
     with opened(source, options, listener, time.monotonic()) as context:
-        context = tried(fed(context))
+        context = with_working_opset(fed(context))
         context.clock.share()
-        found = attempted(context)
-        return result_of(found.context, found.start, found.explored, found.finished)
+        attempt = attempted(context)
+        return result_of(attempt.context, attempt.start, attempt.explored, attempt.finished)

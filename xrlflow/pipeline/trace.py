@@ -39,8 +39,8 @@ def write_trace(
 ) -> None:
     """Write a trace as JSON (see `Trace`), with the data of its page. Raises ModelError if it cannot be written."""
     rows = [{"rule": s.rule, "family": s.family, "at": list(s.key[1]), "cost": s.cost} for s in steps]
-    told = json.dumps({"model": model, "steps": rows, "before": list(before)}, indent=1).removesuffix("\n}")
-    content = f'{told},\n "page": {json.dumps(page, allow_nan=False, separators=(",", ":"))}\n}}\n'
+    text = json.dumps({"model": model, "steps": rows, "before": list(before)}, indent=1).removesuffix("\n}")
+    content = f'{text},\n "page": {json.dumps(page, allow_nan=False, separators=(",", ":"))}\n}}\n'
     try:
         files.write(path, content.encode())
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.options import OptionError, TrainOptions
-from xrlflow.pipeline.outputs import check_apart
+from xrlflow.pipeline.outputs import check_distinct_paths
 from xrlflow.pipeline.places import place_of
 
 if TYPE_CHECKING:
@@ -62,9 +62,9 @@ def train(
     for path in (*models, *options.held_out):
         if not os.path.isfile(path):
             raise OptionError(f"{os.fspath(path)} is no file")
-        check_apart(model=path, output=output)
+        check_distinct_paths(model=path, output=output)
         if options.world_model:
-            check_apart(model=path, world_model=world_path(output))
+            check_distinct_paths(model=path, world_model=world_path(output))
     if options.log is not None and os.path.isfile(options.log):
         raise OptionError(f"log {os.fspath(options.log)} is a file: name a folder")
     files = training.Files(
@@ -104,8 +104,8 @@ def _check_evaluated_on(models: Sequence[str], output: str | os.PathLike[str]) -
 
     if not state_path(output).exists():
         return
-    found = load_checkpoint(state_path(output), KIND).config.get("score")
-    outcomes = [o for o in found if isinstance(o, dict)] if isinstance(found, list) else []
+    score = load_checkpoint(state_path(output), KIND).config.get("score")
+    outcomes = [o for o in score if isinstance(o, dict)] if isinstance(score, list) else []
     # By name only, as folders may have been moved.
     earlier = {os.path.basename(str(o.get("problem"))) for o in outcomes}
     if earlier and earlier != {os.path.basename(m) for m in models}:
@@ -232,6 +232,6 @@ def _logs(options: TrainOptions, done: int, quiet: bool) -> Logs:
     """The log of figures. A run that is continued counts from `done` iterations."""
     from xrlflow.learn.log import Logs, TensorBoard, Terminal
 
-    told = [] if quiet else [Terminal(options.iterations, _SHOWN, done)]
-    kept = [] if options.log is None else [TensorBoard(options.log, since=done + 1 if done else 0)]
-    return Logs(*told, *kept)
+    terminal = [] if quiet else [Terminal(options.iterations, _SHOWN, done)]
+    files = [] if options.log is None else [TensorBoard(options.log, since=done + 1 if done else 0)]
+    return Logs(*terminal, *files)

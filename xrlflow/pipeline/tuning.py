@@ -41,7 +41,7 @@ class Tuned:
     (`device`) it compares the better tuned model with the untuned one, in one session. It is None if not measured.
     """
 
-    found: TunedModel
+    result: TunedModel
     speedup: SpeedUp | None
     control: SpeedUp | None
     verification: Verification | None
@@ -50,10 +50,10 @@ class Tuned:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the shared library. Raises BackendError if the file cannot be written."""
-        self.found.model.save(path)
+        self.result.model.save(path)
 
     def to_json(self) -> dict[str, Any]:
-        tuning = self.found.tuning
+        tuning = self.result.tuning
         return {
             "kernels": [
                 {
@@ -69,18 +69,18 @@ class Tuned:
                     "heuristic": layer.heuristic, "heuristic_us": _us(layer.heuristic_seconds),
                     "algorithm": layer.chosen, "best_us": _us(layer.chosen_seconds),
                 }
-                for layer in self.found.layers
+                for layer in self.result.layers
             ],
             "device": self.device, "against": "onnxruntime" if self.device is None else "untuned",
             "stop": tuning.stop.name.lower(), "seconds": tuning.seconds, "proposing": tuning.proposing,
-            "measuring": tuning.measuring, "onnxruntime_ms": self.found.onnxruntime_ms,
-            "untuned_ms": self.found.untuned_ms, "tuned_ms": self.found.tuned_ms,
-            "rewritten_ms": self.found.rewritten_ms, "notes": list(self.notes),
+            "measuring": tuning.measuring, "onnxruntime_ms": self.result.onnxruntime_ms,
+            "untuned_ms": self.result.untuned_ms, "tuned_ms": self.result.tuned_ms,
+            "rewritten_ms": self.result.rewritten_ms, "notes": list(self.notes),
             "speedup": self.speedup.median if self.speedup else None,
             **bounds("speedup", self.speedup), **bounds("control", self.control),
             "verified": self.verification.verified if self.verification is not None else None,
             "max_error": finite(self.verification.max_error) if self.verification is not None else None,
-            "written": self.found.written,
+            "written": self.result.written,
         }  # fmt: skip
 
 
@@ -98,27 +98,29 @@ def tune(source: Source, options: TuneOptions, listener: Listener | None = None)
             context.artifact(graph).file for graph in _graphs(context, options.rewrite and options.measure)
         ]
         if options.measure:
-            given = options.inputs
+            inputs = options.inputs
             feeds = (
-                dict(user_case(context.imported, given).feeds) if given is not None else random_feeds(context)
+                dict(user_case(context.imported, inputs).feeds)
+                if inputs is not None
+                else random_feeds(context)
             )
             context = replace(context, feeds=feeds)
-        found = _tuned(context, options, graphs)
+        tuned = _tuned(context, options, graphs)
         verification: Verification | None = None
         if options.verify:
-            with running(target, found.path, found.model) as runner:
-                verification = Verifier(context, held=False).check_compiled(runner, found.model.sizes)
-        compared = found.compared
+            with running(target, tuned.path, tuned.model) as runner:
+                verification = Verifier(context, limited=False).check_compiled(runner, tuned.model.sizes)
+        compared = tuned.compared
         if options.measure and target.remote is None:
-            hurried = context.clock.hurried or found.tuning.interrupted
-            compared = final(context, found.path, _FINAL_HURRIED if hurried else _FINAL)
+            hurried = context.clock.hurried or tuned.tuning.interrupted
+            compared = final(context, tuned.path, _FINAL_HURRIED if hurried else _FINAL)
     return Tuned(
-        found,
+        tuned,
         compared.speedup if compared is not None else None,
         compared.control if compared is not None else None,
         verification,
         target.device,
-        (*context.notes, *found.remarks),
+        (*context.notes, *tuned.remarks),
     )
 
 

@@ -62,8 +62,8 @@ def options_with_kernels(*models: str | os.PathLike[str] | bytes, required: bool
     if required and not any(map(library_of, models)):
         names = ", ".join(os.fspath(model) for model in models if not isinstance(model, bytes))
         raise OptionError(f"kernels: no library in the folder belongs to {names or 'the model'}")
-    found = {library: model for model in models if (library := library_of(model)) is not None}
-    for library, model in found.items():
+    libraries = {library: model for model in models if (library := library_of(model)) is not None}
+    for library, model in libraries.items():
         assert not isinstance(model, bytes)
         try:
             check_unedited(model)

@@ -56,7 +56,7 @@ class Verifier:
     """Verifies results of one optimisation. The original is run once, for the first result."""
 
     context: Context
-    held: bool = True  # verifications end at the deadline of the optimisation
+    limited: bool = True  # verifications end at the deadline of the optimisation
     _reference: Reference | None = field(default=None, init=False)
 
     def check(self, path: str, steps: Iterable[TraceStep]) -> Verification:
@@ -77,7 +77,7 @@ class Verifier:
             return original.check(path, nonempty=self._nonempty(steps))
 
     def check_kernels(
-        self, path: str, steps: Iterable[TraceStep], wanted: Sequence[Mapping[str, tuple[int, ...]]]
+        self, path: str, steps: Iterable[TraceStep], sizes_of_kernels: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> Verification:
         """Verify a file with generated kernels, on inputs of each of these sizes."""
         context, steps = self.context, tuple(steps)
@@ -85,7 +85,7 @@ class Verifier:
         if not checks[0].verified:
             return checks[0]
         references = [self._original()]
-        for sizes in wanted[1:]:
+        for sizes in sizes_of_kernels[1:]:
             imported = load(context.original.source, shapes={**context.shapes, **sizes})
             with deadline.within(self._until()):
                 try:
@@ -95,24 +95,26 @@ class Verifier:
                 checks.append(references[-1].check(path, nonempty=self._nonempty(steps)))
             if not checks[-1].verified:
                 return checks[-1]
-        found = together(checks)
-        tried = all(reference.tries(sizes) for reference, sizes in zip(references, wanted))
-        if found.verified and not tried:
+        verification = together(checks)
+        every_size = all(reference.tries(sizes) for reference, sizes in zip(references, sizes_of_kernels))
+        if verification.verified and not every_size:
             why = "no input has the sizes that its kernels are for"
             return Verification(Status.NOT_COMPARABLE, reason=why)
-        return found
+        return verification
 
     def check_compiled(self, model: CompiledModel, sizes: Mapping[str, tuple[int, ...]]) -> Verification:
         """Verify a compiled model. Raises VerificationFailed unless it is verified."""
         with deadline.within(self._until()):
-            found = self._original().check_compiled(model, sizes)
-        if found.status is Status.NOT_COMPARABLE:
-            raise VerificationFailed(f"the compiled model cannot be verified: {found.reason} (--no-verify)")
-        if not found.verified:
+            verification = self._original().check_compiled(model, sizes)
+        if verification.status is Status.NOT_COMPARABLE:
             raise VerificationFailed(
-                f"the compiled model does not compute the same: {'; '.join(found.failures)}"
+                f"the compiled model cannot be verified: {verification.reason} (--no-verify)"
             )
-        return found
+        if not verification.verified:
+            raise VerificationFailed(
+                f"the compiled model does not compute the same: {'; '.join(verification.failures)}"
+            )
+        return verification
 
     def failure(self, start: Start, chosen: SearchNode, failed: Verification) -> VerificationFailed:
         """The exception for a graph that differs. It names the rule of the first substitution that broke the model."""
@@ -121,8 +123,8 @@ class Verifier:
         return failure(self.context, start, chosen, failed.message(), right)
 
     def _rules(self, steps: Sequence[TraceStep]) -> list[AnyRule]:
-        known = self.context.library.rules
-        return [known[name] for name in sorted({step.rule for step in steps} & known.keys())]
+        rules = self.context.library.rules
+        return [rules[name] for name in sorted({step.rule for step in steps} & rules.keys())]
 
     def _nonempty(self, steps: Sequence[TraceStep]) -> list[str]:
         """The rules that made these steps and require sizes of at least 1."""
@@ -147,25 +149,25 @@ class Verifier:
         context, options = self.context, self.context.options
         # The remaining time is for the runs of the result.
         with deadline.within(time.monotonic() + _ORIGINAL * deadline.remaining()):
-            found = Reference.of(
+            reference = Reference.of(
                 context.original.runnable, imported=imported, seed=options.seed, threads=context.threads,
                 session_options=options.session_options, **how,
             )  # fmt: skip
-        return replace(found, empty=()) if NONEMPTY in options.assumptions else found
+        return replace(reference, empty=()) if NONEMPTY in options.assumptions else reference
 
     def _until(self) -> float:
         """The deadline of a verification that begins now. It allows one or two cases in any case."""
-        return max(self.context.clock.budget.until, time.monotonic() + _LEAST) if self.held else math.inf
+        return max(self.context.clock.budget.until, time.monotonic() + _LEAST) if self.limited else math.inf
 
 
-def check_without(context: Context, start: Start, found: SearchNode) -> None:
+def check_without(context: Context, start: Start, node: SearchNode) -> None:
     """Raise VerificationFailed if a graph that is wrong with generated kernels is also wrong without them."""
     verifier = Verifier(context)
-    path = context.artifact(without_placement(found.state.graph)).file
+    path = context.artifact(without_placement(node.state.graph)).file
     with context.clock.phase("verify"):
-        checked = verifier.check(path, (*start.early, *found.trace))
+        checked = verifier.check(path, (*start.early, *node.trace))
         if checked.status is Status.FAILED:
-            raise verifier.failure(start, found, checked)
+            raise verifier.failure(start, node, checked)
 
 
 def on_file(context: Context, right: Callable[[str], bool]) -> Callable[[Graph], bool]:
