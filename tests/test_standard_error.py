@@ -111,7 +111,7 @@ def test_commands_that_learn(folder: Path) -> None:
 
 
 @pytest.fixture
-def viewer(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def viewer(folder: Path, python_handles_interrupts: None) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [*PROGRAM, "view", "bert.onnx", "--port", "0", "--no-measure"], cwd=folder, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
