@@ -35,7 +35,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
 from xrlflow.backends.tvm.fusion.layers import chosen_in
-from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+from xrlflow.backends.tvm.fusion.tiles import module_of, random_operands
 from xrlflow.backends.tvm.kernels import products
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, KernelChoice
@@ -89,7 +89,7 @@ def layers_in(model: Any, machine: Machine) -> list[Layer | Block]:
 def case(source: str, layer: Layer | Block, machine: Machine) -> Case:
     if isinstance(layer, Block):
         return Case(source, layer, layer.usual(machine))
-    alone = fuse(module_of(layer.workload, drawn(layer.workload)), machine, channels_last=False)
+    alone = fuse(module_of(layer.workload, random_operands(layer.workload)), machine, channels_last=False)
     (chosen,) = chosen_in(alone)
     return Case(source, layer, layer.usual(Algorithm(chosen.algorithm), machine))
 

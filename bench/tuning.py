@@ -55,7 +55,7 @@ from xrlflow.backends.protocol import BackendError
 from xrlflow.backends.statistics import median_interval
 from xrlflow.backends.tvm import detect
 from xrlflow.backends.tvm.fusion.fuse import fuse
-from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+from xrlflow.backends.tvm.fusion.tiles import module_of, random_operands
 from xrlflow.backends.tvm.kernels.algorithms import Algorithms
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
@@ -540,7 +540,7 @@ class Subject:
         """Its own kernel, without changes of layout around it."""
         workload, only = self.layer.workload, Algorithms(only=Algorithm.TILES)
         module = fuse(
-            module_of(workload, drawn(workload)), self.machine, channels_last=False, algorithms=only
+            module_of(workload, random_operands(workload)), self.machine, channels_last=False, algorithms=only
         )
         tasks = extract_tasks(module, self.machine.target())
         return replace(max(tasks, key=lambda task: task.flops), weight=1)

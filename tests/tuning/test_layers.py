@@ -153,7 +153,7 @@ def test_a_tile_leaves_the_kernel_to_the_next_one() -> None:
 def test_tiles_are_the_convolution() -> None:
     """Against ONNX Runtime: a layer is made of its form with the right operators, paddings and layouts."""
     workload = FORMS["odd sizes, one side padded"]
-    given = tiles.drawn(workload)
+    given = tiles.random_operands(workload)
     weights, (bias,) = given.weights, given.extras
     assert bias is not None
     model = network(
@@ -165,7 +165,7 @@ def test_tiles_are_the_convolution() -> None:
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
     with open_model(model.SerializeToString(), threads=1) as runtime:
         (wanted,) = runtime.run(
-            {"x": np.ascontiguousarray(tiles.large_of(workload)["image"].transpose(0, 3, 1, 2))}
+            {"x": np.ascontiguousarray(tiles.random_variables(workload)["image"].transpose(0, 3, 1, 2))}
         )
     found = Layer(workload, False).expected(MACHINE).transpose(0, 3, 1, 2)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)

@@ -30,7 +30,7 @@ from xrlflow.backends.tvm.kernels.bands import (
     packed_expansion,
     packed_projection,
 )
-from xrlflow.backends.tvm.kernels.bands_plan import best_blocking, blockings, cost, usual
+from xrlflow.backends.tvm.kernels.bands_plan import best_blocking, blockings, cost, untuned_blocking
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, Floats, is_typed
 from xrlflow.backends.tvm.kernels.loops import Loop, loops_of_bands, weights_of_bands
@@ -133,7 +133,7 @@ class Block:
 
     def usual(self, machine: Machine) -> BlockChoice:
         """What an untuned compilation chooses."""
-        return BlockChoice(usual(self.workload, machine))
+        return BlockChoice(untuned_blocking(self.workload, machine))
 
     def untuned(self, machine: Machine) -> list[BlockChoice]:
         return [BlockChoice(), BlockChoice(best_blocking(self.workload, machine))]

@@ -69,7 +69,7 @@ class Layer:
     def usual(self, algorithm: Algorithm, machine: Machine) -> KernelChoice:
         """The kernel of an algorithm in an untuned compilation."""
         if algorithm is not Algorithm.TILES:
-            return KernelChoice(algorithm, KERNELS[algorithm].usual(self.workload, machine))
+            return KernelChoice(algorithm, KERNELS[algorithm].best_blocking(self.workload, machine))
         return KernelChoice(algorithm, next(iter(tiles.tile_choices(self.workload, machine)), None))
 
     def estimated(self, machine: Machine) -> KernelChoice:
@@ -153,7 +153,7 @@ class Layer:
 
     def arguments(self, choice: KernelChoice, machine: Machine) -> list[Floats] | None:
         """Results are compared with those of the untuned tiles, which are not compared themselves."""
-        workload, given = self.workload, tiles.drawn(self.workload)
+        workload, given = self.workload, tiles.random_operands(self.workload)
         if choice == self.usual(Algorithm.TILES, machine):
             return None
         if choice.algorithm is Algorithm.TILES:
@@ -161,14 +161,14 @@ class Layer:
             return (
                 None if only is None else tiles.arguments(only, _tiled(workload, choice, machine), workload)
             )
-        large = tiles.large_of(workload)
+        large = tiles.random_variables(workload)
         packed = KERNELS[choice.algorithm].packed(given.weights, workload, choice.blocking)
         extras = [large[f"extra{i}"] if x is None else x for i, x in enumerate(given.extras)]
         return [large["image"], packed, *extras]
 
     def expected(self, machine: Machine) -> Floats:
         """What untuned tiles compute."""
-        return run(_scheduled(self.workload, machine), tiles.large_of(self.workload), machine)
+        return run(_scheduled(self.workload, machine), tiles.random_variables(self.workload), machine)
 
 
 @cache
@@ -196,4 +196,4 @@ def _tiled(workload: LayerWorkload, choice: KernelChoice, machine: Machine) -> I
 
 def _scheduled(workload: LayerWorkload, machine: Machine) -> Any:
     """The scheduled module of a layer with untuned tiles."""
-    return schedule_all(tiles.fuse_alone(workload, tiles.drawn(workload), machine), machine)
+    return schedule_all(tiles.fuse_layer(workload, tiles.random_operands(workload), machine), machine)

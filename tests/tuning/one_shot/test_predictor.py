@@ -186,7 +186,7 @@ def test_the_tuner_proposes_each_kernel_once_in_its_order(predictor: Predictor) 
 def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
     from xrlflow.backends.tvm.fusion.fuse import fuse
     from xrlflow.backends.tvm.fusion.layers import chosen_in
-    from xrlflow.backends.tvm.fusion.tiles import drawn, module_of
+    from xrlflow.backends.tvm.fusion.tiles import module_of, random_operands
 
     times = PredictedTimes(predictor, MACHINE)
     forms = (FORMS["steps"], FORMS["strided"], products.Product((1, 40, 64), (1, 40, 96)))
@@ -194,7 +194,10 @@ def test_predicted_times_choose_for_a_compilation(predictor: Predictor) -> None:
         known = times.of(workload, False)
         assert {choice.algorithm for choice in Layer(workload, False).untuned(MACHINE)} == set(known)
         module = fuse(
-            module_of(workload, drawn(workload)), MACHINE, False, Algorithms(timings=times, budget=1e9)
+            module_of(workload, random_operands(workload)),
+            MACHINE,
+            False,
+            Algorithms(timings=times, budget=1e9),
         )
         (chosen,) = chosen_in(module)
         fastest = min(known, key=lambda a: known[a].seconds)  # type: ignore[union-attr]

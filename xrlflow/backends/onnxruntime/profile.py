@@ -20,7 +20,7 @@ _MOST_RUNS = 100
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """The kernels of one operator in one run: how many, and milliseconds (without those of kernels in bodies)."""
+    """How many kernels of one operator a run has, and their milliseconds. Kernels of subgraphs count by themselves."""
 
     op: str
     calls: float
@@ -29,7 +29,8 @@ class OperatorTime:
 
 @dataclass(frozen=True, slots=True)
 class OperatorProfile:
-    """Times by operator, the longest first, as means over `runs`. `run_ms`: a whole run, while it is profiled."""
+    """Times by operator, the longest first, as means over `runs`. `run_ms`: milliseconds of a complete run under the
+    profiler."""
 
     operators: tuple[OperatorTime, ...]
     runs: int
@@ -53,8 +54,8 @@ def profile_operators(
 ) -> OperatorProfile:
     """Run a model for about `seconds` and return the time that ONNX Runtime's profile gives to each operator.
 
-    Operators are those that run after the runtime's own fusions. Profiling slows small operators, so the sum is no
-    latency. Raises BackendError if the model cannot be loaded or run.
+    Operators are those that run after the runtime's own fusions. Profiling slows small operators, so the sum of the
+    times is no latency. Raises BackendError if the model cannot be loaded or run.
     """
     with tempfile.TemporaryDirectory(prefix="xrlflow-profile-") as folder:
         with open_model(
@@ -73,7 +74,7 @@ def profile_operators(
 
 
 def summed(events: Iterable[Mapping[str, Any]], skipped: int = 0) -> OperatorProfile:
-    """The profile that these events of a trace add up to, without the first `skipped` runs."""
+    """The profile that follows from the events of a trace, without the first `skipped` runs."""
     timed = sorted((e for e in events if "dur" in e), key=lambda e: (e["ts"], -e["dur"]))
     runs = [e for e in timed if e.get("cat") == "Session" and e.get("name") == "model_run"][skipped:]
     if not runs:
@@ -83,20 +84,20 @@ def summed(events: Iterable[Mapping[str, Any]], skipped: int = 0) -> OperatorPro
         for e in timed
         if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= runs[0]["ts"]
     ]
-    found: dict[str, list[float]] = {}
+    by_operator: dict[str, list[float]] = {}
     for event, own in zip(kernels, _own_times(kernels)):
-        calls = found.setdefault(event.get("args", {}).get("op_name", "?"), [])
+        calls = by_operator.setdefault(event.get("args", {}).get("op_name", "?"), [])
         calls.append(own)
     count = len(runs)
     operators = [
-        OperatorTime(op, len(times) / count, sum(times) / count / 1e3) for op, times in found.items()
+        OperatorTime(op, len(times) / count, sum(times) / count / 1e3) for op, times in by_operator.items()
     ]
     operators.sort(key=lambda o: (-o.ms, o.op))
     return OperatorProfile(tuple(operators), count, sum(e["dur"] for e in runs) / count / 1e3)
 
 
 def _own_times(events: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Microseconds of each event without those of the events inside it, which a body's kernels are."""
+    """Microseconds of each event without those of the events inside it (the kernels of a subgraph)."""
     own = [float(e["dur"]) for e in events]
     open_: list[int] = []
     for index, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""The telling part of ONNX Runtime's errors, and what to do about those of versions."""
+"""Shortens ONNX Runtime's error messages, and adds what to do if a model is newer than the runtime."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from xrlflow.common.text import printable, shortened
 
 _LONGEST, _END = 500, 200
-# A place in ONNX Runtime's source, and the function there: its name alone, or its whole signature.
-_PLACE = re.compile(r"\S*\.(?:cc|h|cpp|hpp):\d+ +")
+# A location in ONNX Runtime's source (file and line), and the function there: its name alone, or its whole signature.
+_LOCATION = re.compile(r"\S*\.(?:cc|h|cpp|hpp):\d+ +")
 _SIGNATURE = re.compile(r"(?:[\w:~<>*&,\[\] ]|\(anonymous namespace\))*\b(?:operator ?\(\)|\w+)\(")
 _NAME = re.compile(r"(?:\w+::)*~?\w+ +(?=[A-Z])")
 _TEMPLATE = re.compile(r" *(?:const\b)? *(?:\[with [^\]]*\])? *")
@@ -24,18 +24,19 @@ _UNKNOWN = re.compile(
     r"(?:Fatal error: )?(?:(?P<domain>[\w.]*):(?P<op>\w+)\(-?\d*\) is not a registered function/op"
     r"|.*No Op registered for (?P<standard>\w+) with domain_version of (?P<opset>\d+))"
 )
-# The first ONNX Runtime that reads these.
+# The first version of ONNX Runtime that reads these versions of the IR and of the opset.
 _RUNTIME = {("ir", 14): "1.32", ("opset", 27): "1.32", ("opset", 28): "1.32"}
 
 
 def reason(error: object) -> str:
-    """The message of an ONNX Runtime error on one line: without codes, and places and signatures in its source."""
+    """The message of an ONNX Runtime error on one line, without error codes, and without locations and functions in its
+    source."""
     text = printable(error)
     if text.startswith("[ONNXRuntimeError]"):
         text = text.split(" : ", 3)[-1]
     advice = _by_version(text) or _unknown_operator(_without_prefixes(text))
     if advice is None:
-        advice = _without_places(_STATUS.sub(_of_node, _without_prefixes(text)))
+        advice = _without_location(_STATUS.sub(_of_node, _without_prefixes(text)))
     return shortened(advice.strip(), _LONGEST, _END)
 
 
@@ -45,28 +46,28 @@ def _of_node(match: re.Match[str]) -> str:
 
 
 def _without_prefixes(text: str) -> str:
-    while found := _PREFIXES.match(text):
-        text = text[found.end() :]
+    while match := _PREFIXES.match(text):
+        text = text[match.end() :]
     return text
 
 
-def _without_places(text: str) -> str:
-    """The text without the first place in the source, if something follows it."""
-    place = _PLACE.search(text)
-    if place is None:
+def _without_location(text: str) -> str:
+    """The text without the first location in ONNX Runtime's source, if something follows it."""
+    location = _LOCATION.search(text)
+    if location is None:
         return text
-    rest = text[place.end() :]
-    if signature := _SIGNATURE.match(rest):
-        end = _closing(rest, signature.end() - 1)
-        following = _TEMPLATE.match(rest, end)
-        rest = rest[following.end() if following else end :]
-    elif name := _NAME.match(rest):
-        rest = rest[name.end() :]
-    return text[: place.start()] + _without_prefixes(rest) if rest.strip() else text
+    remainder = text[location.end() :]
+    if signature := _SIGNATURE.match(remainder):
+        end = _closing(remainder, signature.end() - 1)
+        following = _TEMPLATE.match(remainder, end)
+        remainder = remainder[following.end() if following else end :]
+    elif name := _NAME.match(remainder):
+        remainder = remainder[name.end() :]
+    return text[: location.start()] + _without_prefixes(remainder) if remainder.strip() else text
 
 
 def _closing(text: str, at: int) -> int:
-    """Behind the parenthesis that closes the one at a place."""
+    """The index after the parenthesis that closes the one at index `at`."""
     depth = 0
     for i in range(at, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -76,24 +77,25 @@ def _closing(text: str, at: int) -> int:
 
 
 def _by_version(text: str) -> str | None:
-    """What to do about a model that is newer than the runtime."""
+    """A message that says what to do if the error means that the model is newer than the runtime; None for other
+    errors."""
     import onnxruntime
 
     ours = f"this ONNX Runtime ({onnxruntime.__version__})"
-    if found := _IR.search(text):
-        given, most = map(int, found.groups())
-        wanted = _RUNTIME.get(("ir", given), "of a newer version")
+    if match := _IR.search(text):
+        version, most = map(int, match.groups())
+        runtime = _RUNTIME.get(("ir", version), "of a newer version")
         return (
-            f"its IR version is {given}, and {ours} reads {most} at most: set the model's `ir_version` to {most}, "
-            f"or install ONNX Runtime {wanted}"
+            f"its IR version is {version}, and {ours} reads {most} at most: set the model's `ir_version` to {most}, "
+            f"or install ONNX Runtime {runtime}"
         )
-    if found := _OPSET.search(text):
-        given, most = int(found[1]), int(found[3])
-        domain = "" if found[2] == "ai.onnx" else f" of {found[2]}"
-        wanted = _RUNTIME.get(("opset", given), "of a newer version")
+    if match := _OPSET.search(text):
+        version, most = int(match[1]), int(match[3])
+        domain = "" if match[2] == "ai.onnx" else f" of {match[2]}"
+        runtime = _RUNTIME.get(("opset", version), "of a newer version")
         return (
-            f"its opset{domain} is {given}, and {ours} reads {most} at most: export the model with an older opset, "
-            f"or install ONNX Runtime {wanted}"
+            f"its opset{domain} is {version}, and {ours} reads {most} at most: export the model with an older opset, "
+            f"or install ONNX Runtime {runtime}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Whether ONNX Runtime saturates sums of products of bytes on this machine."""
+"""Whether ONNX Runtime saturates sums of products of 8-bit integers on this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ agraph (uint8[2,64] x, int8[64,16] w) => (int32[2,16] y) { y = MatMulInteger(x, 
 
 @functools.cache
 def saturates() -> bool:
-    """Whether products of unsigned with signed bytes are wrong: without VNNI two of them are added in 16 bits."""
+    """Whether products of unsigned with signed 8-bit integers can be wrong. Without VNNI instructions, two of them are
+    added in 16 bits, which may overflow."""
     feeds = {"x": np.full((2, 64), 255, np.uint8), "w": np.full((64, 16), 127, np.int8)}
     with open_model(onnx.parser.parse_model(_PRODUCT).SerializeToString(), threads=1) as model:
-        (found,) = model.run(feeds)
-    return bool((found != 64 * 255 * 127).any())
+        (sums,) = model.run(feeds)
+    return bool((sums != 64 * 255 * 127).any())

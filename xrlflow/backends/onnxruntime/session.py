@@ -1,19 +1,19 @@
-"""ONNX Runtime sessions, made in the same way for verification, measurements and profiles.
+"""ONNX Runtime sessions, opened with the same options for verification, measurements and profiles.
 
 Spinning. After an operator, the worker threads of a session spin, by default for a millisecond or more, so that the
-next operator starts without waking them. A user's process has that, so measuring without it would measure something
-else. But the threads of one session then go on spinning while the other model of the comparison runs. Milliseconds on 2
-cores (Zen 4, AVX-512), alone and in turns with another session of the same model:
+next operator starts without waking them. That is so in a user's process, so a measurement without spinning would not be
+representative. But the threads of one session then go on spinning while the other model of the comparison runs.
+Milliseconds on 2 cores (Zen 4, AVX-512), alone and in turns with another session of the same model:
 
     model                        default        no spinning     spinning, stopped after the run
     48 MatMul+Relu 64x256       2.1 / 4.1        2.7 / 2.7        2.1 / 2.2
     24 MatMul+Relu 128x768     17.3 / 91.6      17.6 / 17.7      17.3 / 17.4
     20 Conv+Relu 64x28x28       5.2 / 11.5       5.8 / 5.8        5.4 / 5.4
 
-Without spinning, models of many small operators are a quarter slower, and their order changes; with spinning, another
-session can cost a factor of five. `session.force_spinning_stop` (spin during a run, stop when it returns) avoids both,
-so every session gets it unless the user's own options say otherwise. It costs 5 to 20 microseconds per run to wake the
-workers.
+Without spinning, models of many small operators are a quarter slower, and may change their order by speed; with
+spinning, another session can make a model five times slower. `session.force_spinning_stop` (spin during a run, stop
+when it returns) avoids both, so every session gets it unless the user's own options set it. It costs 5 to 20
+microseconds per run to wake the workers.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CPU = "CPUExecutionProvider"
-# Element types that NumPy lacks.
+# Element types that NumPy does not have.
 _LACKING = re.compile(r"bfloat16|float8\w+|float4\w+|u?int[24](?!\d)")
 QUIET = 4
-"""Log severity: only fatal errors. Errors are raised, and so reported once."""
+"""Log severity: only fatal errors are written. Other errors are raised, and would be reported twice."""
 DEFAULT_ENTRIES: Mapping[str, str] = {"session.force_spinning_stop": "1"}
 AFFINITIES = "session.intra_op_thread_affinities"
 """A CPU for each worker thread, counted from 1, separated by semicolons."""
 CUSTOM_OPERATORS = "custom_ops_library"
-"""Our own key of session options: shared libraries of custom operators, separated like PATH."""
+"""A key of session options that xrlflow adds: shared libraries of custom operators, separated like PATH."""
 
 Options: TypeAlias = "Mapping[str, str] | ort.SessionOptions"
 """A user's session options: configuration entries as a mapping, or a SessionOptions object."""
@@ -80,14 +80,14 @@ class OrtModel:
 
     @property
     def session(self) -> ort.InferenceSession:
-        """The session itself. Raises BackendError once closed."""
+        """The session itself. Raises BackendError if the model has been closed."""
         if self._session is None:
             raise BackendError("this model has been closed")
         return self._session
 
     def run(self, feeds: Feeds) -> Sequence[Any]:
         """The outputs, in the order of `output_names`. Raises BackendError if ONNX Runtime refuses or fails, and
-        OutOfTime if the run was ended, between two operators, because the time was over (`deadline`)."""
+        OutOfTime if the run was ended, between two operators, when the time of `deadline` was over."""
         import onnxruntime as ort
 
         options = ort.RunOptions()
@@ -102,23 +102,23 @@ class OrtModel:
         return outputs
 
     def check_types(self) -> None:
-        """Raise NotFromPython if an input or output has an element type that NumPy lacks: then the model is not run
-        through Python as a user's program would."""
+        """Raise NotFromPython if an input or output has an element type that NumPy does not have: such a model cannot
+        be run from Python."""
         ports = [("input", v) for v in self.session.get_inputs()]
         ports += [("output", v) for v in self.session.get_outputs()]
         for what, value in ports:
-            if (found := _LACKING.search(value.type)) is not None:
+            if (match := _LACKING.search(value.type)) is not None:
                 raise NotFromPython(
-                    f"{what} {value.name!r} is {found[0]}, which NumPy lacks, so the model cannot be run from Python: "
+                    f"{what} {value.name!r} is {match[0]}, which NumPy lacks, so the model cannot be run from Python: "
                     "put a Cast to float there, or optimize with --no-measure"
                 )
 
     def caller(self, feeds: Feeds) -> Callable[[], object]:
         """A function that runs the model once on `feeds`, as a user's program would.
 
-        It is the plain `session.run` with contiguous NumPy arrays: no copies, any type of input, and 5 microseconds of
-        Python (IO binding 2.5, OrtValues 33), the same for all compared models. The model is run once, so that wrong
-        feeds raise BackendError here.
+        It is the plain `session.run` with contiguous NumPy arrays: it makes no copies, accepts any type of input, and
+        costs 5 microseconds of Python (IO binding 2.5, OrtValues 33), the same for all compared models. The model is
+        run once here, so that wrong feeds raise BackendError now.
         """
         arrays = same_feeds(feeds)
         self.run(arrays)
@@ -129,7 +129,7 @@ class OrtModel:
     def bound_caller(self, feeds: Feeds) -> Callable[[], object]:
         """Like `caller`, with IO binding if feeds and outputs are plain tensors: outputs stay in the session's arena.
 
-        For operators timed alone: inside a model, their outputs are not passed to Python either.
+        It is for operators that are timed alone: inside a model, their outputs are not passed to Python either.
         """
         import onnxruntime as ort
 
@@ -178,13 +178,14 @@ def open_model(
 
     Operators run one after the other, each with `threads` threads (default: the number of physical cores).
     `session_options` are the user's. A mapping of configuration entries takes precedence over ours. A SessionOptions
-    object is itself used, and completed in place where it says nothing (thread count, spinning); its optimisation level
-    holds if `optimization` is ALL. `cpus` pins the worker threads: one CPU per thread, the first of which belongs to
-    the calling thread and is not used here (see `placement`). A library of kernels runs only if the options name it
-    (see `with_library`). `profile`: the session writes a profile to a file whose name begins with this.
+    object is itself used, and missing entries (thread count, spinning) are added to it; its optimisation level holds if
+    `optimization` is ALL. `cpus` pins the worker threads: it has one CPU per thread, the first of which belongs to the
+    calling thread and is not used here (see `placement`). A library of kernels runs only if the options name it (see
+    `with_library`). `profile`: the session writes a profile to a file whose name begins with this text.
 
-    Raises BackendError if a provider other than the CPU's is asked for, if `threads` contradicts the options, if a file
-    is missing, and if ONNX Runtime cannot load the model; OutOfTime if the time was over while it did (`deadline`).
+    Raises BackendError if a provider other than the CPU is requested, if `threads` contradicts the options, if a file
+    is missing, and if ONNX Runtime cannot load the model; OutOfTime if the time of `deadline` was over before the model
+    was loaded.
     """
     check_providers(providers)
     name = describe(model)
@@ -206,14 +207,15 @@ def open_model(
     return OrtModel(session, options.intra_op_num_threads)
 
 
-# Loads that were told to end, and have not yet. ONNX Runtime heeds that between two passes of its optimiser only.
+# Threads that still load a model although they were told to end. ONNX Runtime checks that only between two passes of
+# its optimiser.
 _abandoned: list[Thread] = []
-# Seconds to wait for one that was told to end.
+# Seconds to wait for a thread that was told to end.
 _GRACE = 0.5
 
 
 def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """A session. If there is a deadline, it is made in another thread, which is left alone when the time is over.
+    """Open a session. If there is a deadline, another thread opens it, and is abandoned when the time is over.
 
     Raises OutOfTime, and what ONNX Runtime raises.
     """
@@ -223,16 +225,16 @@ def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceS
         return ort.InferenceSession(source, options, providers=[CPU])
     if deadline.over():
         raise OutOfTime("the time was over before it began")
-    made: list[ort.InferenceSession] = []
-    failed: list[Exception] = []
+    sessions: list[ort.InferenceSession] = []
+    errors: list[Exception] = []
 
     def load() -> None:
         try:
-            made.append(ort.InferenceSession(source, options, providers=[CPU]))
+            sessions.append(ort.InferenceSession(source, options, providers=[CPU]))
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
         finally:
-            options.set_load_cancellation_flag(False)  # they may be the user's
+            options.set_load_cancellation_flag(False)  # the options may be the user's
 
     thread = Thread(target=load, daemon=True)
     thread.start()
@@ -243,23 +245,23 @@ def _session(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceS
             options.set_load_cancellation_flag(True)
             _abandoned[:] = [*filter(Thread.is_alive, _abandoned), thread]
     thread.join(_GRACE)
-    if failed:
-        raise failed[0]
-    if not made:
+    if errors:
+        raise errors[0]
+    if not sessions:
         raise OutOfTime("its time was over")
-    return made[0]
+    return sessions[0]
 
 
 @atexit.register
 def _wait_for_abandoned() -> None:
-    """Libraries are not taken down while a thread is in them."""
+    """At exit, wait for abandoned threads: a library must not be unloaded while a thread runs in it."""
     for thread in _abandoned:
         thread.join()
 
 
 @contextmanager
 def ending(until: float, end: Callable[[], object]) -> Iterator[None]:
-    """Call `end` in another thread if the block is not over at that moment (time.monotonic)."""
+    """Call `end` in another thread if the block is not over at the moment `until` (time.monotonic)."""
     if math.isinf(until):
         yield
         return
@@ -273,7 +275,7 @@ def ending(until: float, end: Callable[[], object]) -> Iterator[None]:
 
 
 def check_providers(providers: Sequence[str]) -> None:
-    """Raise BackendError unless `providers` is only the CPU's."""
+    """Raise BackendError unless the CPU is the only one of `providers`."""
     others = [provider for provider in providers if provider not in (CPU, "cpu", "CPU")]
     if others or not providers:
         wanted = ", ".join(others) or "none"
@@ -296,8 +298,8 @@ def ort_errors() -> tuple[type[Exception], ...]:
 
 
 def resolve_threads(threads: int | None, session_options: Options | None) -> int:
-    """The thread count that `open_model` would use. Raises BackendError when the arguments contradict each other, and
-    for more than `most_threads`."""
+    """The thread count that `open_model` would use. Raises BackendError if the arguments contradict each other, and for
+    more threads than `most_threads`."""
     own = 0
     if session_options is not None and not isinstance(session_options, Mapping):
         own = session_options.intra_op_num_threads
@@ -345,33 +347,34 @@ def _options(
 
 
 _loaded: dict[str, list[os.stat_result]] = {}
-"""The files that were loaded by the name of a library."""
+"""For the path of each library: the files under this path that this process has loaded."""
 
 
 def load_library(options: ort.SessionOptions, library: str) -> None:
-    """Register a library of custom operators, also one that replaced another under its name in this process.
+    """Register a library of custom operators, even if another file had its name when it was loaded earlier.
 
-    Raises BackendError if it was overwritten while it is loaded, and what ONNX Runtime raises.
+    Raises BackendError if the file was overwritten while it is loaded, and what ONNX Runtime raises.
     """
-    if not os.path.isfile(library):  # the system's loader may know where it is
+    if not os.path.isfile(library):  # the system's loader may find it elsewhere
         options.register_custom_ops_library(library)
         return
-    path, found = os.path.abspath(library), os.stat(library)
-    known = _loaded.setdefault(path, [])
-    number = next((i for i, other in enumerate(known) if os.path.samestat(found, other)), len(known))
-    if number == len(known):
-        known.append(found)
-    if (found.st_mtime_ns, found.st_size) != (known[number].st_mtime_ns, known[number].st_size):
+    path, status = os.path.abspath(library), os.stat(library)
+    files = _loaded.setdefault(path, [])
+    number = next((i for i, other in enumerate(files) if os.path.samestat(status, other)), len(files))
+    if number == len(files):
+        files.append(status)
+    if (status.st_mtime_ns, status.st_size) != (files[number].st_mtime_ns, files[number].st_size):
         raise BackendError(f"{library}: was overwritten while this process uses it: start a new process")
-    # The system's loader knows files by their names. What replaced another file gets another spelling of the name.
+    # The system's loader knows files by their paths. A file that replaced another one gets another spelling of its
+    # path.
     folder, name = os.path.split(path)
     options.register_custom_ops_library(os.path.join(folder, *["."] * (number + 1), name))
 
 
 def with_library(user: Options | None, library: str) -> Options:
-    """A user's session options with a library of custom operators. A SessionOptions object is changed in place.
+    """A user's session options with a library of custom operators added. A SessionOptions object is changed in place.
 
-    Raises BackendError if the object cannot load it.
+    Raises BackendError if ONNX Runtime cannot load the library.
     """
     import onnxruntime as ort
 
@@ -381,8 +384,11 @@ def with_library(user: Options | None, library: str) -> Options:
         except ort_errors() as error:
             raise BackendError(f"ONNX Runtime cannot load {library}: {reason(error)}") from error
         return user
-    known = (user or {}).get(CUSTOM_OPERATORS)
-    return {**(user or {}), CUSTOM_OPERATORS: library if known is None else f"{known}{os.pathsep}{library}"}
+    libraries = (user or {}).get(CUSTOM_OPERATORS)
+    return {
+        **(user or {}),
+        CUSTOM_OPERATORS: library if libraries is None else f"{libraries}{os.pathsep}{library}",
+    }
 
 
 def _has_entry(options: ort.SessionOptions, key: str) -> bool:

@@ -40,12 +40,12 @@ def measure(
 
     A model may also be a shared library that TVM compiled.
 
-    All are loaded at once (the A/A control needs no session of its own) and timed in turns: `interleave` says how, when
-    it ends, and what `control`, `margin` and `target_width` mean. `time_limit`: seconds, including loading. `threads`:
-    by default the number of physical cores. Threads of all models are pinned to the same CPUs (see `placement`), and so
-    is the calling thread during the measurement. `load_reversed`: the last model is loaded first.
+    All models are loaded at once (the A/A control needs no session of its own) and take turns: `interleave` says how,
+    when it ends, and what `control`, `margin` and `target_width` mean. `time_limit`: seconds, including loading.
+    `threads`: by default the number of physical cores. Threads of all models are pinned to the same CPUs (see
+    `placement`), and so is the calling thread during the measurement. `load_reversed`: the last model is loaded first.
 
-    Raises BackendError if a model cannot be loaded or run on `feeds`, and for what `open_model` refuses.
+    Raises BackendError if a model cannot be loaded or run on `feeds`, and for arguments that `open_model` refuses.
     """
     started = time.perf_counter()
     if len(models) < 2:
@@ -73,7 +73,8 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The turns of two models in one process, the load by other programs, and the seconds of loading and of turns."""
+    """The turns of two models in one process, the load by other programs, and the seconds of loading and of
+    measuring."""
 
     turns: tuple[Turn, ...]
     load: Load
@@ -91,7 +92,8 @@ def sample(
     optimization: Optimization = Optimization.ALL,
     session_options: Options | None = None,
 ) -> Sample:
-    """Load two models, run each once, and take `turns` (None: a few). `swapped`: load and time the second one first.
+    """Load two models, run each once, and take `turns` turns (None: a few). `swapped`: the second model is loaded and
+    timed first.
 
     Either may be a shared library that TVM compiled. Raises BackendError if a model cannot be loaded or run.
     """
@@ -107,15 +109,15 @@ def sample(
         singles = [0.0, 0.0]
         callers: list[Run] = [int, int]
         for index in order:
-            begun = time.perf_counter()
+            begin = time.perf_counter()
             callers[index] = opened[index].caller(feeds)
-            singles[index] = time.perf_counter() - begun
+            singles[index] = time.perf_counter() - begin
         loaded = time.perf_counter()
         before = system_load.read()
-        taken = take_turns(callers, singles, turns, first=order[0])
+        timed = take_turns(callers, singles, turns, first=order[0])
         after = system_load.read()
     ended = time.perf_counter()
-    return Sample(taken, system_load.judge(before, after, threads), loaded - started, ended - loaded)
+    return Sample(timed, system_load.judge(before, after, threads), loaded - started, ended - loaded)
 
 
 def _load(
@@ -144,9 +146,9 @@ def time_model(
 ) -> Latency:
     """The latency of one model, measured cheaply: a model of one node takes `time_limit` seconds and 1 ms to load.
 
-    For profiles of operators. Two such figures do not tell which model is faster: use `measure` for that. At least
-    `min_samples` samples are taken, even if that takes up to four times `time_limit`. Raises BackendError if the model
-    cannot be loaded or run on `feeds`.
+    It is meant for profiles of operators. Two such latencies do not tell which model is faster: use `measure` for that.
+    At least `min_samples` samples are taken, even if that takes up to four times `time_limit`. Raises BackendError if
+    the model cannot be loaded or run on `feeds`.
     """
     threads = resolve_threads(threads, session_options)
     cpus = choose_cpus(threads)

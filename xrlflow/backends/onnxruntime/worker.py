@@ -1,4 +1,5 @@
-"""What fresh processes do that compare two models. They are forked from one that imports what all of them need.
+"""The code of the fresh processes that compare two models. They are forked from a process that has imported what they
+need.
 
 Forking takes 2 ms; a new Python would take a quarter of a second. ONNX Runtime starts a thread when it is imported, and
 a process with several threads cannot be forked safely, so each process imports it itself (25 ms).
@@ -27,7 +28,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all processes of a comparison share."""
+    """What is the same in all processes of a comparison."""
 
     before: ModelSource
     after: ModelSource
@@ -38,11 +39,11 @@ class Setup:
 
     @property
     def portable(self) -> bool:
-        """Whether everything can be sent to another process."""
+        """Whether all of it can be sent to another process."""
         return self.session_options is None or isinstance(self.session_options, Mapping)
 
     def sample(self, index: int, turns: int | None) -> Sample:
-        """The turns of sessions in this process. Every other one (odd `index`) begins with the new model."""
+        """A sample of new sessions in this process. Every other one (odd `index`) begins with the new model."""
         return sample(
             (self.before, self.after), self.feeds, turns=turns, swapped=index % 2 == 1, threads=self.threads,
             optimization=self.optimization, session_options=self.session_options,
@@ -50,11 +51,11 @@ class Setup:
 
 
 _setup: Setup | None = None
-"""That of the processes that are forked from this one."""
+"""What the processes share that are forked from this one."""
 
 
 def prepare(setup: Setup) -> None:
-    """Load what the processes of a comparison share, before they are forked. Models become files."""
+    """Load what the processes of a comparison share, before they are forked. Models in memory are written to files."""
     global _setup
     before, after = _as_path(setup.before, "before.onnx"), _as_path(setup.after, "after.onnx")
     _setup = replace(setup, before=before, after=after)
@@ -71,11 +72,11 @@ def _as_path(model: ModelSource, name: str) -> str:
 
 
 class Sampler:
-    """A hand that takes a sample. An order: its index, and how many turns."""
+    """The handler of a forked process: a task is the index of a sample and its number of turns."""
 
-    def do(self, order: tuple[int, int | None]) -> Sample | BackendError:
+    def do(self, task: tuple[int, int | None]) -> Sample | BackendError:
         assert _setup is not None
-        index, turns = order
+        index, turns = task
         ballast = _ballast(index)
         try:
             return _setup.sample(index, turns)
@@ -86,7 +87,8 @@ class Sampler:
 
 
 def _ballast(seed: int) -> tuple[mmap.mmap, list[bytearray]]:
-    """Memory in pieces of random sizes (pages, blocks of the heap). It shifts the addresses of what is loaded next."""
+    """Memory in pieces of random sizes (pages, blocks of the heap). It shifts the addresses of what is allocated
+    next."""
     rng = random.Random(seed)
     pages = mmap.mmap(-1, mmap.PAGESIZE * rng.randint(1, 1 << 12))
     return pages, [bytearray(rng.randint(1 << 9, 1 << 15)) for _ in range(rng.randint(1, 100))]

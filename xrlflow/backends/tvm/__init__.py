@@ -1,6 +1,7 @@
-"""TVM as a backend. Graphs are lowered through Relax; kernels are register-blocked, or as they were tuned.
+"""TVM as a backend. Graphs are lowered through Relax; their kernels are generated, and blocked by estimates or by
+tuning.
 
-Importing this does not import TVM.
+Importing this module does not import TVM.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tvm:
-    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes` bind dimensions of inputs.
-    `algorithms`: those that convolutions may use."""
+    """The `Backend` of TVM. `machine`: the target (default: this one). `shapes`: sizes of inputs with dynamic
+    dimensions. `algorithms`: the algorithms that layers may use."""
 
     machine: Machine = field(default_factory=detect)
     shapes: Mapping[str, Sequence[int]] | None = None
@@ -45,7 +46,7 @@ class Tvm:
         return str(tvm().__version__)
 
     def supports(self, op: str, domain: str = "", dtypes: Iterable[str] = ()) -> bool:
-        """Whether `op` can be lowered. Complex numbers, strings and sequences cannot be."""
+        """Whether `op` can be lowered. Operators on complex numbers, strings and sequences cannot."""
         from xrlflow.backends.tvm.lowering.importer import unsupported
 
         foreign = any(dtype.startswith(("complex", "string", "seq", "optional")) for dtype in dtypes)

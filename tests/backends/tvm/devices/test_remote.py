@@ -283,7 +283,7 @@ def test_unknown_keys_and_dead_trackers(
 
 
 def test_a_tracker_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrlflow.backends.tvm.devices.remote._ANSWER", 0.5)
+    monkeypatch.setattr("xrlflow.backends.tvm.devices.remote._REPLY_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         remote = Remote("127.0.0.1", silent.getsockname()[1], "board")
         with pytest.raises(DeviceError, match="no tracker of TVM's answers"):

@@ -56,7 +56,7 @@ def test_long_chains_compile_and_stay_the_same(link: str) -> None:
 def test_no_kernel_is_too_large(link: str) -> None:
     fused = fuse(import_model(network(chain(link, 24))), detect(cores=1))
     for function in primitive(fused):
-        assert chains._terms(function, [1.0] * len(function.params)) <= chains._MOST
+        assert chains._terms(function, [1.0] * len(function.params)) <= chains._MAX_TERMS
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -123,7 +123,7 @@ def test_every_blocking_computes_the_same(name: str, seed: int, monkeypatch: pyt
         chosen.append(random.Random(f"{name}{seed}").choice(options))
         return chosen[-1]
 
-    monkeypatch.setattr(bands_fusion, "usual", drawn)
+    monkeypatch.setattr(bands_fusion, "untuned_blocking", drawn)
     assert_close(*results(network(GRAPHS[name]), Algorithm.F23, detect(cores=3)))
     assert chosen
 

@@ -1,2 +1,2 @@
-"""Where compiled models run (`execution`): this machine, or others behind TVM's RPC tracker: `remote` has sessions,
-`device` the models that run there."""
+"""Where compiled models run (`execution`): on this machine, or on others behind TVM's RPC tracker. `remote` opens
+sessions, `device` has the models that run there."""

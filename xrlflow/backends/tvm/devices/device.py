@@ -1,7 +1,7 @@
 """A model on a remote device: loaded, run and timed there.
 
 A separate process talks to the device, because TVM's client may wait for ever. If the device is gone or hangs, that
-process is killed, and there is an error of one line. The process has one session for all models, since a device serves
+process is killed, and an error of one line is raised. The process has one session for all models, since a device serves
 one client at a time.
 """
 
@@ -41,7 +41,8 @@ _START_SECONDS = 120.0  # to load TVM here
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """Begin the session. `threads`: of kernels; None: as many as the device's server was started with."""
+    """A request to open the session. `threads`: the number of threads of kernels; None: as many as the device's server
+    has."""
 
     remote: Remote
     threads: int | None
@@ -50,14 +51,14 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Upload the library at `path`, and load it."""
+    """A request to upload the library at `path` and to load it."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Feed:
-    """Set the inputs of a model, which is given by its number in the order of loading."""
+    """A request to set the inputs of a model. `model`: its number in the order of loading."""
 
     model: int
     arrays: tuple[Array, ...]
@@ -65,21 +66,22 @@ class _Feed:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Run a model on its inputs, and send the outputs."""
+    """A request to run a model on its inputs, and to return the outputs."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """Run a model on its inputs, and return the seconds of one run on the device."""
+    """A request to run a model on its inputs, and to return the seconds of one run on the device."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a device tells: its threads for kernels, and LLVM's names of its system and processor, if it has LLVM."""
+    """A description of a device: its number of threads for kernels, and LLVM's names of its system and processor (None
+    if its server has no LLVM)."""
 
     threads: int
     system: tuple[str, str] | None
@@ -87,7 +89,8 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class _Trouble:
-    """A request failed. The text is one line. `device`: the device is at fault."""
+    """The reply to a request that failed. `text`: the reason, on one line. `device`: whether the device is the
+    cause."""
 
     text: str
     device: bool
@@ -96,11 +99,11 @@ class _Trouble:
 class Device:
     """A session with a remote device. Use it in a `with` statement, or close it.
 
-    Raises DeviceError, here and in every use, when the tracker or the device does not answer.
+    Here and in every use, DeviceError is raised if the tracker or the device does not answer.
     """
 
     def __init__(self, remote: Remote, threads: int | None = None, *, patience: float = 0.0) -> None:
-        """`patience`: seconds in which the device may appear that the tracker does not know."""
+        """`patience`: seconds to wait for a device that the tracker does not list yet."""
         self.remote = remote
         try:
             self._worker = Processes().worker(_Session, "its process")
@@ -119,9 +122,9 @@ class Device:
         return RemoteModel(self, self._ask(_Load(os.fspath(path))), interface)
 
     def compare(self, models: Sequence[RemoteModel], feeds: Feeds, *, time_limit: float) -> Comparison:
-        """Time models on the device, in turns (see `interleave`); seconds are the device's own.
+        """Time models on the device, in turns (see `interleave`). The seconds are those of the device's clock.
 
-        What else the device does is not known: no load is told. Raises DeviceError.
+        The load by other programs on the device cannot be known, and counts as none. Raises DeviceError.
         """
         spent = 0.0
 
@@ -156,15 +159,15 @@ class Device:
         seconds = ANSWER_SECONDS if seconds is None else seconds
         try:
             self._worker.begin(message)
-            answer = self._worker.answer(time.monotonic() + seconds)
+            reply = self._worker.answer(time.monotonic() + seconds)
         except WorkerLate:
             raise DeviceError(f"remote device {self.remote} has not answered for {seconds:g} s") from None
         except WorkerLost as lost:
             what = f"died: its process ended {lost.how}" if lost.how else "is closed"
             raise DeviceError(f"the session with remote device {self.remote} {what}") from lost
-        if isinstance(answer, _Trouble):
-            raise DeviceError(answer.text) if answer.device else BackendError(answer.text)
-        return answer
+        if isinstance(reply, _Trouble):
+            raise DeviceError(reply.text) if reply.device else BackendError(reply.text)
+        return reply
 
 
 class RemoteModel:
@@ -180,7 +183,7 @@ class RemoteModel:
         return self.interface.outputs
 
     def feed(self, feeds: Feeds) -> None:
-        """Set the inputs. Raises BackendError for those of other sizes or types."""
+        """Set the inputs. Raises BackendError for arrays of other sizes or types."""
         self._device._ask(_Feed(self.number, tuple(arguments_of(self.interface, feeds))))
 
     def run(self, feeds: Feeds) -> Sequence[Any]:
@@ -189,20 +192,20 @@ class RemoteModel:
         return self.interface.results(self._device._ask(_Call(self.number)))
 
     def close(self) -> None:
-        """Nothing: the session owns the model."""
+        """Do nothing: the session owns the model."""
 
 
 class _Session:
-    """The other side of Device: the hand of the process that talks to it."""
+    """The handler in the process that talks to the device for `Device`."""
 
     def __init__(self) -> None:
         self.remote: Remote | None = None
         self._session: Any = None
         self._models: list[Any] = []
 
-    def do(self, order: object) -> object:
+    def do(self, task: object) -> object:
         try:
-            return self._answer(order)
+            return self._handle(task)
         except DeviceError as error:
             return _Trouble(str(error), device=True)
         except BackendError as error:
@@ -210,7 +213,7 @@ class _Session:
         except Exception as error:  # whatever TVM's client raises about a connection or a model
             return _Trouble(what_happened(error, self.remote), device=True)
 
-    def _answer(self, message: object) -> object:
+    def _handle(self, message: object) -> object:
         match message:
             case _Open(remote, threads, patience):
                 return self._open(remote, threads, patience)
@@ -251,6 +254,6 @@ def _system(session: Any) -> tuple[str, str] | None:
     names = ("target.llvm_get_system_triple", "target.llvm_get_system_cpu")
     try:
         triple, cpu = (str(session.get_function(name)()) for name in names)
-    except (AttributeError, RuntimeError):  # a server of the runtime alone
+    except (AttributeError, RuntimeError):  # the server has TVM's runtime only, without LLVM
         return None
     return triple, cpu

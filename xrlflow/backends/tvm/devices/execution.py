@@ -18,7 +18,7 @@ from xrlflow.backends.tvm.toolchain.target import compiler, lacking, linker
 
 @dataclass(frozen=True, slots=True)
 class ExecutionTarget:
-    """The processor, and the remote device (None: this machine), that a compiled model runs on.
+    """The processor and the remote device (None: this machine) on which a compiled model runs.
 
     Kernels have as many threads as the processor has cores.
     """
@@ -32,7 +32,8 @@ class ExecutionTarget:
         return str(self.remote) if self.remote is not None else None
 
     def check_runs(self) -> None:
-        """Raise BackendError if the code cannot run here because it is for another processor."""
+        """Raise BackendError if this machine lacks instructions that code for the target uses, and the model is to run
+        here."""
         missing = () if self.remote is not None else lacking(self.machine.triple, self.machine.cpu)
         if missing:
             raise BackendError(
@@ -44,9 +45,9 @@ class ExecutionTarget:
 def find_target(
     cpu: str | None, triple: str | None, remote: Remote | None, threads: int | None
 ) -> ExecutionTarget:
-    """The target that the options ask for. A remote device is asked for its processor, which is the default.
+    """The target that the options describe. The default of a remote device is the processor that it reports.
 
-    Raises BackendError for a processor that LLVM does not know, or that the device cannot run, and DeviceError (a
+    Raises BackendError for a processor that LLVM does not know, or whose code the device cannot run, and DeviceError (a
     BackendError) if the device does not answer.
     """
     if remote is None:
@@ -86,7 +87,8 @@ def running(target: ExecutionTarget, path: str, model: TvmModel) -> Iterator[Com
 def compare_there(
     target: ExecutionTarget, models: Sequence[tuple[str, TvmModel]], feeds: Mapping[str, Any], limit: float
 ) -> Comparison:
-    """Time models, saved at these paths, in turns on the remote device for `limit` seconds. Raises DeviceError."""
+    """Time models, saved at these paths, in turns on the remote device for up to `limit` seconds. Raises
+    DeviceError."""
     assert target.remote is not None
     with Device(target.remote, target.machine.cores, patience=PATIENCE) as device:
         loaded = [device.load(path, model.interface) for path, model in models]
@@ -94,7 +96,7 @@ def compare_there(
 
 
 def repeated(measured: Comparison) -> RepeatedComparison:
-    """A comparison of two models in one session, in the form of a report."""
+    """A comparison of two models in one session as the record that reports have."""
     assert measured.control is not None
     before, after = measured.latencies
     return RepeatedComparison(

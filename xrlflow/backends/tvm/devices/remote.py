@@ -1,4 +1,4 @@
-"""Devices behind TVM's RPC tracker: a session with one, and models that run there.
+"""Devices behind TVM's RPC tracker: how to find one and to open a session with it.
 
 The device runs `python -m tvm.exec.rpc_server --tracker HOST:PORT --key KEY`. Trackers and servers do not authenticate:
 everybody who reaches them can run any program there. Use them only in a private network.
@@ -17,8 +17,8 @@ from xrlflow.backends.tvm.toolchain.import_tvm import last_line, tvm
 
 PATIENCE = 10.0
 """Seconds to wait for a device that is in use or restarts."""
-_ANSWER = 5.0  # seconds that a tracker may take to answer
-_PAUSE = 0.2  # seconds between requests for a device that is not there
+_REPLY_SECONDS = 5.0  # seconds that a tracker may take to answer
+_PAUSE = 0.2  # seconds between requests for a device that is not available
 
 
 class DeviceError(BackendError):
@@ -59,8 +59,8 @@ class Remote:
 def connect(remote: Remote, *, patience: float = PATIENCE, limit: float = 0.0) -> Any:
     """A session with the device (TVM's RPCSession). The device ends it after `limit` seconds (0: never).
 
-    A device that the tracker does not know may appear within `patience` seconds. One that is in use is awaited as long,
-    and at least a moment. Raises DeviceError.
+    If the tracker does not list the device, it is asked again for `patience` seconds. A device that is in use is
+    awaited for `patience` seconds, and at least one. Raises DeviceError.
     """
     tvm()
     from tvm import rpc
@@ -68,7 +68,7 @@ def connect(remote: Remote, *, patience: float = PATIENCE, limit: float = 0.0) -
     end = time.monotonic() + patience
     while True:
         try:
-            host, port, match = _granted(remote, max(1.0, end - time.monotonic()))
+            host, port, match = _assigned(remote, max(1.0, end - time.monotonic()))
             return rpc.connect(host, port, match, limit)
         except DeviceError:
             if time.monotonic() >= end:
@@ -79,19 +79,19 @@ def connect(remote: Remote, *, patience: float = PATIENCE, limit: float = 0.0) -
         time.sleep(_PAUSE)
 
 
-def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
-    """Host, port and password of the device that the tracker assigns. TVM's own client would wait for ever.
+def _assigned(remote: Remote, patience: float) -> tuple[str, int, str]:
+    """Host, port and password of the device that the tracker assigns. (TVM's own client would wait for ever.)
 
     Raises DeviceError.
     """
     from tvm.rpc import base
 
     try:
-        with socket.create_connection((remote.host, remote.port), timeout=_ANSWER) as tracker:
+        with socket.create_connection((remote.host, remote.port), timeout=_REPLY_SECONDS) as tracker:
             keys = _keys(tracker, remote)
             if remote.key not in keys:
-                known = f"it has {', '.join(sorted(set(keys)))}" if keys else "it has none"
-                raise DeviceError(f"the tracker at {remote.tracker} has no device {remote.key!r} ({known})")
+                listed = f"it has {', '.join(sorted(set(keys)))}" if keys else "it has none"
+                raise DeviceError(f"the tracker at {remote.tracker} has no device {remote.key!r} ({listed})")
             base.sendjson(tracker, [base.TrackerCode.REQUEST, remote.key, "", 1])
             tracker.settimeout(patience)
             try:
@@ -104,7 +104,7 @@ def _granted(remote: Remote, patience: float) -> tuple[str, int, str]:
 
 
 def _keys(tracker: socket.socket, remote: Remote) -> list[str]:
-    """The key of each device that the tracker at the other end knows, in use or not."""
+    """The key of each device that the tracker lists, in use or not."""
     from tvm.rpc import base
 
     tracker.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
@@ -116,36 +116,38 @@ def _keys(tracker: socket.socket, remote: Remote) -> list[str]:
 
 
 def count_devices(remote: Remote) -> int:
-    """How many devices have this key; 1 if the tracker does not tell, because a session with it says why."""
+    """The number of devices with this key; 1 if the tracker does not answer, because opening a session then reports
+    why."""
     tvm()
     try:
-        with socket.create_connection((remote.host, remote.port), timeout=_ANSWER) as tracker:
+        with socket.create_connection((remote.host, remote.port), timeout=_REPLY_SECONDS) as tracker:
             return max(1, _keys(tracker, remote).count(remote.key))
     except (OSError, ValueError, TypeError, KeyError, struct.error, DeviceError):
         return 1
 
 
 def what_happened(error: Exception, remote: Remote | None, limit: float = 0.0) -> str:
-    """An error of TVM's client in one line: the session is over, or the message about the model."""
+    """An error of TVM's client on one line: how the session ended, or the message about the model."""
     text = last_line(error)
     if "RPCSessionTimeoutError" in text:
         return f"remote device {remote} ended the session after {limit:g} s"
-    # Something else than an answer arrived, or nothing will.
+    # These words stand for an unexpected reply, or for a closed connection.
     if "RPCCode" in text or "SockChannel" in text:
         return f"the session with remote device {remote} ended: its process died, or the network"
     return f"remote device {remote}: {text}"
 
 
 def use_threads(session: Any, remote: Remote, threads: int | None) -> int:
-    """Set the number of threads of a session's kernels (None: as many as there are). Returns that number.
+    """Set the number of threads of a session's kernels (None: as many as the server has). Returns that number.
 
-    Raises BackendError for more than the server was started with.
+    Raises BackendError for more threads than the server was started with.
     """
-    most = int(session.get_function("runtime.NumThreads")())
-    if threads is not None and threads > most:
+    available = int(session.get_function("runtime.NumThreads")())
+    if threads is not None and threads > available:
         raise BackendError(
-            f"remote device {remote} has {most} threads, not {threads}: start its server with TVM_NUM_THREADS={threads}"
+            f"remote device {remote} has {available} threads, not {threads}: start its server with "
+            f"TVM_NUM_THREADS={threads}"
         )
     if threads is not None:
         session.get_function("runtime.config_threadpool")(1, threads)
-    return threads or most
+    return threads or available

@@ -1,4 +1,4 @@
-"""Finds softmax(f(q k)) v in a Relax function and replaces its operators by one kernel."""
+"""Finds softmax(f(q k)) v in a Relax function, and replaces its operators by one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_main
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _FLOAT = "float32"
-# Shorter rows of scores would mostly consist of an incomplete vector.
+# Rows of fewer vectors would mostly be an incomplete vector.
 _FEWEST_VECTORS = 2
 
 Match = tuple[Attention, Sequence[Any]]
@@ -22,26 +22,26 @@ Match = tuple[Attention, Sequence[Any]]
 
 
 def fuse_attention(module: Any, machine: Machine) -> Any:
-    """The module with a kernel for each softmax(f(q k)) v in "main" whose scores nothing else reads."""
+    """The module with one kernel for each softmax(f(q k)) v in "main" whose scores no other operator reads."""
     tvm()
     from tvm import relax
 
-    found = {
+    matches = {
         variable: match
         for variable, match in _Reader(module["main"]).matches().items()
         if match[0].keys >= _FEWEST_VECTORS * machine.lanes
     }
-    if not found:
+    if not matches:
         return module
     functions: dict[Attention, Any] = {}
 
     @relax.expr_functor.mutator
     class Fuser(relax.PyExprMutator):  # type: ignore[misc]
         def visit_var_binding_(self, binding: Any) -> None:
-            if binding.var not in found:
+            if binding.var not in matches:
                 super().visit_var_binding_(binding)
                 return
-            workload, arguments = found[binding.var]
+            workload, arguments = matches[binding.var]
             if workload not in functions:
                 functions[workload] = self.builder_.add_func(kernel(workload, machine), "attention")
             read = [self.visit_expr(argument) for argument in arguments]
@@ -52,7 +52,7 @@ def fuse_attention(module: Any, machine: Machine) -> Any:
 
 
 class _Reader:
-    """Looks for attention in a Relax function."""
+    """Finds the attentions of a Relax function."""
 
     def __init__(self, function: Any) -> None:
         from tvm import relax
@@ -75,17 +75,20 @@ class _Reader:
         count(function.body.body)
 
     def matches(self) -> dict[Any, Match]:
-        """The matches, by the variable of the result, or of its transposition if there is one."""
-        found: dict[Any, Match] = {}
+        """The matches, by the variable of their result, or of the transposed result if it is transposed afterwards."""
+        matches: dict[Any, Match] = {}
         for variable, value in self._values.items():
             if operator(value) == "relax.matmul" and (match := self._attention(value)) is not None:
-                found[variable] = match
-            elif operator(value) == "relax.permute_dims" and value.args[0] in found:
+                matches[variable] = match
+            elif operator(value) == "relax.permute_dims" and value.args[0] in matches:
                 inner = value.args[0]
                 if self._uses[inner] == 1:
-                    workload, arguments = found.pop(inner)
-                    found[variable] = replace(workload, out=_left_as(workload.out.shape, value)), arguments
-        return found
+                    workload, arguments = matches.pop(inner)
+                    matches[variable] = (
+                        replace(workload, out=_before_transposition(workload.out.shape, value)),
+                        arguments,
+                    )
+        return matches
 
     def _attention(self, call: Any) -> Match | None:
         weights = self._own(self._reshaped(call.args[0]))
@@ -114,34 +117,36 @@ class _Reader:
         return workload, [q[1], k[1], v[1], *extras]
 
     def _reshaped(self, expression: Any) -> Any:
-        """What an expression is with other dimensions for the heads; the expression itself if it is nothing else."""
+        """The expression from which this one is a reshape that only changes the dimensions of the heads; otherwise this
+        one."""
         value = self._own(expression)
         if value is None or operator(value) != "relax.reshape" or not _keeps_rows(value):
             return expression
         return self._reshaped(value.args[0])
 
     def _scaled(self, operand: Any) -> tuple[Any, ScoreStep | None]:
-        """An operand of the first product without the number by which it is multiplied or divided, and the step that
-        does the same to the scores."""
+        """Splits the multiplication or division by a number off an operand of the first product. Returns the operand
+        without it, and the step that does the same to the scores."""
         value = self._own(operand)
         if value is None or operator(value) not in ("relax.multiply", "relax.divide"):
             return operand, None
         first, second = value.args
-        if operator(value) == "relax.multiply" and isinstance(_other(first, ()), float):
+        if operator(value) == "relax.multiply" and isinstance(_step_operand(first, ()), float):
             first, second = second, first
-        number = _other(second, ())
+        number = _step_operand(second, ())
         if not isinstance(number, float) or sizes(first, _FLOAT) != sizes(operand):
             return operand, None
         return first, ScoreStep(operator(value), (None, number))
 
     def _own(self, expression: Any) -> Any | None:
-        """The call that computed an expression, if nothing else reads it."""
+        """The call that computed an expression, if it is read once."""
         return self._values.get(expression) if self._uses[expression] == 1 else None
 
     def _chain(
         self, expression: Any, scores: tuple[int, ...]
     ) -> tuple[Any, tuple[ScoreStep, ...], tuple[Any, ...]] | None:
-        """The product that scores come from, the steps after it, and their extras."""
+        """The product that computes the scores, the steps after it, and the extras of these steps; None if there is no
+        such chain. `scores`: the sizes of the scores."""
         value = self._own(expression)
         if value is None or sizes(expression, _FLOAT) != scores:
             return None
@@ -155,7 +160,7 @@ class _Reader:
             if (before := self._chain(operand, scores)) is not None:
                 product, steps, extras = before
                 others = [a for i, a in enumerate(value.args) if i != position]
-                read = [_other(a, scores[:-2]) for a in others]
+                read = [_step_operand(a, scores[:-2]) for a in others]
                 if any(r is None for r in read):
                     return None
                 operands: list[float | Extra | None] = [*read]
@@ -165,8 +170,8 @@ class _Reader:
         return None
 
     def _array(self, expression: Any) -> tuple[Array, Any] | None:
-        """How an operand is stored, and the expression that holds it: transposed, with other dimensions for the heads,
-        or as one of several tensors in one."""
+        """How an operand is stored, and the expression that holds it. The operand may be its transposition, have other
+        dimensions for the heads, or be one of several tensors in it."""
         shape = sizes(expression, _FLOAT)
         if shape is None or len(shape) < 2:
             return None
@@ -175,44 +180,44 @@ class _Reader:
         return inner or (Array(shape, tuple(range(len(shape)))), expression)
 
     def _stored(self, call: Any, rank: int) -> tuple[Array, Any] | None:
-        """`_array` of a call that moves nothing but dimensions; None for any other."""
+        """`_array` of a call that only reshapes, transposes or selects; None for any other call."""
         name = operator(call)
         if name == "relax.reshape":
             return self._array(call.args[0]) if _keeps_rows(call) else None
         if name == "relax.take":
-            return self._taken(call)
+            return self._selected(call)
         if name != "relax.permute_dims" or (inner := self._array(call.args[0])) is None:
             return None
-        array, held = inner
-        axes, given = _axes(rank, call), sizes(call.args[0])
-        if array.sizes == given:
-            return replace(array, axes=tuple(array.axes[a] for a in axes)), held
+        array, holder = inner
+        axes, shape = _axes(rank, call), sizes(call.args[0])
+        if array.sizes == shape:
+            return replace(array, axes=tuple(array.axes[a] for a in axes)), holder
         if axes[:-2] != list(range(rank - 2)):
-            return Array(given or (), tuple(axes)), call.args[0]
+            return Array(shape or (), tuple(axes)), call.args[0]
         return replace(
             array, axes=(*array.axes[:-2], array.axes[axes[-2] - rank], array.axes[axes[-1] - rank])
-        ), held
+        ), holder
 
-    def _taken(self, call: Any) -> tuple[Array, Any] | None:
-        """One of several tensors, by a constant index: how it is stored in all of them."""
+    def _selected(self, call: Any) -> tuple[Array, Any] | None:
+        """`_array` of one of several tensors, selected by a constant index."""
         from tvm.ir import GenericConst
 
-        whole, index = sizes(call.args[0], _FLOAT), call.args[1]
+        shape, index = sizes(call.args[0], _FLOAT), call.args[1]
         if (
-            whole is None
+            shape is None
             or not isinstance(index, GenericConst)
             or sizes(index) != ()
             or call.attrs.axis is None
         ):
             return None
         inner = self._array(call.args[0])
-        axis, at = int(call.attrs.axis) % len(whole), int(index.value.numpy())
-        if inner is None or inner[0].sizes != whole or not 0 <= at < whole[axis]:
+        axis, at = int(call.attrs.axis) % len(shape), int(index.value.numpy())
+        if inner is None or inner[0].sizes != shape or not 0 <= at < shape[axis]:
             return None
-        array, held = inner
+        array, holder = inner
         axes = list(array.axes)
         fixed = (*array.fixed, (axes.pop(axis), at))
-        return replace(array, axes=tuple(axes), fixed=fixed), held
+        return replace(array, axes=tuple(axes), fixed=fixed), holder
 
 
 def _call_type() -> Any:
@@ -222,7 +227,7 @@ def _call_type() -> Any:
 
 
 def _keeps_rows(reshape: Any) -> bool:
-    """Whether a tensor and what it is reshaped to have the same rows and columns."""
+    """Whether a tensor has the same rows and columns after it was reshaped."""
     before, after = sizes(reshape.args[0], _FLOAT), sizes(reshape, _FLOAT)
     if before is None or after is None:
         return False
@@ -251,15 +256,15 @@ def _axes(rank: int, transposition: Any) -> list[int]:
     return list(range(rank))[::-1] if axes is None else [int(a) % rank for a in axes]
 
 
-def _left_as(shape: tuple[int, ...], transposition: Any) -> Array:
-    """How an operand of this shape is stored if it is the result of a transposition."""
+def _before_transposition(shape: tuple[int, ...], transposition: Any) -> Array:
+    """How an operand of this shape is stored if a transposition follows it."""
     axes = _axes(len(shape), transposition)
     return Array(tuple(shape[a] for a in axes), tuple(axes.index(i) for i in range(len(shape))))
 
 
-def _other(expression: Any, heads: tuple[int, ...]) -> float | Extra | None:
-    """An operand next to scores with these dimensions before rows and columns: a number or a tensor; None for one that
-    the kernel cannot read."""
+def _step_operand(expression: Any, heads: tuple[int, ...]) -> float | Extra | None:
+    """An operand of a step on scores whose dimensions before rows and columns are `heads`: a number or a tensor; None
+    if the kernel cannot read it."""
     from tvm.ir import GenericConst
 
     for dtype in (_FLOAT, "bool"):

@@ -1,4 +1,5 @@
-"""Finds depthwise convolutions in a Relax function, and makes one kernel of each with its pointwise neighbours."""
+"""Finds inverted residuals in a Relax function (a depthwise convolution with a pointwise one before it, after it, or
+both), and makes one kernel of each. The kernel computes one band of rows after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from xrlflow.backends.tvm.kernels.bands import (
     packed_expansion,
     packed_projection,
 )
-from xrlflow.backends.tvm.kernels.bands_plan import possible, usual
+from xrlflow.backends.tvm.kernels.bands_plan import possible, untuned_blocking
 from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, weights_from_memory
 from xrlflow.backends.tvm.toolchain.target import Machine
@@ -26,7 +27,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 @dataclass(frozen=True, slots=True)
 class _Convolution:
-    """A convolution with constant weights, and what follows it."""
+    """A convolution with constant weights, and the element-wise operators that follow it."""
 
     call: Any
     followed: Followed
@@ -38,7 +39,7 @@ class _Convolution:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """A depthwise convolution and its neighbours."""
+    """A depthwise convolution with the pointwise ones before it (`expand`) and after it (`project`)."""
 
     expand: _Convolution | None
     depthwise: _Convolution
@@ -77,46 +78,46 @@ class _Match:
         )  # fmt: skip
 
     def operands(self, workload: ConvBlock, blocking: BandBlocking) -> list[Any]:
-        """The parameters of the kernel but the result."""
+        """The parameters of the kernel, without the result."""
 
         def wide(values: Sequence[Any]) -> list[Any]:
             return [constant(by_channel(value.value.numpy(), workload, blocking)) for value in values]
 
-        found = [self.first.call.args[0]]
+        arguments = [self.first.call.args[0]]
         if self.expand is not None:
-            found.append(constant(packed_expansion(_matrix(self.expand.weights), workload, blocking)))
-            found += wide(self.expand.followed.extras)
+            arguments.append(constant(packed_expansion(_matrix(self.expand.weights), workload, blocking)))
+            arguments += wide(self.expand.followed.extras)
         window = self.depthwise.weights
-        found.append(constant(by_channel(window.reshape(*window.shape[:2], -1), workload, blocking)))
-        found += wide(self.depthwise.followed.extras)
+        arguments.append(constant(by_channel(window.reshape(*window.shape[:2], -1), workload, blocking)))
+        arguments += wide(self.depthwise.followed.extras)
         if self.project is not None:
-            found.append(constant(packed_projection(_matrix(self.project.weights), workload, blocking)))
-            found += self.project.followed.extras
-        return found
+            arguments.append(constant(packed_projection(_matrix(self.project.weights), workload, blocking)))
+            arguments += self.project.followed.extras
+        return arguments
 
 
 def _matrix(weights: Any) -> Any:
-    """The weights [row, column, channel, expanded] of a 1x1 convolution as [channel, expanded]."""
+    """The weights of a 1x1 convolution, [row, column, channel, expanded], as [channel, expanded]."""
     return weights.reshape(weights.shape[2:])
 
 
 def fuse_bands(module: Any, machine: Machine, algorithms: Algorithms = DEFAULT) -> Any:
-    """The module with one kernel for each depthwise convolution in "main" and those neighbours with which it gains: as
-    was measured, or by the estimate."""
+    """The module with one kernel for each inverted residual in "main" that gains by it, according to measurements or to
+    the estimate."""
     if not algorithms.blocks:
         return module
     main = module["main"]
     far = algorithms.timings is not None and weights_from_memory(main)
 
     def choose(workload: ConvBlock) -> BandBlocking | None:
-        known = None if algorithms.timings is None else algorithms.timings.of_block(workload, far)
-        return usual(workload, machine) if known is None else known.blocking
+        measured = None if algorithms.timings is None else algorithms.timings.of_block(workload, far)
+        return untuned_blocking(workload, machine) if measured is None else measured.blocking
 
-    found = {
+    replacements = {
         match.last.followed.last: _replacement(match, blocking)
         for match, blocking in _matches(Function(main), machine, choose)
     }
-    return with_kernels(module, found)
+    return with_kernels(module, replacements)
 
 
 def _replacement(match: _Match, blocking: BandBlocking) -> Replacement:
@@ -128,39 +129,38 @@ def _replacement(match: _Match, blocking: BandBlocking) -> Replacement:
 def _matches(
     function: Function, machine: Machine, choose: Callable[[ConvBlock], BandBlocking | None]
 ) -> list[tuple[_Match, BandBlocking]]:
-    """Depthwise convolutions with neighbours, and their blockings, which `choose` gives; None: they stay apart. No two
-    matches share anything."""
+    """Inverted residuals that `choose` gives a blocking, with these blockings. No two of them share an operator."""
     pointwise: dict[Any, _Convolution] = {}
     """1x1 convolutions by their last variable."""
     for variable, call in function.values.items():
         if _is_pointwise(call):
             followed = function.followed(variable, by_channel=True)
             pointwise[followed.last] = _Convolution(call, followed)
-    found: list[tuple[_Match, BandBlocking]] = []
-    taken: set[Any] = set()
+    matches: list[tuple[_Match, BandBlocking]] = []
+    used: set[Any] = set()
     for variable, call in function.values.items():
         if not _is_depthwise(call):
             continue
-        alone = _Convolution(call, function.followed(variable, taken, by_channel=True))
+        alone = _Convolution(call, function.followed(variable, used, by_channel=True))
         before = pointwise.get(call.args[0])
-        if before is not None and (function.uses[call.args[0]] > 1 or before.followed.inside & taken):
+        if before is not None and (function.uses[call.args[0]] > 1 or before.followed.inside & used):
             before = None
-        after = _projection(function, alone, taken)
+        after = _projection(function, alone, used)
         choices = [_Match(before, alone, after), _Match(None, alone, after), _Match(before, alone, None)]
         match = next((c for c in choices if len(c.parts) > 1 and possible(c.workload(), machine)), None)
         if match is not None and (blocking := choose(match.workload())) is not None:
-            found.append((match, blocking))
-            taken |= match.inside
-    return found
+            matches.append((match, blocking))
+            used |= match.inside
+    return matches
 
 
-def _projection(function: Function, depthwise: _Convolution, taken: set[Any]) -> _Convolution | None:
-    """The 1x1 convolution that alone reads a depthwise one."""
+def _projection(function: Function, depthwise: _Convolution, used: set[Any]) -> _Convolution | None:
+    """The 1x1 convolution that reads the result of a depthwise one, if nothing else reads it."""
     reader = function.reader(depthwise.followed.last)
-    call = None if reader is None or reader in taken else function.values[reader]
+    call = None if reader is None or reader in used else function.values[reader]
     if call is None or not _is_pointwise(call) or call.args[0] != depthwise.followed.last:
         return None
-    return _Convolution(call, function.followed(reader, taken))
+    return _Convolution(call, function.followed(reader, used))
 
 
 def _is_convolution(call: Any) -> bool:

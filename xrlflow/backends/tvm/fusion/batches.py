@@ -1,4 +1,5 @@
-"""Finds many small products of matrices in a Relax function, and makes one kernel of them and of what follows."""
+"""Finds batches of many small matrix products in a Relax function, and makes one kernel of each and of the steps that
+follow it."""
 
 from __future__ import annotations
 
@@ -15,36 +16,39 @@ from xrlflow.backends.tvm.kernels.building import FLOAT
 from xrlflow.backends.tvm.toolchain.reading import operator, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The second matrix leaves room for rows of the first one in a first-level cache of 32 KB.
+# The second matrix may have this many bytes: rows of the first one also have to fit in a first-level cache of 32 KB.
 _BYTES = 16 << 10
-# More terms are summed in chunks, which this kernel does not have.
+# A product may have this many terms. More terms would be summed in chunks, which this kernel does not do.
 _TERMS = 128
-# Products for each core, so that cores finish together; and the fewest rows.
+# At least so many products for each core, so that cores finish together; and at least so many rows of a product.
 _PRODUCTS, _ROWS = 4, 4
 
 
 def fuse_batches(module: Any, machine: Machine) -> Any:
     """The module with a kernel for each batch of small products in "main"."""
-    return with_kernels(module, _found(Function(module["main"]), machine))
+    return with_kernels(module, _replacements(Function(module["main"]), machine))
 
 
-def _found(function: Function, machine: Machine) -> dict[Any, Replacement]:
-    """Batches of small products. Those before operators that only TVM can fuse with them are left to it."""
-    found: dict[Any, Replacement] = {}
-    taken: set[Any] = set()
+def _replacements(function: Function, machine: Machine) -> dict[Any, Replacement]:
+    """Batches of small products with their kernels. A batch is left to TVM if an operator follows that only TVM can
+    fuse with it."""
+    replacements: dict[Any, Replacement] = {}
+    used: set[Any] = set()
     for variable, call in function.values.items():
         if operator(call) != "relax.matmul" or (workload := _workload(call, machine)) is None:
             continue
-        followed = function.followed(variable, taken)
+        followed = function.followed(variable, used)
         reader = function.reader(followed.last)
         if reader is not None and operator(function.values[reader]) in ELEMENTWISE:
             continue
-        taken |= followed.inside
+        used |= followed.inside
         workload = replace(workload, steps=followed.steps)
         read = [*call.args, *followed.extras]
         make = partial(kernel, workload, best_blocking(workload, machine))
-        found[followed.last] = Replacement("batches", workload, make, partial(list, read), workload.out)
-    return found
+        replacements[followed.last] = Replacement(
+            "batches", workload, make, partial(list, read), workload.out
+        )
+    return replacements
 
 
 def _workload(call: Any, machine: Machine) -> BatchedProduct | None:

@@ -1,9 +1,9 @@
 """Cuts chains of element-wise operators whose fused kernel would take minutes to compile.
 
-TVM writes a fused kernel as one expression, in which a result is there as often as it is used: of n operators that each
-read the one before twice, 2^n times. And LLVM's code generation puts what a variable stands for in its place, over and
-over, so that functions of functions (exp of exp of exp) grow as fast. Where the expression would be too large, one
-operator gets a kernel of its own: the next ones read its result from memory.
+TVM writes a fused kernel as one expression, which repeats an operand for each use of it: with n operators that each
+read the one before twice, the first occurs 2^n times. LLVM's code generation, too, replaces variables by their
+definitions, so that nested functions (exp of exp of exp) grow as fast. If the expression would be too large, one
+operator gets a kernel of its own: the operators after it read its result from memory.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ from xrlflow.backends.tvm.kernels.building import OPAQUE
 from xrlflow.backends.tvm.toolchain.functions import FROM_C
 
 _PATTERN = "op_pattern"
-_REDUCTION = 3  # relax's OpPatternKind: this one and those below read what is computed in the same kernel
-# The most terms of an expression. It takes 1 to 3 seconds to compile (Zen 3).
-_MOST = 8192
-# How many times longer a function of an expression takes to compile than the expression, by measured depths: four exp,
-# or five tanh, inside each other take as long as 2^12 products.
+_REDUCTION = (
+    3  # relax's OpPatternKind: functions up to this one are fused with the computation of their operands
+)
+# The greatest number of terms of an expression. It takes 1 to 3 seconds to compile (Zen 3).
+_MAX_TERMS = 8192
+# How many times longer a function of an expression takes to compile than the expression. Measured by depth: four nested
+# exp, or five nested tanh, take as long as 2^12 products.
 _GROWTH = {"exp": 12, "sigmoid": 8, "tanh": 5, "erf": 5}
-_CHOICE = 3  # what is chosen by a condition: TVM's simplification looks at each part several times
-_OTHERS = 16  # functions of the C library: each lane is taken out of the vector
+_CHOICE = 3  # Select: TVM's simplification visits each of its parts several times
+_OTHERS = 16  # functions of the C library, which are called for each lane of a vector
 
 
 def cut_chains(module: Any) -> Any:
-    """The module, in which no expression of a fused kernel is larger than that. Functions must have their patterns."""
+    """The module after the cuts: no fused kernel has an expression of more than `_MAX_TERMS` terms. Functions must have
+    the attribute of their pattern."""
     from tvm import relax
 
     main = module["main"]
     bindings = [binding for block in main.body.blocks for binding in block.bindings]
     calls = {b.var: (b.value, function) for b in bindings if (function := _called(module, b.value))}
-    alone = _read_by_others(bindings, calls, main.body.body)
+    alone = _in_memory(bindings, calls, main.body.body)
     terms: dict[Any, float] = {}
     cut = set()
     for var, (call, function) in calls.items():
-        given = [terms.get(x, 1.0) if isinstance(x, relax.Var) else 1.0 for x in call.args[1].fields]
-        found = _terms(function, given)
-        if found > _MOST:
+        operands = [terms.get(x, 1.0) if isinstance(x, relax.Var) else 1.0 for x in call.args[1].fields]
+        count = _terms(function, operands)
+        if count > _MAX_TERMS:
             cut.add(var)
-        terms[var] = 1.0 if found > _MOST or var in alone or _pattern(function) == _REDUCTION else found
+        terms[var] = 1.0 if count > _MAX_TERMS or var in alone or _pattern(function) == _REDUCTION else count
     return _with_own_kernels(module, cut) if cut else module
 
 
 def _called(module: Any, value: Any) -> Any | None:
-    """The function that a call computes, if its kernel may read what is computed in it; None for other values."""
+    """The function that a call computes, if it may be fused with what computes its operands; None for other values."""
     from tvm import relax
 
     if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != "relax.call_tir":
@@ -59,25 +62,25 @@ def _pattern(function: Any) -> int:
     return int((function.attrs or {}).get(_PATTERN, OPAQUE))
 
 
-def _read_by_others(bindings: Sequence[Any], calls: Mapping[Any, Any], result: Any) -> set[Any]:
-    """Variables that are in memory anyway: results, and what other kernels read."""
+def _in_memory(bindings: Sequence[Any], calls: Mapping[Any, Any], result: Any) -> set[Any]:
+    """Variables that are in memory in any case: results, and operands of other kernels."""
     from tvm import relax
 
-    found: set[Any] = set()
+    variables: set[Any] = set()
 
     def note(expression: Any) -> None:
         if isinstance(expression, relax.Var):
-            found.add(expression)
+            variables.add(expression)
 
     for binding in bindings:
         if binding.var not in calls:
             relax.analysis.post_order_visit(binding.value, note)
     relax.analysis.post_order_visit(result, note)
-    return found
+    return variables
 
 
 def _with_own_kernels(module: Any, variables: set[Any]) -> Any:
-    """The module with an opaque function for each of these variables of "main"."""
+    """The module in which each of these variables of "main" is computed by an opaque function, which is never fused."""
     from tvm import ir, relax
 
     builder, main = relax.BlockBuilder(module), module["main"]
@@ -85,9 +88,9 @@ def _with_own_kernels(module: Any, variables: set[Any]) -> Any:
     def changed(binding: Any) -> Any:
         if binding.var not in variables:
             return binding
-        name, given, *_ = binding.value.args
+        name, arguments, *_ = binding.value.args
         own = builder.add_func(module[name].with_attr(_PATTERN, OPAQUE), f"{name.name_hint}_alone")
-        return relax.VarBinding(binding.var, relax.call_tir(own, given, list(binding.value.ty_args)))
+        return relax.VarBinding(binding.var, relax.call_tir(own, arguments, list(binding.value.ty_args)))
 
     blocks = [type(block)([changed(binding) for binding in block.bindings]) for block in main.body.blocks]
     body = relax.SeqExpr(blocks, main.body.body)
@@ -98,11 +101,11 @@ def _with_own_kernels(module: Any, variables: set[Any]) -> Any:
     return relax.transform.Normalize()(ir.IRModule(functions, attrs=module.attrs))
 
 
-def _terms(function: Any, given: Sequence[float]) -> float:
-    """The terms of what a function stores last, if its parameters stand for so many terms each."""
+def _terms(function: Any, counts: Sequence[float]) -> float:
+    """The number of terms of the value that a function stores last. `counts`: the number of terms of each parameter."""
     from tvm import tirx
 
-    buffers, last = dict(zip(function.params, given)), 1.0
+    buffers, last = dict(zip(function.params, counts)), 1.0
     for statement in _statements(function.body):
         if isinstance(statement, tirx.BufferStore):
             last = buffers[statement.buffer] = _Terms(buffers).of(statement.value)
@@ -119,7 +122,7 @@ def _statements(statement: Any) -> Iterator[Any]:
 
 
 class _Terms:
-    """Counts the terms of expressions, in which buffers stand for so many (others for one)."""
+    """Counts the terms of expressions. `buffers`: the number of terms of an element of each buffer (of others: one)."""
 
     def __init__(self, buffers: Mapping[Any, float]) -> None:
         self._buffers = buffers

@@ -1,6 +1,7 @@
-"""Checks of indices, which a module carries until they are compared: constants when it is compiled, others at each run.
+"""Checks that indices are within bounds. A module carries them: those of constants are done when it is compiled, the
+others at each run.
 
-How they come into a module is in `lowering.bounds`.
+`lowering.bounds` adds them to a module.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _ATTRIBUTE = "xrlflow.checks"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The numbers of one tensor must be from `low` to `high`.
+    """All numbers of one tensor must be from `low` to `high`.
 
-    `text`: the message for a number that is not. If it has two parts, the number goes between them.
+    `text`: the parts of the message for a number outside, which stands between two of them.
     """
 
     text: tuple[str, ...]
@@ -27,27 +28,29 @@ class Check:
     high: int
 
     def trouble(self, least: int, greatest: int) -> str | None:
-        """The error in a tensor with this least and greatest number, in one line; None if there is none."""
+        """The error message for a tensor whose numbers are from `least` to `greatest`; None if all are within the
+        bounds."""
         if self.low <= least and greatest <= self.high:
             return None
         return str(least if least < self.low else greatest).join(self.text)
 
 
 def complain(checks: Sequence[Check], ends: Any) -> None:
-    """Raise BackendError for the first check that fails. `ends`: the additional output, an array [checks, 2]."""
+    """Raise BackendError for the first check that fails. `ends`: the least and the greatest number of each tensor,
+    [checks, 2]. (It is the additional output of the model.)"""
     for check, (least, greatest) in zip(checks, ends.tolist(), strict=True):
         if trouble := check.trouble(least, greatest):
             raise BackendError(trouble)
 
 
 def checks_of(module: Any) -> tuple[Check, ...]:
-    """The checks of a Relax module of `import_model`, for its additional output."""
+    """The checks that `with_checks` attached to a Relax module, in the order of its additional output."""
     stored = (module["main"].attrs or {}).get(_ATTRIBUTE)
     return checks_from(json.loads(str(stored))) if stored is not None else ()
 
 
 def checks_from(stored: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
-    """The checks in a JSON document."""
+    """The checks of a list from a JSON document."""
     return tuple(Check(tuple(c["text"]), int(c["low"]), int(c["high"])) for c in stored)
 
 
@@ -66,8 +69,8 @@ def ends_of(array: Any) -> Any:
     return np.asarray([[int(array.min()), int(array.max())]], object)
 
 
-def settle(module: Any) -> Any:
-    """The module, after the checks of folded constants. Raises BackendError if one fails."""
+def check_constants(module: Any) -> Any:
+    """The module, after the checks of those tensors that became constants. Raises BackendError if one fails."""
     from tvm import relax
     from tvm.ir import GenericConst
 
@@ -86,7 +89,7 @@ def settle(module: Any) -> Any:
     if isinstance(ends, GenericConst):
         complain(checks, ends.value.numpy())
     else:
-        for seen, operand in zip(checks, ends.args[1].fields, strict=True):
+        for check, operand in zip(checks, ends.args[1].fields, strict=True):
             if isinstance(operand := value(operand), GenericConst):
-                complain([seen], ends_of(operand.value.numpy()))
+                complain([check], ends_of(operand.value.numpy()))
     return module

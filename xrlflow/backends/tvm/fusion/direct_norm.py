@@ -1,5 +1,5 @@
-"""Finds depthwise convolutions and the normalisation of their channels in a Relax function, and makes one kernel of
-each pair."""
+"""Finds depthwise convolutions followed by a normalisation of their channels in a Relax function, and makes one kernel
+of each pair."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def use_direct_norm(module: Any, machine: Machine) -> Any:
-    """The module with a kernel for each depthwise convolution in "main" and the normalisation of its channels, where
-    that is faster than one for each."""
+    """The module with one kernel for each depthwise convolution in "main" and the normalisation after it, if that is
+    estimated to be faster than two kernels."""
     return with_kernels(module, _normalised(Function(module["main"]), machine))
 
 
 def _normalised(function: Function, machine: Machine) -> dict[Any, Replacement]:
-    """Normalisations that alone read a depthwise convolution, with or without steps after it."""
-    found: dict[Any, Replacement] = {}
+    """The kernels, by the variable of a normalisation that alone reads a depthwise convolution, or the steps after
+    one."""
+    replacements: dict[Any, Replacement] = {}
     for variable, call in function.values.items():
         workload = convolution_of(call) if operator(call) == "relax.nn.conv2d" else None
         if workload is None or not direct_norm.is_depthwise(workload):
@@ -37,12 +38,12 @@ def _normalised(function: Function, machine: Machine) -> dict[Any, Replacement]:
             continue
         workload = replace(workload, steps=followed.steps)
         if (blocking := direct_norm.best_blocking(workload, machine)) is not None:
-            found[norm] = _with_norm(workload, blocking, call, followed, function.values[norm])
-    return found
+            replacements[norm] = _with_norm(workload, blocking, call, followed, function.values[norm])
+    return replacements
 
 
 def _is_norm(call: Any, followed: Followed) -> bool:
-    """Whether a call normalises the channels of what was computed before."""
+    """Whether a call normalises the channels of what `followed` computes."""
     if operator(call) != "relax.nn.layer_norm" or call.args[0] != followed.last:
         return False
     image, scale, bias = (sizes(x, FLOAT) for x in call.args)

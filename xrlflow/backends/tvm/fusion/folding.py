@@ -1,4 +1,4 @@
-"""Constants in other shapes and orders, folded by NumPy. TVM's own folding compiles a kernel for each of them."""
+"""Folds reshaped and transposed constants with NumPy. TVM's own folding compiles a kernel for each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = frozenset({"bool", "float16", "float32", "float64", "int8", "int16", "i
 
 
 def fold_moves(module: Any) -> Any:
-    """The module with constants where "main" reshaped or transposed constants."""
+    """The module in which reshaped and transposed constants of "main" are constants."""
     return with_calls(module, _folded)
 
 
@@ -26,12 +26,12 @@ def _folded(call: Any, builder: Any) -> Any | None:
     shape = sizes(call)
     if array is None or shape is None or str(array.dtype) not in _KINDS:
         return None
-    moved = array.transpose(axes_of(call)) if name == "relax.permute_dims" else array.reshape(shape)
-    return constant(np.ascontiguousarray(moved).reshape(shape))
+    result = array.transpose(axes_of(call)) if name == "relax.permute_dims" else array.reshape(shape)
+    return constant(np.ascontiguousarray(result).reshape(shape))
 
 
 def _value(expression: Any, builder: Any) -> Any | None:
-    """The array of a constant, which may have a name; None if it is something else."""
+    """The array of a constant, directly or through variables; None for other expressions."""
     from tvm import relax
     from tvm.ir import GenericConst
 

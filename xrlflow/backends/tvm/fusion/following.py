@@ -1,4 +1,4 @@
-"""Finds what follows an operator in a Relax function and can become part of its kernel."""
+"""Finds the steps after an operator that can become part of its kernel, in a Relax function."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from xrlflow.backends.tvm.toolchain.reading import constant, operator, sizes
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """Steps after an operator. `extras`: the expressions of their extras. `inside`: the variables of the operator and
-    of the steps, of which only `last` is read by anything else."""
+    """Steps after an operator. `extras`: the expressions of their extra operands. `inside`: the variables of the
+    operator and of the steps, of which other operators read only `last`."""
 
     steps: tuple[Step, ...]
     extras: tuple[Any, ...]
@@ -35,9 +35,9 @@ class Function:
         self._readers: dict[Any, list[Any]] = defaultdict(list)
 
         def count(expression: Any) -> set[Any]:
-            found = [part for part in parts_of(expression) if isinstance(part, relax.Var)]
-            self.uses.update(found)
-            return set(found)
+            variables = [part for part in parts_of(expression) if isinstance(part, relax.Var)]
+            self.uses.update(variables)
+            return set(variables)
 
         for block in function.body.blocks:
             for binding in block.bindings:
@@ -48,14 +48,15 @@ class Function:
         self._order = {v: i for i, v in enumerate(self.values)}
 
     def reader(self, variable: Any) -> Any | None:
-        """The only variable that is computed from this one, if it is used once."""
+        """The variable that is computed from this one, if there is one only and it uses this one once."""
         readers = self._readers[variable]
         return readers[0] if self.uses[variable] == len(readers) == 1 else None
 
-    def followed(self, variable: Any, taken: Collection[Any] = (), by_channel: bool = False) -> Followed:
-        """The most steps after a variable, none of them `taken`, between which nothing else reads.
+    def followed(self, variable: Any, excluded: Collection[Any] = (), by_channel: bool = False) -> Followed:
+        """The longest sequence of steps after a variable whose intermediate results no other operator reads. Variables
+        in `excluded` cannot be steps.
 
-        `by_channel`: steps may have no further operands but numbers and numbers by channel.
+        `by_channel`: only steps whose further operands are numbers, or one number for each channel.
         """
         out = sizes(self.values[variable])
         numbered = {variable: 0}
@@ -63,7 +64,7 @@ class Function:
         extras: list[Any] = []
         best = Followed((), (), frozenset(numbered), variable)
         for each in self._after(variable):
-            step = self._step(each, numbered, out) if each not in taken else None
+            step = self._step(each, numbered, out) if each not in excluded else None
             if step is None or (by_channel and Extra(False) in step[0].operands):
                 break
             steps.append(step[0])
@@ -75,19 +76,20 @@ class Function:
         return best
 
     def _after(self, variable: Any) -> Iterator[Any]:
-        """The variables that are computed from one, in the function's order, as far as there are steps."""
-        waiting = {*self._readers[variable]}
-        seen: set[Any] = set()
-        while waiting:
-            first = min(waiting, key=lambda v: self._order[v])
-            waiting.remove(first)
-            if first not in seen:
-                seen.add(first)
+        """The variables that are computed from this one, directly or indirectly, in the function's order."""
+        pending = {*self._readers[variable]}
+        visited: set[Any] = set()
+        while pending:
+            first = min(pending, key=lambda v: self._order[v])
+            pending.remove(first)
+            if first not in visited:
+                visited.add(first)
                 yield first
-                waiting.update(self._readers[first])
+                pending.update(self._readers[first])
 
     def _step(self, variable: Any, numbered: Mapping[Any, int], out: Any) -> tuple[Step, list[Any]] | None:
-        """A step, and the expressions of its extras."""
+        """The step that computes a variable from the `numbered` ones, and the expressions of its extras; None if it is
+        no step."""
         call = self.values[variable]
         if operator(call) not in STEPS or sizes(call, FLOAT) != out:
             return None
@@ -97,16 +99,17 @@ class Function:
             if operand in numbered:
                 operands.append(Earlier(numbered[operand]))
                 continue
-            found = _other(operand, out)
-            if found is None:
+            result = _operand(operand, out)
+            if result is None:
                 return None
-            operands.append(found[0])
-            extras += found[1]
+            operands.append(result[0])
+            extras += result[1]
         return Step(operator(call), tuple(operands)), extras
 
 
-def _other(expression: Any, out: tuple[int, ...]) -> tuple[float | Extra, list[Any]] | None:
-    """An operand of a step: a number, numbers by channel, or a tensor like the result; None for any other."""
+def _operand(expression: Any, out: tuple[int, ...]) -> tuple[float | Extra, list[Any]] | None:
+    """An operand of a step: a number, one number for each channel, or a tensor of the result's shape; None for any
+    other."""
     from tvm.ir import GenericConst
 
     shape = sizes(expression, FLOAT)

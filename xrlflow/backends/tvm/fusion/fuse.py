@@ -1,4 +1,4 @@
-"""The passes between import and schedules, in their order, and which of them make generated kernels."""
+"""The passes between import and schedules, in their order, among them those that use generated kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from xrlflow.backends.tvm.fusion.attention import fuse_attention
 from xrlflow.backends.tvm.fusion.bands import fuse_bands
-from xrlflow.backends.tvm.fusion.checks import settle
+from xrlflow.backends.tvm.fusion.checks import check_constants
 from xrlflow.backends.tvm.fusion.direct_norm import use_direct_norm
 from xrlflow.backends.tvm.fusion.folding import fold_moves
 from xrlflow.backends.tvm.fusion.last_passes import last_passes
@@ -28,10 +28,11 @@ LAYOUTS = {
     "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
     "relax.nn.conv3d_transpose": ["NCDHW", "IODHW"],
 }
-"""Channels last: the channels of a pixel are the columns of a product, and an output row is a row of tiles. TVM has no
-transposed convolution of that layout, and would convert to it between other images unless it is listed."""
+"""Channels last, for convolutions: the channels of a pixel are the columns of a product, and an output row is a row of
+tiles. TVM has no transposed convolution of that layout. These are listed with their own layout, since TVM would convert
+them otherwise."""
 
-# Convolutions of each channel alone with shorter rows are faster with channels last.
+# Depthwise convolutions whose rows have fewer pixels are faster with channels last.
 _SHORT_ROW = 16
 
 
@@ -41,11 +42,11 @@ def fuse(
     channels_last: bool | None = None,
     algorithms: Algorithms = DEFAULT,
 ) -> Any:
-    """Apply layouts, constant folding and fusion: the Relax function then only calls primitive functions.
+    """Apply layouts, constant folding and fusion. Afterwards the Relax function only calls primitive functions.
 
-    `channels_last`: whether images are kept so; None: if convolutions of the module gain by it. `algorithms`: those
-    that convolutions may use, alone and with their neighbours; `layers.chosen_in` says which they got.
-    Raises BackendError if TVM refuses the module.
+    `channels_last`: whether images have this layout; None: if convolutions of the module gain by it. `algorithms`:
+    those that layers and inverted residuals may use; `layers.chosen_in` says which ones they got. Raises BackendError
+    if TVM refuses the module.
     """
     keep_layouts()
     with answering("compile", module):
@@ -66,7 +67,7 @@ def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms)
         Pass("canonicalize", relax.transform.CanonicalizeBindings()),
         Pass("fold_moves", fold_moves),
         Pass("fold_constants", relax.transform.FoldConstant()),
-        Pass("check_constants", settle),
+        Pass("check_constants", check_constants),
         Pass("transposed_convolutions", by_phases),
         Pass("counted_axes", counted_axes),
         Pass("channels_last", channels_to_the_end),
@@ -84,8 +85,8 @@ def passes(machine: Machine, channels_last: bool | None, algorithms: Algorithms)
 def _gains_from_channels_last(module: Any) -> bool:
     """Whether there is a convolution that sums over channels, or one with short rows.
 
-    All others are faster with channels first than with two conversions (1.1 to 5 times for rows of 17 and more; at 14
-    and 7 it was 0.9 and 0.3).
+    Without any, channels first are faster than two conversions between layouts (1.1 to 5 times for rows of 17 and more
+    pixels; at 14 and 7 it was 0.9 and 0.3).
     """
     from tvm import relax
 
@@ -97,9 +98,11 @@ def _gains_from_channels_last(module: Any) -> bool:
             gains = True
         if operator(expression) == "relax.nn.conv2d":
             channels, width = expression.args[0].ty.shape[1], expression.ty.shape[3]
-            known = hasattr(channels, "value") and hasattr(width, "value")
-            alone = known and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
-            gains |= not alone
+            sized = hasattr(channels, "value") and hasattr(width, "value")
+            depthwise = (
+                sized and int(expression.attrs.groups) == int(channels) > 1 and int(width) >= _SHORT_ROW
+            )
+            gains |= not depthwise
 
     relax.analysis.post_order_visit(module["main"], look)
     return gains

@@ -1,4 +1,4 @@
-"""The last passes before kernels are scheduled, for a whole model and for a layer alone."""
+"""The last passes before kernels are scheduled, for models and for single layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.backends.tvm.toolchain.target import Machine
 
 
 def last_passes(machine: Machine) -> list[Pass]:
-    """What makes primitive functions of the operators of "main", and fuses them."""
+    """The passes that lower the operators of "main" to primitive functions and fuse them."""
     tvm()
     from tvm import relax
 

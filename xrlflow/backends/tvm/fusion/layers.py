@@ -1,5 +1,5 @@
-"""Finds convolutions and products with constant weights in a Relax function, and chooses a kernel for each of them and
-what follows."""
+"""Finds convolutions and products with constant weights in a Relax function, and chooses a kernel for each of them with
+the steps after it."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ _LAYOUTS = {
     "relax.nn.conv2d": ("NHWC", "HWIO"),
     "relax.nn.conv3d": ("NDHWC", "DHWIO"),
 }
-# One row is read as fast as memory allows by any kernel. Of more rows than the most, tiles read weights often enough
-# from the second-level cache.
+# A kernel of our own gains if it has this many rows. Any kernel reads one row as fast as memory allows. With more rows,
+# tiles use weights often enough while these are in the second-level cache.
 _ROWS = range(2, 257)
-# Smaller weights stay in the first-level cache whatever the kernel does.
+# Bytes. Smaller weights stay in the first-level cache with any kernel.
 _LEAST_WEIGHTS = 128 << 10
 _WEIGHTED = frozenset(
     f"relax.{name}" for name in ("nn.conv1d", "nn.conv2d", "nn.conv3d", "nn.conv2d_transpose", "matmul")
 )
 CHOSEN = "xrlflow.algorithms"
-"""The attribute of a module that says what was chosen, in JSON."""
+"""The attribute of a module with the algorithm of each layer, in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A layer and the steps after it, up to the variable `last`. `call`: of the convolution or product. `extras`: the
-    expressions of its `Extra`s."""
+    """A layer and the steps after it, up to the variable `last`. `call`: the convolution or product. `extras`: the
+    expressions of the steps' extra operands."""
 
     workload: LayerWorkload
     call: Any
@@ -66,7 +66,8 @@ class Match:
 
 
 def choose_kernels(module: Any, machine: Machine, algorithms: Algorithms) -> Any:
-    """The module with a kernel of ours for each layer of "main" that is faster by one. What stays are tiles."""
+    """The module with a generated kernel for each layer of "main" that is faster by one. The others stay TVM's
+    tiles."""
     tvm()
     main = module["main"]
     matches = _matches(Function(main))
@@ -78,22 +79,24 @@ def choose_kernels(module: Any, machine: Machine, algorithms: Algorithms) -> Any
         options = with_times(options, [timings.of(match.workload, far) for match in matches])
     others = _layers(main) - len(matches)
     chosen = algorithms.choose(options, others)
-    found = {}
+    replacements = {}
     for match, choice in zip(matches, chosen):
         if (replacement := _replacement(match, choice, machine)) is not None:
-            found[match.last] = replacement
+            replacements[match.last] = replacement
     report = shared_out([title(match.workload) for match in matches], chosen, others)
-    return with_kernels(module, found).with_attr(CHOSEN, json.dumps([each.stored() for each in report]))
+    return with_kernels(module, replacements).with_attr(
+        CHOSEN, json.dumps([each.stored() for each in report])
+    )
 
 
 def chosen_in(module: Any) -> tuple[AlgorithmChoice, ...]:
-    """What `choose_kernels` chose for the layers of a module."""
+    """The algorithms that `choose_kernels` chose for the layers of a module."""
     stored = (module.attrs or {}).get(CHOSEN)
     return () if stored is None else tuple(AlgorithmChoice(**each) for each in json.loads(str(stored)))
 
 
 def plain(workload: LayerWorkload, machine: Machine) -> Algorithm:
-    """The algorithm of an untuned compilation among those that multiply as often as the layer says."""
+    """The plain algorithm of an untuned compilation: one that saves no multiplications."""
     if isinstance(workload, direct.Convolution):
         return Algorithm.DIRECT if direct.gains(workload, machine) else Algorithm.TILES
     wide = workload.columns >= 2 * machine.lanes and 4 * workload.terms * workload.columns >= _LEAST_WEIGHTS
@@ -101,17 +104,17 @@ def plain(workload: LayerWorkload, machine: Machine) -> Algorithm:
 
 
 def estimates(workload: LayerWorkload, machine: Machine) -> dict[Algorithm, float]:
-    """The estimated times of the algorithms that an untuned compilation chooses from, the plain one first."""
-    found = {plain(workload, machine): tiles_cost(workload, machine)}
+    """The estimated times of the algorithms from which an untuned compilation chooses, the plain one first."""
+    costs = {plain(workload, machine): tiles_cost(workload, machine)}
     for algorithm in algorithms_of(workload):
         if algorithm.m is not None:
             kernel = KERNELS[algorithm]
-            found[algorithm] = kernel.cost(workload, kernel.usual(workload, machine), machine)
-    return found
+            costs[algorithm] = kernel.cost(workload, kernel.best_blocking(workload, machine), machine)
+    return costs
 
 
 def _layers(function: Any) -> int:
-    """How many operators of a function have constant weights."""
+    """The number of operators in a function with constant weights."""
     from tvm.ir import GenericConst
 
     values = [binding.value for block in function.body.blocks for binding in block.bindings]
@@ -119,28 +122,28 @@ def _layers(function: Any) -> int:
 
 
 def _options(match: Match, machine: Machine) -> list[AlgorithmOption]:
-    """The algorithms for a layer, the plain one first. Of those that no estimate chooses the cost is infinite; those
-    whose error is not known, or large in one channel, are left out."""
+    """The algorithms for a layer, the plain one first. The cost is infinite for those without an estimate. Algorithms
+    are left out if their error is unknown, or large in one channel."""
     workload, costs = match.workload, estimates(match.workload, machine)
     first = next(iter(costs))
-    found = [AlgorithmOption(first, costs[first])]
+    options = [AlgorithmOption(first, costs[first])]
     others = [algorithm for algorithm in algorithms_of(workload) if algorithm is not first]
-    found += [AlgorithmOption(algorithm, math.inf) for algorithm in others if algorithm.m is None]
+    options += [AlgorithmOption(algorithm, math.inf) for algorithm in others if algorithm.m is None]
     faster = {a: a.m for a in others if a.m is not None}
     errors = relative_errors(match.call.args[1].value.numpy(), *faster.values()) if faster else []
     for algorithm, each in zip(faster, errors, strict=True):
         if each.known and each.channel <= WORST_CHANNEL:
-            found.append(AlgorithmOption(algorithm, costs[algorithm], each.error, most=each.most))
-    return found
+            options.append(AlgorithmOption(algorithm, costs[algorithm], each.error, most=each.most))
+    return options
 
 
 def _replacement(match: Match, option: AlgorithmOption, machine: Machine) -> Replacement | None:
-    """The kernel of a choice; None: that of Relax's fusion."""
+    """The kernel of an option; None if Relax's fusion gives that kernel anyway."""
     workload = match.workload
     if option.algorithm is Algorithm.TILES:
         return None if option.blocking is None else _tiled(match, option, machine)
     kernel = KERNELS[option.algorithm]
-    blocking = option.blocking or kernel.usual(workload, machine)
+    blocking = option.blocking or kernel.best_blocking(workload, machine)
     image, weights = match.call.args
 
     def read() -> Sequence[Any]:
@@ -167,8 +170,8 @@ def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replaceme
         return None
 
     def read() -> Sequence[Any]:
-        given = tiles.Operands(weights.value.numpy(), values)
-        return tiles.spliced(tiles.fuse_alone(workload, given, machine), variables)
+        operands = tiles.Operands(weights.value.numpy(), values)
+        return tiles.spliced(tiles.fuse_layer(workload, operands, machine), variables)
 
     return Replacement(
         "tiles",
@@ -180,21 +183,21 @@ def _tiled(match: Match, option: AlgorithmOption, machine: Machine) -> Replaceme
 
 
 def _matches(function: Function) -> list[Match]:
-    """Layers, each with as many steps as are read by nothing else. No two matches share a step."""
-    found = []
-    taken: set[Any] = set()
+    """The layers of a function, each with all steps that follow it. No two matches share a step."""
+    matches = []
+    used: set[Any] = set()
     for variable, call in function.values.items():
         workload = _product(call) if operator(call) == "relax.matmul" else convolution_of(call)
         if workload is None:
             continue
-        followed = function.followed(variable, taken)
-        taken |= followed.inside
-        found.append(Match(replace(workload, steps=followed.steps), call, followed.extras, followed.last))
-    return found
+        followed = function.followed(variable, used)
+        used |= followed.inside
+        matches.append(Match(replace(workload, steps=followed.steps), call, followed.extras, followed.last))
+    return matches
 
 
 def _product(call: Any) -> products.Product | None:
-    """The form of a product of rows with constant weights, all of known sizes; None for another one."""
+    """The workload of a product of rows with constant weights; None for other products, or if a size is unknown."""
     from tvm.ir import GenericConst
 
     x, weights, out = (sizes(each, FLOAT) for each in (*call.args, call))
@@ -206,7 +209,8 @@ def _product(call: Any) -> products.Product | None:
 
 
 def convolution_of(call: Any) -> direct.Convolution | None:
-    """The form of a convolution with channels last, known sizes and constant weights; None for another one."""
+    """The workload of a convolution with channels last and constant weights; None for other calls, or if a size is
+    unknown."""
     from tvm.ir import GenericConst
 
     if operator(call) not in _LAYOUTS:

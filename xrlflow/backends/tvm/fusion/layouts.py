@@ -1,8 +1,8 @@
 """Removes transpositions that Relax's change of layouts leaves.
 
-Relax transposes an image back before operators that it cannot turn, and some of them it could turn. Here a
-transposition moves behind an operator if it meets its inverse there, whoever else reads the values, and two in
-succession become one or none.
+Relax transposes an image back before operators for which it has no other layout, also before some that could have one.
+Here a transposition moves behind an operator if it meets its inverse there, even if other operators read the values,
+too. Two transpositions in succession become one or none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, 
 _TRANSPOSE = "relax.permute_dims"
 _POOLS = {"relax.nn.max_pool2d": "max_pool2d", "relax.nn.avg_pool2d": "avg_pool2d"}
 _LAST = (0, 3, 1, 2)
-"""The axes that bring an image with channels last to channels first."""
+"""The axes of the transposition from channels last to channels first."""
 _ONE = frozenset(
     f"relax.{name}"
     for name in ("abs", "ceil", "clip", "erf", "exp", "floor", "log", "negative", "round", "rsqrt", "sigmoid")
@@ -40,25 +40,25 @@ _SEVERAL = frozenset(
 )
 ELEMENTWISE = _ONE | _SEVERAL
 _REDUCTIONS = frozenset({"relax.mean", "relax.sum", "relax.max", "relax.min"})
-_OTHERS = frozenset({"relax.nn.pad", "relax.broadcast_to", "relax.concat", *_POOLS, *_REDUCTIONS})
-# An operand that is not transposed may have this part of the result's elements: it is transposed then.
+_STRUCTURAL = frozenset({"relax.nn.pad", "relax.broadcast_to", "relax.concat", *_POOLS, *_REDUCTIONS})
+# An operand that is not transposed is transposed in addition if it has at most this part of the result's elements.
 _SMALL = 1 / 16
 _LIKE = {"nn.leakyrelu": "nn.relu", "clip": "nn.relu"}
 
 
 def keep_layouts() -> None:
-    """Tell Relax which operators keep layouts, where it does not know that."""
+    """Tell Relax which operators keep layouts, for those where it has no such rule."""
     from tvm.ir import Op, register_op_attr
 
     for name, like in _LIKE.items():
-        known = Op.get(f"relax.{like}").get_attr("FRelaxInferLayout")
+        infer = Op.get(f"relax.{like}").get_attr("FRelaxInferLayout")
         if Op.get(f"relax.{name}").get_attr("FRelaxInferLayout") is None:
-            register_op_attr(f"relax.{name}", "FRelaxInferLayout", known)
+            register_op_attr(f"relax.{name}", "FRelaxInferLayout", infer)
 
 
 def counted_axes(module: Any) -> Any:
-    """The module with axes of "main" that are counted from the first. Relax's change of layouts takes a negative axis
-    of a squeeze for a large one, and reads foreign memory."""
+    """The module in which negative axes of "main" are replaced by positive ones. Relax's change of layouts takes a
+    negative axis of a squeeze for a large number, and reads foreign memory."""
 
     def replace(call: Any, builder: Any) -> Any | None:
         from tvm import relax
@@ -78,35 +78,36 @@ def without_detours(module: Any) -> Any:
     tvm()
     from tvm import relax
 
-    wanted = _wanted(module["main"])
-    if not wanted:
+    useful = _useful(module["main"])
+    if not useful:
         return module
 
     @relax.expr_functor.mutator
-    class Turner(relax.PyExprMutator):  # type: ignore[misc]
+    class LayoutConverter(relax.PyExprMutator):  # type: ignore[misc]
         def visit_var_binding_(self, binding: Any) -> None:
-            self.turns = wanted.get(binding.var, frozenset())
+            self.moves = useful.get(binding.var, frozenset())
             super().visit_var_binding_(binding)
 
         def visit_call_(self, call: Any) -> Any:
-            turns = self.turns
+            moves = self.moves
             call = super().visit_call_(call)
             if operator(call) == _TRANSPOSE:
                 return _joined(call, self.builder_)
-            for axes in sorted(turns):
-                turned = _turned(call, axes, self.builder_)
+            for axes in sorted(moves):
+                turned = _before_transposition(call, axes, self.builder_)
                 if turned is not None:
                     return relax.op.permute_dims(self.builder_.emit(turned), list(axes))
             return call
 
-    module = with_main(module, Turner(module))
+    module = with_main(module, LayoutConverter(module))
     return relax.transform.DeadCodeElimination()(relax.transform.CanonicalizeBindings()(module))
 
 
 def border(x: Any, pads: Any | None, value: Any | None) -> Any | None:
-    """A tensor with a border of a constant, as an operator that can be turned (TVM's importer makes it a kernel).
+    """A tensor with a constant border, as an operator that `without_detours` can transpose. (TVM's importer would make
+    a kernel of it.)
 
-    `pads`: sizes before each dimension, then after each. None if they or the value (default: 0) are not constant, if
+    `pads`: sizes before each dimension, then after each. None if `pads` or `value` (default: 0) are not constant, if
     they crop, or for a tensor of integers.
     """
     from tvm import relax
@@ -134,35 +135,36 @@ def _inverse(axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(axes)), key=axes.__getitem__))
 
 
-def _wanted(main: Any) -> Mapping[Any, frozenset[tuple[int, ...]]]:
-    """By variable: transpositions that meet their inverse behind it, or behind operators that read it."""
+def _useful(main: Any) -> Mapping[Any, frozenset[tuple[int, ...]]]:
+    """For each variable the transpositions that would meet their inverse behind it, or behind operators that read
+    it."""
     from tvm import relax
 
     bindings = [b for block in main.body.blocks for b in block.bindings]
-    wanted: dict[Any, set[tuple[int, ...]]] = {}
+    useful: dict[Any, set[tuple[int, ...]]] = {}
     for binding in reversed(bindings):
         value = binding.value
         if operator(value) == _TRANSPOSE and sizes(value) is not None:
-            wanted.setdefault(value.args[0], set()).add(_inverse(axes_of(value)))
-        elif operator(value) in ELEMENTWISE | _OTHERS:
+            useful.setdefault(value.args[0], set()).add(_inverse(axes_of(value)))
+        elif operator(value) in ELEMENTWISE | _STRUCTURAL:
             for operand in (x for x in _tensors(value) if isinstance(x, relax.Var)):
-                wanted.setdefault(operand, set()).update(wanted.get(binding.var, ()))
-    return {variable: frozenset(axes) for variable, axes in wanted.items() if axes}
+                useful.setdefault(operand, set()).update(useful.get(binding.var, ()))
+    return {variable: frozenset(axes) for variable, axes in useful.items() if axes}
 
 
 def _tensors(call: Any) -> list[Any]:
-    """The operands of a call that are tensors; of a concatenation, its parts."""
+    """The operands of a call that are tensors. Those of a concatenation are its parts."""
     from tvm import relax
 
-    given = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else call.args
-    return [x for x in given if isinstance(x.ty, relax.TensorType)]
+    operands = call.args[0].fields if isinstance(call.args[0], relax.Tuple) else call.args
+    return [x for x in operands if isinstance(x.ty, relax.TensorType)]
 
 
 def _joined(call: Any, builder: Any) -> Any:
-    """A transposition of a transposed tensor as one transposition, or none."""
+    """A transposition of a transposed tensor as one transposition, or as none."""
     from tvm import relax
 
-    before, axes = _transposed(call.args[0], builder), axes_of(call)
+    before, axes = _transposition_of(call.args[0], builder), axes_of(call)
     source = call.args[0] if before is None else before.args[0]
     both = list(axes) if before is None else [axes_of(before)[axis] for axis in axes]
     if both == sorted(both):
@@ -170,57 +172,58 @@ def _joined(call: Any, builder: Any) -> Any:
     return call if before is None else relax.op.permute_dims(source, both)
 
 
-def _transposed(operand: Any, builder: Any) -> Any | None:
-    """The transposition that computes an operand, if it is one."""
+def _transposition_of(operand: Any, builder: Any) -> Any | None:
+    """The transposition that computes an operand; None if something else computes it."""
     from tvm import relax
 
     bound = builder.lookup_binding(operand) if isinstance(operand, relax.Var) else None
     return bound if bound is not None and operator(bound) == _TRANSPOSE else None
 
 
-def _turned(call: Any, axes: tuple[int, ...], builder: Any) -> Any | None:
-    """The call on operands that are not yet transposed by these axes, so that its result is to be transposed. None if
-    that is not possible, or if no operand is transposed so."""
-    make = _TURNS.get(operator(call))
+def _before_transposition(call: Any, axes: tuple[int, ...], builder: Any) -> Any | None:
+    """The call on its operands before they were transposed by `axes`. Transposed by `axes`, its result is that of the
+    call. None if that is not possible, or if no operand is transposed by `axes`."""
+    make = _MOVED.get(operator(call))
     shape = sizes(call)
     if make is None or shape is None or len(shape) != len(axes):
         return None
     operands = _tensors(call)
-    before = [_transposed(operand, builder) for operand in operands]
-    found = [None if b is None or axes_of(b) != axes else b.args[0] for b in before]
-    if all(operand is None for operand in found):
+    before = [_transposition_of(operand, builder) for operand in operands]
+    sources = [None if b is None or axes_of(b) != axes else b.args[0] for b in before]
+    if all(operand is None for operand in sources):
         return None
     turned = [
         _small(operand, shape, axes, builder) if source is None else source
-        for operand, source in zip(operands, found)
+        for operand, source in zip(operands, sources)
     ]
     return None if any(operand is None for operand in turned) else make(call, turned, axes)
 
 
 def _small(operand: Any, result: Sequence[int], axes: Sequence[int], builder: Any) -> Any | None:
-    """A constant or a small operand, broadcast to the dimensions of the result, before they are transposed."""
+    """A constant or a small operand as `_before_transposition` needs it: with the dimensions of the result, transposed
+    by the inverse of `axes`. None for larger operands."""
     from tvm import relax
     from tvm.ir import GenericConst
 
     shape = sizes(operand)
     if shape is None:
         return None
-    whole = (1,) * (len(result) - len(shape)) + shape
+    full = (1,) * (len(result) - len(shape)) + shape
     back = _inverse(axes)
     if isinstance(operand, GenericConst):
-        return constant(operand.value.numpy().reshape(whole).transpose(back))
+        return constant(operand.value.numpy().reshape(full).transpose(back))
     if math.prod(shape) > _SMALL * math.prod(result):
         return None
     if len(shape) < len(result):
-        operand = builder.emit(relax.op.reshape(operand, whole))
+        operand = builder.emit(relax.op.reshape(operand, full))
     return builder.emit(relax.op.permute_dims(operand, list(back)))
 
 
 def _elementwise(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> Any:
     from tvm import relax
 
-    rest = list(call.args)[len(operands) :]
-    return relax.Call(call.op, [*operands, *rest], call.attrs, call.ty_args)
+    others = list(call.args)[len(operands) :]
+    return relax.Call(call.op, [*operands, *others], call.attrs, call.ty_args)
 
 
 def _padded(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> Any | None:
@@ -271,7 +274,7 @@ def _pooled(call: Any, operands: Sequence[Any], axes: Sequence[int]) -> Any | No
     )  # fmt: skip
 
 
-_TURNS: Mapping[str, Callable[[Any, Sequence[Any], Sequence[int]], Any | None]] = {
+_MOVED: Mapping[str, Callable[[Any, Sequence[Any], Sequence[int]], Any | None]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_POOLS, _pooled),
     **dict.fromkeys(_REDUCTIONS, _reduced),

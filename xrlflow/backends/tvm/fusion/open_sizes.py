@@ -1,4 +1,5 @@
-"""Sizes in a Relax module that are no numbers: kernels would read beyond their inputs, and TVM raises other errors."""
+"""Sizes in a Relax module that are not known when it is compiled. Kernels would read beyond their inputs, and TVM
+raises other errors."""
 
 from __future__ import annotations
 
@@ -12,13 +13,12 @@ from xrlflow.backends.tvm.toolchain.reading import operator
 
 
 def sized(module: Any) -> Any:
-    """A module of kernels. Raises BackendError if a kernel writes a size that depends on values: its loops could read
-    beyond its input."""
+    """The module of kernels, unchanged. Raises BackendError if the size of a kernel's result depends on values: its
+    loops could read beyond its input."""
     from tvm import relax
 
-    open_sizes: list[
-        Any
-    ] = []  # errors are raised below: on their way through TVM they would lose their class
+    # Errors are raised below: when they pass through TVM they lose their class.
+    open_sizes: list[Any] = []
 
     def look(expression: Any) -> None:
         if operator(expression) == "relax.call_tir" and not _has_size(expression.ty):
@@ -49,7 +49,7 @@ def _has_size(kind: Any) -> bool:
 
 
 def without_size(module: Any) -> str | None:
-    """The first operator or function called in a Relax module whose result has a size that is not a number."""
+    """The first operator or function that a Relax module calls whose result has a size that is not a number."""
     from tvm import relax
 
     calls: list[Any] = []
@@ -69,8 +69,8 @@ def without_size(module: Any) -> str | None:
 
 @contextmanager
 def answering(doing: str, module: Any = None) -> Iterator[None]:
-    """Turn everything that TVM raises about a model into BackendError. The message says whether the reason may be a
-    size in `module` that is not a number."""
+    """Turn every error of TVM inside the block into BackendError. `doing`: the verb of the message. If `module` has a
+    size that is not a number, the message names that as the reason."""
     try:
         yield
     except BackendError:

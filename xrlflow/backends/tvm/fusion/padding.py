@@ -1,9 +1,9 @@
 """Pads sizes that tiles do not divide: products and convolutions compute a little more, and the result is cropped.
 
-- Weights get columns of zeros, when the model is compiled, if vectors do not divide their columns. Otherwise a product
-  with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
-- Convolutions whose rows have a prime number of pixels (17, 71, 149) get a few more at the right. A tile of one row
-  would leave the multipliers waiting for operands half of the time.
+- Weights get columns of zeros, when the model is compiled, if the number of columns is not a multiple of a vector.
+  Otherwise a product with 50,257 columns, or a convolution to 255 channels, would be computed element by element.
+- Convolutions whose rows have a prime number of pixels (17, 71, 149) get a few more at the right. With a tile of one
+  row, the multipliers would wait for operands half of the time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from xrlflow.backends.tvm.schedules.ratings import Grid, rated_tiles
 from xrlflow.backends.tvm.toolchain.reading import constant, numbers, operator, sizes, with_calls
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# The padded size may be this many times the size that whole vectors need.
+# The padded number of columns may be this many times the least number that vectors divide.
 _MORE_COLUMNS = 1.05
 _FEW_VECTORS = 3
-# Longer rows must be estimated to be this many times faster, and may be this much longer.
+# Longer rows must be estimated to be `_GAIN` times faster, and may be `_MORE_PIXELS` times as long.
 _GAIN, _MORE_PIXELS = 1.15, 1.15
-# To copy a vector of an image, or a pixel's channel if vectors do not divide them, takes as long as this many
-# multiply-adds of vectors: padding a photograph took longer than its first convolution (measured).
+# To copy a vector of an image (or one channel of a pixel, if vectors do not divide the channels) takes as long as this
+# many multiply-adds of vectors: padding a photograph took longer than its first convolution (measured).
 _COPY = 8
-_ELEMENTWISE = 0  # relax's OpPatternKind: may follow a product in one function
+_ELEMENTWISE = 0  # relax's OpPatternKind: such a function may be fused with the product before it
 
 
 def pad_to_tiles(module: Any, machine: Machine) -> Any:
-    """The module with padded sizes in "main": for products of two dimensions with constant weights, and for
-    convolutions with constant weights and channels last."""
+    """The module with padded sizes in "main", for two-dimensional products with constant weights, and for convolutions
+    with constant weights and channels last."""
     from tvm.ir import GenericConst
 
     makers = {"relax.matmul": _matmul, "relax.nn.conv2d": _conv}
@@ -54,18 +54,19 @@ def pad_to_tiles(module: Any, machine: Machine) -> Any:
 
 
 def crop(x: Any, shape: Sequence[int]) -> Any:
-    """The first elements along each dimension."""
+    """The first elements along each dimension, as many as `shape` says."""
     from tvm import te
 
     return te.compute(list(shape), lambda *i: x[i], name="crop")
 
 
 def padded_columns(columns: int, lanes: int, in_halves: bool = False) -> int:
-    """The number of columns to compute: a multiple of several vectors, if that is hardly more than one of a vector.
+    """The number of columns to compute: a multiple of several vectors, if that is hardly more than a multiple of one
+    vector.
 
-    `in_halves`: see `Machine`. A few columns that half vectors divide stay there: 24 take 0.86 to 0.78 of the time of
-    32 (measured on Zen 4; 88 and 1,000 do not). Elsewhere only a single half vector stays: 24 columns took 1.45 to 1.8
-    times as long as 32, and 40 1.65 times as long as 48 (measured on Zen 5).
+    `in_halves`: see `Machine`. On such machines, a few columns that half vectors divide are not padded: 24 take 0.86 to
+    0.78 of the time of 32 (measured on Zen 4; 88 and 1,000 do not). On others, only a single half vector is not padded:
+    24 columns took 1.45 to 1.8 times as long as 32, and 40 1.65 times as long as 48 (measured on Zen 5).
     """
     if columns % lanes == 0 or columns == 1:
         return columns
@@ -81,9 +82,10 @@ def padded_columns(columns: int, lanes: int, in_halves: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The output of a convolution: `count` rows of `width` pixels. `flat`: a tile sees all of them as one row.
+    """The output of a convolution: `count` rows of `width` pixels. `flat`: a tile may cover the end of one row and the
+    beginning of the next.
 
-    `copies`: the vectors, or channels of pixels, that are copied to make the rows longer.
+    `copies`: the number of vectors (or of channels of pixels) that are copied to make the rows longer.
     """
 
     count: int
@@ -93,10 +95,11 @@ class Rows:
 
 
 def padded_width(rows: Rows, columns: int, row_stride: int, reduction: int, machine: Machine) -> int:
-    """The number of pixels in a row to compute: the one with the best estimate, if it is clearly better."""
+    """The number of pixels in a row to compute: the one with the least estimated time, if the gain is clear."""
 
     def steps(pixels: int, tiled: int) -> float:
-        """The multiply-adds of vectors that take as long as rows of this many pixels. `tiled`: what tiles divide."""
+        """The multiply-adds of vectors that take as long as rows of this many pixels. `tiled`: the number of pixels
+        that tiles divide."""
         best = max(value for value, _ in rated_tiles(Grid(tiled, columns, row_stride, reduction), machine))
         return rows.count * pixels * columns * reduction / machine.lanes / best
 

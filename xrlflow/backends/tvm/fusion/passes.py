@@ -1,4 +1,4 @@
-"""Passes: their names, and how they are applied. `XRLFLOW_DUMP=FOLDER` writes the module after each."""
+"""How passes are named and applied. `XRLFLOW_DUMP=FOLDER` writes the module after each."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 DUMP = "XRLFLOW_DUMP"
-"""The variable with the folder that modules are written into."""
+"""The environment variable with the folder that modules are written into."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """`run` makes another Relax module of one. `name`: of the file with that module."""
+    """A pass: `run` maps a Relax module to another. `name` is part of the name of the file with that module."""
 
     name: str
     run: Callable[[Any], Any]
@@ -29,8 +29,8 @@ class Pass:
 def applied(title: str, module: Any, passes: Sequence[Pass], machine: Machine) -> Any:
     """The module after all passes.
 
-    If `XRLFLOW_DUMP` is a folder, a new one in it (`title-1`, `title-2`, ...) gets the module as TVMScript before all
-    passes and after each. Raises BackendError if that cannot be written.
+    If `XRLFLOW_DUMP` is a folder, the module is written as TVMScript into a new folder in it (`title-1`, `title-2`,
+    ...), before all passes and after each. Raises BackendError if that is not possible.
     """
     write = _writer(title)
     write("before", module)
@@ -43,7 +43,8 @@ def applied(title: str, module: Any, passes: Sequence[Pass], machine: Machine) -
 
 
 def _writer(title: str) -> Callable[[str, Any], None]:
-    """What writes modules into numbered files of a new folder; nothing if no folder is asked for."""
+    """A function that writes modules into numbered files of a new folder; it does nothing if `XRLFLOW_DUMP` is not
+    set."""
     folder = os.environ.get(DUMP)
     if not folder:
         return lambda name, module: None
@@ -64,7 +65,7 @@ def _writer(title: str) -> Callable[[str, Any], None]:
 
 
 def _new_folder(folder: Path, title: str) -> Path:
-    """A folder that no other process writes into."""
+    """A new folder, which no other process uses."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:

@@ -1,4 +1,4 @@
-"""Generated kernels in the place of expressions of a Relax function."""
+"""Puts generated kernels in the place of expressions of a Relax function."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from xrlflow.backends.tvm.toolchain.reading import with_main
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A kernel that computes a variable. Kernels of one `form` are one function, which `make` makes and `name` names.
-    `read` gives the expressions that it reads; `shape` is that of its result."""
+    """A kernel that computes a variable. Kernels of the same `key` are one function, which `make` creates, with the
+    name `name`. `read` returns the expressions that the kernel reads; `shape` is that of its result."""
 
     name: str
-    workload: Hashable
+    key: Hashable
     make: Callable[[], Any]
     read: Callable[[], Sequence[Any]]
     shape: Sequence[int]
 
 
-def with_kernels(module: Any, found: Mapping[Any, Replacement]) -> Any:
-    """The module with kernels in the place of variables of "main". What nobody reads any more is left out."""
-    if not found:
+def with_kernels(module: Any, replacements: Mapping[Any, Replacement]) -> Any:
+    """The module in which kernels compute the variables of "main" that are in `replacements`. Expressions that are no
+    longer used are removed."""
+    if not replacements:
         return module
     tvm()
     from tvm import relax
@@ -35,15 +36,15 @@ def with_kernels(module: Any, found: Mapping[Any, Replacement]) -> Any:
     @relax.expr_functor.mutator
     class Replacer(relax.PyExprMutator):  # type: ignore[misc]
         def visit_var_binding_(self, binding: Any) -> None:
-            replacement = found.get(binding.var)
+            replacement = replacements.get(binding.var)
             if replacement is None:
                 super().visit_var_binding_(binding)
                 return
-            if replacement.workload not in functions:
-                functions[replacement.workload] = self.builder_.add_func(replacement.make(), replacement.name)
+            if replacement.key not in functions:
+                functions[replacement.key] = self.builder_.add_func(replacement.make(), replacement.name)
             read = [self.visit_expr(x) for x in replacement.read()]
             kind = relax.TensorType(replacement.shape, FLOAT)
-            call = relax.call_tir(functions[replacement.workload], read, kind)
+            call = relax.call_tir(functions[replacement.key], read, kind)
             self.builder_.emit_normalized(relax.VarBinding(binding.var, self.builder_.normalize(call)))
 
     return relax.transform.DeadCodeElimination()(with_main(module, Replacer(module)))

@@ -1,8 +1,8 @@
-"""Concatenations that cost nothing: kernels write their results where the concatenated tensor has them.
+"""Concatenations without copies: kernels write their results directly into the concatenated tensor.
 
-A tensor that becomes a slice of another one is never allocated: the kernels that write or read it get the whole tensor,
-and find their elements in it. Only parts that are no results of kernels (inputs, constants, a part that is there twice)
-are copied. DenseNet's features, for example, all live in the tensor that the last layer of a block reads.
+A tensor that becomes a slice of a concatenated one is never allocated: the kernels that write or read it get the
+concatenated tensor, and find their elements in it. Only parts that no kernel computes (inputs, constants, a part that
+occurs twice) are copied. DenseNet's features, for example, all live in the tensor that the last layer of a block reads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from xrlflow.backends.tvm.toolchain.reading import operator, sizes, with_calls
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _AXIS = "xrlflow.concat"
-"""The attribute of a function that concatenates its first parameters to its last: the axis."""
+"""The attribute of a function that concatenates its other parameters into its last one. The value is the axis."""
 _OPAQUE = 8  # relax's OpPatternKind: never fused
-# Smaller tensors are concatenated in a kernel, with what is before and after: calling several takes longer.
+# Elements. Smaller tensors are concatenated in a kernel, fused with the operators before and after: several calls take
+# longer.
 _LEAST = 4096
-# A part that these move is copied anyway, and together with other parts that are moved.
+# Parts that are computed by these are copied anyway, and together with other such parts.
 _MOVES = frozenset(
     f"relax.{name}"
     for name in ("strided_slice", "dynamic_strided_slice", "split", "permute_dims", "reshape", "expand_dims")
@@ -33,19 +34,20 @@ _MOVES = frozenset(
 
 
 def separate(module: Any) -> Any:
-    """The module with a kernel of its own for each concatenation in "main" of results that are computed, and not only
-    moved. (Otherwise it is fused, and each element is looked for in all parts.)"""
+    """The module in which concatenations of "main" have a kernel of their own, if at least half of their elements are
+    computed, and not only moved. Without it they would be fused, and the kernel would search all parts for each
+    element."""
 
     def replace(call: Any, builder: Any) -> Any | None:
         from tvm import relax, topi
 
         if operator(call) != "relax.concat" or call.attrs.axis is None:
             return None
-        whole, given = sizes(call), call.args[0]
-        given = builder.lookup_binding(given) if isinstance(given, relax.Var) else given
-        if whole is None or not isinstance(given, relax.Tuple) or math.prod(whole) < _LEAST:
+        whole, operands = sizes(call), call.args[0]
+        operands = builder.lookup_binding(operands) if isinstance(operands, relax.Var) else operands
+        if whole is None or not isinstance(operands, relax.Tuple) or math.prod(whole) < _LEAST:
             return None
-        parts = list(given.fields)
+        parts = list(operands.fields)
         computed = sum(math.prod(sizes(part) or ()) for part in parts if _is_computed(part, builder))
         if 2 * computed < math.prod(whole):
             return None
@@ -59,7 +61,7 @@ def separate(module: Any) -> Any:
 
 
 def _is_computed(part: Any, builder: Any) -> bool:
-    """Whether more is done than to move elements of inputs, and to compute on each of them."""
+    """Whether a part is computed by more than element-wise operators and operators that move elements."""
     from tvm import relax
 
     bound = builder.lookup_binding(part) if isinstance(part, relax.Var) else None
@@ -70,7 +72,7 @@ def _is_computed(part: Any, builder: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The elements from `offset` on along an axis of a tensor of this shape."""
+    """A slice of a tensor of this shape: the elements from `offset` on along `axis`."""
 
     shape: tuple[int, ...]
     axis: int
@@ -100,7 +102,7 @@ class _Copy:
     """A call that copies its first tensor to a slice of its second."""
 
     binding: Any
-    place: Slice
+    part_slice: Slice
 
 
 class _Steps:
@@ -112,10 +114,12 @@ class _Steps:
         self.builder = relax.BlockBuilder(module)
         self.bindings = list(bindings)
         self._result = result
-        self._known: dict[Any, Any] = {}  # the names of kernels whose parameters became slices
+        self._kernels_on_slices: dict[
+            Any, Any
+        ] = {}  # the names of kernels on slices, or None, by kernel, parameters and slice
 
     def copy_parts(self, machine: Machine) -> list[_Copy]:
-        """Replace each concatenation by copies of its parts, and return these."""
+        """Replace each concatenation by copies of its parts, and return these copies."""
         copies: list[_Copy] = []
         bindings: list[Any] = []
         for binding in self.bindings:
@@ -129,17 +133,17 @@ class _Steps:
             for part in parts:
                 size = sizes(part)
                 assert size is not None
-                place = Slice(shape, axis, offset)
+                part_slice = Slice(shape, axis, offset)
                 offset += size[axis]
-                copies.append(_Copy(self._copy(part, size, whole, place, machine), place))
+                copies.append(_Copy(self._copy(part, size, whole, part_slice, machine), part_slice))
                 bindings.append(copies[-1].binding)
         self.bindings = bindings
         return copies
 
     def remove(self, copy: _Copy) -> None:
-        """Make what is copied a slice of the whole for all kernels that use it, so that the copy is not needed.
+        """Make the copied tensor a slice of the concatenated one for all kernels that use it, so that the copy can go.
 
-        It stays if that is not possible, and if what is copied is a slice of another tensor already.
+        The copy stays if that is not possible, or if the tensor has become a slice of another tensor already.
         """
         from tvm import relax
 
@@ -158,8 +162,8 @@ class _Steps:
             if not uses or tensors.get(other.var) == tensor or other.var.same_as(binding.var):
                 continue
             if self._kernel(other) is None:
-                return  # it is seen in another shape, or returned
-            name = self._sliced(other.value.op, uses, copy.place)
+                return  # it is reshaped or returned
+            name = self._sliced(other.value.op, uses, copy.part_slice)
             if name is None:
                 return
             changed[at] = self._call(name, [whole if i in uses else x for i, x in enumerate(operands)])
@@ -178,7 +182,8 @@ class _Steps:
         return function if isinstance(function, tirx.PrimFunc) else None
 
     def _tensors(self) -> dict[Any, int]:
-        """The number of the tensor that each variable names, for tensors that are allocated here."""
+        """For each variable that names a tensor allocated here: the number of that tensor, which is the index of its
+        allocation."""
         from tvm import relax
 
         tensors: dict[Any, int] = {}
@@ -192,40 +197,41 @@ class _Steps:
     def _change(
         self, changed: Mapping[int, Any], tensors: Mapping[Any, int], tensor: int, whole: Any
     ) -> None:
-        """Make other calls, and allocate the whole instead of a tensor."""
+        """Replace calls (`changed`, by index of the binding), and remove a tensor that has become a slice of `whole`.
+        The allocation of `whole` moves to the first of both."""
         from tvm import relax
 
         whole_tensor = tensors[whole]
-        first, kept = min(tensor, whole_tensor), []
+        first, bindings = min(tensor, whole_tensor), []
         for at, binding in enumerate(self.bindings):
             if at == first:
-                kept.append(self.bindings[whole_tensor])
+                bindings.append(self.bindings[whole_tensor])
             if at != whole_tensor and tensors.get(binding.var) != tensor:
-                kept.append(relax.VarBinding(binding.var, changed.get(at, binding.value)))
-        self.bindings = kept
+                bindings.append(relax.VarBinding(binding.var, changed.get(at, binding.value)))
+        self.bindings = bindings
 
-    def _sliced(self, name: Any, positions: tuple[int, ...], place: Slice) -> Any | None:
-        key = (str(name.name_hint), positions, place)
-        if key not in self._known:
-            function = sliced(self.builder.get()[name], positions, place)
+    def _sliced(self, name: Any, positions: tuple[int, ...], part_slice: Slice) -> Any | None:
+        key = (str(name.name_hint), positions, part_slice)
+        if key not in self._kernels_on_slices:
+            function = sliced(self.builder.get()[name], positions, part_slice)
             added = None if function is None else self.builder.add_func(function, f"{key[0]}_slice")
-            self._known[key] = added
-        return self._known[key]
+            self._kernels_on_slices[key] = added
+        return self._kernels_on_slices[key]
 
     def _call(self, name: Any, arguments: Sequence[Any]) -> Any:
         from tvm import relax
 
         return self.builder.normalize(relax.Call(name, list(arguments)))
 
-    def _copy(self, part: Any, size: Sequence[int], whole: Any, place: Slice, machine: Machine) -> Any:
-        """A call of a kernel that copies a part to its slice of the whole."""
+    def _copy(self, part: Any, size: Sequence[int], whole: Any, part_slice: Slice, machine: Machine) -> Any:
+        """A call of a kernel that copies a part to its slice of the concatenated tensor."""
         from tvm import relax, te
 
-        given = te.placeholder(list(size), str(part.ty.dtype), name="part")
-        same = te.compute(given.shape, lambda *i: given[i], name="copy")
-        function = te.create_prim_func([given, same]).with_attr("tirx.noalias", True)
+        source = te.placeholder(list(size), str(part.ty.dtype), name="part")
+        same = te.compute(source.shape, lambda *i: source[i], name="copy")
+        function = te.create_prim_func([source, same]).with_attr("tirx.noalias", True)
         scheduled = schedule(tvm().IRModule({"main": function}), machine).mod["main"]
-        function = sliced(scheduled, (1,), place)
+        function = sliced(scheduled, (1,), part_slice)
         assert function is not None
         function = function.without_attr("global_symbol").with_attr(SCHEDULED, True)
         call = self._call(self.builder.add_func(function, "copy_slice"), [part, whole])
@@ -246,9 +252,9 @@ def _variables(value: Any) -> Iterator[Any]:
         yield value
 
 
-def sliced(function: Any, positions: Sequence[int], place: Slice) -> Any | None:
-    """A kernel that has the tensors at these positions of its parameters in a slice. It gets the whole tensors instead.
-    Returns None for a kernel that takes their addresses."""
+def sliced(function: Any, positions: Sequence[int], part_slice: Slice) -> Any | None:
+    """The kernel changed so that its parameters at these positions are concatenated tensors, of which it uses the slice
+    `part_slice`. None for a kernel that takes the address of such a parameter."""
     from tvm import tirx
     from tvm.ir.expr import TensorLoad, TensorRegion
     from tvm.tirx.analysis import undefined_vars
@@ -256,7 +262,7 @@ def sliced(function: Any, positions: Sequence[int], place: Slice) -> Any | None:
 
     old = [function.params[i] for i in positions]
     new = [
-        tirx.decl_buffer(list(place.shape), str(b.dtype), b.name, data_alignment=b.data_alignment)
+        tirx.decl_buffer(list(part_slice.shape), str(b.dtype), b.name, data_alignment=b.data_alignment)
         for b in old
     ]
     parameters = list(function.params)
@@ -267,10 +273,10 @@ def sliced(function: Any, positions: Sequence[int], place: Slice) -> Any | None:
         return next((n for o, n in zip(old, new) if o.same_as(buffer)), None)
 
     def moved(index: Any) -> Any:
-        return index + tirx.const(place.offset, index.ty.dtype) if place.offset else index
+        return index + tirx.const(part_slice.offset, index.ty.dtype) if part_slice.offset else index
 
     def at_slice(indices: Sequence[Any]) -> list[Any]:
-        return [moved(index) if axis == place.axis else index for axis, index in enumerate(indices)]
+        return [moved(index) if axis == part_slice.axis else index for axis, index in enumerate(indices)]
 
     def load(value: Any) -> Any:
         buffer = whole(value.source)
@@ -285,8 +291,8 @@ def sliced(function: Any, positions: Sequence[int], place: Slice) -> Any | None:
         if buffer is None:
             return value
         ranges = list(value.region)
-        along = ranges[place.axis]
-        ranges[place.axis] = tvm().ir.Range.from_min_extent(moved(along.min), along.extent)
+        along = ranges[part_slice.axis]
+        ranges[part_slice.axis] = tvm().ir.Range.from_min_extent(moved(along.min), along.extent)
         return tirx.BufferRegion(buffer, ranges)
 
     body = structural_map(

@@ -1,7 +1,7 @@
-"""Layers alone: a convolution or product with what follows, as a Relax module, and the schedules of its kernel.
+"""Single layers: a convolution or product with the steps after it, as a Relax module, and the schedules of its kernel.
 
-A model's layer usually gets its kernel from Relax's fusion, with the tile of a heuristic. With another tile, it is
-compiled as a module of its own, and its kernel and operands are put in the place of the layer.
+A model's layer usually gets its kernel from Relax's fusion, with the tile that a heuristic chooses. To use another
+tile, the layer is compiled as a module of its own, and its kernel and operands replace the layer in the model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from xrlflow.backends.tvm.schedules.ratings import TileBlocking
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# Operators, and their layouts, by the dimensions of the image.
+# Operators, and their layouts, by the number of dimensions of the image.
 _CONVOLUTIONS = {3: ("conv1d", "NWC", "WIO"), 4: ("conv2d", "NHWC", "HWIO"), 5: ("conv3d", "NDHWC", "DHWIO")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operands:
-    """Weights, and the values of those extras that are numbers by channel; None for those that are variables."""
+    """Weights, and for each extra its values: one number for each channel, or None if the extra is a variable."""
 
     weights: Floats
     extras: tuple[Floats | None, ...]
 
 
-def drawn(workload: LayerWorkload) -> Operands:
-    """Random operands of a layer. Times do not depend on them."""
+def random_operands(workload: LayerWorkload) -> Operands:
+    """Random weights and extras of a layer. Times do not depend on them."""
     rng = np.random.default_rng(0)
     shape, terms = weights_shape(workload), workload.terms
     weights = rng.standard_normal(shape, np.float32) * np.float32(terms**-0.5)
@@ -49,8 +49,8 @@ def drawn(workload: LayerWorkload) -> Operands:
     )
 
 
-def large_of(workload: LayerWorkload) -> dict[str, Floats]:
-    """Random values of the variables of `module_of`."""
+def random_variables(workload: LayerWorkload) -> dict[str, Floats]:
+    """Random values of the variables of `module_of`, by name."""
     rng = np.random.default_rng(1)
     large = [f"extra{i}" for i, extra in enumerate(workload.extras) if not extra.by_channel]
     shapes = {"image": workload.image, **dict.fromkeys(large, workload.out)}
@@ -64,7 +64,7 @@ def weights_shape(workload: LayerWorkload) -> tuple[int, ...]:
 
 
 def module_of(workload: LayerWorkload, operands: Operands) -> Any:
-    """A Relax module of a layer: "main" takes the image and the extras that are as large as the result."""
+    """A Relax module of a layer. "main" takes the image and those extras that are as large as the result."""
     tvm()
     from tvm import relax
 
@@ -115,45 +115,46 @@ def _computed(workload: LayerWorkload, image: Any, weights: Any) -> Any:
 
 
 def with_steps(builder: Any, first: Any, steps: Sequence[Step], extras: Sequence[Any]) -> Any:
-    """The last variable of a Relax function that is being built, after `steps` that follow the variable `first`.
-    `extras`: the expressions of the steps' extras, those by channel of a shape that is spread over the result."""
-    found, left = [first], iter(extras)
+    """Append `steps` after the variable `first` of a Relax function that is being built, and return the last variable.
+    `extras`: the expressions of the steps' extras; those of one number for each channel have a shape that
+    broadcasts."""
+    results, remaining = [first], iter(extras)
     for step in steps:
-        args = [_operand(o, found, left) for o in step.operands]
-        found.append(builder.emit(_operator(step)(*args)))
-    return found[-1]
+        args = [_operand(o, results, remaining) for o in step.operands]
+        results.append(builder.emit(_operator(step)(*args)))
+    return results[-1]
 
 
-def _operand(given: float | Extra | Earlier, found: Sequence[Any], left: Iterator[Any]) -> Any:
+def _operand(operand: float | Extra | Earlier, results: Sequence[Any], remaining: Iterator[Any]) -> Any:
     from tvm import relax
 
-    if isinstance(given, Earlier):
-        return found[given.step]
-    return next(left) if isinstance(given, Extra) else relax.const(given, FLOAT)
+    if isinstance(operand, Earlier):
+        return results[operand.step]
+    return next(remaining) if isinstance(operand, Extra) else relax.const(operand, FLOAT)
 
 
 def _operator(step: Step) -> Any:
     from tvm import relax
 
-    found: Any = relax.op
+    result: Any = relax.op
     for name in step.operator.split(".")[1:]:
-        found = getattr(found, name)
-    return found
+        result = getattr(result, name)
+    return result
 
 
-def fuse_alone(workload: LayerWorkload, operands: Operands, machine: Machine) -> Any:
+def fuse_layer(workload: LayerWorkload, operands: Operands, machine: Machine) -> Any:
     """The fused module of a layer whose kernels are tiles."""
     return applied("layer", module_of(workload, operands), last_passes(machine), machine)
 
 
 @lru_cache(maxsize=2)
 def fused(workload: LayerWorkload, machine: Machine) -> Any:
-    """The same with random operands. Few are kept, since each has all weights of a layer."""
-    return fuse_alone(workload, drawn(workload), machine)
+    """The fused module of a layer with random operands. The cache holds few, since each has all weights of a layer."""
+    return fuse_layer(workload, random_operands(workload), machine)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Alone:
+class OnlyKernel:
     """The only kernel of a layer, not yet scheduled, and the call of it."""
 
     kernel: Any
@@ -164,42 +165,42 @@ class Alone:
         return tvm().IRModule({"main": self.kernel.with_attr("global_symbol", "main")})
 
 
-def only_kernel(module: Any) -> Alone | None:
-    """The kernel of a fused module that only calls one; None if there are more, or other expressions."""
+def only_kernel(module: Any) -> OnlyKernel | None:
+    """The kernel of a fused module that consists of one call; None if it has other expressions or several kernels."""
     from tvm import tirx
 
     bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
     kernels = [f for f in module.functions.values() if isinstance(f, tirx.PrimFunc)]
     if len(kernels) != 1 or len(bindings) != 1 or not hasattr(bindings[0].value, "args"):
         return None
-    return Alone(kernels[0], bindings[0].value)
+    return OnlyKernel(kernels[0], bindings[0].value)
 
 
 @cache
 def tile_choices(workload: LayerWorkload, machine: Machine) -> tuple[TileBlocking, ...]:
-    """The tiles of a layer's kernel, that of the heuristic first, then those with the best ratings; none if it has no
-    choice, or several kernels. Some may not fit (see `tiled`)."""
+    """The tiles of a layer's kernel: that of the heuristic first, then those with the best ratings. There are none if
+    the kernel's tile cannot be chosen, or if there are several kernels. Some may not fit (see `tiled`)."""
     with heeding_interrupts():
         alone = only_kernel(fused(workload, machine))
-        if alone is None or (usual := heuristic(alone.module, machine)) is None:
+        if alone is None or (default := heuristic(alone.module, machine)) is None:
             return ()
-        return tuple(dict.fromkeys([usual, *choices(alone.module, machine)]))
+        return tuple(dict.fromkeys([default, *choices(alone.module, machine)]))
 
 
-def tiled(alone: Alone, choice: TileBlocking, machine: Machine) -> Any | None:
-    """The kernel with this tile, scheduled; None if the tile does not fit the blocks around the sum."""
+def tiled(alone: OnlyKernel, choice: TileBlocking, machine: Machine) -> Any | None:
+    """The kernel with this tile, scheduled; None if TVM cannot apply the tile to the blocks around the sum."""
     from tvm.s_tir import ScheduleError
 
     with heeding_interrupts():
         try:
-            done = apply(alone.module, machine, choice).mod["main"]
+            scheduled = apply(alone.module, machine, choice).mod["main"]
         except ScheduleError:
             return None
-    return done.without_attr("global_symbol").with_attrs({SCHEDULED: True, "op_pattern": OPAQUE})
+    return scheduled.without_attr("global_symbol").with_attrs({SCHEDULED: True, "op_pattern": OPAQUE})
 
 
 def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
-    """The operands of a layer's only kernel, its variables replaced by expressions of another function."""
+    """The operands of a layer's only kernel, in which expressions of another function replace the variables."""
     from tvm import relax
 
     alone = only_kernel(module)
@@ -207,21 +208,22 @@ def spliced(module: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
     return [variables[str(x.name)] if isinstance(x, relax.Var) else x for x in alone.call.args[1].fields]
 
 
-def arguments(alone: Alone, scheduled: Any, workload: LayerWorkload) -> list[Floats] | None:
-    """What a layer's scheduled kernel reads, with random operands; None if it packs its weights in an unknown order."""
+def arguments(alone: OnlyKernel, scheduled: Any, workload: LayerWorkload) -> list[Floats] | None:
+    """The arguments of a layer's scheduled kernel, with random values; None if it packs its weights in an unknown
+    order."""
     from tvm import relax
 
-    package, given = tvm(), large_of(workload)
+    package, variables = tvm(), random_variables(workload)
     stripped = package.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(scheduled)
-    found = []
+    arrays = []
     for x, parameter in zip(alone.call.args[1].fields, stripped["main"].params):
-        value = given[str(x.name)] if isinstance(x, relax.Var) else x.value.numpy()
+        value = variables[str(x.name)] if isinstance(x, relax.Var) else x.value.numpy()
         shape = tuple(int(n) for n in parameter.shape)
         packed = value if value.shape == shape else _in_panels(value, shape[-1])
         if packed.shape != shape:
             return None
-        found.append(packed)
-    return found
+        arrays.append(packed)
+    return arrays
 
 
 def _in_panels(weights: Floats, width: int) -> Floats:

@@ -1,9 +1,9 @@
-"""Which algorithm each convolution or product gets: the fastest ones whose errors together stay within a budget.
+"""Chooses an algorithm for each convolution and product: the fastest ones whose errors together stay within a budget.
 
-A plain algorithm multiplies as often as the layer says. Errors of layers add up as variances. A layer that rounds r
-times as much as with a plain algorithm takes r^2 shares of the variance; with a plain one it takes one, like each other
-layer with weights. The shares of a graph of n layers may add up to n times the budget squared: then the whole graph
-rounds about as many times as much as with plain algorithms.
+A plain algorithm does all multiplications of the layer's definition. Rounding errors of layers add up as variances. The
+unit (a share) is the variance of a layer with a plain algorithm. A layer whose algorithm rounds r times as much takes
+r^2 shares. The shares of a graph of n layers with weights may add up to n times the budget squared: then the graph's
+error is about as many times as large as with plain algorithms.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from xrlflow.backends.tvm.kernels import bands
 from xrlflow.backends.tvm.kernels.layer_kernels import Algorithm, Blocking, LayerWorkload
 
 BUDGET = 3.5
-"""The verification of a result accepts four times the original's own error."""
+"""How many times larger the error of a graph may become. (The verification of a result accepts four times the
+original's own error.)"""
 WORST_CHANNEL = 6.0
-"""A layer keeps its plain algorithm if another one rounds more times as much in an output channel: with weights that
-take differences of pixels, for instance, on smooth images. (F(4,3) has 3.1 to 5.9 in layers of trained networks.)"""
+"""An algorithm is not used in a layer if it rounds more times as much in one output channel. That happens on smooth
+images if weights take differences of pixels. (F(4,3) has 3.1 to 5.9 in layers of trained networks.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmOption:
-    """An algorithm for a layer. `cost`: time, estimated or measured, in the unit of all layers; infinite if there is no
-    estimate. `error`: relative to that of plain algorithms, for usual images. `plan`: the blocking; None: the one with
-    the least estimated time. `most`: the bound of the error for every image, relative to that of plain algorithms."""
+    """An algorithm that a layer may have."""
 
     algorithm: Algorithm
     cost: float
+    """Its time, estimated or measured, in one unit for all layers; infinite if there is no estimate."""
     error: float = 1.0
+    """Its error for usual images, relative to that of plain algorithms."""
     blocking: Blocking | None = None
+    """None: the blocking with the least estimated time."""
     most: float = 1.0
+    """A bound of its error for every image, relative to that of plain algorithms."""
 
     @property
     def shares(self) -> float:
@@ -43,7 +46,7 @@ class AlgorithmOption:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The fastest kernel of an algorithm that was measured: its seconds, and its blocking (None: the one with the least
+    """The fastest measured kernel of an algorithm: its seconds, and its blocking (None: the one with the least
     estimated time)."""
 
     seconds: float
@@ -51,13 +54,13 @@ class Timed:
 
 
 Times: TypeAlias = Mapping[Algorithm, Timed | None]
-"""What was measured of a layer's algorithms. None: all kernels of the algorithm failed."""
+"""The measurements of a layer, by algorithm. None: all kernels of the algorithm failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBlock:
-    """The fastest way of a depthwise convolution with its neighbours that was measured: its seconds, and the blocking
-    of the kernel in bands (None: one kernel for each convolution)."""
+    """The fastest measured computation of an inverted residual: its seconds, and the blocking of the kernel in bands
+    (None: one kernel for each convolution)."""
 
     seconds: float
     blocking: bands.BandBlocking | None = None
@@ -67,24 +70,27 @@ class Timings(Protocol):
     """Measured times of layers."""
 
     def of(self, workload: LayerWorkload, far: bool) -> Times:
-        """What is known of a layer; empty if it was not measured. `far`: its weights come from memory."""
+        """The measurements of a layer; empty if there are none. `far`: its weights come from memory."""
         ...
 
     def of_block(self, workload: bands.ConvBlock, far: bool) -> TimedBlock | None:
-        """The same of a depthwise convolution with its neighbours; None if it was not measured."""
+        """The measurement of an inverted residual; None if there is none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """The algorithm of a layer in a compiled graph. `share`: its part of the estimated variance of rounding errors of
-    all layers with weights. `layer`: the kind and sizes of the layer. `error`, `most`: see `Choice`."""
+    """The algorithm of a layer in a compiled graph."""
 
     layer: str
+    """The kind and sizes of the layer."""
     algorithm: str
     error: float
+    """See `AlgorithmOption`."""
     share: float
+    """The layer's part of the estimated variance of rounding errors of all layers with weights."""
     most: float = 1.0
+    """See `AlgorithmOption`."""
 
     @property
     def plain(self) -> bool:
@@ -100,28 +106,29 @@ class AlgorithmChoice:
         )
 
 
-def multiplies_less(chosen: Iterable[AlgorithmChoice]) -> bool:
+def multiplies_less(choices: Iterable[AlgorithmChoice]) -> bool:
     """Whether a layer has an algorithm that is not plain."""
-    return not all(each.plain for each in chosen)
+    return not all(each.plain for each in choices)
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithms:
-    """What convolutions and products may use. `exact`: plain algorithms, which alone round no more than that for every
-    image: estimated errors are those of usual ones. (F(2,3) has 0.7 to 1.1 times the plain error, but about twice where
-    most pixels are zero.) `only`: this algorithm wherever it can be used, whatever it costs (for measurements).
-    `timings`: times that take the place of estimates where they are known. `blocks`: whether a depthwise convolution
-    and its neighbours may be one kernel."""
+    """Which algorithms convolutions and products may use."""
 
     exact: bool = False
+    """Only plain algorithms. The estimated errors of others hold for usual images only. (F(2,3) has 0.7 to 1.1 times
+    the plain error, but about twice where most pixels are zero.)"""
     budget: float = BUDGET
     only: Algorithm | None = None
+    """Use this algorithm wherever it can be used, whatever it costs (for measurements)."""
     timings: Timings | None = None
+    """Measured times, which replace estimates."""
     blocks: bool = True
+    """Whether an inverted residual may be one kernel."""
 
     def choose(self, layers: Sequence[Sequence[AlgorithmOption]], others: int) -> list[AlgorithmOption]:
-        """A choice for each layer, whose first choice is plain. `others`: how many more layers with weights the graph
-        has."""
+        """An option for each layer. The first option of each is a plain algorithm. `others`: the number of further
+        layers with weights in the graph."""
         if self.only is not None:
             return [next((c for c in layer if c.algorithm is self.only), layer[0]) for layer in layers]
         if self.exact:
@@ -133,65 +140,71 @@ class Algorithms:
 def with_times(
     layers: Sequence[Sequence[AlgorithmOption]], times: Sequence[Times]
 ) -> list[list[AlgorithmOption]]:
-    """The choices of layers, their estimated costs replaced by measured seconds.
+    """The options of layers, in which measured seconds replace estimated costs.
 
-    A layer was measured if its first choice was. There, what was not measured of it costs its estimate times the
-    ratio of the first one's seconds to its estimate, and an algorithm whose kernels all failed is no choice. In
-    other layers the median ratio makes seconds of estimates. Without measured layers all remain as they are.
+    A layer counts as measured if its first option was measured. An option of such a layer that was not measured costs
+    its estimate, times the seconds of the first option over the estimate of the first option; an algorithm whose
+    kernels all failed is removed. In other layers, the median of these ratios converts estimates to seconds. If no
+    layer was measured, nothing changes.
     """
     ratios = [
-        known.seconds / layer[0].cost if (known := found.get(layer[0].algorithm)) is not None else None
-        for layer, found in zip(layers, times)
+        timed.seconds / layer[0].cost if (timed := measurements.get(layer[0].algorithm)) is not None else None
+        for layer, measurements in zip(layers, times)
     ]
     if not (measured := [ratio for ratio in ratios if ratio is not None]):
         return [list(layer) for layer in layers]
-    usual = statistics.median(measured)
+    median = statistics.median(measured)
     return [
-        [replace(c, cost=usual * c.cost) for c in layer] if ratio is None else _timed(layer, found, ratio)
-        for layer, found, ratio in zip(layers, times, ratios)
+        [replace(c, cost=median * c.cost) for c in layer]
+        if ratio is None
+        else _timed(layer, measurements, ratio)
+        for layer, measurements, ratio in zip(layers, times, ratios)
     ]
 
 
 def _timed(layer: Sequence[AlgorithmOption], times: Times, ratio: float) -> list[AlgorithmOption]:
-    """The choices of a layer that was measured."""
-    choices = []
-    for choice in layer:
-        if choice.algorithm not in times:
-            choices.append(replace(choice, cost=ratio * choice.cost))
-        elif (found := times[choice.algorithm]) is not None:
-            choices.append(replace(choice, cost=found.seconds, blocking=found.blocking))
-    return choices
+    """The options of a layer that was measured."""
+    options = []
+    for option in layer:
+        if option.algorithm not in times:
+            options.append(replace(option, cost=ratio * option.cost))
+        elif (timed := times[option.algorithm]) is not None:
+            options.append(replace(option, cost=timed.seconds, blocking=timed.blocking))
+    return options
 
 
 def _cheapest(layers: Sequence[Sequence[AlgorithmOption]], shares: float) -> list[AlgorithmOption]:
-    """The choices that cost least, of at most so many shares together: from the cheapest of all, those are given up
-    that save least for the shares that they take (a greedy solution of the knapsack problem)."""
-    chosen = [min(layer, key=lambda c: (c.cost, c.shares)) for layer in layers]
-    while sum(c.shares for c in chosen) > shares:
+    """The options that cost least and take at most so many shares together. At first each layer has its cheapest
+    option. Then options are exchanged, one after the other, for those that cost the least more for each share that they
+    save (a greedy solution of the knapsack problem)."""
+    selected = [min(layer, key=lambda c: (c.cost, c.shares)) for layer in layers]
+    while sum(c.shares for c in selected) > shares:
         steps = [
             (_price(now, other), at, other)
-            for at, (now, layer) in enumerate(zip(chosen, layers))
+            for at, (now, layer) in enumerate(zip(selected, layers))
             for other in layer
             if other.shares < now.shares
         ]
         if not steps:
             break
         _, at, other = min(steps, key=lambda step: step[:2])
-        chosen[at] = other
-    return chosen
+        selected[at] = other
+    return selected
 
 
 def _price(now: AlgorithmOption, other: AlgorithmOption) -> float:
-    """What is lost for each share that is gained by another choice."""
+    """By how much `other` costs more than `now`, for each share that it saves."""
     return (other.cost - now.cost) / (now.shares - other.shares)
 
 
-def shared_out(names: Sequence[str], chosen: Sequence[AlgorithmOption], others: int) -> list[AlgorithmChoice]:
-    """What was chosen, with each layer's part of the variance."""
-    total = math.fsum(c.shares for c in chosen) + others
+def shared_out(
+    names: Sequence[str], selected: Sequence[AlgorithmOption], others: int
+) -> list[AlgorithmChoice]:
+    """The selected options, each with its part of the variance of all layers."""
+    total = math.fsum(c.shares for c in selected) + others
     return [
         AlgorithmChoice(name, c.algorithm.value, c.error, c.shares / total, c.most)
-        for name, c in zip(names, chosen)
+        for name, c in zip(names, selected)
     ]
 
 

@@ -2,10 +2,11 @@
 
 The scores of a few rows stay in the cache between the two products, while separate operators move all scores through
 memory five times (Dao et al., FlashAttention, 2022; without its running maximum, since a row of scores fits into the
-cache). Each task packs the keys and values of its head into panels. q, k and v are read where they are, and the result
-is written where it is read, so that the transpositions around the heads disappear. Both products have a tile of
-accumulators in vector registers (see `schedules`). A row is divided by its sum at the end: values so large that their
-sum overflows give infinities, where separate operators would have divided first.
+cache). Each task packs the keys and values of its head into panels. The kernel reads q, k and v as they are stored and
+writes the result as the next operator reads it, so that the transpositions around the heads disappear. Both products
+have a tile of accumulators in vector registers (see `schedules`). A row is divided by its sum at the end. So if the sum
+of a row overflows, the result is infinite, where separate operators, which divide before the second product, give a
+number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 SCHEDULED = "tirx.is_scheduled"
-"""TVM's mark of a function that is scheduled completely."""
+"""TVM's attribute of a function that needs no further schedule."""
 
 _FLOAT = "float32"
 _LOCAL = "local"
@@ -34,9 +35,10 @@ _PACKING = 2
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An operand [.., row, column], stored as `shape`: its dimension i is dimension `axes[i]` of `shape`.
+    """An operand [.., row, column] that is stored as an array of `shape`. Its dimension i is dimension `axes[i]` of
+    `shape`.
 
-    `fixed`: (dimension, index) for each dimension of `shape` of which the operand has one index only.
+    `fixed`: (dimension, index) for each dimension of `shape` from which the operand takes one index.
     """
 
     shape: tuple[int, ...]
@@ -52,22 +54,23 @@ class Array:
         """Bytes from one row to the next."""
         return 4 * math.prod(self.shape[self.axes[-2] + 1 :])
 
-    def place(self, index: Sequence[Any]) -> list[Any]:
-        """The stored index of an element of the operand."""
-        where: list[Any] = [None] * len(self.shape)
+    def stored_index(self, index: Sequence[Any]) -> list[Any]:
+        """The index in `shape` of an element of the operand."""
+        result: list[Any] = [None] * len(self.shape)
         for axis, i in (*zip(self.axes, index), *self.fixed):
-            where[axis] = i
-        return where
+            result[axis] = i
+        return result
 
     def at(self, head: Any, row: Any, column: Any) -> list[Any]:
-        """The stored index of an element. `head`: the number of its head, counted through all other dimensions."""
-        return self.place([*_unfold(head, self.sizes[:-2]), row, column])
+        """The index in `shape` of an element. `head`: the number of its head, counted through all dimensions before row
+        and column."""
+        return self.stored_index([*_unfold(head, self.sizes[:-2]), row, column])
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A further operand of a step. Its shape broadcasts to that of the scores, which have the dimensions `heads` before
-    rows and columns in this step."""
+    """A further operand of a step. Its shape broadcasts to that of the scores. `heads`: the dimensions that the scores
+    have before rows and columns in this step."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -76,7 +79,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class ScoreStep:
-    """An operator between the products. An operand is the scores (None), a number, or an `Extra`."""
+    """An operator between the products. An operand is None (the scores), a number, or an `Extra`."""
 
     operator: str
     operands: tuple[float | Extra | None, ...]
@@ -84,8 +87,8 @@ class ScoreStep:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The computation: softmax(steps(q k)) v, along the last dimension of the scores. Operands have the same number of
-    heads, but maybe in other dimensions."""
+    """The workload softmax(steps(q k)) v, along the last dimension of the scores. Operands have the same number of
+    heads, but their dimensions may differ."""
 
     q: Array
     k: Array
@@ -124,8 +127,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlocking:
-    """The tile of a kernel: its rows; the columns of a panel of keys and of one of values, in vectors of `lanes` and
-    `value_lanes`; and into how many parts the rows of a head are divided among threads."""
+    """The blocking of the kernel: the rows of a tile; the columns of a panel of keys and of a panel of values, in
+    vectors of `lanes` and `value_lanes`; and the number of parts into which the rows of a head are divided among
+    threads."""
 
     rows: int
     columns: int
@@ -136,12 +140,12 @@ class AttentionBlocking:
 
 
 def best_blocking(workload: Attention, machine: Machine) -> AttentionBlocking:
-    """The tile with the best estimate for both products together, as in `schedules.ratings`."""
+    """The blocking with the best estimate for both products together, as in `schedules.ratings`."""
     lanes = machine.lanes
     value_lanes = next((n for n in _vectors(lanes) if workload.width % n == 0), lanes)
-    apart = any(array.row_stride % _PAGE == 0 for array in (workload.q, workload.out))
+    paged = any(array.row_stride % _PAGE == 0 for array in (workload.q, workload.out))
     best: tuple[float, int, int, int] | None = None
-    for rows in range(1, min(workload.rows, _WAYS if apart else _MOST_ROWS) + 1):
+    for rows in range(1, min(workload.rows, _WAYS if paged else _MOST_ROWS) + 1):
         for first in range(1, 7):
             for second in range(1, 7):
                 if not machine.keeps(rows, max(first, second)):
@@ -162,7 +166,7 @@ def best_blocking(workload: Attention, machine: Machine) -> AttentionBlocking:
 
 
 def _vectors(lanes: int) -> list[int]:
-    """Vector lengths: whole registers, halves and quarters."""
+    """Vector lengths: full registers, halves and quarters."""
     return [n for n in (lanes, lanes // 2, lanes // 4) if n > 1]
 
 
@@ -172,15 +176,15 @@ def _whole(extent: int, step: int) -> int:
 
 
 def _cost(rows: int, vectors: int) -> float:
-    """The cost of one step of a tile's reduction, for each of its vectors of columns."""
+    """The time of one step of a tile's reduction, for each vector of its columns."""
     accumulators = rows * vectors
     busy = min(1.0, accumulators / 8)
     return rows / busy * (1.0 + 0.5 * (rows + vectors) / accumulators)
 
 
 def _parts(workload: Attention, rows: int, cores: int) -> int:
-    """Into how many parts the rows of a head are divided, so that the busiest thread finishes first. Each part packs
-    the keys of its head for itself."""
+    """The number of parts into which the rows of a head are divided, so that the busiest thread finishes as early as
+    possible. Each part packs all keys of its head."""
     heads, tiles = math.prod(workload.heads), -(-workload.rows // rows)
 
     def longest(parts: int) -> int:
@@ -207,7 +211,7 @@ def kernel(workload: Attention, machine: Machine) -> Any:
             out = T.arg("out", T.buffer(workload.out.shape, _FLOAT))
             loop = T.parallel if workload.flops >= WORTH_A_THREAD else T.serial
             tasks = loop(0, math.prod(workload.heads) * blocking.parts)
-            # TVM looks in every function for a root block and a block inside it.
+            # TVM expects a root block in every function, and a block inside it.
             with T.sblock("root"), tasks as task, T.sblock("attention"):
                 T.reads([])
                 T.writes([])
@@ -218,16 +222,16 @@ def kernel(workload: Attention, machine: Machine) -> Any:
 
 
 def _unfold(index: Any, sizes: Sequence[int]) -> list[Any]:
-    """The indices of several dimensions from one that counts through them."""
-    found: list[Any] = []
+    """The indices of several dimensions of these sizes, from the number of an element counted through them."""
+    indices: list[Any] = []
     for size in reversed(sizes):
-        found.insert(0, index % size)
+        indices.insert(0, index % size)
         index = index // size
-    return found
+    return indices
 
 
 class _Head:
-    """Writes the loops over some rows of one head, into the function that is being built."""
+    """Writes the loops over some rows of one head into the function that is being built."""
 
     def __init__(
         self,
@@ -265,7 +269,7 @@ class _Head:
             _where(None if share * self._blocking.parts == tiles else tile < tiles, lambda: self._tile(tile))
 
     def _tile(self, tile: Any) -> None:
-        """Compute the rows of one tile: scores, their softmax, and the sum of values."""
+        """Compute the rows of one tile: scores, their softmax, and the sums of values."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -273,7 +277,7 @@ class _Head:
         first, exact = tile * blocking.rows, workload.rows % blocking.rows == 0
 
         def row(i: Any) -> Any:
-            """The row to read. After the last row it is the last one again, and the result is dropped."""
+            """The row to read. After the last row, the last one is read again, and its result is not stored."""
             return first + i if exact else tirx.Min(first + i, tirx.const(workload.rows - 1, "int32"))
 
         def score(i: Any, n: Any, total: Any) -> None:
@@ -309,7 +313,8 @@ class _Head:
         return self._k[self._workload.k.at(self._head, d, n)]
 
     def _pack_keys(self) -> None:
-        """Pack keys as [panel, depth, column]; columns after the last key are 0. Loops follow the memory of k."""
+        """Pack keys as [panel, depth, column]; columns after the last key are 0. The loops read k in the order of
+        memory."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -324,24 +329,24 @@ class _Head:
                 d, n = (a, b) if along_keys else (b, a)
                 T.buffer_store(self._keys, self._key(d, panel * blocking.columns + n), [panel, d, n])
 
-        whole, rest = divmod(workload.keys, blocking.columns)
+        whole, remainder = divmod(workload.keys, blocking.columns)
         if side > 1:
             self._pack_squares(side)
         elif whole:
             with T.serial(0, whole) as panel:
                 fill(panel, 0, blocking.columns)
-        begin = rest // side * side if side > 1 else 0
-        if begin < rest:
-            fill(tirx.const(whole, "int32"), begin, rest)
-        if rest:
-            with T.serial(0, workload.depth) as d, T.serial(rest, blocking.columns) as n:
+        begin = remainder // side * side if side > 1 else 0
+        if begin < remainder:
+            fill(tirx.const(whole, "int32"), begin, remainder)
+        if remainder:
+            with T.serial(0, workload.depth) as d, T.serial(remainder, blocking.columns) as n:
                 T.buffer_store(self._keys, tirx.const(0.0, _FLOAT), [whole, d, n])
 
     def _pack_squares(self, side: int) -> None:
         """Pack keys whose depths are adjacent in memory, in squares of `side` x `side`.
 
-        A square is transposed in registers: halves, quarters and eighths are exchanged in turn. Element by element it
-        would take three times as long.
+        A square is transposed in registers: halves, quarters and eighths are exchanged, one after the other. Element by
+        element it would take three times as long.
         """
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
@@ -376,7 +381,7 @@ class _Head:
             value = self._v[workload.v.at(self._head, n, panel * blocking.value_columns + e)]
             T.buffer_store(self._values, value, [panel, n, e])
 
-        whole, rest = divmod(workload.width, blocking.value_columns)
+        whole, remainder = divmod(workload.width, blocking.value_columns)
         vectors = blocking.value_columns // blocking.value_lanes
         if whole:
             with (
@@ -386,11 +391,11 @@ class _Head:
                 T.vectorized(0, blocking.value_lanes) as lane,
             ):
                 put(panel, n, vector * blocking.value_lanes + lane)
-        if rest:
+        if remainder:
             with T.serial(0, workload.keys) as n:
-                with T.serial(0, rest) as e:
+                with T.serial(0, remainder) as e:
                     put(tirx.const(whole, "int32"), n, e)
-                with T.serial(rest, blocking.value_columns) as e:
+                with T.serial(remainder, blocking.value_columns) as e:
                     T.buffer_store(self._values, tirx.const(0.0, _FLOAT), [whole, n, e])
 
     def _softmax(self, i: Any, row: Any) -> None:
@@ -400,9 +405,9 @@ class _Head:
 
         scores, lanes, keys = self._scores, self._blocking.lanes, self._workload.keys
         whole, padded = keys // lanes, -(-keys // lanes)
-        most = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
+        maxima = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
         sums = T.alloc_buffer((lanes,), _FLOAT, scope=_LOCAL)
-        found = T.alloc_buffer((1,), _FLOAT, scope=_LOCAL)
+        reduced = T.alloc_buffer((1,), _FLOAT, scope=_LOCAL)
         lowest, zero = tirx.const(-math.inf, _FLOAT), tirx.const(0.0, _FLOAT)
 
         def take(n: Any) -> None:
@@ -417,48 +422,48 @@ class _Head:
                 T.buffer_store(buffer, combine(buffer[lane], scores[i, vector * lanes + lane]), [lane])
 
         def together(buffer: Any, combine: Callable[[Any, Any], Any], start: Any) -> None:
-            T.buffer_store(found, start, [0])
+            T.buffer_store(reduced, start, [0])
             with T.unroll(0, lanes) as lane:
-                T.buffer_store(found, combine(found[0], buffer[lane]), [0])
+                T.buffer_store(reduced, combine(reduced[0], buffer[lane]), [0])
 
-        fill(most, lowest)
+        fill(maxima, lowest)
         with T.serial(0, whole) as vector:
             with T.vectorized(0, lanes) as lane:
                 take(vector * lanes + lane)
-            gather(most, tirx.Max, vector)
+            gather(maxima, tirx.Max, vector)
         if padded > whole:  # after the last key: exp(-inf) = 0
             with T.serial(whole * lanes, keys) as n:
                 take(n)
             with T.serial(keys, padded * lanes) as n:
                 T.buffer_store(scores, lowest, [i, n])
-            gather(most, tirx.Max, whole)
-        together(most, tirx.Max, lowest)
+            gather(maxima, tirx.Max, whole)
+        together(maxima, tirx.Max, lowest)
         fill(sums, zero)
         with T.serial(0, padded) as vector:
             with T.vectorized(0, lanes) as lane:
                 n = vector * lanes + lane
-                T.buffer_store(scores, tirx.exp(scores[i, n] - found[0]), [i, n])
+                T.buffer_store(scores, tirx.exp(scores[i, n] - reduced[0]), [i, n])
             gather(sums, lambda a, b: a + b, vector)
         together(sums, lambda a, b: a + b, zero)
-        T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / found[0], [i])
+        T.buffer_store(self._over, tirx.const(1.0, _FLOAT) / reduced[0], [i])
 
     def _stepped(self, score: Any, row: Any, column: Any) -> Any:
-        """A score after the steps."""
+        """A score after all steps."""
         from tvm import tirx
 
         extras = iter(self._extras)
         for step in self._workload.steps:
             operands = []
-            for given in step.operands:
-                if given is None:
+            for operand in step.operands:
+                if operand is None:
                     operands.append(score)
-                elif isinstance(given, Extra):
-                    index = [*_unfold(self._head, given.heads), row, column]
-                    near = index[len(index) - len(given.shape) :]
-                    place = [0 if size == 1 else i for size, i in zip(given.shape, near)]
-                    operands.append(next(extras)[place])
+                elif isinstance(operand, Extra):
+                    index = [*_unfold(self._head, operand.heads), row, column]
+                    trailing = index[len(index) - len(operand.shape) :]
+                    position = [0 if size == 1 else i for size, i in zip(operand.shape, trailing)]
+                    operands.append(next(extras)[position])
                 else:
-                    operands.append(tirx.const(given, _FLOAT))
+                    operands.append(tirx.const(operand, _FLOAT))
             score = STEPS[step.operator](*operands)
         return score
 
@@ -476,7 +481,7 @@ STEPS: Mapping[str, Callable[..., Any]] = {
     "relax.divide": lambda a, b: a / b,
     "relax.where": _select,
 }
-"""The operators that may be between the products, by Relax's name."""
+"""The operators that are supported between the products, by Relax's name."""
 
 
 def _where(condition: Any | None, body: Callable[[], None]) -> None:
@@ -494,8 +499,8 @@ def _product(
     a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
     needed: Callable[[Any], Any] | None = None,
 ) -> None:  # fmt: skip
-    """A tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them, for rows
-    that are `needed`."""
+    """Compute a tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n). `leave` stores them,
+    for those rows for which `needed` is true."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 

@@ -1,11 +1,11 @@
 """Inverted residuals as one kernel: expansion by 1x1, depthwise convolution, projection by 1x1.
 
-What the expansion gives is several times as large as the image, and leaves the core's caches if each convolution is a
-kernel of its own. Here a task takes a band of rows, and some expanded channels at a time (a block): it expands the
-band's pixels, convolves them row by row, and adds the products of each row with the block's projection to the sums of
-the band. What is expanded stays in the second-level cache of a core.
+The expanded image is several times as large as the image, and does not fit in the core's caches if each convolution is
+a kernel of its own. Here a task takes a band (some rows of results), and some expanded channels at a time (a block): it
+expands the band's pixels, convolves them row by row, and adds the products of each row with the block's projection to
+the sums of the band. So expanded pixels stay in the second-level cache of a core.
 
-Expansion or projection may be absent: a depthwise convolution with its pointwise neighbour.
+Expansion or projection may be absent: then the workload is a depthwise convolution and one pointwise convolution.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from xrlflow.backends.tvm.kernels.building import (
 from xrlflow.backends.tvm.kernels.steps import Step, extras_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 
-# Neighbouring pixels of a depthwise convolution that share what they load.
+# So many neighbouring pixels of the depthwise convolution are computed together, from the same loaded vectors.
 _PIXELS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ConvBlock:
-    """A block of convolutions with channels last.
+    """An inverted residual with channels last.
 
-    `image`, `middle`, `out`: [batch, row, column, channel] of what is read, of the depthwise convolution's result, and
-    of the whole result. `window`, `strides`: of the depthwise convolution. `top`, `left`: its rows and columns of zeros
-    before the image. `expand`, `depthwise`, `project`: the steps after each convolution; None: there is no such
-    convolution. Steps of the first two have no operands but numbers and numbers by channel.
+    `image`, `middle`, `out`: [batch, row, column, channel] of the input, of the depthwise convolution's result, and of
+    the result. `window`, `strides`: of the depthwise convolution. `top`, `left`: its rows and columns of zeros before
+    the image. `expand`, `depthwise`, `project`: the steps after each convolution; None: there is no such convolution.
+    Steps of the first two only have operands that are numbers, or one number for each channel.
     """
 
     image: tuple[int, ...]
@@ -69,7 +69,7 @@ class ConvBlock:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Accumulators of a product: `rows` x `columns`."""
+    """The accumulators of a product: `rows` x `columns`."""
 
     rows: int
     columns: int
@@ -77,9 +77,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class BandBlocking:
-    """How a kernel is blocked. `block`: expanded channels at a time, a multiple of the columns of `expand`. `band`: the
-    rows of results of a task. `parts`: among how many tasks the channels of a band are divided; their sums are added
-    afterwards."""
+    """How a kernel is blocked. `expand`, `project`: the tiles of the two products. `block`: the number of expanded
+    channels at a time, a multiple of the columns of `expand`. `band`: the rows of results of a task. `parts`: the
+    number of tasks among which the channels of a band are divided; their sums are added afterwards."""
 
     expand: Tile
     project: Tile
@@ -106,7 +106,7 @@ class BandBlocking:
 def packed_expansion(
     weights: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
-    """[panel, channel, column] of weights [channel, expanded]."""
+    """Weights [channel, expanded] as [panel, channel, column]."""
     wide = _padded(weights, 1, blocking.blocks(workload) * blocking.block)
     split = wide.reshape(weights.shape[0], -1, blocking.expand.columns)
     return np.ascontiguousarray(split.transpose(1, 0, 2))
@@ -115,7 +115,7 @@ def packed_expansion(
 def packed_projection(
     weights: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
-    """[block, panel, channel of the block, column] of weights [expanded, channel]."""
+    """Weights [expanded, channel] as [block, panel, channel of the block, column]."""
     tall = _padded(weights, 0, blocking.blocks(workload) * blocking.block)
     wide = _padded(tall, 1, blocking.panels(workload) * blocking.project.columns)
     split = wide.reshape(
@@ -127,7 +127,7 @@ def packed_projection(
 def by_channel(
     values: npt.NDArray[np.float32], workload: ConvBlock, blocking: BandBlocking
 ) -> npt.NDArray[np.float32]:
-    """Values with expanded channels last, for whole blocks."""
+    """Values whose last dimension are the expanded channels, padded with zeros to full blocks."""
     return _padded(values, values.ndim - 1, blocking.blocks(workload) * blocking.block)
 
 
@@ -139,7 +139,8 @@ def _padded(array: npt.NDArray[np.float32], axis: int, size: int) -> npt.NDArray
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One convolution in a kernel: its weights (None if there is no such convolution), steps and buffers of extras."""
+    """One convolution in a kernel: its weights (None if there is no such convolution), its steps, and the buffers of
+    their extras."""
 
     weights: Any | None
     steps: tuple[Step, ...]
@@ -279,7 +280,7 @@ class _Band:
         return None if self._workload.out[1] % self._blocking.band == 0 else row < self._workload.out[1]
 
     def _clear_borders(self, first: Any) -> None:
-        """Zeros in the columns left and right of the image, and in the rows above and below."""
+        """Set the columns left and right of the image, and the rows above and below, to zero."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -305,7 +306,7 @@ class _Band:
                     clear(row, range(workload.left + width, workload.width))
 
     def _rows_of_image(self, first: Any, body: Callable[[Any, Any], None]) -> None:
-        """`body` for each row of the band that lies in the image: its number in the band, and in the image."""
+        """Call `body` for each row of the band that lies in the image, with its number in the band and in the image."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -317,11 +318,12 @@ class _Band:
 
     @property
     def _used(self) -> int:
-        """The columns of the image that are read: none, if the border on the left is wider than what is read."""
+        """The columns of the image that are read. There are none if the border on the left is wider than all that is
+        read."""
         return max(0, min(self._workload.image[2], self._workload.width - self._workload.left))
 
     def _copy(self, image: Any, first: Any, block: Any) -> None:
-        """The pixels of a block of channels, with borders."""
+        """Copy the pixels of a block of channels, with borders."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -335,16 +337,16 @@ class _Band:
                     to = ramp(v * blocking.lanes + offset, lanes)
                     T.buffer_store(self._wide, value, [row, workload.left + x, to])
 
-                whole, rest = divmod(workload.image[3], blocking.lanes)
+                whole, remainder = divmod(workload.image[3], blocking.lanes)
                 exact = workload.image[3] % blocking.block == 0
                 where(None if exact else start < whole * blocking.lanes, lambda: vector(0, blocking.lanes))
-                for piece in pieces(rest, blocking.lanes):
+                for piece in pieces(remainder, blocking.lanes):
                     where(start == whole * blocking.lanes, partial(vector, *piece))
 
         self._rows_of_image(first, one)
 
     def _expand(self, image: Any, first: Any, block: Any) -> None:
-        """The pixels of a band after expansion to a block of channels, with borders."""
+        """Expand the pixels of a band to a block of channels, with borders."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking, stage = self._workload, self._blocking, self._expansion
@@ -373,14 +375,14 @@ class _Band:
             self._rows_of_image(first, one)
 
     def _convolve(self, image: Any, first: Any, block: Any, part: Any, more: bool) -> None:
-        """The depthwise convolution of the rows of a band, each multiplied with the projection at once."""
+        """Convolve the rows of a band, and multiply each row with the projection at once."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
         with T.serial(0, blocking.band) as row:
 
             def one() -> None:
-                place = [image, first + row]
+                row_index = [image, first + row]
                 with T.serial(0, blocking.block // blocking.lanes) as v:
                     # Without a projection, nothing may be stored after the last channel.
                     exact = workload.project is not None or workload.middle[3] % blocking.block == 0
@@ -390,15 +392,17 @@ class _Band:
                         lambda: tiles(
                             workload.middle[2],
                             _PIXELS,
-                            lambda x, n: self._filter(row, x, n, (block, v), place),
+                            lambda x, n: self._filter(row, x, n, (block, v), row_index),
                         ),
                     )
                 if workload.project is not None:
-                    self._multiply(place, row, block, part, more)
+                    self._multiply(row_index, row, block, part, more)
 
             where(self._within(first + row), one)
 
-    def _filter(self, row: Any, x: Any, count: int, where_: tuple[Any, Any], place: Sequence[Any]) -> None:
+    def _filter(
+        self, row: Any, x: Any, count: int, vector_index: tuple[Any, Any], row_index: Sequence[Any]
+    ) -> None:
         """Some pixels of a row of the depthwise convolution, for one vector of a block's channels."""
         from tvm.script.ir_builder import tirx as T
 
@@ -406,7 +410,7 @@ class _Band:
         weights = stage.weights
         assert weights is not None
         (high, wide), (down, right) = workload.window, workload.strides
-        block, v = where_
+        block, v = vector_index
         within = ramp(v * blocking.lanes, blocking.lanes)
         channel = ramp(block * blocking.block + v * blocking.lanes, blocking.lanes)
         totals: list[Any] = [None] * count
@@ -421,31 +425,31 @@ class _Band:
                     term = pixel * factors[kx]
                     totals[n] = T.bind(term if totals[n] is None else totals[n] + term)
         for n, total in enumerate(totals):
-            done = stepped(stage.steps, stage.extras, total, [*place, x + n, channel], self._done)
+            done = stepped(stage.steps, stage.extras, total, [*row_index, x + n, channel], self._done)
             if workload.project is None:
-                T.buffer_store(self._out, done, [*place, x + n, channel])
+                T.buffer_store(self._out, done, [*row_index, x + n, channel])
             else:
-                T.buffer_store(self._row, self._known(done, channel), [x + n, within])
+                T.buffer_store(self._row, self._zero_beyond(done, channel), [x + n, within])
 
-    def _known(self, value: Any, channel: Any) -> Any:
-        """A vector with zeros after the last channel: there infinity times a weight of 0 would be not a number."""
+    def _zero_beyond(self, value: Any, channel: Any) -> Any:
+        """A vector with zeros after the last channel. Without them, infinity times a weight of 0 would be NaN there."""
         from tvm import tirx
 
         workload, lanes = self._workload, self._blocking.lanes
         if workload.middle[3] % self._blocking.block == 0:
             return value
         last = number(workload.middle[3])
-        known = channel < (last if lanes == 1 else tirx.Broadcast(last, lanes))
-        return tirx.Select(known, value, spread(0.0, lanes))
+        inside = channel < (last if lanes == 1 else tirx.Broadcast(last, lanes))
+        return tirx.Select(inside, value, spread(0.0, lanes))
 
-    def _multiply(self, place: Sequence[Any], row: Any, block: Any, part: Any, more: bool) -> None:
+    def _multiply(self, row_index: Sequence[Any], row: Any, block: Any, part: Any, more: bool) -> None:
         """Add the products of one row with a block's projection to the sums."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
         weights = self._projection.weights
         assert weights is not None
-        sums, line = (self._sums, [row]) if self._shares is None else (self._shares, [part, *place])
+        sums, line = (self._sums, [row]) if self._shares is None else (self._shares, [part, *row_index])
         with T.serial(0, blocking.panels(workload)) as panel:
 
             def tile(start: Any, rows: int) -> None:
@@ -465,7 +469,8 @@ class _Band:
         self._leave(image, y, None)
 
     def _leave(self, image: Any, y: Any, row: Any | None) -> None:
-        """A row of results from the sums in `row` of the band; None: from the sums of all parts."""
+        """Store a row of results, from the sums in `row` of the band, or from the sums of all parts if `row` is
+        None."""
         from tvm.script.ir_builder import tirx as T
 
         workload, stage = self._workload, self._projection

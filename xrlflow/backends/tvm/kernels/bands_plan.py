@@ -1,4 +1,4 @@
-"""How kernels of bands are blocked: the blocking with the least estimated time."""
+"""Chooses the blockings of kernels in bands, by estimated time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from xrlflow.backends.tvm.kernels.bands import BandBlocking, ConvBlock, Tile
 from xrlflow.backends.tvm.kernels.steps import Step
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# Accumulators that keep the multipliers busy.
+# This many accumulators keep the multipliers busy.
 _BUSY = 10
 _MOST_ROWS, _MOST_VECTORS, _MOST_BLOCK = 14, 4, 96
-# All taps are written out. With few pixels, products of a kernel of their own have poor tiles.
+# The kernel writes out all taps, up to the first number. For images of at most `_FEW_PIXELS`, products in a kernel of
+# their own have poor tiles.
 _MOST_TAPS, _FEW_PIXELS = 49, 256
-# An expansion sums up all channels of a pixel in one accumulator: more terms round more than the direct kernel, which
-# sums in chunks. (Error over ONNX Runtime's, positive pixels: up to 256 terms 0.9 to 1.2, 384 1.4 to 1.5, 512 1.6 to
+# An expansion sums all channels of a pixel in one accumulator, while the direct kernel sums in chunks. With more terms
+# it rounds more. (Error over ONNX Runtime's, positive pixels: up to 256 terms 0.9 to 1.2, 384 1.4 to 1.5, 512 1.6 to
 # 1.7.)
 _MOST_TERMS = 256
-# Multiply-adds of vectors that take as long as: a vector's step; one with a function; storing and loading a vector of
-# sums; a vector that has left the second-level cache; one of weights from the third-level cache.
+# Times in multiply-adds of vectors: a step on a vector; such a step with a function; storing and loading a vector of
+# sums; a vector that has left the second-level cache; a vector of weights from the third-level cache.
 _STEP, _FUNCTION, _SUM, _SPILLED, _FAR = 2.0, 30.0, 2.0, 10.0, 1.0
 
 
-def usual(workload: ConvBlock, machine: Machine) -> BandBlocking | None:
+def untuned_blocking(workload: ConvBlock, machine: Machine) -> BandBlocking | None:
     """The blocking in an untuned compilation; None: one kernel for each convolution."""
     return best_blocking(workload, machine) if gains(workload, machine) else None
 
@@ -66,7 +67,7 @@ def _tiles(machine: Machine, lanes: int) -> Iterator[Tile]:
 
 
 def cost(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> float:
-    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+    """The estimated time until the busiest core has finished, in multiply-adds of vectors at a core's peak."""
     return math.fsum(terms(workload, blocking, machine).values())
 
 
@@ -79,28 +80,28 @@ def terms(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> dict
     vectors = blocking.block // lanes
     width, out = workload.image[2], workload.out[2]
     wide = vectors * rows * workload.width
-    found = {"expand": 0.0, "project": 0.0, "sums": 0.0, "far": 0.0}
+    parts = {"expand": 0.0, "project": 0.0, "sums": 0.0, "far": 0.0}
     weights = workload.window[0] * workload.window[1] * vectors
     if workload.expand is not None:
-        found["expand"] = rows * _product(width, blocking.block, workload.image[3], blocking.expand, lanes)
-        found["steps"] = wide * _steps(workload.expand)
+        parts["expand"] = rows * _product(width, blocking.block, workload.image[3], blocking.expand, lanes)
+        parts["steps"] = wide * _steps(workload.expand)
         weights += workload.image[3] * vectors
     else:
-        found["steps"] = 2.0 * wide
+        parts["steps"] = 2.0 * wide
     taps = workload.window[0] * workload.window[1]
-    found["filter"] = blocking.band * out * vectors * (taps + 2.0)
-    found["steps"] += blocking.band * out * vectors * _steps(workload.depthwise)
+    parts["filter"] = blocking.band * out * vectors * (taps + 2.0)
+    parts["steps"] += blocking.band * out * vectors * _steps(workload.depthwise)
     if workload.project is not None:
         columns = blocking.panels(workload) * blocking.project.columns
-        found["project"] = blocking.band * _product(out, columns, blocking.block, blocking.project, lanes)
-        found["sums"] = _SUM * blocking.band * out * columns / lanes
+        parts["project"] = blocking.band * _product(out, columns, blocking.block, blocking.project, lanes)
+        parts["sums"] = _SUM * blocking.band * out * columns / lanes
         weights += blocking.block * columns // lanes
-    held = 4 * lanes * (wide + weights)
+    used = 4 * lanes * (wide + weights)
     if workload.project is not None:
-        held += 4 * blocking.band * out * blocking.panels(workload) * blocking.project.columns
-    found["spilled"] = _SPILLED * wide if held > machine.second_level // 2 else 0.0
-    found["far"] = _FAR * weights
-    total = {name: shares * value for name, value in found.items()}
+        used += 4 * blocking.band * out * blocking.panels(workload) * blocking.project.columns
+    parts["spilled"] = _SPILLED * wide if used > machine.second_level // 2 else 0.0
+    parts["far"] = _FAR * weights
+    total = {name: shares * value for name, value in parts.items()}
     if workload.project is not None:
         total["leave"] = (
             math.prod(workload.out[:3])
@@ -114,15 +115,16 @@ def terms(workload: ConvBlock, blocking: BandBlocking, machine: Machine) -> dict
 
 
 def _steps(steps: tuple[Step, ...]) -> float:
-    """The time for a vector's steps, and for storing it."""
+    """The time for the steps on a vector, and for storing it."""
     return 1.0 + math.fsum(_FUNCTION if step.operator == "relax.sigmoid" else _STEP for step in steps)
 
 
 def _product(width: int, columns: int, channels: int, tile: Tile, lanes: int) -> float:
-    """The time for the products of a row of pixels with a panel: fewer accumulators wait for one another."""
+    """The time for the products of a row of pixels with panels. With fewer than `_BUSY` accumulators, multiplications
+    wait for one another."""
     vectors = tile.columns // lanes
-    whole, rest = divmod(width, tile.rows)
-    pieces = [(tile.rows, whole)] + ([(rest, 1)] if rest else [])
+    whole, remainder = divmod(width, tile.rows)
+    pieces = [(tile.rows, whole)] + ([(remainder, 1)] if remainder else [])
     panels = -(-columns // tile.columns)
     return (
         panels
@@ -134,8 +136,9 @@ def _product(width: int, columns: int, channels: int, tile: Tile, lanes: int) ->
 def gains(workload: ConvBlock, machine: Machine) -> bool:
     """Whether one kernel is usually faster than one for each convolution.
 
-    Measured on Zen 3, with 1 and 2 threads: with an expansion 1.04 to 1.6 times; a depthwise convolution and a
-    projection alone 0.84 to 0.99 times at 112x112 and 56x56, 1.03 to 1.18 times at 14x14 and 7x7.
+    Measured on Zen 3, with 1 and 2 threads: with an expansion, one kernel was 1.04 to 1.6 times as fast; for a
+    depthwise convolution and a projection alone, 0.84 to 0.99 times at 112x112 and 56x56, and 1.03 to 1.18 times at
+    14x14 and 7x7.
     """
     return possible(workload, machine) and (
         workload.expand is not None or math.prod(workload.middle[1:3]) <= _FEW_PIXELS
@@ -143,7 +146,7 @@ def gains(workload: ConvBlock, machine: Machine) -> bool:
 
 
 def possible(workload: ConvBlock, machine: Machine) -> bool:
-    """Whether there may be one kernel, which rounds hardly more than one for each convolution."""
+    """Whether there may be one kernel: it must not round much more than one for each convolution."""
     if workload.middle[3] < machine.lanes or math.prod(workload.window) > _MOST_TAPS:
         return False
     return workload.expand is None or workload.image[3] <= _MOST_TERMS

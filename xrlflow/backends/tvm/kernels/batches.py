@@ -1,8 +1,8 @@
 """Many small products of matrices, as one kernel.
 
-The second matrix of a product stays in the first-level cache, and is read where it is. Rows and columns that tiles do
-not divide are covered by a last tile, or a last vector, that overlaps the one before: some results are computed twice,
-but nothing is copied or padded.
+The second matrix of a product stays in the first-level cache, and is read without packing. If tiles do not divide the
+rows or columns, a last tile or vector overlaps the one before: some results are computed twice, but nothing is copied
+or padded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BatchBlocking:
     lanes: int
 
     def groups(self, workload: BatchedProduct) -> list[list[int]]:
-        """The first columns of all vectors, those of one tile together."""
+        """The first column of each vector, in a list for each tile."""
         count = -(-workload.columns // self.lanes)
         starts = [min(i * self.lanes, workload.columns - self.lanes) for i in range(count)]
         tiles = -(-count // self.vectors)
@@ -65,7 +65,7 @@ class BatchBlocking:
 
 
 def blockings(workload: BatchedProduct, machine: Machine) -> Iterator[BatchBlocking]:
-    """The tiles to choose from; none if a vector is longer than a row."""
+    """The tiles to choose from. There are none if a vector is longer than a row."""
     for lanes in {machine.lanes, machine.lanes // 2} if machine.in_halves else {machine.lanes}:
         for rows in range(1, min(_MOST_ROWS, workload.rows) + 1):
             for vectors in range(1, min(8, -(-workload.columns // lanes)) + 1):
@@ -143,25 +143,25 @@ class _Product:
         self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def tile(self, first: Any, starts: Sequence[int]) -> None:
-        """The results of some rows from the `first` on, in the vectors that begin at these columns."""
+        """Compute the results of a tile: of the rows from `first` on, in the vectors that begin at these columns."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking, lanes = self._workload, self._blocking, self._blocking.lanes
         sums = T.alloc_buffer((blocking.rows, len(starts) * lanes), FLOAT, scope=LOCAL)
-        places = [
+        positions = [
             (i, v, [i, ramp(number(v * lanes), lanes)])
             for i in range(blocking.rows)
             for v in range(len(starts))
         ]
-        for _, _, at in places:
+        for _, _, at in positions:
             T.buffer_store(sums, spread(0.0, lanes), at)
         with T.serial(0, workload.depth) as term:
-            for i, v, at in places:
+            for i, v, at in positions:
                 factor = tirx.Broadcast(self._x[(*self._batch, first + i, term)], lanes)
                 vector = self._z[(*self._batch, term, ramp(number(starts[v]), lanes))]
                 T.buffer_store(sums, sums[tuple(at)] + factor * vector, at)
-        for i, v, at in places:
+        for i, v, at in positions:
             index = [*self._batch, first + i, ramp(number(starts[v]), lanes)]
             done = stepped(workload.steps, self._extras, sums[tuple(at)], index, self._done)
             T.buffer_store(self._out, done, index)

@@ -12,18 +12,20 @@ LOCAL = "local"
 
 
 def pieces(extent: int, lanes: int) -> list[tuple[int, int]]:
-    """(start, length): `extent` as vectors of `lanes`, a half, a quarter, ... of them."""
-    found, start = [], 0
+    """Split `extent` into vectors of `lanes`, and into vectors of half of them, a quarter, ... at the end: [(start,
+    length)]."""
+    result, start = [], 0
     while start < extent:
         while lanes > extent - start:
             lanes //= 2
-        found.append((start, lanes))
+        result.append((start, lanes))
         start += lanes
-    return found
+    return result
 
 
 def along(extent: int, lanes: int, body: Callable[[Any, int], None]) -> None:
-    """`body` for each piece (start, length) of `extent`: a loop over whole vectors, and what is left."""
+    """Call `body` for each piece (start, length) of `extent`: in a loop over full vectors, then for the shorter
+    ones."""
     from tvm.script.ir_builder import tirx as T
 
     whole = extent // lanes
@@ -35,21 +37,21 @@ def along(extent: int, lanes: int, body: Callable[[Any, int], None]) -> None:
 
 
 def number(value: int) -> Any:
-    """An index that is a constant."""
+    """A constant index."""
     from tvm import tirx
 
     return tirx.const(value, "int32")
 
 
 def ramp(first: Any, lanes: int) -> Any:
-    """The indices of a vector from `first` on."""
+    """The indices of a vector that begins at `first`."""
     from tvm import tirx
 
     return first if lanes == 1 else tirx.Ramp(first, 1, lanes)
 
 
 def spread(value: float, lanes: int) -> Any:
-    """A vector of one number."""
+    """A vector that has `value` in all lanes."""
     from tvm import tirx
 
     one = tirx.const(value, FLOAT)
@@ -62,7 +64,7 @@ def lanes_of(vector: Any) -> int:
 
 
 def where(condition: Any | None, body: Callable[[], None]) -> None:
-    """`body` under a condition; None: always."""
+    """Run `body` under a condition. With None it runs always."""
     from tvm.script.ir_builder import tirx as T
 
     if condition is None:
@@ -73,7 +75,7 @@ def where(condition: Any | None, body: Callable[[], None]) -> None:
 
 
 def prefetch(buffer: Any, index: Sequence[Any]) -> None:
-    """Bring a line of a buffer into the caches, to be read soon."""
+    """Fetch an element of a buffer into the caches, because it will be read soon."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 
@@ -83,15 +85,16 @@ def prefetch(buffer: Any, index: Sequence[Any]) -> None:
 
 
 def tiles(extent: int, size: int, body: Callable[[Any, int], None]) -> None:
-    """`body` for each piece (start, length) of `extent`: a loop over whole ones of `size`, and what is left."""
+    """Call `body` for each piece (start, length) of `extent`: in a loop over pieces of `size`, then for the
+    remainder."""
     from tvm.script.ir_builder import tirx as T
 
-    whole, rest = divmod(extent, size)
+    whole, remainder = divmod(extent, size)
     if whole:
         with T.serial(0, whole) as turn:
             body(turn * size, size)
-    if rest:
-        body(number(whole * size), rest)
+    if remainder:
+        body(number(whole * size), remainder)
 
 
 def product(
@@ -99,10 +102,10 @@ def product(
     a: Callable[[Any, Any], Any], b: Callable[[Any, Any], Any], leave: Callable[[Any, Any, Any], None],
     ahead: Callable[[Any], None] | None = None,
 ) -> None:  # fmt: skip
-    """A tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n).
+    """Compute a tile (rows, columns, lanes) of accumulators: the sums over r of a(i, r) b(r, n).
 
-    `leave` gets a row, the first column of a vector, and its sums. `ahead` is called for each r, to fetch what is read
-    later.
+    `leave` stores results: it gets a row, the first column of a vector, and the sums of that vector. `ahead` is called
+    for each r, to prefetch.
     """
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T

@@ -1,12 +1,13 @@
 """Direct convolutions as one kernel: grouped, depthwise, dilated, with few channels, of one to three dimensions.
 
-A vector holds the results of several groups if their output channels fit into it together. What a vector of the image
-gives to them is then a shuffle of it: for the first input channel of each group, for the second, and so on. Each
-shuffle serves all taps along a row. A group with more output channels is a product with numbers that are broadcast.
+A vector holds the results of several groups if their output channels fit into it. The factors of these results are then
+a shuffle of a vector of the image: one shuffle for the first input channel of each group, one for the second, and so
+on. Each shuffle serves all taps along a row. If a group has more output channels, its pixels are broadcast, as in a
+product.
 
-A task takes a band of rows of results and the channels of one vector (or group). It copies the rows that it reads,
-with their borders of zeros, into a buffer that stays in a core's cache, and computes a tile of neighbouring pixels at
-a time, whose sums stay in vector registers.
+A task takes a band of rows of results and the channels of one vector (or group). It copies the rows that it reads, with
+their borders of zeros, into a buffer that stays in a core's cache. Then it computes a tile of neighbouring pixels at a
+time, whose sums stay in vector registers.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# Longer sums are summed up in parts, one for each row of the window: rounding errors grow with the number of terms.
+# Longer sums are added up in parts, one for each row of the window: rounding errors grow with the number of terms.
 _CHUNK = 192
 _MOST_PIXELS, _MOST_VECTORS, _MOST_SPANS = 14, 4, 64
-# Of several groups together, products of so many channels and taps are written out.
+# For several groups together, products are written out for all channels and taps, if these are no more than this.
 _MOST_WRITTEN = 64
-# Those for which this kernel is chosen: see `gains`.
+# This kernel is chosen for depthwise convolutions with so many taps or more, and for so few input channels: see
+# `gains`.
 _MANY_TAPS, _FEW_CHANNELS = 49, 2
-# Accumulators that keep the multipliers busy.
+# So many accumulators keep the multipliers busy.
 _BUSY = 8
-# Multiply-adds of vectors that take as long as: copying a vector into the band; leaving a vector of results.
+# Times in multiply-adds of vectors: copying a vector into the band; storing a vector of results.
 _COPY, _LEAVE = 2.5, 4.0
-# How much longer it takes to read what leaves the first-level or the second-level cache, and to copy parts of pixels
-# that another core has written.
+# Bytes of the first-level cache. How many times longer it takes to read what has left the first-level cache, and the
+# second-level cache; and to copy parts of pixels that another core has written.
 _FIRST_LEVEL, _SECOND, _SPILLED, _SCATTERED = 24 << 10, 1.4, 4.0, 2.0
 
 
@@ -57,8 +59,9 @@ _FIRST_LEVEL, _SECOND, _SPILLED, _SCATTERED = 24 << 10, 1.4, 4.0, 2.0
 class Convolution:
     """A convolution with channels last, of one to three dimensions.
 
-    `image`, `out`: [batch, ((depth,) row,) column, channel]. `window`, `strides`, `dilations`, and `begin`, the zeros
-    before the image: (depth, row, column), where there is none a window of 1, strides of 1 and no zeros.
+    `image`, `out`: [batch, ((depth,) row,) column, channel]. `window`, `strides`, `dilations`, and `begin` (the zeros
+    before the image) are (depth, row, column). For a dimension that the image does not have, they are a window of 1, a
+    stride of 1 and no zeros.
     """
 
     image: tuple[int, ...]
@@ -92,16 +95,17 @@ class Convolution:
 
     @property
     def terms(self) -> int:
-        """The terms of a result."""
+        """The number of terms of each result."""
         return math.prod(self.window) * self.channels
 
     @property
     def extras(self) -> list[Extra]:
         return extras_of(self.steps)
 
-    def index(self, batch: Any, place: Sequence[Any], channel: Any) -> list[Any]:
-        """Of (depth, row, column), those that the image has, between its number and its channel."""
-        return [batch, *place[5 - len(self.image) :], channel]
+    def index(self, batch: Any, position: Sequence[Any], channel: Any) -> list[Any]:
+        """The index of an element of an image. `position`: (depth, row, column), of which the dimensions are used that
+        the image has."""
+        return [batch, *position[5 - len(self.image) :], channel]
 
 
 def _space(shape: Sequence[int]) -> tuple[int, int, int]:
@@ -113,9 +117,9 @@ def _space(shape: Sequence[int]) -> tuple[int, int, int]:
 class DirectBlocking:
     """How a kernel is blocked.
 
-    A tile has `pixels` x `vectors` vectors of `lanes` results. `together`: the groups of which one vector has all
-    results; 1: a vector has results of one group. `band`, `span`: the rows and the columns of results of a task; the
-    span is the whole width or a multiple of `pixels`. `shared`: what is read of a pixel serves all taps along a row.
+    A tile has `pixels` x `vectors` vectors of `lanes` results. `together`: the number of groups whose results one
+    vector holds; 1: a vector has results of one group. `band`, `span`: the rows and the columns of results of a task;
+    the span is the full width or a multiple of `pixels`. `shared`: a pixel is loaded once for all taps along a row.
     """
 
     lanes: int
@@ -127,7 +131,7 @@ class DirectBlocking:
     shared: bool
 
     def units(self, workload: Convolution) -> int:
-        """How many parts the channels have, each with a copy of its own of the pixels."""
+        """The number of parts of the channels. Tasks of each part copy their pixels."""
         return -(-workload.groups // self.together)
 
     def panels(self, workload: Convolution) -> int:
@@ -135,11 +139,11 @@ class DirectBlocking:
         return 1 if self.together > 1 else -(-workload.columns // (self.vectors * self.lanes))
 
     def rows(self, workload: Convolution) -> int:
-        """The rows that a band reads."""
+        """The rows of the image that a band reads."""
         return (self.band - 1) * workload.strides[1] + (workload.window[1] - 1) * workload.dilations[1] + 1
 
     def width(self, workload: Convolution) -> int:
-        """The columns that a span reads."""
+        """The columns of the image that a span reads."""
         return (self.span - 1) * workload.strides[2] + (workload.window[2] - 1) * workload.dilations[2] + 1
 
     def bands(self, workload: Convolution) -> int:
@@ -149,7 +153,7 @@ class DirectBlocking:
         return -(-workload.results[2] // self.span)
 
     def slot(self, workload: Convolution) -> int:
-        """The floats of a pixel's copy."""
+        """The number of floats to which a pixel is copied."""
         return self.lanes if self.together > 1 else workload.channels
 
     def numbers(self, workload: Convolution) -> dict[str, int]:
@@ -191,28 +195,28 @@ def blockings(workload: Convolution, machine: Machine) -> Iterator[DirectBlockin
 
 
 def _together(workload: Convolution, lanes: int) -> int:
-    """The groups of which a vector has all results; 1: it has results of one group."""
+    """The number of groups whose results one vector holds; 1: a vector has results of one group."""
     return max(min(lanes // workload.columns, lanes // workload.channels, workload.groups), 1)
 
 
 def _lanes(workload: Convolution, machine: Machine) -> list[int]:
-    """Vectors' widths: the machine's, and less where there are then no more vectors. A machine that computes in halves
-    has the half, too."""
+    """The lengths of vectors to choose from: the machine's, and shorter ones that need no more vectors. On a machine
+    that computes in halves, half the length, too."""
 
     def vectors(lanes: int) -> int:
         together = _together(workload, lanes)
         return -(-workload.groups // together) * -(-workload.columns * together // lanes)
 
-    found, lanes = [machine.lanes], machine.lanes // 2
+    lengths, lanes = [machine.lanes], machine.lanes // 2
     while lanes >= 1:
         if vectors(lanes) == vectors(machine.lanes) or (machine.in_halves and 2 * lanes == machine.lanes):
-            found.append(lanes)
+            lengths.append(lanes)
         lanes //= 2
-    return found
+    return lengths
 
 
 def _spans(workload: Convolution, pixels: int) -> list[int]:
-    """Widths of spans. Where there are rows, only these are divided among tasks."""
+    """The widths of spans to choose from. If there are several rows, only these are divided among tasks."""
     width = workload.results[2]
     if workload.results[1] > 1:
         return [width]
@@ -221,7 +225,7 @@ def _spans(workload: Convolution, pixels: int) -> list[int]:
 
 
 def cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> float:
-    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+    """The estimated time until the busiest core has finished, in multiply-adds of vectors at a core's peak."""
     tasks = (
         workload.out[0]
         * workload.results[0]
@@ -233,7 +237,7 @@ def cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> f
 
 
 def task_cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> float:
-    """The estimated time of one task, in the same unit."""
+    """The estimated time of one task, in the unit of `cost`."""
     half = 1.0 if blocking.lanes == machine.lanes or not machine.in_halves else 0.5
     deep, lines = workload.window[0], workload.window[0] * workload.window[1]
     slot, rows = blocking.slot(workload), blocking.rows(workload)
@@ -244,21 +248,21 @@ def task_cost(workload: Convolution, blocking: DirectBlocking, machine: Machine)
         < machine.cores
     ):
         copy *= _SCATTERED
-    held = 4 * deep * rows * blocking.width(workload) * slot
-    far = _SPILLED if held > machine.second_level // 2 else _SECOND if held > _FIRST_LEVEL else 1.0
-    whole, rest = divmod(blocking.span, blocking.pixels)
+    used = 4 * deep * rows * blocking.width(workload) * slot
+    far = _SPILLED if used > machine.second_level // 2 else _SECOND if used > _FIRST_LEVEL else 1.0
+    whole, remainder = divmod(blocking.span, blocking.pixels)
     total = 0.0
-    for pixels, count in ((blocking.pixels, whole), (rest, 1 if rest else 0)):
+    for pixels, count in ((blocking.pixels, whole), (remainder, 1 if remainder else 0)):
         sums = pixels * blocking.vectors
         reads = far * _reads(workload, blocking, pixels)
         step = max(workload.window[2] * max(sums, _BUSY) * vector, reads) + 0.1 * reads
-        left = _LEAVE * sums * (1 + len(workload.steps))
-        total += count * (lines * workload.channels * step + left)
+        store = _LEAVE * sums * (1 + len(workload.steps))
+        total += count * (lines * workload.channels * step + store)
     return far * copy + blocking.band * blocking.panels(workload) * total
 
 
 def _reads(workload: Convolution, blocking: DirectBlocking, pixels: int) -> float:
-    """The vectors that are read for one channel and one row of the window."""
+    """The number of vectors that are read for one channel and one row of the window."""
     weights = workload.window[2] * blocking.vectors
     if blocking.shared:
         return weights + len(_columns(workload, pixels))
@@ -266,20 +270,20 @@ def _reads(workload: Convolution, blocking: DirectBlocking, pixels: int) -> floa
 
 
 def _columns(workload: Convolution, pixels: int) -> list[tuple[int, list[tuple[int, int]]]]:
-    """The columns that neighbouring results read: (column, [(result, tap)])."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    """The columns of the image that neighbouring results read, each with its readers: (column, [(result, tap)])."""
+    readers: dict[int, list[tuple[int, int]]] = {}
     for n in range(pixels):
         for tap in range(workload.window[2]):
-            found.setdefault(n * workload.strides[2] + tap * workload.dilations[2], []).append((n, tap))
-    return sorted(found.items())
+            readers.setdefault(n * workload.strides[2] + tap * workload.dilations[2], []).append((n, tap))
+    return sorted(readers.items())
 
 
 def gains(workload: Convolution, machine: Machine) -> bool:
     """Whether this kernel is faster than a product for each tap (measured on Zen 4).
 
-    Groups whose channels do not fill a vector 1.1 to 2 times, depthwise ones of 7x7 1.2 to 1.6 times (5x5: 1.0); few
-    output channels 2 times; one input channel 1.4 times; dilated ones, and those of one or three dimensions,
-    1.02 to 1.05 times.
+    It is 1.1 to 2 times as fast for groups whose channels do not fill a vector, 1.2 to 1.6 times for depthwise ones of
+    7x7 (5x5: 1.0), 2 times for few output channels, 1.4 times for one input channel, and 1.02 to 1.05 times for dilated
+    ones and those of one or three dimensions.
     """
     taps = math.prod(workload.window)
     if taps == 1 and workload.groups == 1:
@@ -296,8 +300,8 @@ def gains(workload: Convolution, machine: Machine) -> bool:
 def packed(
     weights: npt.NDArray[np.float32], workload: Convolution, blocking: DirectBlocking
 ) -> npt.NDArray[np.float32]:
-    """[panel, line of the window, channel, tap along the row, column] of weights [(depth,) row, column, channel of the
-    group, output channel]. Without `shared`, taps come before channels."""
+    """Weights [(depth,) row, column, channel of the group, output channel] as [panel, line of the window, channel, tap
+    along the row, column]. Without `shared`, taps come before channels."""
     lines, across = workload.window[0] * workload.window[1], workload.window[2]
     grouped = weights.reshape(lines, across, workload.channels, workload.groups, workload.columns)
     units, panels, wide = (
@@ -306,11 +310,11 @@ def packed(
         blocking.vectors * blocking.lanes,
     )
     if blocking.together > 1:
-        whole = np.zeros(
+        full = np.zeros(
             (lines, across, workload.channels, units * blocking.together, workload.columns), np.float32
         )
-        whole[:, :, :, : workload.groups] = grouped
-        joined = whole.reshape(lines, across, workload.channels, units, blocking.together * workload.columns)
+        full[:, :, :, : workload.groups] = grouped
+        joined = full.reshape(lines, across, workload.channels, units, blocking.together * workload.columns)
         last = joined.shape[-1]
     else:
         joined, last = grouped, workload.columns
@@ -379,7 +383,7 @@ class Band:
         self._workload, self._blocking = workload, blocking
         self._image, self._panels, self._extras, self._out = image, panels, extras, out
         wide = blocking.vectors * blocking.lanes
-        self._near = T.alloc_buffer(
+        self._copy_of_band = T.alloc_buffer(
             (workload.window[0] * blocking.rows(workload), blocking.width(workload), blocking.slot(workload)),
             FLOAT,
         )
@@ -388,7 +392,7 @@ class Band:
         self._done = T.alloc_buffer((len(workload.steps) + 1, blocking.lanes), FLOAT, scope=LOCAL)
 
     def write(self, batch: Any, first: Sequence[Any], unit: Any) -> None:
-        """The results from this depth, row and column on."""
+        """Write the results from this (depth, row, column) on."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -402,7 +406,7 @@ class Band:
             )
 
     def _row(self, first: Sequence[Any], row: Any, unit: Any, panel: Any) -> None:
-        """A row of results."""
+        """Write a row of results."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -414,15 +418,15 @@ class Band:
         if blocking.spans(workload) == 1:
             tiles(blocking.span, blocking.pixels, tile)
             return
-        with T.serial(0, blocking.span // blocking.pixels) as turn:  # the last span may have fewer
+        with T.serial(0, blocking.span // blocking.pixels) as turn:  # the last span may have fewer tiles
             x = turn * blocking.pixels
             where(first[2] + x + blocking.pixels <= workload.results[2], lambda: tile(x, blocking.pixels))
-            rest = workload.results[2] % blocking.pixels
-            if rest:
-                where(first[2] + x == workload.results[2] - rest, lambda: tile(x, rest))
+            remainder = workload.results[2] % blocking.pixels
+            if remainder:
+                where(first[2] + x == workload.results[2] - remainder, lambda: tile(x, remainder))
 
     def _copy(self, first: Sequence[Any], unit: Any) -> None:
-        """What is read of the image, with zeros where it ends."""
+        """Copy the pixels that are read, with zeros outside the image."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -431,7 +435,7 @@ class Band:
         z, y, x = (
             start * stride - begin for start, stride, begin in zip(first, workload.strides, workload.begin)
         )
-        # The first and the last column of the copy that lie in the image.
+        # The first column of the copy that lies in the image, and the one after the last.
         start, stop = tirx.Min(tirx.Max(0 - x, 0), wide), tirx.Min(tirx.Max(width - x, 0), wide)
         with T.serial(0, workload.window[0]) as deep, T.serial(0, blocking.rows(workload)) as row:
             line = deep * blocking.rows(workload) + row
@@ -451,13 +455,13 @@ class Band:
         from tvm.script.ir_builder import tirx as T
 
         def zeros(start: Any, length: int) -> None:
-            T.buffer_store(self._near, spread(0.0, length), [line, column, ramp(start, length)])
+            T.buffer_store(self._copy_of_band, spread(0.0, length), [line, column, ramp(start, length)])
 
         along(self._blocking.slot(self._workload), self._blocking.lanes, zeros)
 
     def _pixel(self, at: Sequence[Any], line: Any, x: Any, unit: Any) -> None:
-        """The channels of a unit at one pixel. More than those are read where it does not matter: a whole vector is
-        faster than a few short ones."""
+        """Copy the channels of a unit at one pixel. If it is possible, a full vector is copied, although its last
+        channels are not used: this is faster than a few short vectors."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -465,7 +469,7 @@ class Band:
 
         def part(start: Any, length: int) -> None:
             value = self._image[tuple(workload.index(self._batch, at, ramp(begin + start, length)))]
-            T.buffer_store(self._near, value, [line, x, ramp(start, length)])
+            T.buffer_store(self._copy_of_band, value, [line, x, ramp(start, length)])
 
         def some(extent: int) -> None:
             along(extent, blocking.lanes, part)
@@ -474,7 +478,7 @@ class Band:
             some(workload.channels)
             return
         step, units = blocking.together * workload.channels, blocking.units(workload)
-        # The units of which a whole vector lies within the pixel.
+        # The number of units whose full vector lies within the pixel.
         whole = min(
             units,
             (workload.image[-1] - blocking.lanes) // step + 1 if workload.image[-1] >= blocking.lanes else 0,
@@ -486,12 +490,13 @@ class Band:
             with T.Then():
                 some(blocking.lanes)
             with T.Else():
-                # Whichever unit it is, the pixel has this many channels of it or more.
+                # In the units after these, the pixel has at least this many channels.
                 for late in range(whole, units):
                     where(unit == late, partial(some, min(step, workload.image[-1] - late * step)))
 
     def _tile(self, at: Sequence[Any], row: Any, x: Any, count: int, which: Sequence[Any]) -> None:
-        """Neighbouring results of a row, the first `x` columns from the span's first, for one panel of a unit."""
+        """Write neighbouring results of a row for one panel of a unit. They begin `x` columns after the first of the
+        span."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
@@ -501,21 +506,26 @@ class Band:
         with T.serial(0, lines) as line:
             deep, down = line // workload.window[1], line % workload.window[1]
             source = deep * blocking.rows(workload) + row * workload.strides[1] + down * workload.dilations[1]
-            place = [source, x * workload.strides[2], which[0] * blocking.panels(workload) + which[1], line]
+            position = [
+                source,
+                x * workload.strides[2],
+                which[0] * blocking.panels(workload) + which[1],
+                line,
+            ]
 
             def part(start: Any, length: int) -> None:
                 """Add the products with some channels."""
                 sums = self._part if in_parts else self._sums
                 if in_parts:
                     self._start(sums, count)
-                self._line(sums, place, count, start, length)
+                self._line(sums, position, count, start, length)
                 if in_parts:
                     for index in self._vectors(count):
                         T.buffer_store(self._sums, self._sums[index] + sums[index], list(index))
 
-            # All of them, or so many that their terms are few.
-            most = workload.channels if blocking.together > 1 else max(1, _CHUNK // across)
-            tiles(workload.channels, min(workload.channels, most), part)
+            # All channels, or so many that the sum has few terms.
+            channels = workload.channels if blocking.together > 1 else max(1, _CHUNK // across)
+            tiles(workload.channels, min(workload.channels, channels), part)
         self._leave(at, count, *which)
 
     def _vectors(self, count: int) -> list[tuple[Any, Any]]:
@@ -533,23 +543,23 @@ class Band:
         for index in self._vectors(count):
             T.buffer_store(sums, spread(0.0, self._blocking.lanes), list(index))
 
-    def _line(self, sums: Any, place: Sequence[Any], count: int, start: Any, length: int) -> None:
+    def _line(self, sums: Any, position: Sequence[Any], count: int, start: Any, length: int) -> None:
         """Add the products of some channels with one row of the window to the sums.
 
-        `place`: the line and the first column of what is read, the panel of weights, and the row of the window.
+        `position`: the line and the first column that are read, the panel of weights, and the row of the window.
         """
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
-        source, begin, *which = place
+        source, begin, *which = position
         if blocking.together > 1:
             for i in range(workload.channels):
-                self._taps(sums, count, [*which, number(i)], partial(self._seen, source, begin, i))
+                self._taps(sums, count, [*which, number(i)], partial(self._shuffled, source, begin, i))
             return
 
         def pixel(column: Any, channel: Any) -> Any:
-            value = self._near[source, begin + column, channel]
+            value = self._copy_of_band[source, begin + column, channel]
             return value if blocking.lanes == 1 else tirx.Broadcast(value, blocking.lanes)
 
         if blocking.shared:
@@ -589,53 +599,53 @@ class Band:
             index = [number(n), ramp(number(v * lanes), lanes)]
             T.buffer_store(sums, sums[tuple(index)] + value * factor, index)
 
-    def _seen(self, source: Any, begin: Any, channel: int, column: int) -> Any:
-        """For each result of a vector of several groups, the pixel's value of this channel of its group."""
+    def _shuffled(self, source: Any, begin: Any, channel: int, column: int) -> Any:
+        """A vector with the value of this input channel of each result's group, for results of several groups."""
         from tvm import tirx
 
         workload, lanes = self._workload, self._blocking.lanes
-        vector = self._near[source, begin + column, ramp(number(0), lanes)]
+        vector = self._copy_of_band[source, begin + column, ramp(number(0), lanes)]
         order = [min(n // workload.columns * workload.channels + channel, lanes - 1) for n in range(lanes)]
         if order == list(range(lanes)):
             return vector
         return tirx.Shuffle([vector], [number(n) for n in order])
 
     def _leave(self, at: Sequence[Any], count: int, unit: Any, panel: Any) -> None:
-        """Store the results of the steps. The last unit, or the last panel of a group, may have fewer."""
+        """Store the results after the steps. The last unit, and the last panel of a group, may have fewer of them."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking
         wide = blocking.vectors * blocking.lanes
         if blocking.together > 1:
-            begin, most = unit * blocking.together * workload.columns, blocking.together * workload.columns
+            begin, extent = unit * blocking.together * workload.columns, blocking.together * workload.columns
             last, final = (
-                workload.out[-1] - (blocking.units(workload) - 1) * most,
+                workload.out[-1] - (blocking.units(workload) - 1) * extent,
                 unit == blocking.units(workload) - 1,
             )
         else:
-            begin, most = unit * workload.columns + panel * wide, wide
+            begin, extent = unit * workload.columns + panel * wide, wide
             last, final = (
                 workload.columns - (blocking.panels(workload) - 1) * wide,
                 panel == blocking.panels(workload) - 1,
             )
-        if last == most:
-            self._store(at, count, begin, most)
+        if last == extent:
+            self._store(at, count, begin, extent)
             return
         with T.If(final):
             with T.Then():
                 self._store(at, count, begin, last)
             with T.Else():
-                self._store(at, count, begin, most)
+                self._store(at, count, begin, extent)
 
     def _store(self, at: Sequence[Any], count: int, begin: Any, extent: int) -> None:
-        """The first `extent` results of a panel."""
+        """Store the first `extent` results of a panel."""
         from tvm.script.ir_builder import tirx as T
 
         workload, lanes = self._workload, self._blocking.lanes
-        *place, x = at
+        *outer, x = at
         for n in range(count):
             for start, length in pieces(extent, lanes):
                 value = self._sums[number(n), ramp(number(start), length)]
-                index = workload.index(self._batch, [*place, x + n], ramp(begin + start, length))
+                index = workload.index(self._batch, [*outer, x + n], ramp(begin + start, length))
                 done = stepped(workload.steps, self._extras, value, index, self._done)
                 T.buffer_store(self._out, done, index)

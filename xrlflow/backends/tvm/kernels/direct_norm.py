@@ -1,7 +1,7 @@
 """A depthwise convolution and the normalisation of its channels (LayerNormalization) as one kernel.
 
 A task computes a band of rows as in `direct`, one vector of channels after the other, and stores the results. Then it
-normalises pixel by pixel what it has just stored, which its core's caches still hold.
+normalises these results pixel by pixel, while they are still in its core's caches.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from xrlflow.backends.tvm.kernels.steps import extras_of
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# Sums of a pixel, each of every fourth vector: additions that wait for one another are slow, and round more.
+# The channels of a pixel are summed in so many accumulators. With fewer, additions would wait for one another, and
+# round more.
 _SUMS = 4
-# Multiply-adds of vectors that take as long as normalising a vector: by this kernel; by one of its own, which fetches
-# what another core may have written.
+# The time to normalise a vector, in multiply-adds of vectors: in this kernel, and in a kernel of its own, which reads
+# results that another core may have written.
 _HERE, _APART = 8.0, 14.0
-# The busiest core may have so much more than its part of the rows. (7 rows on two cores are slower than two kernels.)
+# The busiest core may have so many times its share of the rows. (7 rows on two cores are slower than two kernels.)
 _UNEVEN = 1.1
-# All taps along a row are written out.
+# The kernel writes out all taps, up to this number.
 _MOST_TAPS = 49
 
 
 def best_blocking(workload: Convolution, machine: Machine) -> DirectBlocking | None:
-    """The blocking with the least estimated time; None if two kernels are faster: they divide channels among cores,
-    too."""
+    """The blocking with the least estimated time; None if two kernels are faster, because they divide channels among
+    cores, too."""
     if (
         not is_depthwise(workload)
         or workload.out[3] < machine.lanes
         or math.prod(workload.window) > _MOST_TAPS
     ):
         return None
-    whole = [
+    full = [
         blocking
         for blocking in blockings(workload, machine)
         if blocking.together == blocking.lanes == machine.lanes
     ]
-    choices = [
+    even = [
         blocking
-        for blocking in whole
+        for blocking in full
         if _busiest(workload, blocking, machine) * machine.cores <= _UNEVEN * _rows(workload)
     ]
-    if not choices:
+    if not even:
         return None
-    best = min(choices, key=lambda blocking: (fused_cost(workload, blocking, machine), repr(blocking)))
-    apart = cost(workload, best_blocking_alone(workload, machine), machine)
-    apart += (
+    best = min(even, key=lambda blocking: (fused_cost(workload, blocking, machine), repr(blocking)))
+    separate = cost(workload, best_blocking_alone(workload, machine), machine)
+    separate += (
         _APART * -(-_rows(workload) // machine.cores) * workload.out[2] * _vectors_of(workload, machine.lanes)
     )
-    return best if fused_cost(workload, best, machine) < apart else None
+    return best if fused_cost(workload, best, machine) < separate else None
 
 
 def is_depthwise(workload: Convolution) -> bool:
@@ -75,7 +76,7 @@ def is_depthwise(workload: Convolution) -> bool:
 
 
 def fused_cost(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> float:
-    """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+    """The estimated time until the busiest core has finished, in multiply-adds of vectors at a core's peak."""
     near = 4 * blocking.band * workload.out[2] * workload.out[3] <= machine.second_level // 2
     pixels = blocking.band * workload.out[2] * (_HERE if near else _APART)
     one = blocking.units(workload) * task_cost(workload, blocking, machine) + pixels * _vectors_of(
@@ -89,12 +90,12 @@ def _rows(workload: Convolution) -> int:
 
 
 def _busiest(workload: Convolution, blocking: DirectBlocking, machine: Machine) -> int:
-    """The rows of the busiest core."""
+    """The number of rows that the busiest core computes."""
     return -(-workload.out[0] * blocking.bands(workload) // machine.cores) * blocking.band
 
 
 def _vectors_of(workload: Convolution, lanes: int) -> int:
-    """The vectors of a pixel."""
+    """The number of vectors of a pixel."""
     return len(pieces(workload.out[3], lanes))
 
 
@@ -137,7 +138,7 @@ def kernel(workload: Convolution, blocking: DirectBlocking, epsilon: float) -> A
 
 
 class _Pixel:
-    """Writes the normalisation of pixels in their place."""
+    """Writes the normalisation of pixels, which replaces their values."""
 
     def __init__(self, out: Any, scale: Any, bias: Any, lanes: int) -> None:
         from tvm.script.ir_builder import tirx as T
@@ -145,26 +146,26 @@ class _Pixel:
         self._out, self._scale, self._bias, self._lanes = out, scale, bias, lanes
         self._width, self._channels = (int(n) for n in out.shape[2:])
         self._sums = T.alloc_buffer((_SUMS, lanes), FLOAT, scope=LOCAL)
-        self._found = T.alloc_buffer((2,), FLOAT, scope=LOCAL)
+        self._moments = T.alloc_buffer((2,), FLOAT, scope=LOCAL)
 
     def row(self, at: Sequence[Any], epsilon: float) -> None:
-        """A row of an image."""
+        """Write the normalisation of a row of an image."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         part = tirx.const(1.0 / self._channels, FLOAT)
         mean, scale = number(0), number(1)
         with T.serial(0, self._width) as x:
-            place = [*at, x]
-            T.buffer_store(self._found, self._sum(place, lambda value: value) * part, [mean])
-            variance = self._sum(place, lambda value: self._distance(value) * self._distance(value)) * part
+            pixel = [*at, x]
+            T.buffer_store(self._moments, self._sum(pixel, lambda value: value) * part, [mean])
+            variance = self._sum(pixel, lambda value: self._distance(value) * self._distance(value)) * part
             root = tirx.rsqrt(variance + tirx.const(epsilon, FLOAT))
-            T.buffer_store(self._found, root, [scale])
+            T.buffer_store(self._moments, root, [scale])
 
             def normalise(index: Any) -> None:
-                by = self._spread(self._found[scale], lanes_of(index))
-                value = self._distance(self._out[(*place, index)]) * by
-                T.buffer_store(self._out, value * self._scale[index] + self._bias[index], [*place, index])
+                by = self._spread(self._moments[scale], lanes_of(index))
+                value = self._distance(self._out[(*pixel, index)]) * by
+                T.buffer_store(self._out, value * self._scale[index] + self._bias[index], [*pixel, index])
 
             self._vectors(lambda index, _: normalise(index))
 
@@ -174,12 +175,12 @@ class _Pixel:
         return value if lanes == 1 else tirx.Broadcast(value, lanes)
 
     def _distance(self, value: Any) -> Any:
-        """From the mean."""
-        return value - self._spread(self._found[number(0)], lanes_of(value))
+        """A value without the mean."""
+        return value - self._spread(self._moments[number(0)], lanes_of(value))
 
     def _vectors(self, body: Callable[[Any, int], None]) -> None:
-        """`body` for all whole vectors of a pixel, with the number of the sum that each is part of, and for those
-        shorter ones that are left."""
+        """Call `body` for each vector of a pixel, with the number of the accumulator to which it belongs: for all full
+        ones, then for the shorter ones at the end."""
         lanes = self._lanes
 
         def some(start: Any, count: int) -> None:
@@ -191,8 +192,8 @@ class _Pixel:
         for start, length in pieces(self._channels - whole, lanes):
             body(ramp(number(whole + start), length), 0)
 
-    def _sum(self, place: Sequence[Any], of: Callable[[Any], Any]) -> Any:
-        """The sum over the channels of a pixel."""
+    def _sum(self, pixel: Sequence[Any], of: Callable[[Any], Any]) -> Any:
+        """The sum over the channels of a pixel, each mapped by `of`."""
         from tvm.script.ir_builder import tirx as T
 
         lanes = self._lanes
@@ -201,17 +202,17 @@ class _Pixel:
 
         def add(index: Any, turn: int) -> None:
             at = [number(turn), ramp(number(0), lanes_of(index))]
-            T.buffer_store(self._sums, self._sums[tuple(at)] + of(self._out[(*place, index)]), at)
+            T.buffer_store(self._sums, self._sums[tuple(at)] + of(self._out[(*pixel, index)]), at)
 
         self._vectors(add)
-        found = [self._sums[number(i), ramp(number(0), lanes)] for i in range(_SUMS)]
-        while len(found) > 1:
-            found = [a + b for a, b in zip(found[::2], found[1::2])]
-        return _total(found[0], lanes)
+        sums = [self._sums[number(i), ramp(number(0), lanes)] for i in range(_SUMS)]
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
+        return _total(sums[0], lanes)
 
 
 def _total(vector: Any, lanes: int) -> Any:
-    """The sum of a vector's lanes: halves are added until there is one."""
+    """The sum of a vector's lanes. One half is added to the other until one lane is left."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 

@@ -1,4 +1,4 @@
-"""Element-wise operators and norms that are lowered here."""
+"""Element-wise operators and norms for which TVM's lowering is slow or inexact."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xrlflow.backends.tvm.toolchain.reading import constant, sizes
 
 
 def legal_power(builder: Any, call: Any) -> Any | None:
-    """A power in half or single precision; None for others.
+    """A kernel for a power in half or single precision; None for other types.
 
-    Those that are no products are kernels of their own. They have many bindings, each of which TVM substitutes where
-    another function is computed of the result: compilation would take minutes, or fail.
+    Powers that are not computed as products are kernels of their own. They have many variables, and TVM substitutes
+    each of them if another function is computed of the result: compilation would take minutes, or fail.
     """
     from tvm import te, tirx, topi
 
@@ -41,7 +41,7 @@ def legal_power(builder: Any, call: Any) -> Any | None:
 
 
 def _one_number(y: Any) -> float | None:
-    """The value of a constant of one element."""
+    """The value of a constant of one element; None for other expressions."""
     from tvm.ir import GenericConst
 
     if not isinstance(y, GenericConst) or y.value.numpy().size != 1:
@@ -50,7 +50,7 @@ def _one_number(y: Any) -> float | None:
 
 
 def with_exponent(node: Imported) -> None:
-    """The exponent gets the type of the number, where it is a constant: TVM's importer takes no others."""
+    """Convert a constant exponent to the type of the base: TVM's importer accepts no other."""
     from tvm.ir import GenericConst
 
     x, y = node.inputs[0], node.inputs[1]
@@ -73,7 +73,7 @@ def celu(node: Imported) -> Any:
 
 
 def normalized(node: Imported) -> Any:
-    """LpNormalization: x by its norm along an axis; zeros where that is zero, as in ONNX Runtime."""
+    """LpNormalization: x divided by its norm along an axis. The result is zero if the norm is, as in ONNX Runtime."""
     from tvm import relax
 
     x, axis = node.inputs[0], int(node.attributes.get("axis", -1))

@@ -1,8 +1,8 @@
-"""All ways in which our kernels compute a convolution, or a product with constant weights.
+"""The kernels of convolutions and of products with constant weights, under one interface.
 
-A way is an algorithm with the blocking of its kernel. `KERNELS` says which layers an algorithm can compute, which
-blockings there are, which one has the least estimated time, and how the kernel is written. What a tuner may choose is
-what is said here.
+Each `Algorithm` but TILES has a `LayerKernel` in `KERNELS`: it says which layers it can compute, which blockings there
+are, which one has the least estimated time, and how the kernel is written. A `KernelChoice` is an algorithm with a
+blocking. All choices for a layer are the design space of a tuner.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Blocking: TypeAlias = (
 )
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-# Fewer channels, on either side, leave little to multiply.
+# The least number of channels, on either side, for Winograd's algorithms. With fewer, there is little to multiply.
 _CHANNELS = 16
 
 
 class Algorithm(Enum):
-    """How a convolution or product is computed: by TVM's loops in tiles (see `tiles`), or as one kernel of ours (see
-    `direct`, `products`). F(m, 3): tiles of m x m results (see `winograd`)."""
+    """How a convolution or product is computed: by TVM's loops in tiles (see `fusion.tiles`), or by a generated kernel
+    (see `direct`, `products`). F(m, 3) computes tiles of m x m results (see `winograd`)."""
 
     TILES = "tiles"
     DIRECT = "direct"
@@ -50,7 +50,7 @@ class Algorithm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """An algorithm, and the blocking of its kernel (of TILES, None: that of the heuristic)."""
+    """An algorithm, and the blocking of its kernel. For TILES it may be None: the blocking of the heuristic."""
 
     algorithm: Algorithm
     blocking: Blocking | None = None
@@ -61,12 +61,12 @@ class KernelChoice:
 
     @property
     def text(self) -> str:
-        """As it is stored: JSON."""
+        """The choice as JSON, as stores have it."""
         return json.dumps([self.algorithm.value, None if self.blocking is None else asdict(self.blocking)])
 
     @staticmethod
     def stored(text: str) -> KernelChoice | None:
-        """The way of a record; None if another version of the program wrote something else."""
+        """The choice of a record; None if another version of the program wrote something else."""
         try:
             name, values = json.loads(text)
             algorithm = Algorithm(name)
@@ -85,8 +85,8 @@ class KernelChoice:
 
 
 def is_typed(blocking: Any) -> bool:
-    """Whether the fields of a blocking that was stored are of their declared types. 2.0 and true equal the numbers of a
-    blocking, but are no sizes of loops."""
+    """Whether the fields of a blocking from a store are of their declared types. (2.0 and true equal the numbers of a
+    blocking, but cannot be sizes of loops.)"""
     values = [(field.type, getattr(blocking, field.name)) for field in fields(blocking)]
     return all(
         type(value).__name__ == kind and (not is_dataclass(value) or is_typed(value))
@@ -95,7 +95,7 @@ def is_typed(blocking: Any) -> bool:
 
 
 def is_product(workload: LayerWorkload) -> bool:
-    """Whether a layer is a product, or a convolution that is one of its pixels with weights."""
+    """Whether a layer is a product, or a convolution that multiplies each pixel with one matrix."""
     return isinstance(workload, products.Product) or (
         math.prod(workload.window) == math.prod(workload.strides) == workload.groups == 1
         and not any(workload.begin)
@@ -104,7 +104,8 @@ def is_product(workload: LayerWorkload) -> bool:
 
 
 def multiplies_less(workload: LayerWorkload) -> bool:
-    """Whether there are algorithms with fewer multiplications for a layer: 3x3 convolutions, not strided or dilated."""
+    """Whether there are algorithms with fewer multiplications for a layer: for 3x3 convolutions without stride and
+    dilation."""
     if isinstance(workload, products.Product):
         return False
     plain = workload.window == (1, 3, 3) and math.prod(workload.strides) == math.prod(workload.dilations) == 1
@@ -112,7 +113,7 @@ def multiplies_less(workload: LayerWorkload) -> bool:
 
 
 def product_of(workload: LayerWorkload) -> products.Product:
-    """A product, or a pointwise convolution as one."""
+    """The workload of a product, or of a pointwise convolution as a product."""
     return (
         workload
         if isinstance(workload, products.Product)
@@ -121,7 +122,7 @@ def product_of(workload: LayerWorkload) -> products.Product:
 
 
 def winograd_of(workload: LayerWorkload, m: int) -> winograd.WinogradConvolution:
-    """A convolution of `multiplies_less`, in tiles of m x m results."""
+    """The workload of a convolution of `multiplies_less` in tiles of m x m results."""
     workload = _convolution(workload)
     return winograd.WinogradConvolution(
         workload.image, workload.out, workload.begin[1], workload.begin[2], m, workload.steps, workload.groups
@@ -145,11 +146,12 @@ def title(workload: LayerWorkload) -> str:
 
 
 class KernelBlocking(Protocol):
-    """A blocking of a kernel that is written as a whole. Its text says it in words."""
+    """The blocking of a generated kernel. `str()` describes it in words."""
 
     def numbers(self, workload: Any, /) -> dict[str, int]:
-        """It as numbers: rows and vectors of a tile, the lanes of a vector, in how many blocks a core takes its rows,
-        among how many parts columns are divided, whether weights are fetched `ahead`, and an `order`."""
+        """The knobs of the blocking (`tuning.space.KNOBS`): the rows and vectors of a tile; the lanes of a vector; the
+        number of blocks into which a core divides its rows; the number of parts into which columns are divided; whether
+        weights are fetched `ahead`; and an `order`."""
 
 
 WorkloadT = TypeVar("WorkloadT", contravariant=True)
@@ -166,7 +168,7 @@ class Kernel(Protocol[WorkloadT, BlockingT]):
         """The blocking with the least estimated time."""
 
     def cost(self, workload: WorkloadT, blocking: BlockingT, machine: Machine, /) -> float:
-        """The estimated time until the busiest core is done, in multiply-adds of vectors at a core's peak."""
+        """The estimated time until the busiest core has finished, in multiply-adds of vectors at a core's peak."""
 
     def packed(self, weights: Floats, workload: WorkloadT, blocking: BlockingT, /) -> Floats:
         """Weights in the order in which the kernel reads them."""
@@ -177,32 +179,32 @@ class Kernel(Protocol[WorkloadT, BlockingT]):
 
 @dataclass(frozen=True, slots=True)
 class LayerKernel(Generic[WorkloadT, BlockingT]):
-    """A kernel for the layers that its algorithm `fits`. `name`: of its functions. `form` makes a layer what the kernel
-    takes. For the methods see `Kernel`."""
+    """A kernel for all layers that `fits` admits. `name`: the name of its functions. `convert` maps a layer to the
+    workload of the kernel. For the methods see `Kernel`."""
 
     name: str
     kernel: Kernel[WorkloadT, BlockingT]
     blocking_type: type[BlockingT]
     fits: Callable[[LayerWorkload], bool]
-    workload: Callable[[LayerWorkload], WorkloadT]
+    convert: Callable[[LayerWorkload], WorkloadT]
 
     def blockings(self, workload: LayerWorkload, machine: Machine) -> Iterator[BlockingT]:
-        return self.kernel.blockings(self.workload(workload), machine)
+        return self.kernel.blockings(self.convert(workload), machine)
 
-    def usual(self, workload: LayerWorkload, machine: Machine) -> BlockingT:
-        return self.kernel.best_blocking(self.workload(workload), machine)
+    def best_blocking(self, workload: LayerWorkload, machine: Machine) -> BlockingT:
+        return self.kernel.best_blocking(self.convert(workload), machine)
 
     def cost(self, workload: LayerWorkload, blocking: BlockingT, machine: Machine) -> float:
-        return self.kernel.cost(self.workload(workload), blocking, machine)
+        return self.kernel.cost(self.convert(workload), blocking, machine)
 
     def packed(self, weights: Floats, workload: LayerWorkload, blocking: BlockingT) -> Floats:
-        return self.kernel.packed(weights, self.workload(workload), blocking)
+        return self.kernel.packed(weights, self.convert(workload), blocking)
 
     def code(self, workload: LayerWorkload, blocking: BlockingT) -> Any:
-        return self.kernel.kernel(self.workload(workload), blocking)
+        return self.kernel.kernel(self.convert(workload), blocking)
 
     def numbers(self, workload: LayerWorkload, blocking: BlockingT) -> dict[str, int]:
-        return blocking.numbers(self.workload(workload))
+        return blocking.numbers(self.convert(workload))
 
 
 KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
@@ -223,7 +225,7 @@ KERNELS: Mapping[Algorithm, LayerKernel[Any, Any]] = MappingProxyType(
         },
     }
 )
-"""Those whose kernels are written as a whole; TILES are schedules of TVM's (see `fusion.tiles`)."""
+"""The generated kernels. TILES are schedules of TVM's loops instead (see `fusion.tiles`)."""
 
 
 def tiles_cost(workload: LayerWorkload, machine: Machine) -> float:
@@ -232,7 +234,7 @@ def tiles_cost(workload: LayerWorkload, machine: Machine) -> float:
         pixels, terms, vectors = workload.rows, workload.terms, -(-workload.columns // machine.lanes)
     else:
         pixels, terms = math.prod(workload.out[:-1]), workload.terms
-        # Without sums over channels, vectors have neighbouring channels of several groups.
+        # Depthwise, without sums over channels, a vector has neighbouring channels of several groups.
         grouped = workload.groups if workload.channels > 1 else 1
         vectors = -(-workload.out[-1] // grouped // machine.lanes) * grouped
     weights = terms * vectors

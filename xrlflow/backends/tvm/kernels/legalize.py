@@ -1,8 +1,8 @@
-"""Operators whose loops we write ourselves, where TVM's are slower or less exact.
+"""Generated kernels for operators where TVM's are slower or less exact.
 
 A sum of thousands of elements in sequence is wrong by ten to a hundred units in the last place, and cannot use vectors.
-The schedule sums in lanes if vectors divide the row. If they do not, reductions here are split into two parts: whole
-vectors, and the few remaining elements.
+The schedule sums in lanes if vectors divide the row. If they do not, the reductions of this module split the row into
+two parts: full vectors, and the few remaining elements.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
         def legal(builder: Any, call: Any) -> Any:
             shape, axes = sizes(call.args[0]), _last_axes(call.args[0], call.attrs.axis)
             scalar = not sizes(call)
-            kept = scalar or bool(call.attrs.keepdims)
-            if shape is None or axes is None or not (kept or _whole(shape[-1], machine.lanes)):
+            keeps = scalar or bool(call.attrs.keepdims)
+            if shape is None or axes is None or not (keeps or _first_part(shape[-1], machine.lanes)):
                 return _default(name)(builder, call)
             # A scalar becomes a row first, since partial sums are not possible next to a block without loops.
-            made = builder.call_te(make, call.args[0], axes, kept, machine.lanes, primfunc_name_hint=name)
-            return builder.call_te(_only, builder.emit(made), primfunc_name_hint="only") if scalar else made
+            row = builder.call_te(make, call.args[0], axes, keeps, machine.lanes, primfunc_name_hint=name)
+            return builder.call_te(_only, builder.emit(row), primfunc_name_hint="only") if scalar else row
 
         return legal
 
     def legal_log_softmax(builder: Any, call: Any) -> Any:
-        given = (call.args[0], int(call.attrs.axis), machine.lanes)
-        return builder.call_te(log_softmax, *given, primfunc_name_hint="log_softmax")
+        arguments = (call.args[0], int(call.attrs.axis), machine.lanes)
+        return builder.call_te(log_softmax, *arguments, primfunc_name_hint="log_softmax")
 
     def legal_layer_norm(builder: Any, call: Any) -> Any:
         x, scale, bias = call.args
         shape, axes = sizes(x), _last_axes(x, call.attrs.axes)
-        if shape is None or axes is None or not _whole(shape[-1], machine.lanes):
-            return _default("nn.layer_norm")(builder, call)  # as good if the row is one part
+        if shape is None or axes is None or not _first_part(shape[-1], machine.lanes):
+            return _default("nn.layer_norm")(builder, call)  # the same if the row is one part
         return builder.call_te(
             layer_norm, x, scale, bias, axes, float(call.attrs.epsilon), machine.lanes,
             primfunc_name_hint="layer_norm",
@@ -57,15 +57,15 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
 
     return {
         "relax.nn.relu": _legal_relu,
-        "relax.power": _own("power", legal_power),
-        "relax.image.resize2d": _own("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
-        "relax.image.grid_sample": _own(
+        "relax.power": _pick("power", legal_power),
+        "relax.image.resize2d": _pick("image.resize2d", lambda b, call: legal_resize(b, call, machine)),
+        "relax.image.grid_sample": _pick(
             "image.grid_sample", lambda b, call: legal_grid_sample(b, call, machine), legal_other_samples
         ),
-        "relax.nn.max_pool2d": _own(
+        "relax.nn.max_pool2d": _pick(
             "nn.max_pool2d", legal_max_pool, lambda b, call: legal_max_pool_rows(b, call, machine)
         ),
-        "relax.nn.avg_pool2d": _own(
+        "relax.nn.avg_pool2d": _pick(
             "nn.avg_pool2d",
             legal_average_pool,
             lambda b, call: legal_average_pool_rows(b, call, machine),
@@ -82,13 +82,13 @@ def legalizations(machine: Machine) -> Mapping[str, Callable[[Any, Any], Any]]:
     }
 
 
-def _own(name: str, *makes: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
-    """The first that computes a call; otherwise TVM's."""
+def _pick(name: str, *makes: Callable[[Any, Any], Any | None]) -> Callable[[Any, Any], Any]:
+    """A function that gives a call the first kernel that `makes` have for it, and TVM's if they have none."""
 
     def legal(builder: Any, call: Any) -> Any:
-        made = (make(builder, call) for make in makes)
-        found = next((each for each in made if each is not None), None)
-        return _default(name)(builder, call) if found is None else found
+        results = (make(builder, call) for make in makes)
+        result = next((each for each in results if each is not None), None)
+        return _default(name)(builder, call) if result is None else result
 
     return legal
 
@@ -103,7 +103,8 @@ def _legal_relu(builder: Any, call: Any) -> Any:
 
 
 def relu(x: Any) -> Any:
-    """max(0, x). TVM's own max(x, 0) is 0 for NaN: the greater of two operands is the second, unless it is less."""
+    """max(0, x), which is NaN for NaN. TVM's own max(x, 0) is 0 then: its result is the second operand unless the first
+    one is greater."""
     from tvm import te, tirx
 
     zero = tirx.const(0, x.dtype)
@@ -113,26 +114,27 @@ def relu(x: Any) -> Any:
 def _default(name: str) -> Callable[[Any, Any], Any]:
     from tvm.ir import Op
 
-    found: Callable[[Any, Any], Any] = Op.get(f"relax.{name}").get_attr("FLegalize")
-    return found
+    legalize: Callable[[Any, Any], Any] = Op.get(f"relax.{name}").get_attr("FLegalize")
+    return legalize
 
 
 def _last_axes(x: Any, axes: Any | None) -> list[int] | None:
-    """These axes of a tensor (None: all) in order, if the last one in memory is among them."""
+    """These axes of a tensor (None: all) in ascending order; None if the last axis in memory is not among them."""
     shape = sizes(x, "float32")
     if not shape or 0 in shape:
         return None
-    found = sorted(axis % len(shape) for axis in numbers(range(len(shape)) if axes is None else axes))
-    return found if found and found[-1] == len(shape) - 1 else None
+    ordered = sorted(axis % len(shape) for axis in numbers(range(len(shape)) if axes is None else axes))
+    return ordered if ordered and ordered[-1] == len(shape) - 1 else None
 
 
-def _whole(along: int, lanes: int) -> int:
-    """The length of the first of two parts of a row; 0 if the row is reduced as a whole."""
+def _first_part(along: int, lanes: int) -> int:
+    """The length of the first of the two parts of a row; 0 if the row is reduced at once."""
     return 0 if along < 2 * lanes or partial_lanes(along, lanes) else along // lanes * lanes
 
 
 def scatter(x: Any, indices: Any, updates: Any, axis: int, reduction: str) -> Any:
-    """TVM's scatter is a single block; passes that look for blocks inside a block would fail with an internal error."""
+    """ScatterElements with a copy of its indices. TVM's scatter is a single block, and passes that look for blocks
+    inside a block would fail with an internal error."""
     from tvm import te, topi
 
     copied = te.compute(indices.shape, lambda *i: indices[i], name="indices")
@@ -140,12 +142,12 @@ def scatter(x: Any, indices: Any, updates: Any, axis: int, reduction: str) -> An
 
 
 def softmax(x: Any, axis: int, lanes: int) -> Any:
-    """exp(x - max) * (1 / sum): one division per row instead of one per element, where the schedule works by rows."""
+    """exp(x - max) * (1 / sum): one division per row instead of one per element, if the schedule works by rows."""
     from tvm import te, tirx
 
     axes = [axis % len(x.shape)]
-    most, rows = _reduced("softmax_max", te.max, tirx.max, x, axes, lanes), _rows(x, axes)
-    powers = te.compute(x.shape, lambda *i: te.exp(x[i] - most(rows(i))), name="softmax_exp")
+    maxima, rows = _reduced("softmax_max", te.max, tirx.max, x, axes, lanes), _rows(x, axes)
+    powers = te.compute(x.shape, lambda *i: te.exp(x[i] - maxima(rows(i))), name="softmax_exp")
     sums = _reduced("softmax_sum", te.sum, add, powers, axes, lanes)
     one = tirx.const(1.0, x.dtype)
     return te.compute(x.shape, lambda *i: powers[i] * (one / sums(rows(i))), name="softmax")
@@ -156,36 +158,36 @@ def log_softmax(x: Any, axis: int, lanes: int) -> Any:
     from tvm import te, tirx
 
     axes = [axis % len(x.shape)]
-    most, rows = _reduced("log_softmax_max", te.max, tirx.max, x, axes, lanes), _rows(x, axes)
-    powers = te.compute(x.shape, lambda *i: te.exp(x[i] - most(rows(i))), name="log_softmax_exp")
+    maxima, rows = _reduced("log_softmax_max", te.max, tirx.max, x, axes, lanes), _rows(x, axes)
+    powers = te.compute(x.shape, lambda *i: te.exp(x[i] - maxima(rows(i))), name="log_softmax_exp")
     sums = _reduced("log_softmax_sum", te.sum, add, powers, axes, lanes)
     logs = te.compute(
         [x.shape[axis] for axis in range(len(x.shape)) if axis not in axes],
         lambda *i: te.log(sums(i)),
         name="log_softmax_log",
     )
-    return te.compute(x.shape, lambda *i: x[i] - most(rows(i)) - logs[rows(i)], name="log_softmax")
+    return te.compute(x.shape, lambda *i: x[i] - maxima(rows(i)) - logs[rows(i)], name="log_softmax")
 
 
 def total(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     """The sum along some axes."""
     from tvm import te
 
-    return _kept(x, axes, keepdims, _reduced("sum", te.sum, add, x, axes, lanes))
+    return _by_row(x, axes, keepdims, _reduced("sum", te.sum, add, x, axes, lanes))
 
 
 def greatest(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     """The greatest element along some axes."""
     from tvm import te, tirx
 
-    return _kept(x, axes, keepdims, _reduced("max", te.max, tirx.max, x, axes, lanes))
+    return _by_row(x, axes, keepdims, _reduced("max", te.max, tirx.max, x, axes, lanes))
 
 
 def least(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     """The least element along some axes."""
     from tvm import te, tirx
 
-    return _kept(x, axes, keepdims, _reduced("min", te.min, tirx.min, x, axes, lanes))
+    return _by_row(x, axes, keepdims, _reduced("min", te.min, tirx.min, x, axes, lanes))
 
 
 def mean(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
@@ -196,7 +198,7 @@ def mean(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
     count = tirx.const(1.0, x.dtype)
     for axis in axes:
         count = count * x.shape[axis].astype(x.dtype)
-    return _kept(x, axes, keepdims, lambda i: sums(i) / count)
+    return _by_row(x, axes, keepdims, lambda i: sums(i) / count)
 
 
 def variance(x: Any, axes: Sequence[int], keepdims: bool, lanes: int) -> Any:
@@ -230,12 +232,12 @@ def layer_norm(x: Any, scale: Any, bias: Any, axes: Sequence[int], epsilon: floa
 
 
 def _first(indices: Sequence[Any], axes: Sequence[int]) -> tuple[Any, ...]:
-    """The index of the result for an element's row, in a reduction over some axes that keeps them."""
+    """The index of a reduction's result for an element, if the reduced axes are kept with size 1."""
     return tuple(0 if axis in axes else i for axis, i in enumerate(indices))
 
 
 def _rows(x: Any, axes: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What remains of an element's index in a reduction over some axes."""
+    """The index of a reduction's result for an element, if the reduced axes are removed."""
     return lambda indices: tuple(indices[axis] for axis in range(len(x.shape)) if axis not in axes)
 
 
@@ -246,8 +248,8 @@ def _only(x: Any) -> Any:
     return te.compute((), lambda: x[(0,) * len(x.shape)], name="only")
 
 
-def _kept(x: Any, axes: Sequence[int], keepdims: bool, of: Callable[[tuple[Any, ...]], Any]) -> Any:
-    """The tensor of a reduction's results, one for each row. With `keepdims`, the reduced axes have size 1."""
+def _by_row(x: Any, axes: Sequence[int], keepdims: bool, of: Callable[[tuple[Any, ...]], Any]) -> Any:
+    """The tensor of a reduction's results `of` all rows. With `keepdims`, the reduced axes have size 1."""
     from tvm import te
 
     rows = _rows(x, axes)
@@ -263,7 +265,8 @@ def _reduced(
     axes: Sequence[int],
     lanes: int,
 ) -> Callable[[tuple[Any, ...]], Any]:
-    """An element of the reduction of `x` over some axes, by what remains of its index. `join` combines two parts.
+    """The reduction of `x` over some axes, as a function from an index without these axes to the result. `join`
+    combines two parts.
 
     The last axis is reduced in two parts if it is the last one in memory and vectors do not divide it.
     """
@@ -283,9 +286,9 @@ def _reduced(
         return te.compute([x.shape[axis] for axis in rows] or [1], element, name=name)
 
     extent = x.shape[last]
-    whole = _whole(int(extent), lanes) if last == dimensions - 1 and hasattr(extent, "value") else 0
-    if not whole:
+    split = _first_part(int(extent), lanes) if last == dimensions - 1 and hasattr(extent, "value") else 0
+    if not split:
         only = part(name, 0, extent)
         return lambda i: only[i or (0,)]
-    most, rest = part(f"{name}_most", 0, whole), part(f"{name}_rest", whole, extent - whole)
-    return lambda i: join(most[i or (0,)], rest[i or (0,)])
+    first, second = part(f"{name}_most", 0, split), part(f"{name}_rest", split, extent - split)
+    return lambda i: join(first[i or (0,)], second[i or (0,)])

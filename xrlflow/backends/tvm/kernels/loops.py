@@ -1,6 +1,7 @@
-"""The loops of our kernels, from the outermost to the innermost, as numbers: what a turn computes and touches.
+"""The loops of generated kernels, from the outermost to the innermost: how much each iteration computes and reads.
 
-They are read off a layer and a blocking, without writing the kernel: a model of times asks for thousands of them.
+They follow from the workload and the blocking, without writing the kernel: a model of times needs those of thousands of
+kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _FLOAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """`extent` turns. One turn multiplies and adds `work` vectors, and touches so many different numbers of the image
-    (or of what was made of it), of the weights, and of the sums or results."""
+    """A loop of `extent` iterations. In one iteration, `work` vectors are multiplied and added. `image`, `weights`,
+    `results`: how many different numbers an iteration uses of the image (or of its copies), of the weights, and of the
+    sums or results."""
 
     extent: int
     work: float
@@ -39,7 +41,7 @@ class Loop:
 
 
 def loops_of(workload: LayerWorkload, choice: KernelChoice) -> list[Loop]:
-    """The loops of a layer's kernel; none if tiles have no choice."""
+    """The loops of a layer's kernel; none for tiles without a blocking."""
     match choice.blocking:
         case ratings.TileBlocking():
             return _tiles(workload, choice.blocking)
@@ -57,14 +59,14 @@ def loops_of(workload: LayerWorkload, choice: KernelChoice) -> list[Loop]:
 
 
 def weights_of(workload: LayerWorkload, choice: KernelChoice) -> int:
-    """How many weights a layer's kernel reads: those of Winograd's are transformed."""
+    """The number of weights that a layer's kernel reads. Winograd's algorithms transform them to more."""
     m = choice.algorithm.m
     plain = workload.terms * workload.out[-1]
     return plain if m is None else plain * (m + 2) ** 2 // 9
 
 
 def _product(workload: products.Product, blocking: products.ProductBlocking) -> list[Loop]:
-    """Tasks, panels, chunks, tiles of rows, terms."""
+    """The loops over tasks, panels, chunks, tiles of rows, terms."""
     block, columns, terms = min(blocking.block, workload.rows), blocking.columns, workload.terms
     panels, vectors = -(-blocking.panels(workload) // blocking.parts), columns // blocking.lanes
     chunk, rows = products.chunk_of(terms), min(blocking.rows, block)
@@ -81,7 +83,8 @@ def _product(workload: products.Product, blocking: products.ProductBlocking) -> 
 
 
 def _tiles(workload: LayerWorkload, blocking: ratings.TileBlocking) -> list[Loop]:
-    """Tiles along one dimension of the results, then along the other; taps; chunks of channels; channels."""
+    """The loops over tiles along one dimension of the results, and along the other; taps; chunks of channels;
+    channels."""
     tile = blocking.tile
     rows, columns, vectors = tile.rows, tile.columns, tile.columns // tile.lanes
     if isinstance(workload, products.Product):
@@ -95,9 +98,9 @@ def _tiles(workload: LayerWorkload, blocking: ratings.TileBlocking) -> list[Loop
     down, across = -(-pixels // rows), groups * -(-wide // columns)
     first, second = (across, down) if blocking.columns_first else (down, across)
     work, one = rows * vectors * terms, rows * columns
-    whole = (second * rows, terms * columns) if blocking.columns_first else (rows, terms * columns * second)
+    extents = (second * rows, terms * columns) if blocking.columns_first else (rows, terms * columns * second)
     return [
-        Loop(first, second * work, whole[0] * terms, whole[1], second * one),
+        Loop(first, second * work, extents[0] * terms, extents[1], second * one),
         Loop(second, work, rows * terms, terms * columns, one),
         Loop(taps, rows * vectors * channels, rows * channels, channels * columns, one),
         Loop(-(-channels // chunk), rows * vectors * chunk, rows * chunk, chunk * columns, one),
@@ -106,7 +109,7 @@ def _tiles(workload: LayerWorkload, blocking: ratings.TileBlocking) -> list[Loop
 
 
 def _direct(workload: direct.Convolution, blocking: direct.DirectBlocking) -> list[Loop]:
-    """Tasks, panels, rows of a band, tiles of pixels, lines of the window, channels."""
+    """The loops over tasks, panels, rows of a band, tiles of pixels, lines of the window, channels."""
     lines, across = workload.window[0] * workload.window[1], workload.window[2]
     band, span, panels = (
         min(blocking.band, workload.results[1]),
@@ -125,7 +128,7 @@ def _direct(workload: direct.Convolution, blocking: direct.DirectBlocking) -> li
     line = blocking.width(workload) * blocking.slot(workload)
     weights, pixels = lines * across * workload.channels * columns, min(blocking.pixels, span)
     row = span * blocking.vectors * lines * across * workload.channels
-    near = (pixels - 1) * workload.strides[2] + (across - 1) * workload.dilations[2] + 1
+    columns_read = (pixels - 1) * workload.strides[2] + (across - 1) * workload.dilations[2] + 1
     step = pixels * blocking.vectors * across
     return [
         Loop(tasks, panels * band * row, copied, panels * weights, band * span * columns * panels),
@@ -134,23 +137,23 @@ def _direct(workload: direct.Convolution, blocking: direct.DirectBlocking) -> li
         Loop(
             -(-span // pixels),
             step * lines * workload.channels,
-            near * blocking.slot(workload) * lines,
+            columns_read * blocking.slot(workload) * lines,
             weights,
             pixels * columns,
         ),
         Loop(
             lines,
             step * workload.channels,
-            near * blocking.slot(workload),
+            columns_read * blocking.slot(workload),
             weights // lines,
             pixels * columns,
         ),
-        Loop(workload.channels, step, near, across * columns, pixels * columns),
+        Loop(workload.channels, step, columns_read, across * columns, pixels * columns),
     ]
 
 
 def _winograd(workload: winograd.WinogradConvolution, blocking: winograd.WinogradBlocking) -> list[Loop]:
-    """Tasks, panels, points, chunks of channels, tiles of rows, channels."""
+    """The loops over tasks, panels, points, chunks of channels, tiles of rows, channels."""
     points, vectors = workload.n * workload.n, blocking.columns // blocking.lanes
     panels = -(-blocking.panels(workload) // blocking.parts)
     block, columns, channels = blocking.block, blocking.columns, workload.channels
@@ -174,7 +177,8 @@ def _winograd(workload: winograd.WinogradConvolution, blocking: winograd.Winogra
 
 
 def loops_of_bands(workload: bands.ConvBlock, blocking: bands.BandBlocking) -> list[Loop]:
-    """Tasks, blocks of channels, then what is done with a block: expansion, windows, projection."""
+    """The loops over tasks and blocks of channels, then the first loop of each part of a block: expansion, windows,
+    projection."""
     rows, width, out = blocking.rows(workload), workload.image[2], workload.out[2]
     blocks, vectors = -(-blocking.blocks(workload) // blocking.parts), blocking.block // blocking.lanes
     taps = math.prod(workload.window)
@@ -210,7 +214,7 @@ def loops_of_bands(workload: bands.ConvBlock, blocking: bands.BandBlocking) -> l
 
 
 def weights_of_bands(workload: bands.ConvBlock) -> int:
-    """How many weights a block's kernel reads."""
+    """The number of weights that the kernel of an inverted residual reads."""
     wide = workload.middle[3]
     expand = workload.image[3] if workload.expand is not None else 0
     return wide * (
@@ -219,9 +223,9 @@ def weights_of_bands(workload: bands.ConvBlock) -> int:
 
 
 def totals(loops: Sequence[Loop]) -> list[float]:
-    """How often each loop's body runs in all: the product of the extents down to it."""
-    found, total = [], 1.0
+    """How often the body of each loop runs: the product of the extents of this loop and all around it."""
+    runs, total = [], 1.0
     for loop in loops:
         total *= loop.extent
-        found.append(total)
-    return found
+        runs.append(total)
+    return runs

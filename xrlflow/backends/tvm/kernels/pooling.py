@@ -1,4 +1,4 @@
-"""Pools of two dimensions with channels last: no condition and no copy for the border of an image.
+"""Two-dimensional pools with channels last, without conditions or copies for the border of an image.
 
 A tap beyond the border reads the nearest pixel of the image instead. The greatest element of a window stays the same,
 since that pixel is in the window, too; a sum leaves the tap out.
@@ -16,8 +16,9 @@ from xrlflow.backends.tvm.toolchain.reading import numbers, sizes
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """Windows along one dimension: the sizes of the result and of the image, the taps, where the first window begins,
-    as pixels before the image, and the pixels that are added after it."""
+    """The windows along one dimension. `result`, `image`: the sizes. `taps`, `stride`, `dilation`: of a window.
+    `before`, `after`: the pixels that are added to the image on either side; the first window begins at the first of
+    them."""
 
     result: int
     image: int
@@ -27,45 +28,45 @@ class Along:
     before: int
     after: int
 
-    def place(self, pixel: Any, tap: Any) -> Any:
-        """The pixel of the image, or beyond its border, that a tap reads."""
+    def position(self, pixel: Any, tap: Any) -> Any:
+        """The pixel of the image that a tap reads. It may lie beyond the border."""
         return pixel * self.stride + tap * self.dilation - self.before
 
     @property
     def leaves(self) -> bool:
         """Whether there are taps beyond the border."""
-        return self.before > 0 or self.place(self.result - 1, self.taps - 1) >= self.image
+        return self.before > 0 or self.position(self.result - 1, self.taps - 1) >= self.image
 
     def inside(self, pixel: Any, tap: Any) -> Any:
         from tvm import tirx
 
-        place = self.place(pixel, tap)
-        return tirx.all(place >= 0, place < self.image)
+        position = self.position(pixel, tap)
+        return tirx.all(position >= 0, position < self.image)
 
     def nearest(self, pixel: Any, tap: Any) -> Any:
-        """The pixel of the image that is nearest to what a tap reads."""
+        """The pixel of the image that is nearest to the one that a tap reads."""
         from tvm import tirx
 
-        place = self.place(pixel, tap)
-        return tirx.max(tirx.min(place, self.image - 1), 0) if self.leaves else place
+        pixel_read = self.position(pixel, tap)
+        return tirx.max(tirx.min(pixel_read, self.image - 1), 0) if self.leaves else pixel_read
 
-    def counted(self, pixel: Any, whole: bool = False) -> Any:
-        """The number of taps inside the image, or (`whole`) in what is added to it, too. The last window may go on
-        behind that if the number of windows is rounded up."""
+    def taps_inside(self, pixel: Any, whole: bool = False) -> Any:
+        """The number of taps inside the image; with `whole`, also of those in the added pixels. (The last window may go
+        on beyond these if the number of windows is rounded up.)"""
         from tvm import tirx
 
         before, after = (self.before, self.after) if whole else (0, 0)
         size = before + self.image + after
-        if self.before == before and self.place(self.result - 1, self.taps - 1) < self.image + after:
+        if self.before == before and self.position(self.result - 1, self.taps - 1) < self.image + after:
             return self.taps
-        first, step = self.place(pixel, 0) + before, self.dilation
+        first, step = self.position(pixel, 0) + before, self.dilation
         last = tirx.min((size - 1 - first) // step, self.taps - 1)
         return last - tirx.max((step - 1 - first) // step, 0) + 1
 
 
 def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str, Any]:
-    """The attributes of an ONNX pool of an image of this size, with numbers for SAME_LOWER and SAME_UPPER. (TVM's
-    importer takes SAME_LOWER for fewer windows than there are.)"""
+    """The attributes of an ONNX pool of an image of this size, in which numbers of pixels replace SAME_LOWER and
+    SAME_UPPER. (TVM's importer computes too few windows for SAME_LOWER.)"""
     same = attrs.get("auto_pad", b"NOTSET").decode()
     if not same.startswith("SAME") or image is None:
         return dict(attrs)
@@ -81,8 +82,8 @@ def with_pads(attrs: Mapping[str, Any], image: Sequence[int] | None) -> dict[str
 
 
 def disputed(attrs: Mapping[str, Any], image: Sequence[int] | None) -> str | None:
-    """Why a pool of an image of this size is not computed: ONNX Runtime's windows are other ones than ONNX's, or begin
-    beyond the first pixels. None for all others."""
+    """A reason to refuse a pool of an image of this size: its windows in ONNX Runtime differ from those that ONNX
+    defines, or begin after the first pixels. None for all others."""
     if image is None:
         return None
     ones = [1] * len(image)
@@ -104,7 +105,7 @@ def disputed(attrs: Mapping[str, Any], image: Sequence[int] | None) -> str | Non
 
 
 def legal_max_pool(builder: Any, call: Any) -> Any | None:
-    """The greatest elements of windows; None for what this module does not compute."""
+    """The kernel for the greatest elements of windows; None for pools that this module does not compute."""
     along = windows_of(call, "NHWC")
     return (
         None
@@ -114,7 +115,7 @@ def legal_max_pool(builder: Any, call: Any) -> Any | None:
 
 
 def legal_average_pool(builder: Any, call: Any) -> Any | None:
-    """The means of windows; None for what this module does not compute."""
+    """The kernel for the means of windows; None for pools that this module does not compute."""
     along, whole = windows_of(call, "NHWC"), bool(call.attrs.count_include_pad)
     return (
         None
@@ -124,7 +125,8 @@ def legal_average_pool(builder: Any, call: Any) -> Any | None:
 
 
 def windows_of(call: Any, layout: str) -> tuple[Along, Along] | None:
-    """Along rows and columns of images in this layout; None for others, or if a size is unknown or nothing."""
+    """The windows along rows and along columns of images in this layout; None for other layouts, and if a size is
+    unknown or zero."""
     image, result, attrs = sizes(call.args[0], "float32"), sizes(call), call.attrs
     if attrs.layout != layout or attrs.out_layout != layout or image is None or result is None:
         return None
@@ -146,7 +148,7 @@ def greatest(x: Any, windows: Sequence[Along]) -> Any:
     """The greatest elements of windows of x [batch, row, column, channel]."""
     from tvm import te
 
-    # With gaps between the taps, the nearest pixel may not be in the window.
+    # If there are gaps between the taps, the nearest pixel may not be in the window.
     masked = any(along.leaves and along.dilation > 1 for along in windows)
     return _reduced(x, windows, "window_max", te.max, te.min_value(x.dtype) if masked else None)
 
@@ -160,7 +162,7 @@ def means(x: Any, windows: Sequence[Along], whole: bool) -> Any:
     rows, columns = windows
 
     def mean(n: Any, y: Any, x: Any, c: Any) -> Any:
-        count = rows.counted(y, whole) * columns.counted(x, whole)
+        count = rows.taps_inside(y, whole) * columns.taps_inside(x, whole)
         kind = sums.dtype
         share = tirx.const(1.0 / count, kind) if isinstance(count, int) else 1.0 / count.astype(kind)
         return sums[n, y, x, c] * share
@@ -169,7 +171,7 @@ def means(x: Any, windows: Sequence[Along], whole: bool) -> Any:
 
 
 def _reduced(x: Any, windows: Sequence[Along], name: str, reduce: Any, beyond: Any | None) -> Any:
-    """The reduction of windows. `beyond`: the value of taps beyond the border; None if they take the nearest pixel."""
+    """The reduction of windows. `beyond`: the value of taps beyond the border; None if they read the nearest pixel."""
     from tvm import te, tirx
 
     taps = [te.reduce_axis((0, along.taps), name=name) for along, name in zip(windows, ("ky", "kx"))]

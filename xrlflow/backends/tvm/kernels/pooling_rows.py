@@ -1,13 +1,13 @@
-"""Pools of two dimensions with channels first, row by row.
+"""Two-dimensional pools with channels first, row by row.
 
-The rows of a window become one row first, in whole vectors; then the columns of that row. A few rows of results are
-computed together, so that what is reduced along columns is read from the first-level cache, and not right after it was
-stored.
+First the rows of a window are reduced to one row, in full vectors; then the columns of that row. A few rows of results
+are computed together, so that the reduction along columns reads from the first-level cache, and not right after the
+values were stored.
 
-A NaN is an element as in ONNX Runtime's kernels. If windows have no gaps and are one or two columns apart, the greater
-of two is the second one unless it is less, so that what follows a NaN counts. Otherwise a NaN is none of the elements.
-ONNX Runtime has exceptions: the last columns that vectors of four do not divide, and the first element of a window with
-gaps.
+NaN is treated as in ONNX Runtime's kernels. If windows have no gaps and are one or two columns apart, the maximum of
+two elements is the second one unless the first one is greater, so that a NaN is forgotten with the next element.
+Otherwise NaN is skipped. Two exceptions of ONNX Runtime are not copied: the last columns, which vectors of four do not
+divide, and the first element of a window with gaps.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from xrlflow.backends.tvm.toolchain.reading import constant, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _WORTH_A_THREAD = 30_000
-# A parallel loop has as many parts for each core, if there are as many rows.
+# A parallel loop has at least this many parts for each core, if there are as many rows.
 _PARTS = 4
-# The numbers of a block of rows that is reduced along columns: 16 KiB.
+# The number of elements in a block of rows that is reduced along columns: 16 KiB.
 _BLOCK = 4096
-# Longer windows are loops, and results that are further apart are read one by one.
+# Windows of more taps are loops. Results that are further apart (in columns) are read one by one.
 _UNROLLED, _FURTHEST = 9, 4
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 def legal_max_pool_rows(builder: Any, call: Any, machine: Machine) -> Any | None:
-    """The greatest elements of windows, channels first; None for what this module does not compute."""
+    """The kernel for the greatest elements of windows, channels first; None for pools that this module does not
+    compute."""
     along = windows_of(call, "NCHW")
     return None if along is None else _legal(builder, call, machine, along, None)
 
 
 def legal_average_pool_rows(builder: Any, call: Any, machine: Machine) -> Any | None:
-    """The means of windows, channels first; None for what this module does not compute."""
+    """The kernel for the means of windows, channels first; None for pools that this module does not compute."""
     along = windows_of(call, "NCHW")
     return (
         None if along is None else _legal(builder, call, machine, along, bool(call.attrs.count_include_pad))
@@ -49,17 +50,17 @@ def legal_average_pool_rows(builder: Any, call: Any, machine: Machine) -> Any | 
 
 
 def shares(rows: Along, columns: Along, whole: bool) -> npt.NDArray[np.float32]:
-    """[n, column]: the part that each element has in the mean of a window with n + 1 rows inside the image; 0 for
-    windows of no elements. `whole`: what was added to the image counts as elements."""
+    """The factors of means, [n, column]: one over the number of elements of a window with n + 1 rows inside the image;
+    0 for windows without elements. `whole`: the added pixels count as elements."""
     tall, wide = np.arange(1, rows.taps + 1), [_elements(columns, x, whole) for x in range(columns.result)]
     counts = tall[:, None] * np.array(wide)
     return np.where(counts > 0, 1 / np.maximum(counts, 1), 0).astype(np.float32)
 
 
 def _elements(along: Along, pixel: int, whole: bool = False) -> int:
-    """How many taps of a window are inside the image, or (`whole`) in what was added to it, too."""
+    """The number of taps of a window inside the image; with `whole`, also of those in the added pixels."""
     before, after = (along.before, along.after) if whole else (0, 0)
-    return sum(-before <= along.place(pixel, tap) < along.image + after for tap in range(along.taps))
+    return sum(-before <= along.position(pixel, tap) < along.image + after for tap in range(along.taps))
 
 
 def _legal(
@@ -69,7 +70,8 @@ def _legal(
     along: tuple[Along, Along],
     mean: bool | None,
 ) -> Any | None:
-    """`mean`: None for the greatest elements; whether what was added to the image counts as elements."""
+    """The call of the kernel; None if a window has no elements. `mean`: None for the greatest elements; for means,
+    whether the added pixels count as elements."""
     from tvm import relax
 
     image = sizes(call.args[0])
@@ -83,7 +85,7 @@ def _legal(
 
 def kernel(planes: tuple[int, int], along: tuple[Along, Along], machine: Machine, mean: bool | None) -> Any:
     """The PrimFunc with parameters image [batch, channel, row, column], for means the `shares`, and result. `planes`:
-    the sizes of the first two; `mean`: as above."""
+    the sizes of batch and channel; `mean`: see `_legal`."""
     from tvm import tirx
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
@@ -132,19 +134,19 @@ class _Rows:
         (self._rows, self._columns), self._lanes, self._mean = along, lanes, mean
         self._image, self._shares, self._out = buffers
         columns, gaps = self._columns, any(each.dilation > 1 for each in along)
-        # What a NaN is, and what a window begins with, as in ONNX Runtime.
+        # Whether NaN is skipped, and with which value a reduction begins, as in ONNX Runtime.
         self._skips = gaps or columns.stride > 2
         self._start = 0.0 if mean is not None else -math.inf if gaps else _LOWEST
-        last = columns.place(columns.result - 1, columns.taps - 1) + 1
+        last = columns.position(columns.result - 1, columns.taps - 1) + 1
         self._beyond = max(0, last - columns.image)  # columns after the image that windows reach
         # A vector of results may read more columns than it needs.
         wide = columns.before + columns.image + self._beyond + columns.stride
         self.together = max(1, min(share, _BLOCK // wide))
-        self._near = T.alloc_buffer((self.together, wide), FLOAT)
+        self._one_row = T.alloc_buffer((self.together, wide), FLOAT)
         self._sums = T.alloc_buffer((lanes,), FLOAT, scope=LOCAL)
 
     def border(self) -> None:
-        """Fill in what is beside the image, once."""
+        """Fill the columns left and right of the image, once."""
         from tvm.script.ir_builder import tirx as T
 
         columns = self._columns
@@ -152,21 +154,21 @@ class _Rows:
             for first, count in ((0, columns.before), (columns.before + columns.image, self._beyond)):
                 if count:
                     with T.serial(0, count) as x:
-                        T.buffer_store(self._near, spread(self._start, 1), [row, first + x])
+                        T.buffer_store(self._one_row, spread(self._start, 1), [row, first + x])
 
-    def _begun(self, value: Any, lanes: int) -> Any:
+    def _initial(self, value: Any, lanes: int) -> Any:
         """The reduction of one element."""
         return (
             self._joined(spread(self._start, lanes), value) if self._mean is None and self._skips else value
         )
 
-    def _joined(self, found: Any, value: Any) -> Any:
-        """The reduction with one more element."""
+    def _joined(self, reduced: Any, value: Any) -> Any:
+        """The reduction of `reduced` and one more element."""
         from tvm import tirx
 
         if self._mean is not None:
-            return found + value
-        return tirx.Max(value, found) if self._skips else tirx.Max(found, value)
+            return reduced + value
+        return tirx.Max(value, reduced) if self._skips else tirx.Max(reduced, value)
 
     def down(self, plane: Sequence[Any], result: Any, row: Any) -> None:
         """Reduce the rows of the windows of one row of results."""
@@ -177,28 +179,28 @@ class _Rows:
 
         def whole(first: Any, lanes: int) -> None:
             def load(tap: Any) -> Any:
-                return self._image[(*plane, rows.place(result, tap), ramp(first, lanes))]
+                return self._image[(*plane, rows.position(result, tap), ramp(first, lanes))]
 
             T.buffer_store(
-                self._near, self._reduced(load, rows.taps, lanes), [row, ramp(first + before, lanes)]
+                self._one_row, self._reduced(load, rows.taps, lanes), [row, ramp(first + before, lanes)]
             )
 
         if not rows.leaves:
             self._vectors(self._columns.image, whole)
             return
         step = rows.dilation
-        start = rows.place(result, 0)
+        start = rows.position(result, 0)
         low = T.bind(tirx.Max(tirx.floordiv(step - 1 - start, step), 0))
         high = T.bind(tirx.Min(tirx.floordiv(rows.image - 1 - start, step), rows.taps - 1))
 
         def some(first: Any, lanes: int) -> None:
             at, sums = ramp(first, lanes), ramp(number(0), lanes)
-            value = self._image[(*plane, rows.place(result, low), at)]
-            T.buffer_store(self._sums, self._begun(value, lanes), [sums])
+            value = self._image[(*plane, rows.position(result, low), at)]
+            T.buffer_store(self._sums, self._initial(value, lanes), [sums])
             with T.serial(0, high - low) as turn:
-                value = self._image[(*plane, rows.place(result, low + 1 + turn), at)]
+                value = self._image[(*plane, rows.position(result, low + 1 + turn), at)]
                 T.buffer_store(self._sums, self._joined(self._sums[sums], value), [sums])
-            T.buffer_store(self._near, self._sums[sums], [row, ramp(first + before, lanes)])
+            T.buffer_store(self._one_row, self._sums[sums], [row, ramp(first + before, lanes)])
 
         with T.If(high - low == rows.taps - 1):
             with T.Then():
@@ -211,7 +213,7 @@ class _Rows:
         from tvm.script.ir_builder import tirx as T
 
         rows, columns = self._rows, self._columns
-        which = None if self._mean is None else rows.counted(result, self._mean) - 1
+        which = None if self._mean is None else rows.taps_inside(result, self._mean) - 1
 
         def results(first: Any, lanes: int) -> None:
             def load(tap: Any) -> Any:
@@ -225,40 +227,40 @@ class _Rows:
         self._vectors(columns.result, results)
 
     def _apart(self, row: Any, first: Any, lanes: int) -> Any:
-        """Columns at distances of the stride."""
+        """A vector of columns whose distance is the stride."""
         from tvm import tirx
 
         stride = self._columns.stride
         if lanes == 1 or stride == 1:
-            return self._near[row, ramp(first, lanes)]
+            return self._one_row[row, ramp(first, lanes)]
         if stride > _FURTHEST:
-            return self._near[row, tirx.Ramp(first, stride, lanes)]
-        near = self._near[row, ramp(first, lanes * stride)]
-        return tirx.Shuffle([near], [number(stride * n) for n in range(lanes)])
+            return self._one_row[row, tirx.Ramp(first, stride, lanes)]
+        columns = self._one_row[row, ramp(first, lanes * stride)]
+        return tirx.Shuffle([columns], [number(stride * n) for n in range(lanes)])
 
     def _reduced(self, load: Callable[[Any], Any], taps: int, lanes: int) -> Any:
-        """The reduction of what is loaded for each tap."""
+        """The reduction of the values that `load` returns for each tap."""
         from tvm.script.ir_builder import tirx as T
 
         if taps <= _UNROLLED:
-            value = T.bind(self._begun(load(0), lanes))
+            value = T.bind(self._initial(load(0), lanes))
             for tap in range(1, taps):
                 value = T.bind(self._joined(value, load(tap)))
             return value
         at = ramp(number(0), lanes)
-        T.buffer_store(self._sums, self._begun(load(number(0)), lanes), [at])
+        T.buffer_store(self._sums, self._initial(load(number(0)), lanes), [at])
         with T.serial(0, taps - 1) as tap:
             T.buffer_store(self._sums, self._joined(self._sums[at], load(tap + 1)), [at])
         return self._sums[at]
 
     def _vectors(self, extent: int, body: Callable[[Any, int], None]) -> None:
-        """`body` for vectors of `extent`. The last one begins earlier if it is not whole: what is computed twice is
-        the same."""
+        """Call `body` for each vector of `extent`. If vectors do not divide it, the last one overlaps the one before:
+        what is computed twice is the same."""
         from tvm.script.ir_builder import tirx as T
 
         lanes = min(self._lanes, 1 << extent.bit_length() - 1)
-        whole, rest = divmod(extent, lanes)
+        whole, remainder = divmod(extent, lanes)
         with T.serial(0, whole) as turn:
             body(turn * lanes, lanes)
-        if rest:
+        if remainder:
             body(number(extent - lanes), lanes)

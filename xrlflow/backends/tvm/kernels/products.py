@@ -2,9 +2,9 @@
 
 Weights are packed into panels of columns when the model is compiled. Each task owns some panels, so that each core
 reads its weights once. A chunk of a panel (`CHUNK` terms of each sum) stays in the first-level cache while all tiles of
-rows are multiplied with it, and the next chunk is fetched meanwhile (Goto and van de Geijn, Anatomy of High-Performance
-Matrix Multiplication, 2008). Sums of chunks are added up in memory of the task: the rounding error of an accumulator
-grows with the number of its terms.
+rows are multiplied with it; meanwhile the next chunk is prefetched (Goto and van de Geijn, Anatomy of High-Performance
+Matrix Multiplication, 2008). The sums of chunks are added up in a buffer of the task: the rounding error of a single
+accumulator grows with the number of its terms.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from xrlflow.backends.tvm.kernels.steps import Extra, Step, extras_of, stepped
 from xrlflow.backends.tvm.toolchain.import_tvm import tvm
 from xrlflow.backends.tvm.toolchain.target import Machine
 
-# Terms that one accumulator sums up.
+# The number of terms that one accumulator sums.
 CHUNK = 128
 _MOST_ROWS = 14
-# Tiles of one of many blocks.
+# If there are many blocks, each has at least this many tiles.
 _LEAST_TILES = 4
-# Multiply-adds that take as long as: loading a number for a tile, or a vector of weights from the first-level cache;
-# reading a vector from the third-level cache, or from memory.
+# Times in multiply-adds of vectors: to load a number for a tile, or a vector of weights from the first-level cache; to
+# read a vector from the third-level cache, or from memory.
 _BROADCAST, _VECTOR, _FAR, _MEMORY = 0.6, 0.9, 1.0, 11.5
 _LAST_LEVEL = 8 << 20
-# The floats in a line of a cache.
+# The number of floats in a cache line.
 _LINE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """steps(x w): `image` is the shape of x, [.., row, term], `out` [.., row, column]; weights are [term, column]."""
+    """steps(x w). `image`: the shape of x, [.., row, term]; `out`: [.., row, column]. Weights are [term, column]."""
 
     image: tuple[int, ...]
     out: tuple[int, ...]
@@ -75,9 +75,9 @@ class Product:
 class ProductBlocking:
     """How a kernel is blocked.
 
-    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the rows of a task. `parts`: among how
-    many tasks the panels are divided. `ahead`: weights are fetched a chunk ahead, since they come from beyond the
-    second-level cache.
+    `rows` x `columns`: a tile of accumulators, in vectors of `lanes`. `block`: the rows of a task. `parts`: the number
+    of tasks among which the panels are divided. `ahead`: weights are prefetched by one chunk, since they come from
+    beyond the second-level cache.
     """
 
     rows: int
@@ -103,7 +103,7 @@ class ProductBlocking:
 
 
 def blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
-    """The blockings to choose from, each with and without weights that are fetched ahead."""
+    """The blockings to choose from, each with and without prefetched weights."""
     ahead = _is_far(workload, machine)
     for blocking in _blockings(workload, machine):
         yield replace(blocking, ahead=ahead)
@@ -111,7 +111,8 @@ def blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
 
 
 def _blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]:
-    """Rows and columns of tiles, and how rows and panels are divided among tasks."""
+    """The blockings without regard to `ahead`: rows and columns of tiles, and how rows and panels are divided among
+    tasks."""
     lanes = machine.lanes
     while lanes > 4 and lanes // 2 >= workload.columns:
         lanes //= 2
@@ -125,12 +126,12 @@ def _blockings(workload: Product, machine: Machine) -> Iterator[ProductBlocking]
                     yield ProductBlocking(rows, vectors * lanes, lanes, -(-workload.rows // blocks), parts)
 
 
-def _blocks(most: int, cores: int) -> Iterator[int]:
-    """Among how many tasks the rows are divided, at most `most`: a few for each core. Of many rows, blocks that caches
-    hold are more, so many that each core gets as many."""
-    yield from range(1, min(2 * cores, most) + 1)
+def _blocks(limit: int, cores: int) -> Iterator[int]:
+    """The numbers of tasks among which the rows may be divided, up to `limit`: a few for each core, then multiples of
+    the number of cores, so that the rows of a task fit in caches."""
+    yield from range(1, min(2 * cores, limit) + 1)
     more = 4 * cores
-    while more <= most // _LEAST_TILES:
+    while more <= limit // _LEAST_TILES:
         yield more
         more *= 2
 
@@ -160,11 +161,11 @@ def _time_of_term(workload: Product, blocking: ProductBlocking, machine: Machine
     vectors = blocking.columns // blocking.lanes
 
     def tile(rows: int) -> float:
-        """Fewer than 8 accumulators wait for one another."""
+        """The time of a tile. With fewer than 8 accumulators, multiplications wait for one another."""
         return max(rows * vectors, 8) + _BROADCAST * rows + _VECTOR * vectors
 
-    whole, rest = divmod(blocking.block, blocking.rows)
-    panel = whole * tile(blocking.rows) + (tile(rest) if rest else 0.0)
+    whole, remainder = divmod(blocking.block, blocking.rows)
+    panel = whole * tile(blocking.rows) + (tile(remainder) if remainder else 0.0)
     size = _weight_bytes(workload)
     if size > machine.second_level // 2:
         panel += vectors * (_MEMORY if size > _LAST_LEVEL else _FAR)
@@ -184,7 +185,7 @@ def packed(
 
 
 def chunk_of(depth: int) -> int:
-    """The terms of a chunk: about `CHUNK`, as equal as can be."""
+    """The terms of a chunk: about `CHUNK`, so that chunks are as equal as possible."""
     return -(-depth // max(1, round(depth / CHUNK)))
 
 
@@ -239,18 +240,18 @@ class _Task:
 
         workload, blocking = self._workload, self._blocking
         panels, blocks = blocking.panels(workload), -(-workload.rows // blocking.block)
-        rest = workload.columns % blocking.columns
+        remainder = workload.columns % blocking.columns
 
         def panel_of(panel: Any, height: int) -> None:
-            """One panel with so many rows of the block."""
-            if not rest:
+            """Multiply a panel with the first `height` rows of the block."""
+            if not remainder:
                 self._panel(panel, block * blocking.block, height, blocking.columns)
                 return
             with T.If(panel < panels - 1):
                 with T.Then():
                     self._panel(panel, block * blocking.block, height, blocking.columns)
                 with T.Else():
-                    self._panel(number(panels - 1), block * blocking.block, height, rest)
+                    self._panel(number(panels - 1), block * blocking.block, height, remainder)
 
         def rows_of(height: int) -> None:
             # The first parts have one panel more.
@@ -272,7 +273,7 @@ class _Task:
                     rows_of(last)
 
     def _panel(self, panel: Any, first: Any, height: int, width: int) -> None:
-        """Multiply `height` rows from the `first` on with `width` columns of a panel, and store the results."""
+        """Multiply `height` rows from `first` on with the first `width` columns of a panel, and store the results."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -282,7 +283,7 @@ class _Task:
         chunks = -(-workload.terms // chunk)
         turns = -(-height // blocking.rows)
 
-        # Weights are in the order in which they are read: each step of a tile fetches a few of the next chunk's.
+        # Weights lie in the order in which they are read: each step of a tile prefetches a few of the next chunk.
         fetched = -(-blocking.columns // (_LINE * turns))
         step = -(-blocking.columns // (fetched * turns))
 
@@ -290,9 +291,9 @@ class _Task:
             def tile(begin: Any, rows: int) -> None:
                 def ahead(r: Any) -> None:
                     for turn in range(fetched):
-                        near = (((begin // blocking.rows) * chunk + r) * fetched + turn) * step
-                        place = [panel, start + chunk + near // blocking.columns, near % blocking.columns]
-                        prefetch(self._weights, place)
+                        offset = (((begin // blocking.rows) * chunk + r) * fetched + turn) * step
+                        index = [panel, start + chunk + offset // blocking.columns, offset % blocking.columns]
+                        prefetch(self._weights, index)
 
                 def leave(i: Any, n: Any, total: Any) -> None:
                     at = [begin + i, ramp(n, blocking.lanes)]
@@ -311,31 +312,31 @@ class _Task:
         some(number(0), min(chunk, workload.terms), False)
         if chunks > 1:
             with T.serial(1, chunks) as turn:
-                left = workload.terms - turn * chunk
+                remaining = workload.terms - turn * chunk
                 some(
                     turn * chunk,
-                    chunk if workload.terms % chunk == 0 else tirx.Min(left, number(chunk)),
+                    chunk if workload.terms % chunk == 0 else tirx.Min(remaining, number(chunk)),
                     True,
                 )
         self._leave(panel, first, height, width)
 
     def _row(self, row: Any) -> list[Any]:
         """The indices of a row, without that of the column."""
-        found: list[Any] = []
+        indices: list[Any] = []
         sizes = self._workload.image[:-1]
         for at in reversed(range(len(sizes))):
             outer = math.prod(sizes[:at])
             if sizes[at] == 1:
-                found.insert(0, number(0))
+                indices.insert(0, number(0))
             elif outer == 1:
-                found.insert(0, row)
+                indices.insert(0, row)
             else:
-                found.insert(0, row % sizes[at])
+                indices.insert(0, row % sizes[at])
                 row = row // sizes[at]
-        return found
+        return indices
 
     def _leave(self, panel: Any, first: Any, height: int, width: int) -> None:
-        """Store the results of the steps."""
+        """Store the results after the steps."""
         from tvm.script.ir_builder import tirx as T
 
         workload, blocking = self._workload, self._blocking

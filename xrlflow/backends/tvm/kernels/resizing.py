@@ -1,9 +1,9 @@
-"""Resize of images: nearest and linear, by tables of the pixels that each result reads, and of their weights.
+"""Resize of images, nearest and linear, by tables: for each result the pixels that it reads, and their weights.
 
-With channels first, a kernel of our own goes row by row: two rows of the image become one, which stays in the cache,
-and its pixels become the results of a row. Where the sizes are in a ratio of small numbers, results repeat in periods
-that LLVM turns into vectors and their shuffles. With channels last, vectors of channels are results of one pixel each,
-and what follows is fused.
+With channels first, a generated kernel goes row by row: it mixes two rows of the image into one, which stays in the
+cache, and computes a row of results from it. If the sizes are in a ratio of small numbers, results repeat in periods,
+which LLVM turns into vectors and their shuffles. With channels last, a vector has the channels of one pixel, and
+following operators are fused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from xrlflow.backends.tvm.toolchain.reading import constant, sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _WORTH_A_THREAD = 30_000
-# Longer periods of results, and rows of which more results are in no period, are read from tables.
+# Longer periods of results are read from tables, and so are rows in which more results are in no period.
 _LONGEST, _MOST_OTHERS = 8, 32
-# A parallel loop has as many parts for each core, if there are as many rows.
+# A parallel loop has at least this many parts for each core, if there are as many rows.
 _PARTS = 4
 _SINGLE = np.float32
 
-_PLACES: dict[str, Callable[[Any, Any, int, int], Any]] = {
+_POSITIONS: dict[str, Callable[[Any, Any, int, int], Any]] = {
     "half_pixel": lambda i, scale, image, result: (i + _SINGLE(0.5)) / scale - _SINGLE(0.5),
     "asymmetric": lambda i, scale, image, result: i / scale,
     "pytorch_half_pixel": lambda i, scale, image, result: (
@@ -38,7 +38,7 @@ _PLACES: dict[str, Callable[[Any, Any, int, int], Any]] = {
         i * _SINGLE(image - 1) / _SINGLE(result - 1) if result > 1 else i * 0
     ),
 }
-"""The place in an image of each result, by ONNX's name of the mode, in ONNX Runtime's order of rounding."""
+"""The position in the image of each result, by ONNX's name of the mode, rounded in ONNX Runtime's order."""
 _NEAREST: dict[str, Callable[[Any], Any]] = {
     "round_prefer_floor": lambda x: np.ceil(x - _SINGLE(0.5)),
     "round_prefer_ceil": lambda x: np.floor(x + _SINGLE(0.5)),
@@ -49,49 +49,51 @@ _NEAREST: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """One dimension. Each result is a sum of the `near` pixel and the `far` one, with weights `close` and `distant`;
-    the near pixel alone, without weights, if the mode is nearest."""
+    """One dimension. Each result is `low_weight` times the pixel `low` plus `high_weight` times the pixel `high`. If
+    the mode is nearest, it is the pixel `low`, and the other fields are empty."""
 
     image: int
-    near: tuple[int, ...]
-    far: tuple[int, ...] = ()
-    close: tuple[float, ...] = ()
-    distant: tuple[float, ...] = ()
+    low: tuple[int, ...]
+    high: tuple[int, ...] = ()
+    low_weight: tuple[float, ...] = ()
+    high_weight: tuple[float, ...] = ()
 
     @property
     def result(self) -> int:
-        return len(self.near)
+        return len(self.low)
 
     @property
     def indices(self) -> npt.NDArray[np.int32]:
-        return np.array([self.near, self.far] if self.far else [self.near], np.int32)
+        return np.array([self.low, self.high] if self.high else [self.low], np.int32)
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        return np.array([self.close, self.distant], np.float32)
+        return np.array([self.low_weight, self.high_weight], np.float32)
 
     @property
     def copies(self) -> int:
-        """How many results in succession each pixel becomes, if it is as many for all; otherwise 1."""
+        """The number of successive results that are copies of one pixel, if it is the same for all pixels; otherwise
+        1."""
         each = max(1, self.result // self.image)
-        return each if not self.far and self.near == tuple(i // each for i in range(self.result)) else 1
+        return each if not self.high and self.low == tuple(i // each for i in range(self.result)) else 1
 
     def terms(self, i: int) -> tuple[Any, ...]:
-        """The pixels of a result, relative to the first of its period, and its weights."""
+        """The pixels of a result, counted from the first of its period, and its weights."""
         steps, results = self.period
         begin = i // results * steps
-        if not self.far:
-            return (self.near[i] - begin,)
-        return (self.near[i] - begin, self.far[i] - begin, self.close[i], self.distant[i])
+        if not self.high:
+            return (self.low[i] - begin,)
+        return (self.low[i] - begin, self.high[i] - begin, self.low_weight[i], self.high_weight[i])
 
     @property
     def period(self) -> tuple[int, int]:
-        """(pixels, results) after which weights repeat."""
+        """The numbers of pixels and of results after which weights repeat."""
         common = math.gcd(self.image, self.result)
         return self.image // common, self.result // common
 
     def repeated(self) -> tuple[int, int]:
-        """The first of the periods that are alike, and how many these are: those around the middle."""
+        """The first period that equals the middle one, and how many such periods follow one another. (At the borders
+        weights differ.)"""
         _, results = self.period
         count = self.result // results
         middle = count // 2
@@ -106,28 +108,28 @@ class Along:
 
 
 def nearest(image: int, result: int, mode: str, rounding: str) -> Along:
-    """The nearest pixels: by the rounding of single precision, which decides where two are as near. As in ONNX Runtime,
-    an image that keeps its size stays as it is."""
+    """The nearest pixels. Single precision is used, since its rounding decides between two pixels of equal distance. As
+    in ONNX Runtime, a size that does not change keeps all pixels."""
     if image == result:
         return Along(image, tuple(range(image)))
-    places = _PLACES[mode](np.arange(result, dtype=np.float32), _scale(image, result), image, result)
-    pixels = np.clip(_NEAREST[rounding](places), 0, image - 1).astype(int)
+    positions = _POSITIONS[mode](np.arange(result, dtype=np.float32), _scale(image, result), image, result)
+    pixels = np.clip(_NEAREST[rounding](positions), 0, image - 1).astype(int)
     return Along(image, tuple(pixels.tolist()))
 
 
 def linear(image: int, result: int, mode: str) -> Along:
-    """The two pixels around each place, and their weights. Places outside are those of the border."""
+    """The two pixels around each position, and their weights. Positions outside are moved to the border."""
     scale = np.float64(result) / np.float64(image)
-    places = _PLACES[mode](np.arange(result, dtype=np.float64), scale, image, result)
-    # Places that differ only by rounding have the same weights.
-    places = np.round(np.clip(places, 0, image - 1), 9)
-    near = np.minimum(np.floor(places), image - 1).astype(int)
-    far = np.minimum(near + 1, image - 1)
-    distant = np.round(places - near, 9)
-    close = 1.0 - distant
-    both = near == far
-    distant[both] = close[both] = 0.5
-    return Along(image, *(tuple(each.tolist()) for each in (near, far, close, distant)))
+    positions = _POSITIONS[mode](np.arange(result, dtype=np.float64), scale, image, result)
+    # Positions that differ only by rounding get the same weights.
+    positions = np.round(np.clip(positions, 0, image - 1), 9)
+    low = np.minimum(np.floor(positions), image - 1).astype(int)
+    high = np.minimum(low + 1, image - 1)
+    high_weight = np.round(positions - low, 9)
+    low_weight = 1.0 - high_weight
+    equal = low == high
+    high_weight[equal] = low_weight[equal] = 0.5
+    return Along(image, *(tuple(each.tolist()) for each in (low, high, low_weight, high_weight)))
 
 
 def _scale(image: int, result: int) -> Any:
@@ -135,13 +137,13 @@ def _scale(image: int, result: int) -> Any:
 
 
 def legal_resize(builder: Any, call: Any, machine: Machine) -> Any | None:
-    """A nearest or linear Resize of two dimensions; None for others."""
+    """The kernel for a nearest or linear Resize of two dimensions; None for others."""
     image, result, attrs = sizes(call.args[0], FLOAT), sizes(call, FLOAT), call.attrs
     mode, method, rounding = (
         str(each) for each in (attrs.coordinate_transformation_mode, attrs.method, attrs.rounding_method)
     )
     layout = str(attrs.layout)
-    if image is None or result is None or 0 in (*image, *result) or mode not in _PLACES:
+    if image is None or result is None or 0 in (*image, *result) or mode not in _POSITIONS:
         return None
     if layout not in ("NCHW", "NHWC") or method not in ("nearest_neighbor", "linear"):
         return None
@@ -160,7 +162,7 @@ def legal_resize(builder: Any, call: Any, machine: Machine) -> Any | None:
 
 
 def _tables(along: Along) -> list[Any]:
-    return [constant(along.indices)] + ([constant(along.weights)] if along.far else [])
+    return [constant(along.indices)] + ([constant(along.weights)] if along.high else [])
 
 
 def _channels_last(builder: Any, image: Any, rows: Along, columns: Along) -> Any:
@@ -183,7 +185,7 @@ def _channels_last(builder: Any, image: Any, rows: Along, columns: Along) -> Any
         shape = (x.shape[0], rows.result, columns.result, x.shape[3])
         return te.compute(shape, value, name="resize_linear")
 
-    make = sums if rows.far else pixels
+    make = sums if rows.high else pixels
     return builder.call_te(make, image, *_tables(rows), *_tables(columns), primfunc_name_hint="resize2d")
 
 
@@ -200,7 +202,7 @@ def _channels_first(builder: Any, image: Any, rows: Along, columns: Along, machi
 
 def kernel(planes: tuple[int, int], rows: Along, columns: Along, machine: Machine) -> Any:
     """The PrimFunc with parameters image [batch, channel, row, column], the tables of rows and of columns, and result.
-    `planes`: the sizes of the first two."""
+    `planes`: the sizes of batch and channel."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.script.ir_builder import tirx as T
 
@@ -210,17 +212,17 @@ def kernel(planes: tuple[int, int], rows: Along, columns: Along, machine: Machin
     parts = next(n for n in range(min(most, turns), 0, -1) if turns % n == 0)
     share = turns // parts
     work = count * rows.result * columns.result
-    loop = T.parallel if work * (4 if rows.far else 1) >= _WORTH_A_THREAD else T.serial
+    loop = T.parallel if work * (4 if rows.high else 1) >= _WORTH_A_THREAD else T.serial
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
             image = T.arg("image", T.buffer((*planes, rows.image, columns.image), FLOAT))
             tables = []
             for name, axis in (("rows", rows), ("columns", columns)):
-                found = [T.arg(name, T.buffer(axis.indices.shape, "int32"))]
-                if axis.far:
-                    found.append(T.arg(f"{name}_by", T.buffer(axis.weights.shape, FLOAT)))
-                tables.append(found)
+                arguments = [T.arg(name, T.buffer(axis.indices.shape, "int32"))]
+                if axis.high:
+                    arguments.append(T.arg(f"{name}_by", T.buffer(axis.weights.shape, FLOAT)))
+                tables.append(arguments)
             out = T.arg("out", T.buffer((*planes, rows.result, columns.result), FLOAT))
             with T.sblock("root"), loop(0, count * parts) as task, T.sblock("resize"):
                 T.reads([])
@@ -240,23 +242,23 @@ class _Rows:
 
         self._rows, self._columns, self._lanes = rows, columns, lanes
         self._image, self._tables, self._out = image, tables, out
-        self._sums: Any = T.alloc_buffer((columns.image,), FLOAT) if rows.far else None
+        self._sums: Any = T.alloc_buffer((columns.image,), FLOAT) if rows.high else None
 
     def write(self, plane: Sequence[Any], row: Any) -> None:
         from tvm.script.ir_builder import tirx as T
 
         (indices, *weights), image = self._tables[0], self._image
-        near = T.bind(indices[0, row])
+        low = T.bind(indices[0, row])
         if self._sums is None:
-            self._row(lambda x: image[(*plane, near, x)], lambda x, value: self._leave(plane, row, x, value))
+            self._row(lambda x: image[(*plane, low, x)], lambda x, value: self._leave(plane, row, x, value))
             return
-        far = T.bind(indices[1, row])
-        close, distant = T.bind(weights[0][0, row]), T.bind(weights[0][1, row])
+        high = T.bind(indices[1, row])
+        low_weight, high_weight = T.bind(weights[0][0, row]), T.bind(weights[0][1, row])
 
         def both(first: Any, lanes: int) -> None:
             at = ramp(first, lanes)
-            value = image[(*plane, near, at)] * _wide(close, lanes) + image[(*plane, far, at)] * _wide(
-                distant, lanes
+            value = image[(*plane, low, at)] * _wide(low_weight, lanes) + image[(*plane, high, at)] * _wide(
+                high_weight, lanes
             )
             T.buffer_store(self._sums, value, [at])
 
@@ -271,7 +273,7 @@ class _Rows:
             T.buffer_store(self._out, value, [*plane, row + copy, column])
 
     def _row(self, load: Callable[[Any], Any], leave: Callable[[Any, Any], None]) -> None:
-        """All results of a row."""
+        """Compute all results of a row."""
         from tvm.script.ir_builder import tirx as T
 
         columns = self._columns
@@ -300,12 +302,12 @@ class _Rows:
 
 
 def _sum(load: Callable[[Any], Any], begin: Any, terms: tuple[Any, ...]) -> Any:
-    """A result of a period that begins at this pixel."""
-    near, *rest = terms
-    if not rest:
-        return load(begin + near)
-    far, close, distant = rest
-    return load(begin + near) * spread(close, 1) + load(begin + far) * spread(distant, 1)
+    """A result whose period begins at pixel `begin`."""
+    low, *others = terms
+    if not others:
+        return load(begin + low)
+    high, low_weight, high_weight = others
+    return load(begin + low) * spread(low_weight, 1) + load(begin + high) * spread(high_weight, 1)
 
 
 def _wide(value: Any, lanes: int) -> Any:

@@ -1,10 +1,11 @@
-"""GridSample of images, linear and nearest: channels are beside each other while pixels are gathered.
+"""GridSample of images, linear and nearest: pixels are gathered with all their channels, which are neighbours in memory
+then.
 
-A block of channels of the image is transposed once, so that a pixel is a vector. The pixels around a place, and their
-weights, are found for a vector of places together. A block of places is transposed back in registers. Outside of the
-image is one more pixel, of zeros.
+A block of channels of the image is transposed once, so that a pixel is a vector. The pixels around sampling points, and
+their weights, are computed for a vector of points together. The results of a block of points are transposed back in
+registers. Points outside of the image read an additional pixel of zeros.
 
-As in ONNX Runtime, a place that is no number, or too far to count pixels, is that of the coordinate -1.
+As in ONNX Runtime, a point that is NaN, or too far away to count its pixel, is treated as the coordinate -1.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from xrlflow.backends.tvm.toolchain.reading import sizes
 from xrlflow.backends.tvm.toolchain.target import Machine
 
 _WORTH_A_THREAD = 8_000
-# A parallel loop has as many parts for each core, if there are as many blocks.
+# A parallel loop has at least this many parts for each core, if there are as many blocks.
 _PARTS = 4
-# An image of more pixels for each place is not worth transposing.
+# An image with more pixels for each sampling point is not worth transposing.
 _MOST_PIXELS = 16
-# Places that are further, in pixels, are none in ONNX Runtime. TVM counts pixels in 32 bits.
+# ONNX Runtime treats points that are further away, in pixels, as NaN. TVM counts pixels in 32 bits.
 _FURTHEST, _FURTHEST_OF_TVM = 2.0**62, 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sizes of the image [batch, channel, row, column], the places of each image, and the attributes: `nearest` or
-    linear, the padding ("zeros", "border", "reflection") and `align_corners`."""
+    """The workload: the sizes of the image [batch, channel, row, column], the rows and columns of sampling points, and
+    the attributes: `nearest` or linear, the padding ("zeros", "border", "reflection") and `align_corners`."""
 
     image: tuple[int, ...]
     results: tuple[int, int]
@@ -38,7 +39,7 @@ class Sampling:
     corners: bool
 
     @property
-    def places(self) -> int:
+    def points(self) -> int:
         return self.results[0] * self.results[1]
 
     @property
@@ -47,7 +48,8 @@ class Sampling:
 
 
 def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
-    """A linear or nearest GridSample of two dimensions; None for others, or if few pixels are read."""
+    """The kernel for a linear or nearest GridSample of two dimensions; None for others, and if there are few sampling
+    points."""
     from tvm import relax
 
     image, grid, attrs = sizes(call.args[0], FLOAT), sizes(call.args[1], FLOAT), call.attrs
@@ -59,7 +61,7 @@ def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
     if padding not in ("zeros", "border", "reflection"):
         return None
     workload = Sampling(image, (grid[2], grid[3]), method == "nearest", padding, bool(attrs.align_corners))
-    if workload.pixels > _MOST_PIXELS * workload.places:
+    if workload.pixels > _MOST_PIXELS * workload.points:
         return None
     function = builder.add_func(kernel(workload, machine), "grid_sample")
     out = relax.TensorType((*image[:2], *workload.results), FLOAT)
@@ -67,7 +69,7 @@ def legal_grid_sample(builder: Any, call: Any, machine: Machine) -> Any | None:
 
 
 def legal_other_samples(builder: Any, call: Any) -> Any | None:
-    """TVM's kernel, with coordinates whose pixels it can count; None if it is not for single precision."""
+    """TVM's kernel, for coordinates limited to pixels that it can count; None if it is not for single precision."""
     from tvm import relax, te, tirx
     from tvm.ir import Op
 
@@ -76,18 +78,18 @@ def legal_other_samples(builder: Any, call: Any) -> Any | None:
         return None
 
     def counted(grid: Any) -> Any:
-        # Of the largest size: a place beyond is outside of the others, too.
+        # The bound is that of the largest dimension: a point beyond it is outside of the others, too.
         far, most = (tirx.const(bound * 2 / max(image[2:]), FLOAT) for bound in (_FURTHEST, _FURTHEST_OF_TVM))
 
         def value(*at: Any) -> Any:
             x = grid[at]
-            held = tirx.Min(tirx.Max(x, -most), most)
-            return tirx.Select(tirx.And(x > -far, x < far), held, tirx.const(-1.0, FLOAT))
+            limited = tirx.Min(tirx.Max(x, -most), most)
+            return tirx.Select(tirx.And(x > -far, x < far), limited, tirx.const(-1.0, FLOAT))
 
         return te.compute(grid.shape, value, name="places")
 
-    places = builder.emit(builder.call_te(counted, call.args[1], primfunc_name_hint="places"))
-    same = relax.Call(call.op, [call.args[0], places], call.attrs, call.ty_args, call.span)
+    points = builder.emit(builder.call_te(counted, call.args[1], primfunc_name_hint="places"))
+    same = relax.Call(call.op, [call.args[0], points], call.attrs, call.ty_args, call.span)
     legal = Op.get("relax.image.grid_sample").get_attr("FLegalize")
     return legal(builder, builder.normalize(same))
 
@@ -108,19 +110,19 @@ def kernel(workload: Sampling, machine: Machine) -> Any:
                 T.reads([])
                 T.writes([])
                 body = _Sampler(workload, machine, [image, grid, out])
-                body.parallel(workload.pixels, body.lanes, body.turn)
-                body.parallel(workload.places, body.together, body.sample)
+                body.parallel(workload.pixels, body.lanes, body.transpose)
+                body.parallel(workload.points, body.together, body.sample)
         return builder.get()
 
 
 def _power(value: int) -> int:
-    """The greatest power of two that is not greater."""
+    """The greatest power of two that is at most `value`."""
     return 1 << value.bit_length() - 1
 
 
 class _Sampler:
-    """Writes the loops into the function that is being built. `buffers`: image, grid and result. Their rows follow each
-    other in memory, so that vectors go on from one to the next: an index counts from the first row."""
+    """Writes the loops into the function that is being built. `buffers`: image, grid and result. Indices of columns may
+    exceed a row: rows follow each other in memory, so that a vector goes on in the next one."""
 
     def __init__(self, workload: Sampling, machine: Machine, buffers: Sequence[Any]) -> None:
         from tvm.script.ir_builder import tirx as T
@@ -128,14 +130,14 @@ class _Sampler:
         self._workload, self._cores = workload, machine.cores
         self._image, self._grid, self._out = buffers
         count, channels = workload.image[:2]
-        self.lanes = _power(min(machine.lanes, max(channels, 4), workload.places, workload.pixels))
-        self.together = _power(min(machine.lanes, workload.places))
+        self.lanes = _power(min(machine.lanes, max(channels, 4), workload.points, workload.pixels))
+        self.together = _power(min(machine.lanes, workload.points))
         self._groups = -(-channels // self.lanes)
-        self._turned = T.alloc_buffer((count, self._groups, workload.pixels + 1, self.lanes), FLOAT)
+        self._image_by_pixel = T.alloc_buffer((count, self._groups, workload.pixels + 1, self.lanes), FLOAT)
 
     def parallel(self, extent: int, block: int, body: Callable[[Any, Any, Any], None]) -> None:
-        """`body` for each image, group of channels, and block, which it gets as its first element. The last block
-        begins earlier if it is not whole: what is computed twice is the same."""
+        """Call `body` for each image, group of channels, and first element of a block. If blocks do not divide the
+        extent, the last one overlaps the one before: what is computed twice is the same."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -147,17 +149,17 @@ class _Sampler:
             T.reads([])
             T.writes([])
             plane = task // parts
-            with T.serial(0, tirx.Min(number(share), blocks - task % parts * share)) as turn:
-                first = tirx.Min((task % parts * share + turn) * block, number(extent - block))
+            with T.serial(0, tirx.Min(number(share), blocks - task % parts * share)) as transpose:
+                first = tirx.Min((task % parts * share + transpose) * block, number(extent - block))
                 body(plane // self._groups, plane % self._groups, first)
 
     def _channel(self, group: Any) -> Any:
-        """The first channel of a group: the last one begins earlier if it is not whole."""
+        """The first channel of a group. If groups do not divide the channels, the last one overlaps the one before."""
         from tvm import tirx
 
         return tirx.Max(tirx.Min(group * self.lanes, number(self._workload.image[1] - self.lanes)), number(0))
 
-    def turn(self, n: Any, group: Any, pixel: Any) -> None:
+    def transpose(self, n: Any, group: Any, pixel: Any) -> None:
         """Transpose a block of pixels."""
         from tvm.script.ir_builder import tirx as T
 
@@ -165,17 +167,17 @@ class _Sampler:
         at = ramp(pixel, self.lanes)
         rows = [self._image[n, begin + min(i, last), 0, at] for i in range(self.lanes)]
         for i, value in enumerate(_transposed(rows, self.lanes)):
-            T.buffer_store(self._turned, value, [n, group, pixel + i, ramp(number(0), self.lanes)])
+            T.buffer_store(self._image_by_pixel, value, [n, group, pixel + i, ramp(number(0), self.lanes)])
         outside = [n, group, number(self._workload.pixels), ramp(number(0), self.lanes)]
         with T.If(pixel == 0), T.Then():
-            T.buffer_store(self._turned, spread(0.0, self.lanes), outside)
+            T.buffer_store(self._image_by_pixel, spread(0.0, self.lanes), outside)
 
-    def sample(self, n: Any, group: Any, place: Any) -> None:
-        """The results of a block of places."""
+    def sample(self, n: Any, group: Any, point: Any) -> None:
+        """Compute the results of a block of sampling points."""
         from tvm.script.ir_builder import tirx as T
 
         lanes, channels = self.lanes, self._workload.image[1]
-        pixels, weights = self._found(n, place)
+        pixels, weights = self._around(n, point)
         begin = self._channel(group)
         mixed, whole = T.alloc_buffer((lanes, lanes), FLOAT), ramp(number(0), lanes)
         with T.serial(0, self.together // lanes) as part:
@@ -183,18 +185,18 @@ class _Sampler:
                 T.buffer_store(mixed, self._mixed(n, group, pixels, weights, part * lanes + i), [i, whole])
             rows = [mixed[i, whole] for i in range(lanes)]
             for i, value in enumerate(_transposed(rows, lanes)[: min(lanes, channels)]):
-                at = [n, begin + i, number(0), ramp(place + part * lanes, lanes)]
+                at = [n, begin + i, number(0), ramp(point + part * lanes, lanes)]
                 T.buffer_store(self._out, value, at)
 
     def _mixed(self, n: Any, group: Any, pixels: Any, weights: Any, i: Any) -> Any:
-        """The channels of one place."""
+        """All channels of the result at one sampling point."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         lanes = self.lanes
 
         def pixel(which: int) -> Any:
-            return self._turned[n, group, pixels[which, i], ramp(number(0), lanes)]
+            return self._image_by_pixel[n, group, pixels[which, i], ramp(number(0), lanes)]
 
         if self._workload.nearest:
             return T.bind(pixel(0))
@@ -207,9 +209,9 @@ class _Sampler:
         above, below = (T.bind(near * pixel(k) + far * pixel(k + 1)) for k in (0, 2))
         return T.bind(weight(2) * above + weight(3) * below)
 
-    def _found(self, n: Any, place: Any) -> tuple[Any, Any]:
-        """The pixels of a block of places [upper left, upper right, lower left, lower right; place], and the weights of
-        the left, the right, the upper and the lower ones."""
+    def _around(self, n: Any, point: Any) -> tuple[Any, Any]:
+        """The pixels around a block of sampling points, [upper left, upper right, lower left, lower right; point], and
+        the weights of the left, the right, the upper and the lower ones."""
         from tvm.script.ir_builder import tirx as T
 
         workload, together = self._workload, self.together
@@ -217,33 +219,35 @@ class _Sampler:
         pixels = T.alloc_buffer((kinds * kinds, together), "int32")
         weights = T.alloc_buffer((4, together), FLOAT)
         at = ramp(number(0), together)
-        found = []
+        axes = []
         for axis, extent in enumerate((workload.image[3], workload.image[2])):
-            x = T.bind(self._place(self._grid[n, axis, 0, ramp(place, together)], extent))
+            x = T.bind(self._position(self._grid[n, axis, 0, ramp(point, together)], extent))
             one = spread(1.0, together)
             low = T.bind(_nearby(x) if workload.nearest else _floor(x))
             if not workload.nearest:
                 T.buffer_store(weights, (low + one) - x, [number(2 * axis), at])
                 T.buffer_store(weights, x - low, [number(2 * axis + 1), at])
-            found.append([self._pixel(low + one * spread(float(k), together), extent) for k in range(kinds)])
-        for i, (row, above) in enumerate(found[1]):
-            for j, (column, beside) in enumerate(found[0]):
-                T.buffer_store(pixels, self._joined(row, above, column, beside), [number(i * kinds + j), at])
+            axes.append([self._pixel(low + one * spread(float(k), together), extent) for k in range(kinds)])
+        for i, (row, row_inside) in enumerate(axes[1]):
+            for j, (column, column_inside) in enumerate(axes[0]):
+                T.buffer_store(
+                    pixels, self._number(row, row_inside, column, column_inside), [number(i * kinds + j), at]
+                )
         return pixels, weights
 
-    def _joined(self, row: Any, above: Any, column: Any, beside: Any) -> Any:
-        """The number of a pixel; the last one, of zeros, if it is outside."""
+    def _number(self, row: Any, row_inside: Any, column: Any, column_inside: Any) -> Any:
+        """The number of a pixel. Outside of the image it is that of the additional pixel of zeros."""
         from tvm import tirx
 
         workload, together = self._workload, self.together
         pixel = row * _whole(workload.image[3], together) + column
         if workload.padding != "zeros":
             return pixel
-        return tirx.Select(above & beside, pixel, _whole(workload.pixels, together))
+        return tirx.Select(row_inside & column_inside, pixel, _whole(workload.pixels, together))
 
-    def _place(self, x: Any, extent: int) -> Any:
-        """The place in pixels of a coordinate from -1 to 1, rounded as in ONNX Runtime: a product is not added to
-        something before it is rounded, since that decides which pixel is the nearest."""
+    def _position(self, x: Any, extent: int) -> Any:
+        """The position in pixels of a coordinate from -1 to 1. It is rounded as in ONNX Runtime, since that decides
+        which pixel is the nearest: a product is rounded before something is added to it."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -256,12 +260,12 @@ class _Sampler:
             return (a.astype(wide) * b.astype(wide)).astype(narrow)
 
         half, corners = spread(0.5, together), self._workload.corners
-        place = T.bind(product((x + one) * half, size) if corners else (product(x + one, size) - one) * half)
-        near = (place > spread(-_FURTHEST, together)) & (place < spread(_FURTHEST, together))
-        return tirx.Select(near, place, spread(0.0 if corners else -0.5, together))
+        point = T.bind(product((x + one) * half, size) if corners else (product(x + one, size) - one) * half)
+        near = (point > spread(-_FURTHEST, together)) & (point < spread(_FURTHEST, together))
+        return tirx.Select(near, point, spread(0.0 if corners else -0.5, together))
 
     def _pixel(self, x: Any, extent: int) -> tuple[Any, Any]:
-        """The number of a row or column of the image, and whether x (a whole number, or none) is one."""
+        """The row or column of the image that position x (an integer, or NaN) stands for, and whether x is inside."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
@@ -275,9 +279,9 @@ class _Sampler:
                 length = spread(float(period), together)
                 x = T.bind(x - _floor(x / length) * length)
                 x = tirx.Min(x, spread(float(period - gap), together) - x)
-        # The greater of two is the second if the first is not a number.
-        held = tirx.Min(tirx.Max(x, zero), last)
-        return T.bind(held.astype(f"int32x{together}" if together > 1 else "int32")), inside
+        # If x is NaN, Max returns its second operand.
+        limited = tirx.Min(tirx.Max(x, zero), last)
+        return T.bind(limited.astype(f"int32x{together}" if together > 1 else "int32")), inside
 
 
 def _whole(value: int, lanes: int) -> Any:
@@ -293,27 +297,27 @@ def _floor(x: Any) -> Any:
 
 
 def _nearby(x: Any) -> Any:
-    """The nearest whole number, the even one of two."""
+    """The nearest integer; of two, the even one."""
     from tvm import tirx
 
     return tirx.nearbyint(x)
 
 
 def _transposed(rows: Sequence[Any], lanes: int) -> list[Any]:
-    """As many vectors as they have lanes, transposed: in each step, pairs of vectors exchange halves of blocks."""
+    """Transpose a square of vectors. In each step, pairs of vectors exchange halves of their blocks."""
     from tvm import tirx
     from tvm.script.ir_builder import tirx as T
 
-    found, step = [T.bind(row) for row in rows], 1
+    vectors, step = [T.bind(row) for row in rows], 1
     while step < lanes:
         for i in range(lanes):
             if i & step:
                 continue
-            pair = [found[i], found[i + step]]
+            pair = [vectors[i], vectors[i + step]]
             low = [lanes + j - step if j & step else j for j in range(lanes)]
             high = [lanes + j if j & step else j + step for j in range(lanes)]
-            found[i], found[i + step] = (
+            vectors[i], vectors[i + step] = (
                 T.bind(tirx.Shuffle(pair, [number(j) for j in order])) for order in (low, high)
             )
         step *= 2
-    return found
+    return vectors

@@ -1,6 +1,7 @@
-"""Kernels that go along an axis in order: running sums, and the greatest elements.
+"""Kernels that process an axis in order: running sums, and the greatest elements.
 
-TVM has them for graphics processors only, or calls a function of its runtime, which a library without it lacks.
+TVM has them for graphics processors only, or calls a function of its runtime, which a library without that runtime does
+not have.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from xrlflow.backends.tvm.toolchain.imported import Imported
 from xrlflow.backends.tvm.toolchain.reading import known_value, sizes
 
 _WORTH_A_THREAD = 30_000
-# Rows whose sums run side by side, since each addition waits for the one before.
+# So many rows are summed at the same time, since each addition waits for the one before.
 _ABREAST = 8
-# Neighbours in memory whose sums run side by side, and as a vector (LLVM splits it where vectors are shorter).
+# So many neighbours in memory are summed at the same time, in vectors of the second number (LLVM splits these if the
+# machine's are shorter).
 _NEIGHBOURS, _VECTOR = 64, 16
-_WHOLE, _PLACE, _LAST = "int64", "int32", 0x7FFFFFFF
+_INT64, _INT32, _LAST = "int64", "int32", 0x7FFFFFFF
 _INFINITY = 0x7F800000  # the bits of a float
 
 
@@ -37,8 +39,8 @@ def running_sums(node: Imported) -> Any | None:
     exclusive, reverse = (bool(node.attributes.get(name, 0)) for name in ("exclusive", "reverse"))
     function = node.builder.add_func(_sums(around, kind, exclusive, reverse), "cumsum")
     flat = node.emit(relax.op.reshape(x, around))
-    found = node.emit(relax.call_tir(function, [flat], relax.TensorType(around, kind)))
-    return node.emit(relax.op.reshape(found, shape))
+    result = node.emit(relax.call_tir(function, [flat], relax.TensorType(around, kind)))
+    return node.emit(relax.op.reshape(result, shape))
 
 
 def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool) -> Any:
@@ -53,7 +55,7 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
     width = min(_ABREAST if inner == 1 else _NEIGHBOURS, across) // vector * vector
     groups = -(-across // width)
     loop = T.parallel if math.prod(shape) >= _WORTH_A_THREAD else T.serial
-    # What is added to minus zero keeps its sign.
+    # The sum begins with minus zero, so that it keeps the sign of a first element that is minus zero.
     zero = tirx.const(-0.0 if kind.startswith("float") and not exclusive else 0, kind)
 
     with IRBuilder() as builder:
@@ -65,7 +67,8 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
                 T.reads([])
                 T.writes([])
                 sums = T.alloc_buffer((width,), kind, scope=LOCAL)
-                # The last group begins earlier if it is not whole: what is computed twice is the same.
+                # If groups do not divide the extent, the last one overlaps the one before: what is computed twice is
+                # the same.
                 begin = tirx.Min(task % groups * width, number(across - width))
 
                 def each(body: Callable[[Any, Any, Any], None], k: Any) -> None:
@@ -90,8 +93,8 @@ def _sums(shape: tuple[int, int, int], kind: str, exclusive: bool, reverse: bool
 
 
 def greatest(node: Imported) -> Any:
-    """TopK: values and indices, in order (also if any order is asked for). Of equal ones the first comes first, and
-    what is not a number counts as greater than all numbers.
+    """TopK: values and indices, in descending order (or ascending, for the least ones), also if no order is requested.
+    Of equal elements the first comes first, and NaN counts as greater than all numbers.
 
     Raises BackendError for types of other than 32 bits, and for a number of elements that is not constant.
     """
@@ -109,30 +112,31 @@ def greatest(node: Imported) -> Any:
         raise node.refused(f"with {k} of {shape[at]} elements")
     out = (*shape[:at], k, *shape[at + 1 :])
     if 0 in out:
-        parts = [node.emit(relax.op.zeros(out, each)) for each in (kind, _WHOLE)]
+        parts = [node.emit(relax.op.zeros(out, each)) for each in (kind, _INT64)]
         return relax.Tuple(parts)
     around = (math.prod(shape[:at]), shape[at], math.prod(shape[at + 1 :]))
     largest = bool(node.attributes.get("largest", 1))
     function = node.builder.add_func(_Top(around, k, kind, largest).function(), "topk")
     flat, some = node.emit(relax.op.reshape(x, around)), (around[0], k, around[2])
-    types = [relax.TensorType(some, each) for each in (kind, _WHOLE)]
-    found = node.emit(relax.call_tir(function, [flat], types))
-    parts = [node.emit(relax.TupleGetItem(found, part)) for part in (0, 1)]
+    types = [relax.TensorType(some, each) for each in (kind, _INT64)]
+    result = node.emit(relax.call_tir(function, [flat], types))
+    parts = [node.emit(relax.TupleGetItem(result, part)) for part in (0, 1)]
     return relax.Tuple([node.emit(relax.op.reshape(part, out)) for part in parts])
 
 
 class _Top:
-    """The PrimFunc of the `k` greatest (or least) along the second of three dimensions.
+    """Writes the PrimFunc of the `k` greatest (or least) elements along the second of three dimensions.
 
-    A key is a whole number that is ordered as an element is; with the element's index behind it no two are equal. A
-    heap holds the best keys so far, with the worst first: most elements are only compared with that.
+    A key is an integer whose order is that of the elements. An entry is a key followed by the element's index, so that
+    no two are equal. A heap has the best `k` entries so far, with the worst one first: most elements are only compared
+    with that one.
     """
 
     def __init__(self, shape: tuple[int, int, int], k: int, kind: str, largest: bool) -> None:
         self._shape, self._k, self._kind, self._largest = shape, k, kind, largest
         self._heap: Any = None
         self._state: Any = None
-        self._held: Any = None
+        self._inserted: Any = None
 
     def function(self) -> Any:
         from tvm.script.ir_builder import IRBuilder
@@ -145,14 +149,14 @@ class _Top:
                 T.func_attr({SCHEDULED: True, "op_pattern": OPAQUE, "tirx.noalias": True})
                 x = T.arg("x", T.buffer(self._shape, self._kind))
                 values = T.arg("values", T.buffer((rows, k, inner), self._kind))
-                places = T.arg("places", T.buffer((rows, k, inner), _WHOLE))
+                places = T.arg("places", T.buffer((rows, k, inner), _INT64))
                 with T.sblock("root"), loop(0, rows * inner) as task, T.sblock("topk"):
                     T.reads([])
                     T.writes([])
-                    keys = T.alloc_buffer((length,), _PLACE)
-                    self._heap = T.alloc_buffer((k + 1,), _WHOLE)  # one more, which may be read
-                    self._state = T.alloc_buffer((3,), _PLACE, scope=LOCAL)
-                    self._held = T.alloc_buffer((1,), _WHOLE, scope=LOCAL)
+                    keys = T.alloc_buffer((length,), _INT32)
+                    self._heap = T.alloc_buffer((k + 1,), _INT64)  # `_sink` may read one entry after the last
+                    self._state = T.alloc_buffer((3,), _INT32, scope=LOCAL)
+                    self._inserted = T.alloc_buffer((1,), _INT64, scope=LOCAL)
                     row, column = task // inner, task % inner
                     with T.serial(0, length) as i:
                         T.buffer_store(keys, self._key(x[row, i, column]), [i])
@@ -160,69 +164,71 @@ class _Top:
                     with T.serial(0, k) as i:
                         T.buffer_store(self._state, self._index(self._heap[i]), [0])
                         T.buffer_store(values, x[row, self._state[0], column], [row, i, column])
-                        T.buffer_store(places, self._state[0].astype(_WHOLE), [row, i, column])
+                        T.buffer_store(places, self._state[0].astype(_INT64), [row, i, column])
             return builder.get()
 
     def _key(self, x: Any) -> Any:
-        """A whole number in the order of elements: the bits of a float, of a negative one all but the sign turned, and
-        of what is not a number the greatest of all (x86 sets the sign of the results of invalid operations)."""
+        """The key of an element: an integer with the same order. For a float it is the bits, of which all but the sign
+        are inverted if it is negative. NaN has the greatest key (x86 sets the sign of results of invalid
+        operations)."""
         from tvm import tirx
 
         key = x
         if self._kind == "float32":
             bits = tirx.reinterpret(
-                _PLACE, tirx.Select(x == tirx.const(0.0, self._kind), tirx.const(0.0, self._kind), x)
+                _INT32, tirx.Select(x == tirx.const(0.0, self._kind), tirx.const(0.0, self._kind), x)
             )
             ordered = bits ^ ((bits >> number(31)) & number(_LAST))
             key = tirx.Select((bits & number(_LAST)) > number(_INFINITY), number(_LAST), ordered)
         return key if self._largest else key ^ number(-1)
 
     def _entry(self, key: Any, index: Any) -> Any:
-        """A key and an index as one number: of equal keys the first is the greatest."""
+        """A key and an index as one number. Of equal keys, the one with the lowest index is the greatest."""
         from tvm import tirx
 
-        return (key.astype(_WHOLE) << tirx.const(32, _WHOLE)) + (number(_LAST) - index).astype(_WHOLE)
+        return (key.astype(_INT64) << tirx.const(32, _INT64)) + (number(_LAST) - index).astype(_INT64)
 
     def _index(self, entry: Any) -> Any:
         from tvm import tirx
 
-        return number(_LAST) - (entry & tirx.const(_LAST, _WHOLE)).astype(_PLACE)
+        return number(_LAST) - (entry & tirx.const(_LAST, _INT64)).astype(_INT32)
 
     def _select(self, keys: Any) -> None:
-        """Leave the best of the keys in the heap, the best first."""
+        """Put the best of the keys into the heap, the best first."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
         heap, k, length = self._heap, self._k, self._shape[1]
         with T.serial(0, k) as i:
             T.buffer_store(heap, self._entry(keys[i], i), [i])
-        T.buffer_store(heap, tirx.const(0, _WHOLE), [number(k)])
+        T.buffer_store(heap, tirx.const(0, _INT64), [number(k)])
         if k > 1:
             with T.serial(0, k // 2) as turn:
-                T.buffer_store(self._held, heap[number(k // 2 - 1) - turn], [0])
+                T.buffer_store(self._inserted, heap[number(k // 2 - 1) - turn], [0])
                 self._sink(number(k // 2 - 1) - turn, number(k))
         if k < length:
             with T.serial(0, length - k) as turn:
-                # A later element of the same key is not better.
-                better = keys[turn + k] > (heap[0] >> tirx.const(32, _WHOLE)).astype(_PLACE)
+                # A later element with the same key is not better.
+                better = keys[turn + k] > (heap[0] >> tirx.const(32, _INT64)).astype(_INT32)
                 with T.If(better), T.Then():
-                    T.buffer_store(self._held, self._entry(keys[turn + k], turn + k), [0])
+                    T.buffer_store(self._inserted, self._entry(keys[turn + k], turn + k), [0])
                     self._sink(number(0), number(k))
         if k > 1:
             with T.serial(0, k - 1) as turn:
                 end = number(k - 1) - turn
-                T.buffer_store(self._held, heap[end], [0])
+                T.buffer_store(self._inserted, heap[end], [0])
                 T.buffer_store(heap, heap[0], [end])
                 self._sink(number(0), end)
 
     def _sink(self, start: Any, size: Any) -> None:
-        """Put the held entry in the place of the one at `start`, or below it in a heap of `size` entries."""
+        """Insert the entry in `_inserted` at `start`, or further down, into a heap of `size` entries without the one at
+        `start`."""
         from tvm import tirx
         from tvm.script.ir_builder import tirx as T
 
-        heap, held, state = self._heap, self._held, self._state
-        T.buffer_store(state, start, [0])  # the free place
-        T.buffer_store(state, start * 2 + 1, [1])  # the first one below it
+        heap, held, state = self._heap, self._inserted, self._state
+        T.buffer_store(state, start, [0])  # the free position
+        T.buffer_store(state, start * 2 + 1, [1])  # the first position below it
         with T.While(state[1] < size):
             following = state[1] + 1
             second = tirx.And(following < size, heap[following] < heap[state[1]])

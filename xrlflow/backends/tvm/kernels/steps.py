@@ -19,7 +19,8 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The result of the convolution or product (0), or of the step of this number (the first is 1)."""
+    """An operand that was computed before: by the convolution or product (0), or by the step of this number (from 1
+    on)."""
 
     step: int
 
@@ -29,14 +30,14 @@ Operand: TypeAlias = "float | Extra | Earlier"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operator after the convolution. The last step gives the result."""
+    """An operator after the convolution or product. The last step computes the result."""
 
     operator: str
     operands: tuple[Operand, ...]
 
 
 def _of(name: str) -> Callable[..., Any]:
-    """A function of TVM's, that is imported when it is called."""
+    """A function of TVM's module `tirx`, which is imported at the call."""
 
     def call(*operands: Any) -> Any:
         from tvm import tirx
@@ -56,7 +57,7 @@ def _sigmoid(x: Any) -> Any:
 def _relu(x: Any) -> Any:
     from tvm import tirx
 
-    return tirx.Max(spread(0.0, lanes_of(x)), x)  # of two operands, NaN is kept only in the second
+    return tirx.Max(spread(0.0, lanes_of(x)), x)  # Max returns NaN only if it is the second operand
 
 
 def _gelu(x: Any) -> Any:
@@ -79,7 +80,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "relax.erf": _of("erf"),
     "relax.nn.gelu": _gelu,
 }
-"""The operators that may follow the convolution, by Relax's name."""
+"""The operators that may follow the convolution or product, by Relax's name."""
 
 
 def extras_of(steps: Iterable[Step]) -> list[Extra]:
@@ -89,26 +90,27 @@ def extras_of(steps: Iterable[Step]) -> list[Extra]:
 def stepped(steps: Sequence[Step], extras: Sequence[Any], value: Any, index: Sequence[Any], done: Any) -> Any:
     """A vector of results after the steps.
 
-    `extras`: the buffers of the steps' extras. `index`: of the vector in the result, its channels last. `done`: a
-    local buffer [more than there are steps, a vector's lanes].
+    `extras`: the buffers of the steps' extras. `index`: the index of the vector in the result, its channels last.
+    `done`: a local buffer [steps or more, lanes of a vector].
     """
     from tvm.script.ir_builder import tirx as T
 
     lanes = lanes_of(index[-1])
     at = ramp(number(0), lanes)
-    left = iter(extras)
-    found = [T.bind(value)]
+    remaining = iter(extras)
+    results = [T.bind(value)]
     for turn, step in enumerate(steps):
         operands: list[Any] = []
-        for given in step.operands:
-            if isinstance(given, Earlier):
-                operands.append(found[given.step])
-            elif isinstance(given, Extra):
-                buffer = next(left)
-                operands.append(buffer[index[-1]] if given.by_channel else buffer[tuple(index)])
+        for operand in step.operands:
+            if isinstance(operand, Earlier):
+                operands.append(results[operand.step])
+            elif isinstance(operand, Extra):
+                buffer = next(remaining)
+                operands.append(buffer[index[-1]] if operand.by_channel else buffer[tuple(index)])
             else:
-                operands.append(spread(given, lanes))
-        # TVM inlines what is bound. It must not do so with functions: it computes them with bindings of its own.
+                operands.append(spread(operand, lanes))
+        # TVM inlines variables. It must not inline functions, for which it introduces variables of its own: so their
+        # results go through a buffer.
         T.buffer_store(done, STEPS[step.operator](*operands), [turn, at])
-        found.append(T.bind(done[turn, at]))
-    return found[-1]
+        results.append(T.bind(done[turn, at]))
+    return results[-1]
