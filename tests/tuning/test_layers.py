@@ -384,8 +384,8 @@ def test_an_interrupt_while_layers_are_measured(tmp_path: Path) -> None:
     found = api.tune(
         network(MODEL), trials=4, threads=2, store=tmp_path / "s.sqlite", measure=False, listener=listener
     )
-    assert found.found.tuning.interrupted
-    assert found.found.tuning.measured == 1
+    assert found.result.tuning.interrupted
+    assert found.result.tuning.measured == 1
     assert found.verification is not None
     assert found.verification.verified
     assert all(row["best_us"] is None for row in found.to_json()["layers"])

@@ -451,7 +451,7 @@ def test_the_fastest_of_the_untuned_the_tuned_and_the_rewritten_model_is_taken(
     result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
     assert result.verification is not None
     assert result.verification.verified
-    assert result.found.path == paths[names.index(fastest) - 1]
+    assert result.result.path == paths[names.index(fastest) - 1]
     report = result.to_json()
     assert [report[f"{name}_ms"] for name in names] == [1.0 if name == fastest else 2.0 for name in names]
     assert (
@@ -496,7 +496,7 @@ def test_a_rewritten_graph_that_does_not_compile_is_left_out(
     monkeypatch.setattr(Tvm, "compile", failing)
     monkeypatch.setattr("xrlflow.pipeline.tuning.final", lambda *_: None)
     result = api.tune(rewritable(), trials=0, threads=2, store=tmp_path / "s.sqlite")
-    assert result.found.rewritten_ms is None
+    assert result.result.rewritten_ms is None
     assert result.to_json()["notes"] == ["the rewritten graph is left out: not this one"]
 
 
@@ -509,7 +509,7 @@ def test_after_an_interrupted_search_nothing_is_tuned(
 
     monkeypatch.setattr("xrlflow.pipeline.tuning.final", lambda *_: None)
     result = api.tune(rewritable(), trials=8, threads=2, store=tmp_path / "s.sqlite", listener=listener)
-    assert result.found.tuning.measured == 0
+    assert result.result.tuning.measured == 0
     assert result.verification is not None
     assert result.notes[0].startswith("interrupted: nothing was tuned")
 
@@ -533,7 +533,7 @@ def test_tune_writes_a_library_that_computes_the_same(file: Path, tmp_path: Path
     with load_compiled(output) as loaded, open_model(str(file)) as runtime:
         np.testing.assert_allclose(loaded.run(feeds)[0], runtime.run(feeds)[0], rtol=1e-5, atol=1e-6)
     again = api.tune(file, method="random", trials=4, batch=2, threads=2, store=store, measure=False)
-    assert again.found.tuning.measured == 0
+    assert again.result.tuning.measured == 0
     options = ["--trials", "0", "--threads", "2", "--store", str(store), "--no-measure"]
     shown = " ".join(CliRunner().invoke(app, ["tune", str(file), "-o", str(output), *options]).stdout.split())
     assert "verification: equal, largest deviation" in shown
@@ -563,7 +563,7 @@ def test_an_interrupt_hurries_what_follows(
     result = api.tune(
         file, method="random", trials=4, batch=2, threads=2, store=tmp_path / "s.sqlite", listener=listener
     )
-    assert result.found.tuning.interrupted == interrupting
+    assert result.result.tuning.interrupted == interrupting
     assert result.verification is not None
     assert [s < 10.0 for s in seconds] == [interrupting] * 2
 

@@ -170,8 +170,8 @@ def test_one_shot_measures_no_kernel(file: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("xrlflow.tuning.lowering.PredictedTimes", Listening)
     with Store(tmp_path / "store.sqlite") as store:
         found = api.tune(file, method="one-shot", threads=2, store=store.path, measure=False)
-        assert found.found.tuning.measured == 0
-        assert found.found.layers == ()
+        assert found.result.tuning.measured == 0
+        assert found.result.layers == ()
         assert "none was measured" in found.notes[-1]
         assert found.verification is not None
         assert found.verification.verified

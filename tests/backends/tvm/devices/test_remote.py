@@ -230,8 +230,8 @@ def test_tuned_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
     tuned = api.tune(file, remote=str(board.remote), **options)  # type: ignore[arg-type]
     assert tuned.verification is not None
     assert tuned.verification.verified
-    assert tuned.found.tuning.measured == 4
-    assert all(result.failed == 0 for result in tuned.found.tuning.tasks)
+    assert tuned.result.tuning.measured == 4
+    assert all(result.failed == 0 for result in tuned.result.tuning.tasks)
     report = tuned.to_json()
     assert report["onnxruntime_ms"] is None
     assert (report["device"], report["against"]) == (str(board.remote), "untuned")
@@ -245,12 +245,12 @@ def test_tuned_on_the_device(board: Board, file: Path, tmp_path: Path) -> None:
     assert {setting.device for setting in settings} == {str(board.remote)}
     # What the device did says nothing about this machine, but is known for the device.
     here = api.tune(file, **options, measure=False, verify=False)  # type: ignore[arg-type]
-    assert here.found.tuning.measured == 4
+    assert here.result.tuning.measured == 4
     with Store(place) as store:
         settings = {record.setting for key in store.tasks() for record in store.known(key)}
     assert {setting.device for setting in settings} == {str(board.remote), cpu_name()}
     again = api.tune(file, remote=board.remote, **options, measure=False, verify=False)  # type: ignore[arg-type]
-    assert again.found.tuning.measured == 0
+    assert again.result.tuning.measured == 0
 
 
 def test_what_a_device_lacks_is_refused(board: Board, file: Path) -> None:
