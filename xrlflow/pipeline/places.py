@@ -1,4 +1,4 @@
-"""Where work is done: on this machine, or on a cluster that the user names."""
+"""Where workers run: on this machine, or on a cluster that the user names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xrlflow.workers import Place, Processes, WorkerError
 def place_of(ray: str | None) -> Iterator[Place]:
     """Processes of this machine, or the nodes of a Ray cluster ("local" or HOST:PORT), which is left at the end.
 
-    Raises OptionError if there is no such cluster, and instead of a WorkerError.
+    Raises OptionError if there is no such cluster, and in place of a WorkerError.
     """
     check_ray(ray)
     try:

@@ -1,8 +1,9 @@
-"""Workers: whatever carries out orders somewhere else, behind one interface.
+"""Workers: they carry out tasks in this process, in other processes or on other machines, behind one interface.
 
-A place makes workers: this process (`InProcess`), processes of this machine (`Processes`; `Forks`, which is quicker),
-or the nodes of a Ray cluster (`cluster.Cluster`). What works there is a hand: any object with a method `do`, made where
-it works. A `Crew` of workers takes orders from one queue. The answers do not depend on the place.
+A worker factory starts workers: in this process (`InProcess`), in processes of this machine (`Processes`; `Forks`,
+which is quicker), or on the nodes of a Ray cluster (`cluster.Cluster`). Each worker has a handler: any object with a
+method `do`, created inside the worker. The workers of a `WorkerPool` take tasks from one queue. Replies do not depend
+on where the workers are.
 """
 
 from xrlflow.workers.crew import Crew, Terms

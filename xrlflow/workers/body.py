@@ -1,4 +1,5 @@
-"""What runs in a worker's process on a node of a cluster, which has this package and what hands import."""
+"""What runs in a worker's process on a node of a cluster, where this package and the handler's imports are
+installed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from xrlflow.workers.protocol import Failure, Hand, MakeHand, own_version
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a worker says first: its machine, Ray's name of its node, and the version of its package."""
+    """The first message of a worker: its machine, Ray's name of its node, and the version of its package."""
 
     host: str
     node: str
@@ -22,7 +23,7 @@ class Greeting:
 
 
 class Body:
-    """A worker. Ray calls its methods one after another, in the order in which they were asked for."""
+    """The worker on the node. Ray calls its methods one after another, in the order of the requests."""
 
     def __init__(self) -> None:
         self._hand: Hand | None = None
@@ -33,14 +34,14 @@ class Body:
         return Greeting(socket.gethostname(), node, own_version())
 
     def make(self, make: MakeHand) -> None:
-        """Make the hand. If that fails, every order has the failure for its answer."""
+        """Create the handler. If that fails, the reply to every task is the failure."""
         try:
             self._hand = make()
         except Exception as error:
             self._failure = Failure.of(error)
 
     def do(self, order: Any, names: Sequence[str], *arrays: Any) -> Any:
-        """Carry out an order whose fields `names` are `arrays`."""
+        """Carry out a task whose fields `names` are `arrays`."""
         if self._failure is not None or self._hand is None:
             return self._failure
         try:

@@ -1,8 +1,8 @@
-"""Workers on the nodes of a Ray cluster. Each is an actor: a process of its own on a node that Ray chooses.
+"""Workers on the nodes of a Ray cluster. Each is an actor: a separate process on a node that Ray chooses.
 
-Results do not depend on the cluster, so a worker that is lost (its process was killed, its node left) is only reported:
-whoever gave the order gives it to another one. If the cluster itself is gone, all workers are lost, and the next ones
-are made on the cluster that has its address then.
+Results do not depend on the cluster, so a worker that is lost (its process was killed, its node left) is only reported,
+and the caller gives its task to another one. If the cluster itself is gone, all workers are lost, and the next ones are
+started on the cluster that then has its address.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xrlflow.workers.body import Body
 from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost, own_version
 
-_rays: Any = ray  # Ray's types leave out some of its functions
+_rays: Any = ray  # the type stubs of Ray lack some of its functions
 LOCAL = "local"
 LATENCY = "latency"
-"""The resource of a node that takes times: 1 of it is there, and a worker that measures takes it."""
+"""A Ray resource. Each node that measures times has 1 of it, and a worker that measures takes it."""
 _MODE = "RAY_AUTH_MODE"
 _REFUSED = "InvalidAuthToken"
 LARGE = 1 << 16
-"""Arrays of orders that have at least so many bytes go to each node once, however many workers get them."""
+"""Arrays of tasks with at least so many bytes are sent to each node once, even if several workers get them."""
 _ANSWER = 5.0  # seconds that the head of a cluster may take to answer
 _JOIN = 60.0  # seconds that joining a cluster may take
 _READY = 15.0  # seconds after which a head that answers is ready
-_LOOK = 1.0  # seconds between looks at the head while nothing arrives
-_START = 120.0  # seconds that a worker may wait for a core that others use, and to start
+_LOOK = 1.0  # seconds between checks of the head while no reply arrives
+_START = 120.0  # seconds that a worker may wait for a core that other programs use, and take to start
 _BACK = 120.0  # seconds that a cluster may be gone
-_FETCH = 60.0  # seconds that an answer may take from its node to here
+_FETCH = 60.0  # seconds that the transfer of a reply to this machine may take
 
 
 class ClusterError(WorkerError):
@@ -50,9 +50,9 @@ class ClusterError(WorkerError):
 
 
 class Cluster:
-    """A Ray cluster: the one of an address (HOST:PORT of its head), or one of this machine alone ("local").
+    """A worker factory: the Ray cluster at an address (HOST:PORT of its head), or one of this machine alone ("local").
 
-    This machine is one of its nodes. Close it, which ends the workers and, if it is local, the cluster. Raises
+    This machine becomes one of its nodes. `close` ends the workers and, if it is local, the cluster. Raises
     ClusterError.
     """
 
@@ -61,9 +61,9 @@ class Cluster:
         self._patience = patience
         self._open: dict[int, RayWorker] = {}
         self._sent: list[tuple[Any, Any]] = []
-        # Workers were lost: Ray may still count on the cores of a node that has left.
+        # Becomes True once workers were lost: Ray may go on to count the cores of a node that has left.
         self._shrunk = False
-        # A session that the caller has begun is used, and left.
+        # If the caller has a Ray session already, it is used, and not closed.
         self._own = not ray.is_initialized()
         self._mode = os.environ.get(_MODE)
         if self._own:
@@ -76,12 +76,12 @@ class Cluster:
 
     @property
     def cores(self) -> int:
-        """The cores of all nodes."""
+        """The number of cores of all nodes."""
         return max(1, int(self._total("CPU")))
 
     @property
     def measuring(self) -> int:
-        """How many nodes take times. Raises ClusterError if none does."""
+        """How many nodes measure times. Raises ClusterError if none does."""
         if count := int(self._total(LATENCY)):
             return count
         raise ClusterError(
@@ -90,7 +90,7 @@ class Cluster:
         )
 
     def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> RayWorker:
-        """A new worker. Raises ClusterError if no node has what it needs, or if the cluster is gone and stays away."""
+        """A new worker. Raises ClusterError if no node has the resources, or if the cluster is gone and stays away."""
         if not self._there():
             self._rejoin()
         options = self._place(kind)
@@ -101,7 +101,7 @@ class Cluster:
         return made
 
     def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
-        """See `Place.answered`. A worker that is lost has answered. If the cluster is gone, all are lost."""
+        """See `WorkerFactory.replied`. A worker that is lost counts as one that replied."""
         end = None if seconds is None else time.monotonic() + seconds
         mine = [worker for worker in workers if isinstance(worker, RayWorker)]
         while True:
@@ -118,7 +118,7 @@ class Cluster:
             self._look(mine)
 
     def share(self, array: Any) -> Any:
-        """A reference to an array that several orders have. The array cannot be changed any more."""
+        """A reference to an array of several tasks. The array becomes read-only."""
         for known, reference in self._sent:
             if known is array:
                 return reference
@@ -139,12 +139,12 @@ class Cluster:
             self._leave()
 
     def _leave(self) -> None:
-        with contextlib.suppress(Exception):  # there may be nothing to leave
+        with contextlib.suppress(Exception):  # the session may have ended
             ray.shutdown()
         _authenticate(self._mode)
 
     def _place(self, kind: Kind) -> dict[str, Any]:
-        """Ray's options for an actor: what it takes of a node, and where it may be."""
+        """Ray's options for an actor: the resources that it takes, and the nodes where it may run."""
         taken = sum(worker.kind is kind for worker in self._open.values())
         if kind is Kind.WAIT:
             return {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
@@ -157,7 +157,7 @@ class Cluster:
         return {"num_cpus": 0, "scheduling_strategy": self._least_used()}
 
     def _least_used(self) -> NodeAffinitySchedulingStrategy:
-        """The node with the fewest workers of ours for its cores."""
+        """The node with the fewest of this cluster object's workers for its cores."""
         used: dict[str, int] = {}
         for worker in self._open.values():
             used[worker.node] = used.get(worker.node, 0) + 1
@@ -172,12 +172,12 @@ class Cluster:
         return float(_rays.cluster_resources().get(resource, 0.0))
 
     def _there(self) -> bool:
-        """Whether the head of the cluster that was joined is there. Another one may listen in its place: Ray ends the
-        process that takes it for the old one."""
+        """Whether the head of the joined cluster is still there. Another head may have its address; a process that
+        takes it for the old one is ended by Ray."""
         return ray.is_initialized() and _listens(self._head) and _identity(self._head) == self._identity
 
     def _look(self, workers: Sequence[RayWorker]) -> None:
-        """While nothing arrives: is the head there, and have all workers begun?"""
+        """While no reply arrives: check that the head is there, and that all workers have started."""
         if not self._there():
             self._rejoin()
             return
@@ -185,7 +185,7 @@ class Cluster:
             worker.look()
 
     def _rejoin(self) -> None:
-        """Wait until there is a cluster at the address again, and join it. All workers are lost."""
+        """Wait until there is a cluster at the address again, and join it. All earlier workers are lost."""
         for worker in list(self._open.values()):
             worker.lost = True
         self._open, self._sent, self._shrunk = {}, [], False
@@ -196,11 +196,11 @@ class Cluster:
 
 
 class RayWorker:
-    """An actor, and what it was asked."""
+    """A worker on a node: a Ray actor, and the task that it was given."""
 
     def __init__(self, cluster: Cluster, actor: Any, make: MakeHand, name: str, kind: Kind) -> None:
         self.name, self.kind = name, kind
-        self.lost, self.ready = False, True  # as far as is known
+        self.lost, self.ready = False, True  # assumed until something else is known
         self.node = ""
         self.order: Any = None
         self._cluster, self._actor = cluster, actor
@@ -225,7 +225,7 @@ class RayWorker:
         try:
             self._greeted()
             found = ray.get(order, timeout=_FETCH)
-        except RayTaskError as error:  # what it was sent cannot be read there
+        except RayTaskError as error:  # the node cannot unpickle what it was sent
             raise _unreadable(self.name, error) from error
         except (RayError, GetTimeoutError) as error:
             if "ModuleNotFoundError" in str(error):
@@ -237,14 +237,14 @@ class RayWorker:
         return found
 
     def said(self) -> list[Any]:
-        """What is told on another machine stays there."""
+        """Messages on other machines are not sent here, so there are none."""
         return []
 
     def release(self) -> None:
-        """Ray ends workers one by one."""
+        """Nothing to prepare: Ray ends workers one by one."""
 
     def look(self) -> None:
-        """Is it waiting in vain for a core that others use?"""
+        """Give the worker up if it has waited too long for a core that other programs use."""
         if self._greeting is None or self.kind is Kind.MEASURE or time.monotonic() < self._begun + _START:
             return
         ready, _ = ray.wait([self._greeting], timeout=0)
@@ -254,12 +254,12 @@ class RayWorker:
     def close(self) -> None:
         self._cluster.forget(self)
         self.order = None
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # it may have ended
             ray.kill(self._actor)
         self.lost = True
 
     def _greeted(self) -> None:
-        """Raise WorkerError if its package is another one than ours."""
+        """Raise ClusterError if the worker has another version of this package."""
         if self._greeting is None:
             return
         greeting = ray.get(self._greeting, timeout=_FETCH)
@@ -272,7 +272,7 @@ class RayWorker:
 
 
 def _without_arrays(order: Any) -> tuple[Any, dict[str, Any]]:
-    """An order without its large arrays, and those by field."""
+    """A task without its large arrays, and these arrays by field name."""
     if not dataclasses.is_dataclass(order) or isinstance(order, type):
         return order, {}
     values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
@@ -289,11 +289,11 @@ def _check_listens(address: str) -> None:
 
 
 def _join(address: str, patience: float) -> None:
-    """Connect this process to a cluster, which may still be starting for so many seconds. Raises ClusterError."""
-    # Ray would tell its makers who uses it, and look for accelerators.
+    """Connect this process to a cluster that may still be starting; wait `patience` seconds. Raises ClusterError."""
+    # By default Ray reports usage to its developers and looks for accelerators; both are switched off.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if address == LOCAL:  # workers do what this process would: no less of the cores, on a busy machine, too
+    if address == LOCAL:  # workers run at the priority of this process, and may start slowly on a busy machine
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     end = time.monotonic() + patience
@@ -308,7 +308,7 @@ def _join(address: str, patience: float) -> None:
 
 
 def _identity(head: str) -> str | None:
-    """What tells the cluster of this head from an earlier one at its address; None if it does not answer."""
+    """What distinguishes the cluster of this head from an earlier one at its address; None if it does not answer."""
     try:
         return str(_rays._raylet.GcsClient(address=head).cluster_id)
     except RayError:
@@ -331,7 +331,7 @@ def _connect(address: str) -> None:
 
 
 def _authenticate(mode: str | None) -> None:
-    """Show the user's token to clusters ("token") or not ("disabled"); None: as Ray would without us."""
+    """Send the user's token to clusters ("token") or not ("disabled"); None: Ray's default."""
     if mode is None:
         os.environ.pop(_MODE, None)
     else:
@@ -340,10 +340,10 @@ def _authenticate(mode: str | None) -> None:
 
 
 def _mode_of(address: str) -> str:
-    """Whether a cluster asks for a token. Raises ClusterError.
+    """Whether a cluster requires a token. Raises ClusterError.
 
-    Another process tries: where there is no cluster, or half of one, Ray waits for minutes, or ends the process. What
-    the user has set is taken.
+    A separate process tries to connect, because without a working cluster Ray waits for minutes, or ends the process.
+    If the user has set the mode, that is the result.
     """
     given = os.environ.get(_MODE)
     for mode in ("disabled", "token") if given is None else (given,):
@@ -358,7 +358,7 @@ def _mode_of(address: str) -> str:
 
 
 def _try(address: str, mode: str) -> str | None:
-    """Connect another process. Returns what it says if it cannot be connected."""
+    """Connect a separate process to the cluster. Returns its error, or None if it is connected."""
     program = (
         "import logging, sys, ray\n"
         "try: ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.ERROR)\n"
@@ -371,9 +371,7 @@ def _try(address: str, mode: str) -> str | None:
             env={**os.environ, _MODE: mode},
         )  # fmt: skip
         try:
-            while trying.poll() is None and _REFUSED not in _content(
-                log
-            ):  # it would be tried again and again
+            while trying.poll() is None and _REFUSED not in _content(log):  # it would be tried for ever
                 if time.monotonic() >= end:
                     raise ClusterError(
                         f"what answers at {address} is no head of a Ray cluster, or it is hung"
@@ -399,13 +397,13 @@ def _listens(address: str) -> bool:
 
 
 def _gist(error: object) -> str:
-    """The first line of an error of Ray's that says something."""
+    """The first meaningful line of an error of Ray's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("[")]
     return lines[0][:300] if lines else type(error).__name__
 
 
 def _unreadable(name: str, error: BaseException) -> WorkerError:
-    """A node lacks what its work needs, or something is wrong with what it was sent."""
+    """The error for a node that cannot unpickle what it was sent: it lacks a module, or the content is broken."""
     text = str(error)
     missing = re.search(r"No module named '([\w.]+)'", text)
     where = re.search(r"ip=([\w.:]+)", text)

@@ -1,4 +1,4 @@
-"""Workers of one kind that take their orders from one queue."""
+"""A pool of workers of one kind that take their tasks from one queue."""
 
 from __future__ import annotations
 
@@ -26,36 +26,35 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 ATTEMPTS = 3
-"""An order that so many workers were lost over, one after another, is not given again."""
+"""The default of `Terms.attempts`, and how many workers in a row may fail to start."""
 
 Instead = Callable[[Any, WorkerError], Any]
-"""What is answered to an order that was given up."""
+"""Computes the reply to a task that was given up, from the task and the error."""
 Heard = Callable[[int, Any], float]
-"""What is done with what a worker tells: the number of its order, and what it told. It may then be silent for so many
-seconds."""
+"""Receives a message of a worker: the number of its task, and the content. Returns how many seconds the worker may be
+silent from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is expected of workers.
-
-    `seconds`: a worker that is silent for longer over an order is ended, and the order is given up. `start`: seconds
-    that it may take to become ready; where so many as ATTEMPTS do not, there is an error. `uses`: it is replaced after
-    so many orders, because libraries keep memory. `attempts`: an order over which so many workers were lost is given
-    up. `scarce`: what workers need is scarce, and a worker that was silent has lost it: it is not replaced, and the
-    order is given to another one.
-    """
+    """What is expected of the workers of a pool."""
 
     seconds: float = math.inf
+    """A worker that sends nothing for longer than this while it does a task is ended, and the task is given up."""
     start: float = math.inf
+    """Seconds that a worker may take to become ready. After ATTEMPTS failures in a row there is an error."""
     uses: float = math.inf
+    """A worker is replaced after so many tasks, because libraries keep memory."""
     attempts: int = ATTEMPTS
+    """A task over which so many workers were lost is given up."""
     scarce: bool = False
+    """Workers need a scarce resource, and one that was silent has lost it: it is not replaced, and another worker gets
+    its task."""
 
 
 @dataclass(slots=True)
 class _Duty:
-    """An order, its number, and how many workers were lost over it."""
+    """A task, its number, and how many workers were lost over it."""
 
     number: int
     order: Any
@@ -64,7 +63,7 @@ class _Duty:
 
 @dataclass(slots=True)
 class _Member:
-    """A worker, and what it does. `limit`: until when it may be silent (time.monotonic)."""
+    """A worker of the pool, and what it does. `limit`: until when it may be silent (time.monotonic)."""
 
     worker: Worker
     limit: float
@@ -75,8 +74,8 @@ class _Member:
 
 @dataclass(slots=True)
 class _Queue:
-    """Orders that nobody works on. `again`: those whose worker was lost. `over`: what is answered `instead` of those
-    that were given up."""
+    """Tasks that no worker has. `again`: those whose worker was lost. `over`: the replies of the fallback to those that
+    were given up."""
 
     source: Iterator[_Duty]
     instead: Instead | None = None
@@ -94,10 +93,10 @@ class _Queue:
 
 
 class Crew:
-    """`count` workers of a place. Use it in a `with` statement, or close it. Workers start when there is work.
+    """`count` workers of a factory. Use it in a `with` statement, or close it. Workers start when there are tasks.
 
-    A worker that is lost is replaced. Its order is given again, so that each order has one answer. If a place has no
-    room for another worker, those that are left do the work.
+    A worker that is lost is replaced, and its task is given to another one, so that each task has one reply. If the
+    factory has no room for another worker, the remaining ones do the tasks.
     """
 
     def __init__(
@@ -129,11 +128,11 @@ class Crew:
         instead: Instead | None = None,
         heard: Heard | None = None,
     ) -> Generator[tuple[int, Any], None, None]:
-        """The answers, each with the number of its order, as they come. No order begins after `until` (time.monotonic).
+        """The replies as they arrive, each with the number of its task. No task begins after `until` (time.monotonic).
 
-        An order that is given up (see `Terms`) is answered by `instead(order, loss)`. If the generator is closed early,
-        workers that are busy are ended. Raises WorkerError if a hand fails, if there is no `instead`, or if no worker
-        is left.
+        The reply to a task that is given up (see `Terms`) is `instead(task, error)`. If the generator is closed early,
+        busy workers are ended. Raises WorkerError if a handler fails, if a task is given up without `instead`, or if no
+        worker is left.
         """
         duties = (_Duty(number, order) for number, order in enumerate(orders))
         queue = _Queue(duties, instead, heard)
@@ -150,7 +149,7 @@ class Crew:
                 self._end(member)
 
     def settle(self) -> None:
-        """Wait until there are all workers, and all are ready. Raises WorkerError."""
+        """Start all workers, and wait until they are ready. Raises WorkerError."""
         while True:
             while len(self._members) < self.count and self._another() is not None:
                 pass
@@ -164,7 +163,7 @@ class Crew:
         return [member for member in self._members if member.duty is not None]
 
     def _give(self, queue: _Queue, until: float) -> None:
-        """Give orders to all that have none, while there are any."""
+        """Give tasks to all idle workers, while there are tasks."""
         while len(self._busy()) < self.count and time.monotonic() < until:
             duty = queue.next()
             if duty is None:
@@ -175,12 +174,12 @@ class Crew:
             except BaseException:
                 queue.again.append(duty)
                 raise
-            if member is None:  # no room for another one: it waits for one of the busy
+            if member is None:  # there is no room for another worker: the task waits for a busy one
                 queue.again.appendleft(duty)
                 return
             try:
                 member.worker.begin(duty.order)
-            except WorkerLost as lost:  # it was lost before
+            except WorkerLost as lost:  # it was lost while it was idle
                 queue.again.append(duty)
                 self._lost(member, queue, lost)
             except BaseException:
@@ -193,7 +192,7 @@ class Crew:
                 )
 
     def _another(self) -> _Member | None:
-        """A new worker. None if there is no room for it and there are others."""
+        """A new worker; None if there is no room for it and there are others."""
         try:
             worker = self._place.worker(self._make, f"{self._name} {next(self._numbers)}", self._kind)
         except WorkerError:
@@ -205,8 +204,8 @@ class Crew:
         return member
 
     def _hear(self, members: Sequence[_Member], queue: _Queue) -> Iterator[tuple[int, Any]]:
-        """Wait until one of these has an answer, tells something, is ready, is lost, or has been silent for too
-        long."""
+        """Wait until one of these workers replies, sends a message, becomes ready, is lost, or was silent for too long.
+        Yields replies."""
         left = min(member.limit for member in members) - time.monotonic()
         answered = self._place.answered(
             [member.worker for member in members], None if math.isinf(left) else max(left, 0.0)
@@ -233,7 +232,7 @@ class Crew:
                 self._late(member, queue)
 
     def _note(self, member: _Member, queue: _Queue) -> None:
-        """What a worker has told, and whether it is ready."""
+        """Take a worker's messages, and note whether it is ready."""
         if member.worker.ready and not member.ready:
             member.ready, self._failed_starts = True, 0
             member.limit = time.monotonic() + self._terms.seconds
@@ -242,7 +241,7 @@ class Crew:
                 member.limit = time.monotonic() + queue.heard(member.duty.number, content)
 
     def _lost(self, member: _Member, queue: _Queue, lost: WorkerLost) -> None:
-        """A worker is gone. Before it was ready, that was not its order's fault."""
+        """Handle the loss of a worker. If it was not ready yet, its task does not count as the cause."""
         self._end(member)
         duty = member.duty
         if not member.worker.ready:
@@ -259,7 +258,7 @@ class Crew:
             queue.again.append(duty)
 
     def _late(self, member: _Member, queue: _Queue) -> None:
-        """End a worker that has been silent for too long."""
+        """Handle a worker that was silent for too long."""
         if not member.worker.ready:
             self._lost(member, queue, WorkerLate(f"it did not start in {self._terms.start:g} s"))
             return
@@ -272,7 +271,7 @@ class Crew:
             queue.give_up(member.duty, late)
 
     def _retire(self, member: _Member, queue: _Queue, error: WorkerError) -> None:
-        """End a worker, and do not replace it."""
+        """End a worker, and do not replace it. Another one gets its task."""
         self._end(member)
         self.count -= 1
         if not self.count:
@@ -286,7 +285,7 @@ class Crew:
         member.worker.close()
 
     def close(self) -> None:
-        """End the workers. The crew may be used again, with new ones."""
+        """End the workers. The pool may be used again, with new ones."""
         for worker in self.workers:
             worker.release()
         for member in list(self._members):

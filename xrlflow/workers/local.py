@@ -9,7 +9,7 @@ from xrlflow.workers.protocol import Kind, MakeHand, Worker, WorkerError
 
 
 class InProcess:
-    """Makes workers that work in this process, when they are asked for the answer."""
+    """A factory of workers that do their tasks in this process, when they are asked for the reply."""
 
     cores = measuring = 1
 
@@ -24,7 +24,7 @@ class InProcess:
 
 
 class DirectWorker:
-    """Works in this process."""
+    """A worker in this process."""
 
     ready = True
 

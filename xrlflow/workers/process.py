@@ -1,8 +1,8 @@
-"""Workers in processes of this machine that may crash, hang or be killed: how they are started, asked and ended.
+"""Workers in processes of this machine that may crash, hang or be killed: how they are started, used and ended.
 
-A process has Python, this package, the environment and the modules' path of this one. It leads a session of its own:
-Ctrl-C does not reach it, and what it starts is ended with it. It ends when this process ends, however that happens.
-What it writes to standard error goes to a file, and its last words are part of the reason why a worker is lost.
+A worker's process has this one's Python, package, environment and module path. It leads its own session: Ctrl-C does
+not reach it, and the processes that it starts are ended with it. It ends when this process ends, however that happens.
+Its standard error goes to a file, whose last error is part of the reason why a worker is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DYING = 5.0
-"""Seconds that a process may take to end after it has closed its connection."""
+"""Seconds that a process may take to end once it has closed its connection."""
 _LAST = 1 << 16
 # glog: "F1125 10:31:03.766393   11234 file.cc:744] message". C++: "terminate called after ...", then "  what():  ...".
 _GLOG = re.compile(r"F\d{4} \S+ +\d+ \S+\] (.*)")
@@ -44,7 +44,7 @@ _FATAL = re.compile(r"terminate called|Fatal Python error|\S*Error\b")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment, in which a child imports this package, and these variables."""
+    """This process's environment with the variables that a child needs to import this package, and `variables`."""
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     path = root + (os.pathsep + inherited if inherited else "")
@@ -52,34 +52,33 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def command(module: str, function: str, *arguments: float | str) -> list[str]:
-    """The command of a process that calls a function of a module of ours.
+    """The command of a process that calls a function of a module of this package.
 
-    The working directory is not searched for modules: a file there may have the name of one.
+    The working directory is not searched for modules, since a file there may have the name of one.
     """
     path = "import sys; sys.path[:] = filter(None, sys.path)"
     return [sys.executable, "-c", f"{path}; from {module} import {function}; {function}(*{arguments!r})"]
 
 
 class Process(Protocol):
-    """A process that a worker works in. `pid`: 0 as long as it is not known. `logs`: what it writes; the first one that
-    says something counts."""
+    """A worker's process. `pid`: 0 until it is known. `logs`: its output; the first log with an error counts."""
 
     pid: int
     logs: Sequence[IO[bytes]]
 
     def end(self, patience: float) -> int | None:
-        """Wait `patience` seconds for its end, then kill it. How it ended, as `Popen.returncode`; None: it was killed
-        now. A second call is harmless."""
+        """Wait `patience` seconds until it ends, then kill it. Returns how it ended, as `Popen.returncode`; None if it
+        was killed by this call. A second call is harmless."""
         ...
 
     def close(self) -> None:
-        """Remove its files, when it has ended."""
+        """Remove its files. It must have ended."""
         ...
 
 
 class Started:
-    """A process that calls a function of `serving` with a socket, whose other end is `socket`, a folder for temporary
-    files ("": none of its own), and further arguments. Raises WorkerError where no process can be started."""
+    """A process that was started to call a function of `serving`, with a socket (whose other end is `socket`), a folder
+    for temporary files ("": the usual one), and further arguments. Raises WorkerError if it cannot be started."""
 
     def __init__(
         self, function: Callable[..., None], variables: Mapping[str, str], folder: str, *arguments: float
@@ -106,14 +105,14 @@ class Started:
     def end(self, patience: float) -> int | None:
         ended = self.ends(patience)
         if self._process.returncode is None:
-            # As long as its status is not taken, no other group can have its number.
+            # Until its status is read, no other process group can have its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
         return self._process.returncode if ended else None
 
     def ends(self, patience: float) -> bool:
-        """Whether it ends within so many seconds."""
+        """Whether it ends within `patience` seconds."""
         until = time.monotonic() + patience
         while self._process.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -131,10 +130,10 @@ class Started:
 
 
 class ProcessWorker:
-    """A worker in a process of its own. `patience`: seconds that the process has to clean up when it is ended.
+    """A worker in a separate process. `patience`: seconds that the process has to clean up when it is ended.
 
-    Several orders may be begun: they are carried out, and answered, one after another. `connection`: is readable when
-    there is a message. `lost`: what `begin` and `answer` raise, since it has ended, or was ended.
+    It may be given several tasks: it does them, and replies, one after another. `connection`: is readable when there is
+    a message. `lost`: the exception of `begin` and `reply` once the worker has ended, or was ended.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ProcessWorker:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended, or has been ended."""
+        """Whether it has ended, or was ended."""
         while self.lost is None and self.connection.poll():
             self.answered()
         return self.lost is not None
@@ -163,7 +162,7 @@ class ProcessWorker:
         if self.closed or not self._send(order):
             while not self.closed:
                 wait([self.connection])
-            if not self.ready and self._answers:  # its hand could not be made
+            if not self.ready and self._answers:  # the reply is why its handler could not be created
                 self.answer()
             assert self.lost is not None
             raise self.lost
@@ -176,7 +175,7 @@ class ProcessWorker:
         return False
 
     def answered(self) -> bool:
-        """Take the message that is there. Whether `answer` need not wait any more."""
+        """Read one message. Returns whether there is a reply, or the worker is lost."""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
@@ -192,7 +191,7 @@ class ProcessWorker:
         return bool(self._answers)
 
     def answer(self, until: float = math.inf) -> Any:
-        """See `Worker.answer`. If there is none at `until` (time.monotonic), it is closed: raises WorkerLate."""
+        """See `Worker.reply`. If there is no reply at `until` (time.monotonic), it is closed: raises WorkerLate."""
         try:
             while not self._answers:
                 if self.lost is not None:
@@ -207,7 +206,7 @@ class ProcessWorker:
             raise
         except (
             BaseException
-        ):  # Ctrl-C, and what cannot be read: answers that still come belong to no later order
+        ):  # Ctrl-C, or an unreadable reply: replies that arrive later must not go to later tasks
             self.close()
             raise
         found = self._answers.popleft()
@@ -220,7 +219,7 @@ class ProcessWorker:
         return found
 
     def release(self) -> None:
-        """Let it end. `close` then waits for less."""
+        """Let it end by itself, so that `close` waits for a shorter time."""
         self.connection.close()
 
     def close(self) -> None:
@@ -232,7 +231,7 @@ class ProcessWorker:
         self.lost = WorkerLost(f"{self.name} ended {how}", how)
 
     def _end(self, patience: float) -> str:
-        """End it. How the process ended, and its last words."""
+        """End it. Returns how the process ended, and the last error in its output."""
         self.connection.close()
         how = manner(self.process.end(patience))
         said = next(filter(None, map(last_words, self.process.logs)), "")
@@ -241,7 +240,7 @@ class ProcessWorker:
 
 
 def manner(status: int | None) -> str:
-    """How a process ended: "by SIGILL", or "with status 3"."""
+    """How a process ended, for messages: "by SIGILL", or "with status 3"."""
     if status is None:
         return "without a status"
     if status == -signal.SIGKILL:
@@ -264,18 +263,18 @@ def last_words(log: IO[bytes]) -> str:
 
 
 SAID = 300
-"""The longest last words, in characters."""
+"""The greatest length of the last error in a message, in characters."""
 
 
 def _gist(line: str) -> str:
-    """What a line says about an error that ends a process; empty if it does not."""
+    """The error that a line of output reports; "" if it reports none."""
     if found := _GLOG.match(line):
         return found[1]
     return line if _FATAL.match(line) else ""
 
 
 class Local:
-    """A place on this machine."""
+    """What the worker factories of this machine have in common."""
 
     measuring = 1
 
@@ -293,10 +292,10 @@ class Local:
 
 
 class Processes(Local):
-    """Makes workers in processes of this machine. `cores`: how many may compute at a time; by default all.
+    """A factory of workers in processes of this machine. `cores`: how many may compute at a time; by default all.
 
-    `variables`: of their environment. `patience`: seconds that a process has to clean up when it is ended; it then has
-    a folder of its own for temporary files, which is removed whatever becomes of it.
+    `variables`: for their environment. `patience`: seconds that a process has to clean up when it is ended; it then has
+    a folder of its own for temporary files, which is removed in any case.
     """
 
     def __init__(
@@ -316,11 +315,11 @@ class Processes(Local):
 
 
 class Forks(Local):
-    """Makes workers that are forked, in milliseconds, from one process that has called `prepare` before.
+    """A factory of workers that are forked, in milliseconds, from one process that has called `prepare` before.
 
-    Workers share its group and its folder for temporary files. They end, and the folder is removed, when the place is
-    closed, or this process ends. What `prepare` does must start no thread: a process with several cannot be forked
-    safely, and `variables` of the environment keep libraries from it. Raises WorkerError.
+    Workers share its process group and its folder for temporary files. They end, and the folder is removed, when the
+    factory is closed, or this process ends. `prepare` must start no thread, because a process with several threads
+    cannot be forked safely; `variables` of the environment keep libraries from starting some. Raises WorkerError.
     """
 
     def __init__(self, prepare: Callable[[], object], variables: Mapping[str, str] | None = None) -> None:
@@ -335,12 +334,12 @@ class Forks(Local):
     def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
-        with theirs, contextlib.suppress(OSError):  # if the server is dead, the connection closes
+        with theirs, contextlib.suppress(OSError):  # if the server is dead, the worker counts as lost
             socket.send_fds(self.server.socket, [REQUEST.pack(FORK, 0.0)], [theirs.fileno(), log.fileno()])
         return ProcessWorker(_Forked(self.server, log), Connection(ours.detach()), make, name)
 
     def close(self) -> None:
-        if os.getpid() == self._owner:  # a forked process must not end its parent's workers
+        if os.getpid() == self._owner:  # a forked copy of this process must not end its parent's workers
             self.server.socket.close()
             self.server.end(0.0)
             self.server.close()
@@ -355,7 +354,7 @@ class Forks(Local):
 
 
 class _Forked:
-    """A process that was forked from a server, which alone can wait for it."""
+    """A process that was forked from a server. Only the server can wait for it."""
 
     def __init__(self, server: Started, log: IO[bytes]) -> None:
         self.pid = 0
@@ -370,7 +369,7 @@ class _Forked:
                     self.pid = 0
                     (status,) = STATUS.unpack(reply)
                     return None if status == KILLED else int(status)
-        # Where it never said who it is, it ends when it finds its connection closed.
+        # If it never sent its number, it ends when it finds its connection closed.
         return self._server.end(0.0) if self._server.ends(min(patience, 1.0)) else None
 
     def close(self) -> None:
@@ -378,7 +377,7 @@ class _Forked:
 
 
 def _modules(name: str, main: bool) -> dict[str, Any]:
-    """Where modules are. `main`: and what this process's own one is, if a hand is defined there."""
+    """The module path for the worker. `main`: with this process's own main module, if the handler is defined there."""
     keys = ("sys_path", "init_main_from_name", "init_main_from_path") if main else ("sys_path",)
     found = spawn.get_preparation_data(name)
     return {key: found[key] for key in keys if key in found}

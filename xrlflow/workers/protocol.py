@@ -1,4 +1,4 @@
-"""What a worker is, and what a place that makes workers is."""
+"""The interfaces of workers and of the factories that start them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, or none can be had. One line; a note has the traceback of the worker."""
+    """A worker failed, or none can be started. The message is one line; a note has the traceback of the worker."""
 
 
 class WorkerLost(WorkerError):
-    """A worker's process or machine ended. Another worker can be given what it was asked.
+    """A worker's process or machine ended. Another worker can be given its task.
 
     `how`: how the process ended, if that is known: what follows "it ended", such as "by SIGSEGV" or "with status 3: its
-    last words".
+    last error".
     """
 
     def __init__(self, text: str, how: str = "") -> None:
@@ -27,97 +27,95 @@ class WorkerLost(WorkerError):
 
 
 class WorkerLate(WorkerLost):
-    """A worker was ended, because it took too long."""
+    """A worker was ended because it took too long."""
 
 
 class Unable(Exception):
-    """A hand can do nothing more, because what it works with is gone, and its worker is not replaced. The workers that
-    are left may do what it was asked."""
+    """Raised by a handler that can do no more tasks, because a resource is gone. Its worker is not replaced, and
+    another one gets the task."""
 
 
 class WorkerUnable(WorkerError):
-    """A worker's hand raised Unable."""
+    """A worker's handler raised Unable."""
 
 
 class Hand(Protocol):
-    """Carries out orders where a worker is. It never changes an order, nor the arrays in it."""
+    """Does tasks inside a worker. It never changes a task, nor the arrays in it."""
 
     def do(self, order: Any) -> Any: ...
 
 
 MakeHand = Callable[[], Hand]
-"""Makes a hand in the worker's process. It is pickled and sent there, so it is a module's function or an object."""
+"""Creates a handler in the worker's process. It is pickled and sent there, so it is a module's function or an
+object."""
 
 
 class Kind(Enum):
-    """What a worker does, and so where it may be.
+    """What a worker does, which decides where it may run."""
 
-    COMPUTE: takes a processor core. WAIT: waits, and takes none. MEASURE: takes times; no other worker of this kind is
-    on its machine at the same time.
-    """
-
-    COMPUTE = "compute"
-    WAIT = "wait"
-    MEASURE = "measure"
+    COMPUTE = "compute"  # takes a processor core
+    WAIT = "wait"  # mostly waits, and takes no core
+    MEASURE = "measure"  # measures times: there is at most one on a machine
 
 
 class Worker(Protocol):
-    """Carries out one order at a time: call `begin`, then `answer`. `ready`: its hand is made, as far as is known."""
+    """Does one task at a time: call `begin`, then `reply`. `ready`: its handler was created, as far as is known."""
 
     name: str
     ready: bool
 
     def begin(self, order: Any) -> None:
-        """Give it an order. Raises WorkerLost if it is gone."""
+        """Give it a task. Raises WorkerLost if it is gone."""
         ...
 
     def answer(self) -> Any:
-        """Wait for the answer. Raises WorkerLost if the worker is gone, WorkerError if the order or the hand failed."""
+        """Wait for the reply. Raises WorkerLost if the worker is gone, WorkerError if the task or the handler
+        failed."""
         ...
 
     def said(self) -> list[Any]:
-        """What its hand has told (see `tell`) since the last call."""
+        """The messages that its handler has sent (see `tell`) since the last call."""
         ...
 
     def release(self) -> None:
-        """Say that it is not needed any more. It still has to be closed."""
+        """Announce that it is not needed any more. It still has to be closed."""
         ...
 
     def close(self) -> None:
-        """End it, whatever it does. A second call does nothing."""
+        """End it, even if it is busy. A second call does nothing."""
         ...
 
 
 class Place(Protocol):
-    """Makes workers."""
+    """Starts workers."""
 
     @property
     def cores(self) -> int:
-        """How many workers may compute at a time."""
+        """How many of its workers may compute at a time."""
         ...
 
     @property
     def measuring(self) -> int:
-        """How many workers may measure at a time: one on each machine that takes times."""
+        """How many of its workers may measure at a time: one on each machine that measures times."""
         ...
 
     def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> Worker:
-        """A new worker. It may still be starting when this returns. Raises WorkerError if there is no room for it."""
+        """Start a worker. It may not be ready yet when this returns. Raises WorkerError if there is no room for it."""
         ...
 
     def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
-        """Wait until some of these, which all have an order, need not be waited for, and return those; none after
-        `seconds`, or when one has only become ready or told something."""
+        """Wait until some of these workers, which all have a task, have replied or are lost, and return those; none
+        after `seconds`, or when one of them only became ready or sent a message."""
         ...
 
     def close(self) -> None:
-        """End what the place has started."""
+        """End what the factory has started."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error in a worker."""
+    """An error in a worker, in a form that can be pickled."""
 
     error: str
     traceback: str
@@ -130,7 +128,7 @@ class Failure:
         return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def as_error(self, name: str) -> WorkerError:
-        """The error as the side that asked reports it."""
+        """The error as the caller of the worker raises it."""
         if self.unable:
             return WorkerUnable(self.error)
         failed = WorkerError(f"{name} failed: {self.error}")
@@ -140,5 +138,6 @@ class Failure:
 
 
 def own_version() -> str:
-    """The version of this package. Its root is loaded, and is not imported here: it knows the layers above."""
+    """The version of this package. Its root is loaded already, and may not be imported here: it imports upper
+    layers."""
     return str(sys.modules[__name__.partition(".")[0]].__version__)

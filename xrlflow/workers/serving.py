@@ -1,4 +1,4 @@
-"""What runs in the processes of `process`: a worker, or the server that workers are forked from."""
+"""What runs in the processes that `process` starts: a worker, or the server from which workers are forked."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from typing import Any
 from xrlflow.workers.protocol import Failure, Hand
 
 PREPARE = "prepare"
-"""The file in a server's folder with what it does first."""
+"""The file in a server's folder that says which function it calls first."""
 REQUEST = struct.Struct("!id")
-"""To a server: FORK, with a connection and a log; or the worker to wait for, and for how many seconds."""
+"""A request to a server: FORK, with a connection and a log; or the worker to wait for, and for how many seconds."""
 STATUS = struct.Struct("!i")
-"""Its answer: how that worker ended, as `Popen.returncode`; KILLED: it did not, and was killed."""
+"""Its reply: how that worker ended, as `Popen.returncode`; KILLED: it did not end, and was killed."""
 FORK = 0
 KILLED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The hand is made. `pid`: of the worker's process."""
+    """The handler was created. `pid`: of the worker's process."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a hand tells while it works."""
+    """What a handler reports while it works."""
 
     content: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An order's answer."""
+    """The reply to a task."""
 
     content: Any
 
 
 _connection: Connection[Any, Any] | None = None
-"""Of the worker that this process is."""
+"""The connection of the worker that runs in this process."""
 
 
 def tell(content: Any) -> None:
-    """Tell whoever has given an order how it goes. Nobody hears it if this process is no worker's own."""
+    """Send a message to the caller of this worker. Outside a worker's own process nothing is sent."""
     if _connection is not None:
         _connection.send(Told(content))
 
 
 def serve(descriptor: int, folder: str, patience: float) -> None:
-    """Be a worker until the other end is closed. See `process.Processes`."""
+    """Be a worker until the other end of the connection is closed. See `process.Processes`."""
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with_parent, args=(descriptor, folder, patience), daemon=True).start()
     if patience:
@@ -73,9 +73,7 @@ def serve(descriptor: int, folder: str, patience: float) -> None:
         spawn.prepare(connection.recv())
         _work(connection)
     except (EOFError, ConnectionError):
-        if (
-            not patience
-        ):  # at once: as long as the error is there, so is the hand, and what it has open is not closed
+        if not patience:  # at once: unwinding would release the handler, and close what it has open
             os.killpg(0, signal.SIGKILL)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -86,16 +84,16 @@ def serve(descriptor: int, folder: str, patience: float) -> None:
 
 
 def _closed(descriptor: int, milliseconds: int | None = None) -> bool:
-    """Wait until the other end is closed, or so long."""
+    """Wait until the other end is closed, or `milliseconds` (None: for ever). Returns whether it is closed."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # that the other end is closed is told always
+    poll.register(descriptor, 0)  # a closed other end is always reported
     return bool(poll.poll(milliseconds))
 
 
 def _end_with_parent(descriptor: int, folder: str, patience: float) -> None:
-    """End this process, with what it started, as soon as the other end is closed, whatever it is doing then.
+    """End this process, and the processes it started, as soon as the other end is closed, whatever it is doing then.
 
-    A parent that is killed cannot end its children, and one of them may be in a loop without end, or in a library.
+    A parent that is killed cannot end its children, and a child may be in an endless loop, or inside a library.
     """
     _closed(descriptor)
     if patience:
@@ -107,13 +105,13 @@ def _end_with_parent(descriptor: int, folder: str, patience: float) -> None:
 
 
 def _terminated(number: int, frame: object) -> None:
-    """Unwind: files that were begun are removed."""
+    """Raise SystemExit, so that unfinished files are removed."""
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def _work(connection: Connection[Any, Any]) -> None:
-    """Make a hand, and let it carry out orders until the other end is closed. Raises EOFError, or ConnectionError."""
+    """Create a handler, and let it do tasks until the other end is closed. Raises EOFError, or ConnectionError."""
     global _connection
     _connection = connection
     make = connection.recv_bytes()
@@ -137,7 +135,7 @@ def _answer(hand: Hand, order: bytes) -> bytes:
 def serve_forks(descriptor: int, folder: str) -> None:
     """Fork a worker for each request. See `process.Forks`.
 
-    When the other end is closed, all processes of this group are killed, also those in endless loops, and the folder is
+    When the other end is closed, all processes of this group are killed, even those in endless loops, and the folder is
     removed.
     """
     requests = socket.socket(fileno=descriptor)
@@ -148,7 +146,7 @@ def serve_forks(descriptor: int, folder: str) -> None:
             pickle.load(content)()
         file.unlink()
         gc.collect()
-        gc.freeze()  # a collection would write to shared pages, and copy them
+        gc.freeze()  # a garbage collection would write to shared pages, and so copy them
         while True:
             data, descriptors, _, _ = socket.recv_fds(requests, REQUEST.size, 2)
             if not data:
@@ -163,16 +161,16 @@ def serve_forks(descriptor: int, folder: str) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
-        time.sleep(0.05)  # none of them writes any more
+        time.sleep(0.05)  # until none of them writes any more
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
 
 def _fork(requests: socket.socket, connection: int, log: int) -> None:
-    """Be a worker in a forked process, with this connection; what it writes to standard error goes to the log."""
+    """Be a worker in a forked process, with this connection; its standard error goes to the log."""
     try:
         process = os.fork()
-    except OSError:  # out of memory: the other end sees the connection close
+    except OSError:  # out of memory: the caller sees that the connection closes
         traceback.print_exc()
         process = -1
     if process != 0:
