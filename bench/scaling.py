@@ -42,7 +42,7 @@ from xrlflow.rl.features import Vocabulary
 from xrlflow.rl.parameters import AgentConfig
 from xrlflow.rl.train import Files, TrainConfig, Trainer, random_agent
 from xrlflow.rl.workers import Collect, Setup, make_workers, parameters_of
-from xrlflow.workers import Crew, Kind, Place, Processes
+from xrlflow.workers import Kind, Processes, WorkerFactory, WorkerPool
 from xrlflow.workers.cluster import Cluster
 
 NETWORK = "squeezenet"
@@ -62,7 +62,7 @@ def task(folder: str) -> tuple[Files, Vocabulary]:
     return files, Vocabulary.of(files.library())
 
 
-def trainer(files: Files, vocabulary: Vocabulary, workers: int, place: Place) -> Trainer:
+def trainer(files: Files, vocabulary: Vocabulary, workers: int, place: WorkerFactory) -> Trainer:
     """A trainer with workers that have played one iteration: all of them have started."""
     config = TrainConfig(1000, STEPS, workers, environments=2, seed=0)
     setup = Setup(
@@ -78,7 +78,7 @@ def overhead(workers: int, pairs: int) -> dict[str, Any]:
     with ExitStack() as stack:
         files, vocabulary = task(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster = stack.enter_context(closing(Cluster("local")))
-        places: dict[str, Place] = {"processes": Processes(), "again": Processes(), "ray": cluster}
+        places: dict[str, WorkerFactory] = {"processes": Processes(), "again": Processes(), "ray": cluster}
         trainers = {
             name: stack.enter_context(trainer(files, vocabulary, workers, place))
             for name, place in places.items()
@@ -165,7 +165,7 @@ def load(cluster: Cluster, workers: int, size: int, parameters: int, rounds: int
             weights = np.full(parameters, number, np.float32)
             yield from (Rollout(weights, number * workers + worker) for worker in range(workers))
 
-    with Crew(cluster, Sleepers(size), workers, "sleeper", Kind.WAIT) as crew:
+    with WorkerPool(cluster, Sleepers(size), workers, "sleeper", Kind.WAIT) as crew:
         for _ in crew.work(iter([Rollout(np.zeros(parameters, np.float32), w) for w in range(workers)])):
             pass  # all have started
         servers, before, begin = ray_processes(), processor([psutil.Process()]), time.perf_counter()

@@ -27,7 +27,7 @@ def main() -> None:
     )
     fast = path.with_suffix(".fast.onnx")
     result.save(fast)  # an ordinary ONNX file, and in its folder the library of its kernels
-    print(*(note for note in result.report.notes if note.startswith("kernels")))
+    print(*(note for note in result.report.notes if note.startswith("generated kernels")))
 
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(fast.with_suffix(".so").resolve()))

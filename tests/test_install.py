@@ -39,7 +39,7 @@ EXTRAS = {
     "xla": ("models/hlo/", "xrlflow/passes/worker"),
     "models": ("models",),
     "plots": ("xrlflow/report/plots",),
-    "ray": ("xrlflow/workers/body", "xrlflow/workers/cluster"),
+    "ray": ("xrlflow/workers/remote", "xrlflow/workers/cluster"),
 }
 # Packages that are imported by another name than they are installed by (where they are not installed).
 BY_OTHER_NAMES = {

@@ -17,6 +17,7 @@ from xrlflow.options import COMPARED, OptionError, Options, TrainOptions, TuneOp
 from xrlflow.pipeline import Result, Tuned, VerificationFailed, pages
 from xrlflow.pipeline.artifact import runnable
 from xrlflow.pipeline.errors import CORRECTABLE
+from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.latency import bench
 from xrlflow.pipeline.library import list_rules, prove_rules, rule_stats
 from xrlflow.pipeline.outputs import check_distinct_paths, check_writable
@@ -24,7 +25,6 @@ from xrlflow.pipeline.pages import data_of_trace as page_of_trace
 from xrlflow.pipeline.pages import result_page
 from xrlflow.pipeline.pages import write_networkx as save_networkx
 from xrlflow.pipeline.pages import write_page as save_page
-from xrlflow.pipeline.places import place_of
 from xrlflow.pipeline.use import options_with_kernels, run_once, save_outputs, session
 from xrlflow.report import Listener, Report
 from xrlflow.report.page.html import page_html
@@ -222,8 +222,8 @@ def optimize_all(
     if ray is None or executor is not None:
         here = executor if executor is not None else batch.Processes(workers)
         return batch.optimize_all(models, output, asked, executor=here, listener=listener)
-    with place_of(ray) as place:
-        return batch.optimize_all(models, output, asked, executor=batch.Elsewhere(place), listener=listener)
+    with factory_of(ray) as factory:
+        return batch.optimize_all(models, output, asked, executor=batch.Elsewhere(factory), listener=listener)
 
 
 def tune(

@@ -38,7 +38,7 @@ def test_what_a_node_keeps_for_itself_is_not_done(
     put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put("in/x.onnx")
-    monkeypatch.setattr("xrlflow.batch.elsewhere.JobHand", OwnDisk)
+    monkeypatch.setattr("xrlflow.batch.elsewhere.JobHandler", OwnDisk)
     monkeypatch.setattr("xrlflow.batch.elsewhere._VISIBLE", 0.2)
     found = xrlflow.optimize_all(tmp_path / "in", tmp_path / "out", executor=Elsewhere(InProcess()), **FAST)
     assert found.rows[0].error == (
@@ -52,7 +52,7 @@ def test_a_model_that_ends_its_workers_ends_no_batch(
 ) -> None:
     for name in ("big", "x", "y"):
         put(f"in/{name}.onnx")
-    monkeypatch.setattr("xrlflow.batch.elsewhere.JobHand", Greedy)
+    monkeypatch.setattr("xrlflow.batch.elsewhere.JobHandler", Greedy)
     found = xrlflow.optimize_all(tmp_path / "in", tmp_path / "out", executor=Elsewhere(Processes(1)), **FAST)
     assert [row.done for row in found.rows] == [False, True, True]
-    assert "3 workers were lost over one order" in str(found.rows[0].error)
+    assert "3 workers were lost over one task" in str(found.rows[0].error)

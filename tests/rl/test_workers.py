@@ -140,7 +140,7 @@ def test_shared_gradients_are_those_of_all_steps_together() -> None:
     episodes: list[Episode[Observation]] = trainer._collect()
     for worker in workers:
         assert isinstance(worker.worker, DirectWorker)
-        kept = worker.worker.hand.rollout  # type: ignore[attr-defined]
+        kept = worker.worker.handler.rollout  # type: ignore[attr-defined]
         observations += kept.observations
     whole = replace(Rollout.of(episodes, CONFIG.ppo), observations=observations)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,7 @@ def test_a_worker_that_fails_says_why() -> None:
         with pytest.raises(
             WorkerError, match="worker 7 failed: ValueError: there are no such files"
         ) as failed:
-            worker.answer()
+            worker.reply()
         assert "in broken" in failed.value.__notes__[0]
     finally:
         worker.close()
@@ -173,12 +173,12 @@ def test_a_worker_that_fails_says_why() -> None:
 def test_a_worker_that_is_killed_is_missed_at_once() -> None:
     worker = in_a_process(SETUP, "worker 3")
     worker.begin(Evaluate(PARAMETERS))
-    worker.answer()
+    worker.reply()
     worker.begin(Collect(PARAMETERS, 0, 10**6))
     os.kill(worker.process.pid, signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(WorkerLost, match="worker 3 ended by SIGKILL"):
-        worker.answer()
+        worker.reply()
     with pytest.raises(WorkerLost, match="worker 3 ended by SIGKILL"):
         worker.begin(Evaluate(PARAMETERS))
     assert time.monotonic() - begin < 60

@@ -35,7 +35,7 @@ from tests.pipeline.test_library import RIGHT
 from tests.rl.training import CONFIG, WORDS, Valleys
 from tests.rules.harness import model
 from tests.tuning.kernels import calls, matmul, scheduled
-from tests.workers.hands import Dying, NodeOf, Squarer, Sum, broken
+from tests.workers.handlers import Dying, NodeOf, Squarer, Sum, broken
 from xrlflow import api
 from xrlflow.cli import app
 from xrlflow.learn.log import Logs
@@ -43,7 +43,7 @@ from xrlflow.rl.train import state_path, train
 from xrlflow.storage.checkpoint import load_checkpoint
 from xrlflow.tuning.pool import Kernel, Pool, PoolOptions
 from xrlflow.tuning.worker import Timing
-from xrlflow.workers import Crew, Kind, WorkerError
+from xrlflow.workers import Kind, WorkerError, WorkerPool
 from xrlflow.workers.cluster import Cluster, ClusterError
 
 pytestmark = pytest.mark.cluster
@@ -109,26 +109,26 @@ def actors() -> list[psutil.Process]:
 def test_orders_are_answered_once_each(cluster: Cluster) -> None:
     assert cluster.cores == 2
     assert cluster.measuring == 2
-    with Crew(cluster, Squarer, 2) as crew:
-        found = dict(crew.work(iter(range(9))))
+    with WorkerPool(cluster, Squarer, 2) as pool:
+        found = dict(pool.work(iter(range(9))))
         assert {number: square for number, (square, _) in found.items()} == {n: n * n for n in range(9)}
         assert os.getpid() not in {process for _, process in found.values()}
     with (
-        Crew(cluster, Squarer, 1, "squarer") as crew,
+        WorkerPool(cluster, Squarer, 1, "squarer") as pool,
         pytest.raises(WorkerError, match=r"^squarer 0 failed: ValueError: -1 is negative"),
     ):
-        list(crew.work(iter([-1])))
+        list(pool.work(iter([-1])))
     with pytest.raises(WorkerError, match="failed: ValueError: there is no hand"):
-        list(Crew(cluster, broken, 1).work(iter([1])))
-    with pytest.raises(WorkerError, match=r"is lost: .*3 workers were lost over one order"):
-        list(Crew(cluster, Squarer, 1).work(iter(["die"])))
+        list(WorkerPool(cluster, broken, 1).work(iter([1])))
+    with pytest.raises(WorkerError, match=r"is lost: .*3 workers were lost over one task"):
+        list(WorkerPool(cluster, Squarer, 1).work(iter(["die"])))
 
 
 @pytest.mark.whole
 def test_large_arrays_go_once_to_a_node(cluster: Cluster) -> None:
     array = np.ones(1 << 18, np.float32)
-    with Crew(cluster, Squarer, 2, kind=Kind.WAIT) as crew:
-        found = dict(crew.work(Sum(array, number) for number in range(6)))
+    with WorkerPool(cluster, Squarer, 2, kind=Kind.WAIT) as pool:
+        found = dict(pool.work(Sum(array, number) for number in range(6)))
         assert [found[n][0] for n in range(6)] == [array.size + n for n in range(6)]
     assert len(cluster._sent) == 1
     with pytest.raises(ValueError, match="read-only"):
@@ -137,15 +137,15 @@ def test_large_arrays_go_once_to_a_node(cluster: Cluster) -> None:
 
 @pytest.mark.whole
 def test_a_killed_worker_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    with Crew(cluster, partial(Dying, str(tmp_path / "died")), 2) as crew:
-        assert sorted(crew.work(iter(range(8)))) == [(n, n) for n in range(8)]
+    with WorkerPool(cluster, partial(Dying, str(tmp_path / "died")), 2) as pool:
+        assert sorted(pool.work(iter(range(8)))) == [(n, n) for n in range(8)]
     assert (tmp_path / "died").exists()
 
 
 @pytest.mark.whole
 def test_one_measures_on_a_node(cluster: Cluster) -> None:
-    with Crew(cluster, partial(NodeOf, 0.2), 4, "runner", Kind.MEASURE) as crew:
-        found = [answer for _, answer in crew.work(iter(range(8)))]
+    with WorkerPool(cluster, partial(NodeOf, 0.2), 4, "runner", Kind.MEASURE) as pool:
+        found = [answer for _, answer in pool.work(iter(range(8)))]
     by_node: dict[str, list[tuple[float, float]]] = {}
     for node, begin, end in found:
         by_node.setdefault(node, []).append((begin, end))
@@ -160,8 +160,8 @@ def test_a_node_that_leaves(cluster: Cluster, nodes: Nodes, tmp_path: Path) -> N
     leaving = nodes.add_node(num_cpus=2, object_store_memory=80 << 20)
     nodes.wait_for_nodes()
     assert cluster.cores == 4
-    with Crew(cluster, partial(Squarer, str(tmp_path), 0.1), 4) as crew:
-        answers = crew.work(iter(range(60)))
+    with WorkerPool(cluster, partial(Squarer, str(tmp_path), 0.1), 4) as pool:
+        answers = pool.work(iter(range(60)))
         found = [next(answers) for _ in range(12)]
         nodes.remove_node(leaving, allow_graceful=False)
         found += answers
@@ -293,11 +293,11 @@ DRIVER = """
 import sys
 from contextlib import closing
 from functools import partial
-from tests.workers.hands import Squarer
-from xrlflow.workers import Crew
+from tests.workers.handlers import Squarer
+from xrlflow.workers import WorkerPool
 from xrlflow.workers.cluster import Cluster
-with closing(Cluster(sys.argv[1])) as cluster, Crew(cluster, partial(Squarer, None, 0.05), 2) as crew:
-    for number, (square, _) in crew.work(iter(range(80))):
+with closing(Cluster(sys.argv[1])) as cluster, WorkerPool(cluster, partial(Squarer, None, 0.05), 2) as pool:
+    for number, (square, _) in pool.work(iter(range(80))):
         print(number, int(square), flush=True)
 """
 
@@ -385,12 +385,12 @@ def test_a_node_without_what_is_needed(tmp_path: Path) -> None:
     try:
         with (
             closing(Cluster(bare.address)) as cluster,
-            Crew(cluster, Squarer, 1) as crew,
+            WorkerPool(cluster, Squarer, 1) as pool,
             pytest.raises(
                 ClusterError, match=r"^node [\d.]+ of the Ray cluster has no module xrlflow: install xrlflow"
             ),
         ):
-            list(crew.work(iter([1])))
+            list(pool.work(iter([1])))
         with (
             closing(Cluster(bare.address)) as cluster,
             pytest.raises(

@@ -12,68 +12,68 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.workers.hands import Dying, Squarer, broken
-from xrlflow.workers import Crew, InProcess, Place, Processes, WorkerError, WorkerLost
+from tests.workers.handlers import Dying, Squarer, broken
+from xrlflow.workers import InProcess, Processes, WorkerError, WorkerFactory, WorkerLost, WorkerPool
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture(params=[InProcess, Processes])
-def place(request: pytest.FixtureRequest) -> Place:
-    made: Place = request.param()
+def place(request: pytest.FixtureRequest) -> WorkerFactory:
+    made: WorkerFactory = request.param()
     return made
 
 
-def test_orders_are_answered_once_each(place: Place) -> None:
-    with Crew(place, Squarer, 2) as crew:
-        for _ in range(2):  # a crew may be used again
-            found = dict(crew.work(iter(range(7))))
+def test_orders_are_answered_once_each(place: WorkerFactory) -> None:
+    with WorkerPool(place, Squarer, 2) as pool:
+        for _ in range(2):  # a pool may be used again
+            found = dict(pool.work(iter(range(7))))
             assert {number: square for number, (square, _) in found.items()} == {n: n * n for n in range(7)}
-        assert list(crew.work(iter([]))) == []
-        assert list(crew.work(iter([1, 2]), until=time.monotonic() - 1.0)) == []
+        assert list(pool.work(iter([]))) == []
+        assert list(pool.work(iter([1, 2]), until=time.monotonic() - 1.0)) == []
 
 
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    with Crew(Processes(), partial(Dying, str(tmp_path / "died")), 2) as crew:
-        assert sorted(crew.work(iter(range(8)))) == [(n, n) for n in range(8)]
+    with WorkerPool(Processes(), partial(Dying, str(tmp_path / "died")), 2) as pool:
+        assert sorted(pool.work(iter(range(8)))) == [(n, n) for n in range(8)]
     assert (tmp_path / "died").exists()
 
 
 def test_an_order_that_kills_every_worker_is_given_up() -> None:
     with (
-        Crew(Processes(), Squarer, 1) as crew,
+        WorkerPool(Processes(), Squarer, 1) as pool,
         pytest.raises(
             WorkerError,
-            match=r"ended by SIGKILL.* \(3 workers were lost over one order\)",
+            match=r"ended by SIGKILL.* \(3 workers were lost over one task\)",
         ),
     ):
-        list(crew.work(iter(["die"])))
+        list(pool.work(iter(["die"])))
 
 
 def test_an_order_that_is_given_up_may_have_an_answer_instead() -> None:
-    with Crew(Processes(), Squarer, 2) as crew:
-        found = dict(crew.work(iter([2, "die", 3, 4]), instead=lambda order, error: (order, str(error))))
+    with WorkerPool(Processes(), Squarer, 2) as pool:
+        found = dict(pool.work(iter([2, "die", 3, 4]), fallback=lambda order, error: (order, str(error))))
     assert [found[number][0] for number in (0, 2, 3)] == [4, 9, 16]
     assert found[1][0] == "die"
-    assert "3 workers were lost over one order" in found[1][1]
+    assert "3 workers were lost over one task" in found[1][1]
 
 
-def test_an_error_of_a_hand_is_the_callers(place: Place) -> None:
-    crew = Crew(place, Squarer, 1, "squarer")
+def test_an_error_of_a_hand_is_the_callers(place: WorkerFactory) -> None:
+    pool = WorkerPool(place, Squarer, 1, "squarer")
     kind, said = (ValueError, "-1 is negative") if isinstance(place, InProcess) else (
         WorkerError, "squarer 0 failed: ValueError: -1 is negative"
     )  # fmt: skip
-    with crew, pytest.raises(kind, match=said):
-        list(crew.work(iter([1, -1])))
+    with pool, pytest.raises(kind, match=said):
+        list(pool.work(iter([1, -1])))
     with pytest.raises((ValueError, WorkerError), match="there is no hand"):
-        list(Crew(place, broken, 1).work(iter([1])))
+        list(WorkerPool(place, broken, 1).work(iter([1])))
 
 
 def test_closing_early_ends_what_is_busy(tmp_path: Path) -> None:
     before = {p.pid for p in psutil.Process().children()}
-    crew = Crew(Processes(), partial(Squarer, str(tmp_path), 0.3), 2)
-    with crew:
-        answers = crew.work(iter(range(100)))
+    pool = WorkerPool(Processes(), partial(Squarer, str(tmp_path), 0.3), 2)
+    with pool:
+        answers = pool.work(iter(range(100)))
         next(answers)
         answers.close()
     assert {p.pid for p in psutil.Process().children() if "tracker" not in " ".join(p.cmdline())} <= before
@@ -83,10 +83,10 @@ def test_closing_early_ends_what_is_busy(tmp_path: Path) -> None:
 def test_a_dead_worker_says_so_at_once() -> None:
     worker = Processes().worker(Squarer, "worker 5")
     worker.begin(2)
-    assert worker.answer()[0] == 4
+    assert worker.reply()[0] == 4
     os.kill(worker.process.pid, signal.SIGKILL)
     with pytest.raises(WorkerLost, match="worker 5 ended by SIGKILL"):
-        worker.answer()
+        worker.reply()
     with pytest.raises(WorkerLost, match="worker 5 ended by SIGKILL"):
         worker.begin(2)
     worker.close()
@@ -100,8 +100,8 @@ def test_orders_are_drawn_when_there_is_a_worker() -> None:
             drawn.append(number)
             yield number
 
-    with Crew(InProcess(), Squarer, 2) as crew:
-        answers = crew.work(orders())
+    with WorkerPool(InProcess(), Squarer, 2) as pool:
+        answers = pool.work(orders())
         next(answers)
         assert len(drawn) <= 4
         answers.close()
@@ -109,4 +109,4 @@ def test_orders_are_drawn_when_there_is_a_worker() -> None:
 
 def test_a_crew_needs_workers() -> None:
     with pytest.raises(ValueError, match="needs workers"):
-        Crew(InProcess(), Squarer, 0)
+        WorkerPool(InProcess(), Squarer, 0)

@@ -16,16 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.workers.hands import Doing, aborting, never_made
+from tests.workers.handlers import Doing, aborting, never_made
 from xrlflow.workers import (
-    Crew,
     Forks,
-    Place,
     Processes,
     Terms,
     WorkerError,
+    WorkerFactory,
     WorkerLate,
     WorkerLost,
+    WorkerPool,
     tell,
 )
 from xrlflow.workers.process import environment, last_words, manner
@@ -40,7 +40,7 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture(params=["started", "forked"])
-def place(request: pytest.FixtureRequest, forks: Forks) -> Place:
+def place(request: pytest.FixtureRequest, forks: Forks) -> WorkerFactory:
     return Processes() if request.param == "started" else forks
 
 
@@ -52,33 +52,33 @@ def place(request: pytest.FixtureRequest, forks: Forks) -> Place:
         ("kill", "by SIGKILL: there may not be enough memory$"),
     ],
 )
-def test_a_lost_worker_says_how_it_ended(place: Place, order: str, how: str) -> None:
+def test_a_lost_worker_says_how_it_ended(place: WorkerFactory, order: str, how: str) -> None:
     worker = place.worker(Doing, "worker 7")
     worker.begin(order)
     with pytest.raises(WorkerLost, match=f"worker 7 ended {how}") as lost:
-        worker.answer()
+        worker.reply()
     assert f"worker 7 ended {lost.value.how}" == str(lost.value)
     worker.close()
 
 
-def test_an_error_ends_no_worker(place: Place) -> None:
+def test_an_error_ends_no_worker(place: WorkerFactory) -> None:
     worker = place.worker(Doing, "worker 7")
     worker.begin("fail")
     worker.begin("process")
     with pytest.raises(WorkerError, match="worker 7 failed: KeyError: 'a mistake'") as failed:
-        worker.answer()
+        worker.reply()
     assert not isinstance(failed.value, WorkerLost)
-    pid = worker.answer()
+    pid = worker.reply()
     assert psutil.pid_exists(pid)
     worker.close()
     assert not psutil.pid_exists(pid)
 
 
-def test_an_answer_that_cannot_be_sent_is_an_error(place: Place) -> None:
+def test_an_answer_that_cannot_be_sent_is_an_error(place: WorkerFactory) -> None:
     worker = place.worker(Doing, "worker 7")
     worker.begin("lambda")
     with pytest.raises(WorkerError, match="pickle"):
-        worker.answer()
+        worker.reply()
     worker.close()
 
 
@@ -113,7 +113,7 @@ def test_what_is_late_is_ended_with_what_it_started(tmp_path: Path) -> None:
     worker.begin(tmp_path / "pids")
     await_that((tmp_path / "pids").exists)
     with pytest.raises(WorkerLate, match="worker 7 was ended: its time was over"):
-        worker.answer(time.monotonic() + 0.1)
+        worker.reply(time.monotonic() + 0.1)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     await_that(lambda: not any(map(runs, pids)))
 
@@ -121,18 +121,18 @@ def test_what_is_late_is_ended_with_what_it_started(tmp_path: Path) -> None:
 def test_a_forked_worker_that_is_late_is_ended(forks: Forks) -> None:
     worker = forks.worker(Doing, "worker 7")
     worker.begin("process")
-    pid = worker.answer()
+    pid = worker.reply()
     worker.begin("sleep")
     with pytest.raises(WorkerLate):
-        worker.answer(time.monotonic() + 0.1)
+        worker.reply(time.monotonic() + 0.1)
     assert not psutil.pid_exists(pid)
 
 
-def test_crews_give_up_what_takes_too_long_or_ends_its_worker(place: Place) -> None:
+def test_crews_give_up_what_takes_too_long_or_ends_its_worker(place: WorkerFactory) -> None:
     terms = Terms(seconds=1.0, attempts=1)
-    with Crew(place, Doing, 2, "worker", terms=terms) as crew:
+    with WorkerPool(place, Doing, 2, "worker", terms=terms) as pool:
         found = dict(
-            crew.work(iter(["process", "abort", "sleep", "process"]), instead=lambda order, error: error)
+            pool.work(iter(["process", "abort", "sleep", "process"]), fallback=lambda order, error: error)
         )
     assert isinstance(found[0], int)
     assert isinstance(found[3], int)
@@ -141,34 +141,34 @@ def test_crews_give_up_what_takes_too_long_or_ends_its_worker(place: Place) -> N
     assert str(found[2]).endswith("took longer than 1 s")
 
 
-def test_worn_workers_are_replaced(place: Place) -> None:
-    with Crew(place, Doing, 1, terms=Terms(uses=2)) as crew:
-        pids = [pid for _, pid in crew.work(iter(["process"] * 5))]
+def test_worn_workers_are_replaced(place: WorkerFactory) -> None:
+    with WorkerPool(place, Doing, 1, terms=Terms(uses=2)) as pool:
+        pids = [pid for _, pid in pool.work(iter(["process"] * 5))]
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
 
 
-def test_an_idle_worker_that_was_killed_is_nobodys_fault(place: Place) -> None:
-    with Crew(place, Doing, 1, terms=Terms(attempts=1)) as crew:
-        crew.settle()
-        (worker,) = crew.workers
-        ((_, pid),) = crew.work(iter(["process"]))
+def test_an_idle_worker_that_was_killed_is_nobodys_fault(place: WorkerFactory) -> None:
+    with WorkerPool(place, Doing, 1, terms=Terms(attempts=1)) as pool:
+        pool.settle()
+        (worker,) = pool.workers
+        ((_, pid),) = pool.work(iter(["process"]))
         os.kill(pid, signal.SIGKILL)
         await_that(lambda: not runs(pid))
-        ((_, other),) = crew.work(iter(["process"]))
+        ((_, other),) = pool.work(iter(["process"]))
         assert other != pid
-        assert crew.workers != [worker]
+        assert pool.workers != [worker]
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [(aborting, "no worker can be started: worker . ended"), (never_made, "it did not start in 0.2 s")],
 )
-def test_workers_that_do_not_start_are_an_error(place: Place, make: Any, why: str) -> None:
-    with Crew(place, make, 1, terms=Terms(start=0.2 if make is never_made else 60.0)) as crew:
+def test_workers_that_do_not_start_are_an_error(place: WorkerFactory, make: Any, why: str) -> None:
+    with WorkerPool(place, make, 1, terms=Terms(start=0.2 if make is never_made else 60.0)) as pool:
         with pytest.raises(WorkerError, match=why):
-            list(crew.work(iter(["process"])))
+            list(pool.work(iter(["process"])))
         with pytest.raises(WorkerError, match=why):
-            crew.settle()
+            pool.settle()
 
 
 def test_what_is_told_is_heard_and_a_sign_of_life() -> None:
@@ -178,42 +178,42 @@ def test_what_is_told_is_heard_and_a_sign_of_life() -> None:
         heard.append((number, content))
         return 5.0
 
-    with Crew(Processes(), Doing, 1, terms=Terms(seconds=0.5)) as crew:
-        ((_, answer),) = crew.work(iter(["tell"]), heard=note)
+    with WorkerPool(Processes(), Doing, 1, terms=Terms(seconds=0.5)) as pool:
+        ((_, answer),) = pool.work(iter(["tell"]), on_message=note)
     assert answer == "told"
     assert heard == [(0, "one"), (0, "two")]
     tell("nobody")  # of a process that is no worker
 
 
-def test_a_hand_that_is_unable_is_not_replaced(tmp_path: Path, place: Place) -> None:
-    with Crew(place, partial(Doing, str(tmp_path / "gone")), 2) as crew:
-        found = dict(crew.work(iter(["unable", "process", "process", "unable"])))
+def test_a_hand_that_is_unable_is_not_replaced(tmp_path: Path, place: WorkerFactory) -> None:
+    with WorkerPool(place, partial(Doing, str(tmp_path / "gone")), 2) as pool:
+        found = dict(pool.work(iter(["unable", "process", "process", "unable"])))
         assert found[0] == found[3] == "able"
-        assert crew.count == 1
+        assert pool.count == 1
         (tmp_path / "gone").unlink()
         with pytest.raises(WorkerError, match=r"^it is gone$"):
-            list(crew.work(iter(["unable"])))
+            list(pool.work(iter(["unable"])))
 
 
 def test_what_is_scarce_is_not_used_up(tmp_path: Path) -> None:
     terms = Terms(seconds=1.0, scarce=True)
-    with Crew(Processes(), partial(Doing, str(tmp_path / "slow")), 2, terms=terms) as crew:
-        assert list(crew.work(iter(["once"]))) == [(0, "in time")]
-        assert crew.count == 1
+    with WorkerPool(Processes(), partial(Doing, str(tmp_path / "slow")), 2, terms=terms) as pool:
+        assert list(pool.work(iter(["once"]))) == [(0, "in time")]
+        assert pool.count == 1
 
 
 HOLDER = """
 import os, signal, sys, time
 from functools import partial
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-from tests.workers.hands import Doing
+from tests.workers.handlers import Doing
 from xrlflow.workers import Forks, Processes
 place = Processes(patience=10.0) if sys.argv[1] == "started" else Forks(time.monotonic)
 worker = place.worker(partial(Doing, "left"), "it")
 worker.begin("leave behind")
-print(worker.answer(), flush=True)
+print(worker.reply(), flush=True)
 worker.begin("busy")
-worker.answer()
+worker.reply()
 """
 
 
@@ -248,14 +248,14 @@ def test_a_hand_of_the_program_itself(tmp_path: Path) -> None:
     script.write_text(
         "import time\n"
         "from xrlflow.workers import Forks, Processes\n"
-        "class Hand:\n"
+        "class Handler:\n"
         "    def do(self, order): return 2 * order\n"
         "def nothing(): pass\n"
         "if __name__ == '__main__':\n"
         "    for place in (Processes(), Forks(nothing)):\n"
-        "        worker = place.worker(Hand, 'it')\n"
+        "        worker = place.worker(Handler, 'it')\n"
         "        worker.begin(21)\n"
-        "        print(worker.answer())\n"
+        "        print(worker.reply())\n"
         "        worker.close()\n"
         "        place.close()\n"
     )
@@ -277,19 +277,19 @@ def test_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_killed_server_is_an_error_and_no_hang() -> None:
-    with Forks(time.monotonic) as place, Crew(place, Doing, 1) as crew:
+    with Forks(time.monotonic) as place, WorkerPool(place, Doing, 1) as pool:
         os.kill(place.server.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"no worker can be started: worker 2 ended by SIGKILL"):
-            list(crew.work(iter(["process"])))
+            list(pool.work(iter(["process"])))
 
 
 def test_a_server_that_cannot_prepare_says_why() -> None:
     with (
         Forks(never_prepared) as place,
-        Crew(place, Doing, 1) as crew,
+        WorkerPool(place, Doing, 1) as pool,
         pytest.raises(WorkerError, match="ValueError: not prepared"),
     ):
-        list(crew.work(iter(["process"])))
+        list(pool.work(iter(["process"])))
 
 
 def never_prepared() -> None:

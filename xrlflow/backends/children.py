@@ -54,12 +54,12 @@ class Child:
             while self._unread:
                 self._unread -= 1
                 try:
-                    worker.answer(deadline.until())
+                    worker.reply(deadline.until())
                 except WorkerLost:
                     raise
                 except WorkerError:
                     continue
-            result: T | BackendError = worker.answer(deadline.until())
+            result: T | BackendError = worker.reply(deadline.until())
         except WorkerLate:
             raise OutOfTime("it was ended: its time was over") from None
         except WorkerLost as lost:

@@ -11,7 +11,7 @@ from xrlflow import workers
 from xrlflow.batch.jobs import WAITING, Job, Row, Told, failed
 from xrlflow.options import OptionError
 from xrlflow.storage.exclusive import VARIABLE, measuring_lock
-from xrlflow.workers import Crew, Terms, WorkerError, WorkerLate, WorkerLost
+from xrlflow.workers import Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 _USES = 16
 """A process does so many jobs: caches of graphs grow with each."""
@@ -38,22 +38,22 @@ class Processes:
         silence = max((max(_SILENCE, 10 * job.options.time_limit) for job in jobs), default=_SILENCE)
         started: dict[str, float] = {}
 
-        def heard(number: int, text: str) -> float:
+        def on_message(number: int, text: str) -> float:
             started.setdefault(jobs[number].name, time.monotonic())
             told(jobs[number].name, text)
             return math.inf if text.startswith(WAITING) else silence
 
-        def given_up(job: Job, error: WorkerError) -> Row:
+        def row_of_lost(job: Job, error: WorkerError) -> Row:
             seconds = time.monotonic() - started.get(job.name, time.monotonic())
             return failed(job, _reason(error, silence), seconds=seconds)
 
-        place = workers.Processes(variables={VARIABLE: str(measuring_lock())}, patience=_PATIENCE)
+        factory = workers.Processes(variables={VARIABLE: str(measuring_lock())}, patience=_PATIENCE)
         waiting = dict(enumerate(jobs))
-        with Crew(
-            place, JobWork, self.count, "process", terms=Terms(silence, uses=_USES, attempts=1)
-        ) as crew:
+        with WorkerPool(
+            factory, ReportingJobHandler, self.count, "process", terms=Terms(silence, uses=_USES, attempts=1)
+        ) as pool:
             try:
-                for number, row in crew.work(iter(jobs), instead=given_up, heard=heard):
+                for number, row in pool.work(iter(jobs), fallback=row_of_lost, on_message=on_message):
                     del waiting[number]
                     yield row
             except WorkerError as error:
@@ -70,16 +70,16 @@ def _reason(error: WorkerError, silence: float) -> str:
     return f"its process ended {error.how}" if isinstance(error, WorkerLost) else str(error)
 
 
-class JobWork:
+class ReportingJobHandler:
     """A worker's hand that does jobs, and tells what they do now, not too often."""
 
     def __init__(self) -> None:
         self._last, self._said = 0.0, ""
 
-    def do(self, order: Job) -> Row:
+    def do(self, job: Job) -> Row:
         from xrlflow.batch.running import run
 
-        return run(order, self._tell)
+        return run(job, self._tell)
 
     def _tell(self, text: str) -> None:
         now, phase = time.monotonic(), text.partition(" ")[0]

@@ -10,7 +10,7 @@ from xrlflow.backends.protocol import one_line
 from xrlflow.doctor import disk, machine, software
 from xrlflow.doctor.finding import Finding, Status
 from xrlflow.storage.stores import VARIABLE
-from xrlflow.workers import Crew, Processes, Terms, WorkerError, WorkerLate, WorkerLost
+from xrlflow.workers import Processes, Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 LIMIT = 60.0
 """Seconds for a check in a process of its own."""
@@ -73,11 +73,11 @@ def examine(limit: float = LIMIT) -> Generator[Finding, None, None]:
     for check in HERE:
         yield _checked(check)
     terms = Terms(limit, LIMIT, uses=1, attempts=1)
-    place = Processes(variables={"OMP_NUM_THREADS": "1"})
+    factory = Processes(variables={"OMP_NUM_THREADS": "1"})
     waiting = dict(enumerate(APART))
-    with Crew(place, Examiner, len(APART), terms=terms) as crew:
+    with WorkerPool(factory, Examiner, len(APART), terms=terms) as pool:
         try:
-            for number, finding in crew.work(iter(APART), instead=failed):
+            for number, finding in pool.work(iter(APART), fallback=failed):
                 del waiting[number]
                 yield finding
         except WorkerError as error:
@@ -97,5 +97,5 @@ def _checked(check: Check) -> Finding:
 class Examiner:
     """A worker's hand that makes checks which may crash or take long."""
 
-    def do(self, order: str) -> Finding:
-        return _checked(APART[order])
+    def do(self, name: str) -> Finding:
+        return _checked(APART[name])

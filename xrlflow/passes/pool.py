@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from xrlflow.passes.compiler import CompilerError
-from xrlflow.workers import Crew, MakeHand, Processes, Terms, WorkerError, WorkerLate, WorkerLost
+from xrlflow.workers import MakeHandler, Processes, Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +35,7 @@ class Pool:
 
     def __init__(
         self,
-        make: MakeHand,
+        make: MakeHandler,
         workers: int,
         seconds: float,
         uses: int = 2000,
@@ -44,7 +44,7 @@ class Pool:
         if min(workers, uses) < 1 or seconds <= 0:
             raise ValueError(f"a pool needs workers, uses and seconds: {workers}, {uses}, {seconds}")
         terms = Terms(seconds, _START_SECONDS, uses, attempts=1)
-        self._crew = Crew(Processes(variables=variables), make, workers, terms=terms)
+        self._workers = WorkerPool(Processes(variables=variables), make, workers, terms=terms)
         self._seconds = seconds
         self._closed = False
         self.deaths = 0
@@ -61,7 +61,7 @@ class Pool:
         if self._closed:
             raise CompilerError("the pool is closed")
         try:
-            answers = dict(self._crew.work(iter(requests), instead=self._died))
+            answers = dict(self._workers.work(iter(requests), fallback=self._died))
         except WorkerError as error:
             raise CompilerError(str(error)) from error
         return [answers[number] for number in range(len(requests))]
@@ -75,7 +75,7 @@ class Pool:
 
     def close(self) -> None:
         """End the workers. A second call does nothing."""
-        self._crew.close()
+        self._workers.close()
         self._closed = True
 
     def __enter__(self) -> Self:

@@ -42,7 +42,7 @@ from xrlflow.passes.worker import (
     Wide,
     Xla,
 )
-from xrlflow.workers import MakeHand
+from xrlflow.workers import MakeHandler
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,7 +89,7 @@ class XlaCompiler:
         options: XlaOptions | None = None,
         cache: Cache | None = None,
         passes: Sequence[str] | None = None,
-        make: MakeHand = Xla,
+        make: MakeHandler = Xla,
     ) -> None:
         self.options = options if options is not None else XlaOptions()
         self._name = f"xla {_version()} v{_SEMANTICS}"

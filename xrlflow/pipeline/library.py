@@ -21,7 +21,7 @@ from xrlflow.backends.tvm.lowering.importer import check_sizes
 from xrlflow.cost import Roofline
 from xrlflow.onnxio import ImportedModel, Source, load
 from xrlflow.options import NONEMPTY, OptionError, Options, check_seed
-from xrlflow.pipeline.places import place_of
+from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.trace import read_trace
 from xrlflow.prover import Certificate, prove_all, prove_by
 from xrlflow.rewrite import AnyRule, Library, RegionRule, RewriteState, Rule, RuleError
@@ -188,14 +188,14 @@ def prove_rules(
     check_seed(seed)
     rules = _rules_named(names, own)
     proven: dict[str, Certificate] = {}
-    with place_of(ray) as place:
+    with factory_of(ray) as factory:
         certificates: Iterable[Certificate]
-        if isinstance(place, Processes) and (own is not None or len(rules) == 1 or jobs == 1):
+        if isinstance(factory, Processes) and (own is not None or len(rules) == 1 or jobs == 1):
             certificates = prove_all(rules, seed)
         else:
-            count = min(jobs or place.cores, len(rules))
+            count = min(jobs or factory.cores, len(rules))
             load = None if own is None else partial(own_rules, own.resolve(), proven=False)
-            certificates = prove_by(place, rules, seed, count, load)
+            certificates = prove_by(factory, rules, seed, count, load)
         for certificate in certificates:
             proven[certificate.name] = certificate
             if listener is not None:

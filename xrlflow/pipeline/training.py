@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from rewrite_rules import LIBRARY
 from xrlflow.cost import Roofline
 from xrlflow.options import OptionError, TrainOptions
+from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.outputs import check_distinct_paths
-from xrlflow.pipeline.places import place_of
 
 if TYPE_CHECKING:
     from xrlflow.learn.log import Logs
@@ -86,10 +86,10 @@ def train(
             env=EnvConfig(horizon=options.horizon), agent=AgentConfig() if begin is None else begin.config,
         )  # fmt: skip
         deadline = None if options.time_limit is None else time.monotonic() + options.time_limit
-        with place_of(options.ray) as place:
+        with factory_of(options.ray) as factory:
             return training.train(
                 files, Vocabulary.of(files.library()) if begin is None else begin.vocabulary, config, output,
-                start=begin, resume=not options.restart, deadline=deadline, place=place,
+                start=begin, resume=not options.restart, deadline=deadline, factory=factory,
                 log=lambda done: _logs(options, done, quiet), about={"command": " ".join(["xrlflow", *sys.argv[1:]])},
             )  # fmt: skip
     except (CheckpointError, TrainingError) as error:

@@ -17,7 +17,7 @@ from xrlflow.options import Options, TuneOptions
 from xrlflow.pipeline.confirm import final
 from xrlflow.pipeline.context import Context
 from xrlflow.pipeline.explore import search
-from xrlflow.pipeline.places import place_of
+from xrlflow.pipeline.factories import factory_of
 from xrlflow.pipeline.prepare import opened, random_feeds, start
 from xrlflow.pipeline.verifier import Verifier
 from xrlflow.report import Listener, bounds, finite
@@ -143,10 +143,10 @@ def _tuned(context: Context, options: TuneOptions, graphs: list[str]) -> TunedMo
         context.say("tune", progress.spent, progress.budget, note)
 
     try:
-        with place_of(options.ray) as place:
+        with factory_of(options.ray) as factory:
             plan = TuningPlan(
                 Method(options.method), trials, options.batch, options.time_limit, options.seed,
-                None if options.ray is None else place,
+                None if options.ray is None else factory,
             )  # fmt: skip
             return tune_model(
                 context.lowering, context.original.runnable, graphs, context.feeds, plan, tell, hurried

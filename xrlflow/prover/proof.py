@@ -71,7 +71,7 @@ from xrlflow.rewrite import AnyRule, Library, Refused, Rule, RuleError
 from xrlflow.rewrite.pattern import Pattern, trace_patterns
 from xrlflow.rewrite.rule import Contradiction, Site
 from xrlflow.rewrite.state import match_all
-from xrlflow.workers import Crew, Place
+from xrlflow.workers import WorkerFactory, WorkerPool
 
 # The greatest number of sketches, the number of cases at which drawing stops, and the least number of cases of a proof.
 MOST_SKETCHES, CASES, LEAST_CASES = 1200, 60, 8
@@ -524,7 +524,7 @@ class Prover:
 
 
 def prove_by(
-    place: Place,
+    place: WorkerFactory,
     rules: Sequence[AnyRule],
     seed: int,
     workers: int,
@@ -535,7 +535,7 @@ def prove_by(
     `load` loads rules that cannot be pickled, because their module is a file. Raises WorkerError if a worker fails.
     """
     orders = iter(rules) if load is None else (rule.name for rule in rules)
-    with Crew(place, partial(Prover, seed, load), workers, "prover") as crew:
+    with WorkerPool(place, partial(Prover, seed, load), workers, "prover") as crew:
         for _, certificate in crew.work(orders):
             yield certificate
 

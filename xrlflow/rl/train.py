@@ -49,7 +49,7 @@ from xrlflow.rl.workers import (
 )
 from xrlflow.search import simplify
 from xrlflow.storage.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from xrlflow.workers import Place
+from xrlflow.workers import WorkerFactory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -308,14 +308,14 @@ def train(
     deadline: float | None = None,
     log: Callable[[int], Logs] | None = None,
     about: Mapping[str, Any] | None = None,
-    place: Place | None = None,
+    factory: WorkerFactory | None = None,
 ) -> Trained:
     """Train an agent. Writes it to `output` whenever an evaluation finds it better than before.
 
     `make` makes the problems, once in each worker. Training starts from the agent `start`, or from a random one. After
     each iteration, the state of the run is saved to `state_path(output)`; with `resume`, a stopped run continues from
     it. The run ends after `config.iterations`, at `deadline` (time.monotonic) or on Ctrl-C, and gives the best agent
-    so far. `log(first)` makes the logs, given the first iteration. `about` is stored in the agent's file. `place`: of
+    so far. `log(first)` makes the logs, given the first iteration. `about` is stored in the agent's file. `factory`: of
     the workers, by default processes of this machine; the agent does not depend on it.
 
     Raises CheckpointError if the state is of another run or `output` cannot be written, TrainingError if a loss is
@@ -333,7 +333,7 @@ def train(
         )
         try:
             with logs:
-                trainer.workers = make_workers(setup, config.workers, place)
+                trainer.workers = make_workers(setup, config.workers, factory)
                 run.begin(logs)
                 while trainer.iteration < config.iterations:
                     if deadline is not None and time.monotonic() >= deadline:

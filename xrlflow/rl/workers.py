@@ -26,8 +26,8 @@ from xrlflow.rl.env import EnvConfig, Problem, RewriteEnv
 from xrlflow.rl.features import Observation, Vocabulary
 from xrlflow.rl.parameters import AgentConfig
 from xrlflow.rl.situation import Situation
-from xrlflow.workers import InProcess, Place, Processes, Worker, WorkerError, WorkerLost
-from xrlflow.workers.crew import ATTEMPTS
+from xrlflow.workers import InProcess, Processes, Worker, WorkerError, WorkerFactory, WorkerLost
+from xrlflow.workers.pool import ATTEMPTS
 
 Parameters = npt.NDArray[np.float32]
 
@@ -241,13 +241,13 @@ def _player(setup: Setup) -> Player:
 class PlayingWorker:
     """A worker of any place that plays. One that is lost is replaced, and its replacement does the same."""
 
-    def __init__(self, setup: Setup, place: Place, name: str = "worker") -> None:
+    def __init__(self, setup: Setup, factory: WorkerFactory, name: str = "worker") -> None:
         self.name = name
-        self._place = place
-        self._make = functools.partial(Player if isinstance(place, InProcess) else _player, setup)
+        self._factory = factory
+        self._make = functools.partial(Player if isinstance(factory, InProcess) else _player, setup)
         self._order: Order | None = None
         self._collected: Collect | None = None
-        self.worker: Worker = place.worker(self._make, name)
+        self.worker: Worker = factory.worker(self._make, name)
 
     def begin(self, order: Order) -> None:
         """Give it an order. Raises WorkerError if it is lost again and again."""
@@ -280,7 +280,7 @@ class PlayingWorker:
         """The answer to the last order. Raises WorkerError if the worker failed, or is lost again and again."""
         for _ in range(ATTEMPTS):
             try:
-                found = self.worker.answer()
+                found = self.worker.reply()
             except WorkerLost as lost:
                 self._replace(lost)
                 continue
@@ -288,17 +288,17 @@ class PlayingWorker:
                 self._collected = self._order
             self._order = None
             return found
-        raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one order")
+        raise WorkerError(f"{self.name} was lost {ATTEMPTS} times over one task")
 
     def _replace(self, lost: WorkerLost) -> None:
         """Make it again, and give it the order again, after the episodes that a gradient is of."""
         for _ in range(ATTEMPTS):
             self.worker.close()
-            self.worker = self._place.worker(self._make, self.name)
+            self.worker = self._factory.worker(self._make, self.name)
             try:
                 if isinstance(self._order, Differentiate) and self._collected is not None:
                     self.worker.begin(self._collected)
-                    self.worker.answer()
+                    self.worker.reply()
                 self.worker.begin(self._order)
             except WorkerLost as again:
                 lost = again
@@ -307,9 +307,9 @@ class PlayingWorker:
         raise WorkerError(f"{lost} ({ATTEMPTS} more were lost after it)") from lost
 
 
-def make_workers(setup: Setup, workers: int, place: Place | None = None) -> list[PlayingWorker]:
-    """Start this number of workers; 0 gives one in this process. `place`: by default processes of this machine."""
-    where = InProcess() if workers == 0 else place if place is not None else Processes()
+def make_workers(setup: Setup, workers: int, factory: WorkerFactory | None = None) -> list[PlayingWorker]:
+    """Start this number of workers; 0 gives one in this process. `factory`: by default processes of this machine."""
+    where = InProcess() if workers == 0 else factory if factory is not None else Processes()
     made: list[PlayingWorker] = []
     try:
         for number in range(max(1, workers)):

@@ -10,8 +10,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from xrlflow.tuning.worker import Answer, Failed, Job, JobHand, load
-from xrlflow.workers import Crew, Forks, Terms, WorkerError, WorkerLate, WorkerLost
+from xrlflow.tuning.worker import Answer, Failed, Job, JobHandler, load
+from xrlflow.workers import Forks, Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 START_SECONDS = 120.0
 """Seconds that a worker may take to load TVM."""
@@ -62,7 +62,7 @@ class JobCrew:
     nothing more can be done.
     """
 
-    def __init__(self, crew: Crew, work: Work) -> None:
+    def __init__(self, crew: WorkerPool, work: Work) -> None:
         self.crew, self._work = crew, work
         self.seconds = 0.0
         self._closed = False
@@ -124,4 +124,6 @@ class JobCrew:
 def local_crew(server: Forks, count: int, work: Work) -> JobCrew:
     """Workers that are forked from a server of this machine."""
     terms = Terms(work.seconds, START_SECONDS, work.uses, _ATTEMPTS, scarce=work.device is not None)
-    return JobCrew(Crew(server, functools.partial(JobHand, work.threads), count, "worker", terms=terms), work)
+    return JobCrew(
+        WorkerPool(server, functools.partial(JobHandler, work.threads), count, "worker", terms=terms), work
+    )

@@ -19,7 +19,7 @@ from xrlflow.cost.machine import cpu_name
 from xrlflow.storage.exclusive import measuring
 from xrlflow.tuning.crew import JobCrew, PoolError, Work, fork_server, local_crew
 from xrlflow.tuning.worker import Answer, Build, Built, Job, moved, paths_of
-from xrlflow.workers import Crew, Kind, Place, WorkerError
+from xrlflow.workers import Kind, WorkerError, WorkerFactory, WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Bench:
 class DistantCrew(JobCrew):
     """Workers of a place for one kind of job. Libraries travel with jobs and answers."""
 
-    def __init__(self, crew: Crew, work: Work) -> None:
+    def __init__(self, crew: WorkerPool, work: Work) -> None:
         super().__init__(crew, work)
         self._paths: list[str] = []
 
@@ -100,9 +100,9 @@ class DistantCrew(JobCrew):
         """Workers of other machines disturb nothing here."""
 
 
-def distant_crew(place: Place, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:
+def distant_crew(place: WorkerFactory, work: Work, count: int, kind: Kind = Kind.COMPUTE) -> DistantCrew:
     """At most `count` workers of a place. Those that measure must have this machine's processor."""
     processor = cpu_name() if kind is Kind.MEASURE else None
     make = functools.partial(Bench, work, platform.machine(), processor)
     name = "runner" if kind is Kind.MEASURE else "builder"
-    return DistantCrew(Crew(place, make, max(1, count), name, kind), work)
+    return DistantCrew(WorkerPool(place, make, max(1, count), name, kind), work)

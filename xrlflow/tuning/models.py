@@ -29,7 +29,7 @@ from xrlflow.tuning.one_shot.predictor import shipped
 from xrlflow.tuning.pool import PoolOptions
 from xrlflow.tuning.session import Progress, Stop, TuningResult, tune
 from xrlflow.tuning.tuners.protocol import Method
-from xrlflow.workers import Place
+from xrlflow.workers import WorkerFactory
 
 # Seconds for the comparison of tuned models.
 _COMPARING, _COMPARING_HURRIED = 20.0, 5.0
@@ -75,7 +75,7 @@ class TuningPlan:
     batch: int
     time_limit: float
     seed: int
-    place: Place | None = None
+    place: WorkerFactory | None = None
 
     def pool(self, threads: int, remote: Remote | None) -> PoolOptions:
         """How kernels are built and run."""

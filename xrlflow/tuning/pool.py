@@ -44,7 +44,7 @@ from xrlflow.tuning.worker import (
     Timing,
     Turns,
 )
-from xrlflow.workers import Kind, Place
+from xrlflow.workers import Kind, WorkerFactory
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -88,7 +88,7 @@ class PoolOptions:
     run_seconds: float = 10.0
     uses: int = 500
     remote: Remote | None = None
-    place: Place | None = None
+    place: WorkerFactory | None = None
 
     def __post_init__(self) -> None:
         if min(self.builders, self.threads, self.uses) < 1:

@@ -467,7 +467,7 @@ def load() -> Failed | None:
     return None
 
 
-class JobHand:
+class JobHandler:
     """A worker's hand that does jobs. `threads`: of kernels that it runs."""
 
     def __init__(self, threads: int) -> None:

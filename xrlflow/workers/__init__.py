@@ -6,37 +6,37 @@ method `do`, created inside the worker. The workers of a `WorkerPool` take tasks
 on where the workers are.
 """
 
-from xrlflow.workers.crew import Crew, Terms
 from xrlflow.workers.local import InProcess
+from xrlflow.workers.pool import Terms, WorkerPool
 from xrlflow.workers.process import Forks, Processes, ProcessWorker
 from xrlflow.workers.protocol import (
-    Hand,
+    Handler,
     Kind,
-    MakeHand,
-    Place,
+    MakeHandler,
     Unable,
     Worker,
     WorkerError,
+    WorkerFactory,
     WorkerLate,
     WorkerLost,
 )
 from xrlflow.workers.serving import tell
 
 __all__ = [
-    "Crew",
     "Forks",
-    "Hand",
+    "Handler",
     "InProcess",
     "Kind",
-    "MakeHand",
-    "Place",
+    "MakeHandler",
     "ProcessWorker",
     "Processes",
     "Terms",
     "Unable",
     "Worker",
     "WorkerError",
+    "WorkerFactory",
     "WorkerLate",
     "WorkerLost",
+    "WorkerPool",
     "tell",
 ]

@@ -25,8 +25,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xrlflow.workers.body import Body
-from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLost, own_version
+from xrlflow.workers.protocol import Failure, Kind, MakeHandler, Worker, WorkerError, WorkerLost, own_version
+from xrlflow.workers.remote import RemoteWorker
 
 _rays: Any = ray  # the type stubs of Ray lack some of its functions
 LOCAL = "local"
@@ -89,38 +89,38 @@ class Cluster:
             f"--address={self._head} --resources='{{\"{LATENCY}\": 1}}'`"
         )
 
-    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> RayWorker:
+    def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> RayWorker:
         """A new worker. Raises ClusterError if no node has the resources, or if the cluster is gone and stays away."""
         if not self._there():
             self._rejoin()
-        options = self._place(kind)
-        actor: Any = ray.remote(Body)
+        options = self._resources(kind)
+        actor: Any = ray.remote(RemoteWorker)
         actor = actor.options(**options).remote()
         made = RayWorker(self, actor, make, name, kind)
         self._open[id(made)] = made
         return made
 
-    def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+    def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         """See `WorkerFactory.replied`. A worker that is lost counts as one that replied."""
         end = None if seconds is None else time.monotonic() + seconds
         mine = [worker for worker in workers if isinstance(worker, RayWorker)]
         while True:
             done: list[Worker] = [worker for worker in mine if worker.lost]
-            left = _LOOK if end is None else min(_LOOK, max(0.0, end - time.monotonic()))
-            orders = {worker.order: worker for worker in mine if worker.order is not None}
-            if not done and orders:
-                ready, _ = ray.wait(list(orders), num_returns=1, timeout=left)
+            seconds_left = _LOOK if end is None else min(_LOOK, max(0.0, end - time.monotonic()))
+            running = {worker.task: worker for worker in mine if worker.task is not None}
+            if not done and running:
+                ready, _ = ray.wait(list(running), num_returns=1, timeout=seconds_left)
                 if ready:
-                    ready, _ = ray.wait(list(orders), num_returns=len(orders), timeout=0)
-                done = [orders[reference] for reference in ready]
-            if done or not orders or (end is not None and time.monotonic() >= end):
+                    ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+                done = [running[reference] for reference in ready]
+            if done or not running or (end is not None and time.monotonic() >= end):
                 return done
             self._look(mine)
 
     def share(self, array: Any) -> Any:
         """A reference to an array of several tasks. The array becomes read-only."""
-        for known, reference in self._sent:
-            if known is array:
+        for sent, reference in self._sent:
+            if sent is array:
                 return reference
         array.flags.writeable = False
         reference = ray.put(array)
@@ -143,16 +143,16 @@ class Cluster:
             ray.shutdown()
         _authenticate(self._mode)
 
-    def _place(self, kind: Kind) -> dict[str, Any]:
+    def _resources(self, kind: Kind) -> dict[str, Any]:
         """Ray's options for an actor: the resources that it takes, and the nodes where it may run."""
-        taken = sum(worker.kind is kind for worker in self._open.values())
+        in_use = sum(worker.kind is kind for worker in self._open.values())
         if kind is Kind.WAIT:
             return {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
         if kind is Kind.MEASURE:
-            if taken >= self.measuring:
+            if in_use >= self.measuring:
                 raise ClusterError(f"all {self.measuring} nodes that take times are in use")
             return {"num_cpus": 0, "resources": {LATENCY: 1}}
-        if taken < self._total("CPU") and not self._shrunk:
+        if in_use < self._total("CPU") and not self._shrunk:
             return {"num_cpus": 1}
         return {"num_cpus": 0, "scheduling_strategy": self._least_used()}
 
@@ -198,33 +198,33 @@ class Cluster:
 class RayWorker:
     """A worker on a node: a Ray actor, and the task that it was given."""
 
-    def __init__(self, cluster: Cluster, actor: Any, make: MakeHand, name: str, kind: Kind) -> None:
+    def __init__(self, cluster: Cluster, actor: Any, make: MakeHandler, name: str, kind: Kind) -> None:
         self.name, self.kind = name, kind
         self.lost, self.ready = False, True  # assumed until something else is known
         self.node = ""
-        self.order: Any = None
+        self.task: Any = None
         self._cluster, self._actor = cluster, actor
         self._greeting: Any = actor.greet.remote()
         self._begun: float = time.monotonic()
         actor.make.remote(make)
 
-    def begin(self, order: Any) -> None:
+    def begin(self, task: Any) -> None:
         if self.lost:
             raise WorkerLost(f"{self.name} is lost")
-        rest, large = _without_arrays(order)
+        small, large = _without_arrays(task)
         shared = [self._cluster.share(array) for array in large.values()]
-        self.order = self._actor.do.remote(rest, tuple(large), *shared)
+        self.task = self._actor.do.remote(small, tuple(large), *shared)
 
-    def answer(self) -> Any:
-        if self.order is None and not self.lost:
-            raise WorkerError(f"{self.name} has no order")
-        self._cluster.answered([self])
-        order, self.order = self.order, None
+    def reply(self) -> Any:
+        if self.task is None and not self.lost:
+            raise WorkerError(f"{self.name} has no task")
+        self._cluster.replied([self])
+        task, self.task = self.task, None
         if self.lost:
             raise WorkerLost(f"{self.name} is lost: its cluster is gone, or has no core for it")
         try:
             self._greeted()
-            found = ray.get(order, timeout=_FETCH)
+            result = ray.get(task, timeout=_FETCH)
         except RayTaskError as error:  # the node cannot unpickle what it was sent
             raise _unreadable(self.name, error) from error
         except (RayError, GetTimeoutError) as error:
@@ -232,11 +232,11 @@ class RayWorker:
                 raise _unreadable(self.name, error) from error
             self.lost = True
             raise WorkerLost(f"{self.name} is lost: {_gist(error)}") from error
-        if isinstance(found, Failure):
-            raise found.as_error(self.name)
-        return found
+        if isinstance(result, Failure):
+            raise result.as_error(self.name)
+        return result
 
-    def said(self) -> list[Any]:
+    def messages(self) -> list[Any]:
         """Messages on other machines are not sent here, so there are none."""
         return []
 
@@ -253,7 +253,7 @@ class RayWorker:
 
     def close(self) -> None:
         self._cluster.forget(self)
-        self.order = None
+        self.task = None
         with contextlib.suppress(Exception):  # it may have ended
             ray.kill(self._actor)
         self.lost = True
@@ -271,13 +271,13 @@ class RayWorker:
             )
 
 
-def _without_arrays(order: Any) -> tuple[Any, dict[str, Any]]:
+def _without_arrays(task: Any) -> tuple[Any, dict[str, Any]]:
     """A task without its large arrays, and these arrays by field name."""
-    if not dataclasses.is_dataclass(order) or isinstance(order, type):
-        return order, {}
-    values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
+    if not dataclasses.is_dataclass(task) or isinstance(task, type):
+        return task, {}
+    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
     large = {n: v for n, v in values.items() if isinstance(v, np.ndarray) and v.nbytes >= LARGE}
-    return (dataclasses.replace(order, **dict.fromkeys(large)) if large else order), large
+    return (dataclasses.replace(task, **dict.fromkeys(large)) if large else task), large
 
 
 def _check_listens(address: str) -> None:
@@ -293,7 +293,9 @@ def _join(address: str, patience: float) -> None:
     # By default Ray reports usage to its developers and looks for accelerators; both are switched off.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if address == LOCAL:  # workers run at the priority of this process, and may start slowly on a busy machine
+    if (
+        address == LOCAL
+    ):  # workers run at the priority of this process, and may start slowly on a busy machine
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     end = time.monotonic() + patience

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xrlflow.workers.protocol import Kind, MakeHand, Worker, WorkerError
+from xrlflow.workers.protocol import Kind, MakeHandler, Worker, WorkerError
 
 
 class InProcess:
@@ -13,10 +13,10 @@ class InProcess:
 
     cores = measuring = 1
 
-    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> DirectWorker:
+    def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> DirectWorker:
         return DirectWorker(make, name)
 
-    def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+    def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         return list(workers)
 
     def close(self) -> None:
@@ -28,23 +28,23 @@ class DirectWorker:
 
     ready = True
 
-    def __init__(self, make: MakeHand, name: str = "worker") -> None:
+    def __init__(self, make: MakeHandler, name: str = "worker") -> None:
         self.name = name
-        self.hand = make()
-        self._orders: list[Any] = []
+        self.handler = make()
+        self._tasks: list[Any] = []
 
-    def begin(self, order: Any) -> None:
-        self._orders = [order]
+    def begin(self, task: Any) -> None:
+        self._tasks = [task]
 
-    def answer(self) -> Any:
-        if not self._orders:
-            raise WorkerError(f"{self.name} has no order")
-        return self.hand.do(self._orders.pop())
+    def reply(self) -> Any:
+        if not self._tasks:
+            raise WorkerError(f"{self.name} has no task")
+        return self.handler.do(self._tasks.pop())
 
-    def said(self) -> list[Any]:
+    def messages(self) -> list[Any]:
         return []
 
     def release(self) -> None:
-        self._orders = []
+        self._tasks = []
 
     close = release

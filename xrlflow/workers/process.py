@@ -29,8 +29,8 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from xrlflow.common.text import printable, shortened
 from xrlflow.workers import serving
-from xrlflow.workers.protocol import Failure, Kind, MakeHand, Worker, WorkerError, WorkerLate, WorkerLost
-from xrlflow.workers.serving import FORK, KILLED, REQUEST, STATUS, Ready, Told
+from xrlflow.workers.protocol import Failure, Kind, MakeHandler, Worker, WorkerError, WorkerLate, WorkerLost
+from xrlflow.workers.serving import FORK, KILLED, REQUEST, STATUS, Message, Ready
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -140,14 +140,14 @@ class ProcessWorker:
         self,
         process: Process,
         connection: Connection[Any, Any],
-        make: MakeHand,
+        make: MakeHandler,
         name: str,
         patience: float = 0.0,
     ) -> None:
         self.name, self.ready = name, False
         self.process, self.connection, self._patience = process, connection, patience
-        self._answers: deque[Any] = deque()
-        self._said: list[Any] = []
+        self._replies: deque[Any] = deque()
+        self._messages: list[Any] = []
         self.lost: WorkerLost | None = None
         self._send(make)
 
@@ -155,15 +155,15 @@ class ProcessWorker:
     def closed(self) -> bool:
         """Whether it has ended, or was ended."""
         while self.lost is None and self.connection.poll():
-            self.answered()
+            self.replied()
         return self.lost is not None
 
-    def begin(self, order: Any) -> None:
-        if self.closed or not self._send(order):
+    def begin(self, task: Any) -> None:
+        if self.closed or not self._send(task):
             while not self.closed:
                 wait([self.connection])
-            if not self.ready and self._answers:  # the reply is why its handler could not be created
-                self.answer()
+            if not self.ready and self._replies:  # the reply is why its handler could not be created
+                self.reply()
             assert self.lost is not None
             raise self.lost
 
@@ -174,7 +174,7 @@ class ProcessWorker:
             return True
         return False
 
-    def answered(self) -> bool:
+    def replied(self) -> bool:
         """Read one message. Returns whether there is a reply, or the worker is lost."""
         try:
             message = self.connection.recv()
@@ -184,24 +184,24 @@ class ProcessWorker:
         match message:
             case Ready(pid):
                 self.process.pid, self.ready = pid, True
-            case Told(text):
-                self._said.append(text)
+            case Message(text):
+                self._messages.append(text)
             case _:
-                self._answers.append(message)
-        return bool(self._answers)
+                self._replies.append(message)
+        return bool(self._replies)
 
-    def answer(self, until: float = math.inf) -> Any:
+    def reply(self, until: float = math.inf) -> Any:
         """See `Worker.reply`. If there is no reply at `until` (time.monotonic), it is closed: raises WorkerLate."""
         try:
-            while not self._answers:
+            while not self._replies:
                 if self.lost is not None:
                     raise self.lost
-                left = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
-                if not wait([self.connection], left):
+                remaining = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
+                if not wait([self.connection], remaining):
                     self._end(0.0)
                     self.lost = WorkerLost(f"{self.name} is closed")
                     raise WorkerLate(f"{self.name} was ended: its time was over")
-                self.answered()
+                self.replied()
         except WorkerLost:
             raise
         except (
@@ -209,14 +209,14 @@ class ProcessWorker:
         ):  # Ctrl-C, or an unreadable reply: replies that arrive later must not go to later tasks
             self.close()
             raise
-        found = self._answers.popleft()
-        if isinstance(found, Failure):
-            raise found.as_error(self.name)
-        return found.content
+        reply = self._replies.popleft()
+        if isinstance(reply, Failure):
+            raise reply.as_error(self.name)
+        return reply.content
 
-    def said(self) -> list[Any]:
-        found, self._said = self._said, []
-        return found
+    def messages(self) -> list[Any]:
+        messages, self._messages = self._messages, []
+        return messages
 
     def release(self) -> None:
         """Let it end by itself, so that `close` waits for a shorter time."""
@@ -234,9 +234,9 @@ class ProcessWorker:
         """End it. Returns how the process ended, and the last error in its output."""
         self.connection.close()
         how = manner(self.process.end(patience))
-        said = next(filter(None, map(last_words, self.process.logs)), "")
+        error = next(filter(None, map(last_words, self.process.logs)), "")
         self.process.close()
-        return f"{how}: {said}" if said else how
+        return f"{how}: {error}" if error else how
 
 
 def manner(status: int | None) -> str:
@@ -257,12 +257,12 @@ def last_words(log: IO[bytes]) -> str:
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     found = next((number for number in reversed(range(len(lines))) if _gist(lines[number])), None)
     if found is None:
-        return shortened(printable(lines[-1]), SAID) if lines else ""
+        return shortened(printable(lines[-1]), LONGEST) if lines else ""
     more = [line for line in lines[found + 1 : found + 2] if line.lstrip().startswith("what():")]
-    return shortened(printable(" ".join([_gist(lines[found]), *more])), SAID)
+    return shortened(printable(" ".join([_gist(lines[found]), *more])), LONGEST)
 
 
-SAID = 300
+LONGEST = 300
 """The greatest length of the last error in a message, in characters."""
 
 
@@ -281,11 +281,11 @@ class Local:
     def __init__(self, cores: int | None = None) -> None:
         self.cores = cores or os.cpu_count() or 1
 
-    def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+    def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         mine = [worker for worker in workers if isinstance(worker, ProcessWorker)]
         there = [worker for worker in mine if worker.lost is None]
         ready = wait([worker.connection for worker in there], seconds if len(there) == len(mine) else 0.0)
-        return [w for w in mine if w.lost is not None or (w.connection in ready and w.answered())]
+        return [w for w in mine if w.lost is not None or (w.connection in ready and w.replied())]
 
     def close(self) -> None:
         pass
@@ -304,7 +304,7 @@ class Processes(Local):
         super().__init__(cores)
         self._variables, self._patience = variables or {}, patience
 
-    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
+    def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
         folder = tempfile.mkdtemp(prefix="xrlflow-worker-") if self._patience else ""
         process = Started(serving.serve, self._variables, folder, self._patience)
         connection: Connection[Any, Any] = Connection(process.socket.detach())
@@ -331,7 +331,7 @@ class Forks(Local):
         self.server = Started(serving.serve_forks, variables or {}, self.folder)
         self._owner = os.getpid()
 
-    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
+    def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> ProcessWorker:
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115  (it is read when the process has died)
         with theirs, contextlib.suppress(OSError):  # if the server is dead, the worker counts as lost

@@ -39,13 +39,13 @@ class WorkerUnable(WorkerError):
     """A worker's handler raised Unable."""
 
 
-class Hand(Protocol):
+class Handler(Protocol):
     """Does tasks inside a worker. It never changes a task, nor the arrays in it."""
 
-    def do(self, order: Any) -> Any: ...
+    def do(self, task: Any) -> Any: ...
 
 
-MakeHand = Callable[[], Hand]
+MakeHandler = Callable[[], Handler]
 """Creates a handler in the worker's process. It is pickled and sent there, so it is a module's function or an
 object."""
 
@@ -64,16 +64,16 @@ class Worker(Protocol):
     name: str
     ready: bool
 
-    def begin(self, order: Any) -> None:
+    def begin(self, task: Any) -> None:
         """Give it a task. Raises WorkerLost if it is gone."""
         ...
 
-    def answer(self) -> Any:
+    def reply(self) -> Any:
         """Wait for the reply. Raises WorkerLost if the worker is gone, WorkerError if the task or the handler
         failed."""
         ...
 
-    def said(self) -> list[Any]:
+    def messages(self) -> list[Any]:
         """The messages that its handler has sent (see `tell`) since the last call."""
         ...
 
@@ -86,7 +86,7 @@ class Worker(Protocol):
         ...
 
 
-class Place(Protocol):
+class WorkerFactory(Protocol):
     """Starts workers."""
 
     @property
@@ -99,11 +99,11 @@ class Place(Protocol):
         """How many of its workers may measure at a time: one on each machine that measures times."""
         ...
 
-    def worker(self, make: MakeHand, name: str, kind: Kind = Kind.COMPUTE) -> Worker:
+    def worker(self, make: MakeHandler, name: str, kind: Kind = Kind.COMPUTE) -> Worker:
         """Start a worker. It may not be ready yet when this returns. Raises WorkerError if there is no room for it."""
         ...
 
-    def answered(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
+    def replied(self, workers: Sequence[Worker], seconds: float | None = None) -> list[Worker]:
         """Wait until some of these workers, which all have a task, have replied or are lost, and return those; none
         after `seconds`, or when one of them only became ready or sent a message."""
         ...

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from xrlflow.workers.protocol import Failure, Hand
+from xrlflow.workers.protocol import Failure, Handler
 
 PREPARE = "prepare"
 """The file in a server's folder that says which function it calls first."""
@@ -39,7 +39,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Message:
     """What a handler reports while it works."""
 
     content: Any
@@ -59,7 +59,7 @@ _connection: Connection[Any, Any] | None = None
 def tell(content: Any) -> None:
     """Send a message to the caller of this worker. Outside a worker's own process nothing is sent."""
     if _connection is not None:
-        _connection.send(Told(content))
+        _connection.send(Message(content))
 
 
 def serve(descriptor: int, folder: str, patience: float) -> None:
@@ -116,18 +116,18 @@ def _work(connection: Connection[Any, Any]) -> None:
     _connection = connection
     make = connection.recv_bytes()
     try:
-        hand: Hand = pickle.loads(make)()
+        handler: Handler = pickle.loads(make)()
     except Exception as error:
         connection.send(Failure.of(error))
         return
     connection.send(Ready(os.getpid()))
     while True:
-        connection.send_bytes(_answer(hand, connection.recv_bytes()))
+        connection.send_bytes(_answer(handler, connection.recv_bytes()))
 
 
-def _answer(hand: Hand, order: bytes) -> bytes:
+def _answer(handler: Handler, task: bytes) -> bytes:
     try:
-        return pickle.dumps(Done(hand.do(pickle.loads(order))), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(Done(handler.do(pickle.loads(task))), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         return pickle.dumps(Failure.of(error))
 

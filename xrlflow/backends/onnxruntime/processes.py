@@ -267,7 +267,7 @@ class FreshProcesses:
         worker = self.forks.worker(Sampler, "a measuring process")
         try:
             worker.begin((index, turns))
-            sample: Sample | BackendError = worker.answer(deadline)
+            sample: Sample | BackendError = worker.reply(deadline)
         except WorkerLate:
             return None
         except WorkerError as error:

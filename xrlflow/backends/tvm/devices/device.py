@@ -159,7 +159,7 @@ class Device:
         seconds = ANSWER_SECONDS if seconds is None else seconds
         try:
             self._worker.begin(message)
-            reply = self._worker.answer(time.monotonic() + seconds)
+            reply = self._worker.reply(time.monotonic() + seconds)
         except WorkerLate:
             raise DeviceError(f"remote device {self.remote} has not answered for {seconds:g} s") from None
         except WorkerLost as lost:

@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 
 from xrlflow.backends.limits import default_threads
 from xrlflow.options import OptionError, check_ray
-from xrlflow.workers import Place, Processes, WorkerError
+from xrlflow.workers import Processes, WorkerError, WorkerFactory
 
 
 @contextmanager
-def place_of(ray: str | None) -> Iterator[Place]:
+def factory_of(ray: str | None) -> Iterator[WorkerFactory]:
     """Processes of this machine, or the nodes of a Ray cluster ("local" or HOST:PORT), which is left at the end.
 
     Raises OptionError if there is no such cluster, and in place of a WorkerError.

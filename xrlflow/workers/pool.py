@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from xrlflow.workers.protocol import (
     Kind,
-    MakeHand,
-    Place,
+    MakeHandler,
     Worker,
     WorkerError,
+    WorkerFactory,
     WorkerLate,
     WorkerLost,
     WorkerUnable,
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 ATTEMPTS = 3
 """The default of `Terms.attempts`, and how many workers in a row may fail to start."""
 
-Instead = Callable[[Any, WorkerError], Any]
+Fallback = Callable[[Any, WorkerError], Any]
 """Computes the reply to a task that was given up, from the task and the error."""
-Heard = Callable[[int, Any], float]
+OnMessage = Callable[[int, Any], float]
 """Receives a message of a worker: the number of its task, and the content. Returns how many seconds the worker may be
 silent from now on."""
 
@@ -53,11 +53,11 @@ class Terms:
 
 
 @dataclass(slots=True)
-class _Duty:
+class _QueuedTask:
     """A task, its number, and how many workers were lost over it."""
 
     number: int
-    order: Any
+    task: Any
     lost: int = 0
 
 
@@ -68,7 +68,7 @@ class _Member:
     worker: Worker
     limit: float
     uses: int = 0
-    duty: _Duty | None = None
+    queued: _QueuedTask | None = None
     ready: bool = False
 
 
@@ -77,22 +77,22 @@ class _Queue:
     """Tasks that no worker has. `again`: those whose worker was lost. `over`: the replies of the fallback to those that
     were given up."""
 
-    source: Iterator[_Duty]
-    instead: Instead | None = None
-    heard: Heard | None = None
-    again: deque[_Duty] = field(default_factory=deque)
+    source: Iterator[_QueuedTask]
+    fallback: Fallback | None = None
+    on_message: OnMessage | None = None
+    again: deque[_QueuedTask] = field(default_factory=deque)
     over: deque[tuple[int, Any]] = field(default_factory=deque)
 
-    def next(self) -> _Duty | None:
+    def next(self) -> _QueuedTask | None:
         return self.again.popleft() if self.again else next(self.source, None)
 
-    def give_up(self, duty: _Duty, error: WorkerError) -> None:
-        if self.instead is None:
+    def give_up(self, queued: _QueuedTask, error: WorkerError) -> None:
+        if self.fallback is None:
             raise error
-        self.over.append((duty.number, self.instead(duty.order, error)))
+        self.over.append((queued.number, self.fallback(queued.task, error)))
 
 
-class Crew:
+class WorkerPool:
     """`count` workers of a factory. Use it in a `with` statement, or close it. Workers start when there are tasks.
 
     A worker that is lost is replaced, and its task is given to another one, so that each task has one reply. If the
@@ -101,17 +101,17 @@ class Crew:
 
     def __init__(
         self,
-        place: Place,
-        make: MakeHand,
+        factory: WorkerFactory,
+        make: MakeHandler,
         count: int,
         name: str = "worker",
         kind: Kind = Kind.COMPUTE,
         terms: Terms | None = None,
     ) -> None:
         if count < 1:
-            raise ValueError(f"a crew needs workers, not {count}")
+            raise ValueError(f"a pool needs workers, not {count}")
         self.count = count
-        self._place, self._make, self._name, self._kind = place, make, name, kind
+        self._factory, self._make, self._name, self._kind = factory, make, name, kind
         self._terms = Terms() if terms is None else terms
         self._members: list[_Member] = []
         self._numbers = itertools.count()
@@ -123,19 +123,19 @@ class Crew:
 
     def work(
         self,
-        orders: Iterator[Any],
+        tasks: Iterator[Any],
         until: float = math.inf,
-        instead: Instead | None = None,
-        heard: Heard | None = None,
+        fallback: Fallback | None = None,
+        on_message: OnMessage | None = None,
     ) -> Generator[tuple[int, Any], None, None]:
         """The replies as they arrive, each with the number of its task. No task begins after `until` (time.monotonic).
 
         The reply to a task that is given up (see `Terms`) is `instead(task, error)`. If the generator is closed early,
-        busy workers are ended. Raises WorkerError if a handler fails, if a task is given up without `instead`, or if no
-        worker is left.
+        busy workers are ended. Raises WorkerError if a handler fails, if a task is given up without `fallback`, or if
+        no worker is left.
         """
-        duties = (_Duty(number, order) for number, order in enumerate(orders))
-        queue = _Queue(duties, instead, heard)
+        queued_tasks = (_QueuedTask(number, task) for number, task in enumerate(tasks))
+        queue = _Queue(queued_tasks, fallback, on_message)
         try:
             while True:
                 self._give(queue, until)
@@ -143,7 +143,7 @@ class Crew:
                     yield queue.over.popleft()
                 if not (busy := self._busy()):
                     return
-                yield from self._hear(busy, queue)
+                yield from self._receive(busy, queue)
         finally:
             for member in self._busy():
                 self._end(member)
@@ -156,37 +156,37 @@ class Crew:
             starting = [member for member in self._members if not member.worker.ready]
             if not starting:
                 return
-            for _ in self._hear(starting, _Queue(iter(()))):
+            for _ in self._receive(starting, _Queue(iter(()))):
                 pass
 
     def _busy(self) -> list[_Member]:
-        return [member for member in self._members if member.duty is not None]
+        return [member for member in self._members if member.queued is not None]
 
     def _give(self, queue: _Queue, until: float) -> None:
         """Give tasks to all idle workers, while there are tasks."""
         while len(self._busy()) < self.count and time.monotonic() < until:
-            duty = queue.next()
-            if duty is None:
+            queued = queue.next()
+            if queued is None:
                 return
-            idle = [member for member in self._members if member.duty is None]
+            idle = [member for member in self._members if member.queued is None]
             try:
                 member = idle[0] if idle else self._another()
             except BaseException:
-                queue.again.append(duty)
+                queue.again.append(queued)
                 raise
             if member is None:  # there is no room for another worker: the task waits for a busy one
-                queue.again.appendleft(duty)
+                queue.again.appendleft(queued)
                 return
             try:
-                member.worker.begin(duty.order)
+                member.worker.begin(queued.task)
             except WorkerLost as lost:  # it was lost while it was idle
-                queue.again.append(duty)
+                queue.again.append(queued)
                 self._lost(member, queue, lost)
             except BaseException:
                 self._end(member)
                 raise
             else:
-                member.duty, member.uses = duty, member.uses + 1
+                member.queued, member.uses = queued, member.uses + 1
                 member.limit = time.monotonic() + (
                     self._terms.seconds if member.worker.ready else self._terms.start
                 )
@@ -194,7 +194,7 @@ class Crew:
     def _another(self) -> _Member | None:
         """A new worker; None if there is no room for it and there are others."""
         try:
-            worker = self._place.worker(self._make, f"{self._name} {next(self._numbers)}", self._kind)
+            worker = self._factory.worker(self._make, f"{self._name} {next(self._numbers)}", self._kind)
         except WorkerError:
             if not self._members:
                 raise
@@ -203,18 +203,18 @@ class Crew:
         self._members.append(member)
         return member
 
-    def _hear(self, members: Sequence[_Member], queue: _Queue) -> Iterator[tuple[int, Any]]:
+    def _receive(self, members: Sequence[_Member], queue: _Queue) -> Iterator[tuple[int, Any]]:
         """Wait until one of these workers replies, sends a message, becomes ready, is lost, or was silent for too long.
         Yields replies."""
-        left = min(member.limit for member in members) - time.monotonic()
-        answered = self._place.answered(
-            [member.worker for member in members], None if math.isinf(left) else max(left, 0.0)
+        remaining = min(member.limit for member in members) - time.monotonic()
+        replied = self._factory.replied(
+            [member.worker for member in members], None if math.isinf(remaining) else max(remaining, 0.0)
         )
         for member in members:
             self._note(member, queue)
-            if member.worker in answered:
+            if member.worker in replied:
                 try:
-                    answer = member.worker.answer()
+                    reply = member.worker.reply()
                 except WorkerLost as lost:
                     self._lost(member, queue, lost)
                 except WorkerUnable as unable:
@@ -223,11 +223,11 @@ class Crew:
                     self._end(member)
                     raise
                 else:
-                    duty, member.duty = member.duty, None
+                    queued, member.queued = member.queued, None
                     if member.uses >= self._terms.uses:
                         self._end(member)
-                    assert duty is not None
-                    yield duty.number, answer
+                    assert queued is not None
+                    yield queued.number, reply
             elif member.limit <= time.monotonic():
                 self._late(member, queue)
 
@@ -236,26 +236,26 @@ class Crew:
         if member.worker.ready and not member.ready:
             member.ready, self._failed_starts = True, 0
             member.limit = time.monotonic() + self._terms.seconds
-        for content in member.worker.said():
-            if queue.heard is not None and member.duty is not None:
-                member.limit = time.monotonic() + queue.heard(member.duty.number, content)
+        for content in member.worker.messages():
+            if queue.on_message is not None and member.queued is not None:
+                member.limit = time.monotonic() + queue.on_message(member.queued.number, content)
 
     def _lost(self, member: _Member, queue: _Queue, lost: WorkerLost) -> None:
         """Handle the loss of a worker. If it was not ready yet, its task does not count as the cause."""
         self._end(member)
-        duty = member.duty
+        queued = member.queued
         if not member.worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= ATTEMPTS:
                 raise WorkerError(f"no {self._name} can be started: {lost}") from lost
-        elif duty is not None:
-            duty.lost += 1
-            if duty.lost >= self._terms.attempts:
-                many = f" ({duty.lost} workers were lost over one order)" if duty.lost > 1 else ""
-                queue.give_up(duty, WorkerLost(f"{lost}{many}", f"{lost.how}{many}"))
+        elif queued is not None:
+            queued.lost += 1
+            if queued.lost >= self._terms.attempts:
+                many = f" ({queued.lost} workers were lost over one task)" if queued.lost > 1 else ""
+                queue.give_up(queued, WorkerLost(f"{lost}{many}", f"{lost.how}{many}"))
                 return
-        if duty is not None:
-            queue.again.append(duty)
+        if queued is not None:
+            queue.again.append(queued)
 
     def _late(self, member: _Member, queue: _Queue) -> None:
         """Handle a worker that was silent for too long."""
@@ -267,8 +267,8 @@ class Crew:
             self._retire(member, queue, late)
             return
         self._end(member)
-        if member.duty is not None:
-            queue.give_up(member.duty, late)
+        if member.queued is not None:
+            queue.give_up(member.queued, late)
 
     def _retire(self, member: _Member, queue: _Queue, error: WorkerError) -> None:
         """End a worker, and do not replace it. Another one gets its task."""
@@ -277,8 +277,8 @@ class Crew:
         if not self.count:
             self.count = 1
             raise error
-        if member.duty is not None:
-            queue.again.append(member.duty)
+        if member.queued is not None:
+            queue.again.append(member.queued)
 
     def _end(self, member: _Member) -> None:
         self._members.remove(member)

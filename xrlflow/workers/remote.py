@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from xrlflow.workers.protocol import Failure, Hand, MakeHand, own_version
+from xrlflow.workers.protocol import Failure, Handler, MakeHandler, own_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +22,29 @@ class Greeting:
     version: str
 
 
-class Body:
+class RemoteWorker:
     """The worker on the node. Ray calls its methods one after another, in the order of the requests."""
 
     def __init__(self) -> None:
-        self._hand: Hand | None = None
+        self._handler: Handler | None = None
         self._failure: Failure | None = None
 
     def greet(self) -> Greeting:
         node = ray.get_runtime_context().get_node_id()
         return Greeting(socket.gethostname(), node, own_version())
 
-    def make(self, make: MakeHand) -> None:
+    def make(self, make: MakeHandler) -> None:
         """Create the handler. If that fails, the reply to every task is the failure."""
         try:
-            self._hand = make()
+            self._handler = make()
         except Exception as error:
             self._failure = Failure.of(error)
 
-    def do(self, order: Any, names: Sequence[str], *arrays: Any) -> Any:
+    def do(self, task: Any, names: Sequence[str], *arrays: Any) -> Any:
         """Carry out a task whose fields `names` are `arrays`."""
-        if self._failure is not None or self._hand is None:
+        if self._failure is not None or self._handler is None:
             return self._failure
         try:
-            return self._hand.do(replace(order, **dict(zip(names, arrays))) if names else order)
+            return self._handler.do(replace(task, **dict(zip(names, arrays))) if names else task)
         except Exception as error:
             return Failure.of(error)

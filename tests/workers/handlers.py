@@ -1,4 +1,4 @@
-"""Hands of workers for the tests: they are made in other processes."""
+"""Handlers of workers for the tests: they are made in other processes."""
 
 from __future__ import annotations
 
