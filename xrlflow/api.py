@@ -1,4 +1,4 @@
-"""The Python interface. With the command line it is the only place that wires parts together by name."""
+"""The Python interface. Only it and the command line connect the parts of the package."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 UserError = CORRECTABLE
-"""Errors that a caller can correct."""
+"""The errors that a caller can correct."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +91,11 @@ class Comparison:
 
     @cached_property
     def page(self) -> dict[str, Any]:
-        """The data of the page with all strategies side by side. The first time, operators are timed."""
+        """The data of the page with all strategies side by side. The first call measures the times of operators."""
         return result_page(self.results).to_json()
 
     def report_html(self) -> str:
-        """The page as one HTML file, which needs no network."""
+        """The page as one HTML file that needs no network."""
         return page_html(self.page)
 
 
@@ -120,8 +120,8 @@ def optimize(
 ) -> Result:
     """Make a model faster. `model` is a path, the bytes of a file, or a ModelProto.
 
-    `options` has all options; what is given by name as well takes the place of what it has. Those that most users need
-    are parameters, and every other field of `Options` may be given by name, too.
+    `options` has all options; keyword arguments override its fields. The most common fields are parameters here, and
+    every other field of `Options` may be passed by name as well.
 
     Search:
 
@@ -186,7 +186,7 @@ def optimize(
 
 
 def _asked(options: Options | None, given: Mapping[str, Any]) -> Options:
-    """The options, with what is given in the place of what they have; None: not given."""
+    """The options, overridden by those in `given` that are not None."""
     return replace(
         options or Options(), **{name: value for name, value in given.items() if value is not None}
     )
@@ -205,15 +205,16 @@ def optimize_all(
 ) -> Batch:
     """Make many models faster: those of a folder, of a pattern ("models/**/*.onnx"), or of a list of paths in a file.
 
-    The folder `output` gets a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page beside it, and
-    `report.html` with all of them. `options` and what is `given` are those of `optimize`; shapes are given to the
-    inputs that have the name. A model that cannot be optimised is a row with an error, and the others go on.
+    The folder `output` receives a result for each (`a/x.onnx` becomes `OUTPUT/a/x.onnx`), its report page next to it,
+    and `report.html` with all of them. `options` and `given` are those of `optimize`; a shape applies to every model
+    that has an input of this name. A model that cannot be optimised becomes a row with an error; the others go on.
 
-    The same call goes on where the last one ended: a model is not done again unless its content, its external data, an
-    option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; what is done is kept.
+    The same call continues where the last one ended: a model is not optimised again unless its content, its external
+    data, an option, or the version of xrlflow, ONNX Runtime or TVM has changed. Ctrl-C ends the batch; finished models
+    are kept.
 
-    `workers` processes of this machine do the jobs, or the nodes of a Ray cluster (`ray`: "local", or its HOST:PORT),
-    or an `executor` of your own. Jobs that measure take turns on a machine, whoever runs them. `listener` is called
+    Jobs run in `workers` processes of this machine, or on the nodes of a Ray cluster (`ray`: "local", or its
+    HOST:PORT), or by an `executor` of your own. On one machine, only one job at a time measures. `listener` is called
     with a `Progress`.
 
     Raises OptionError if an argument is wrong, ModelError if the output cannot be written.
@@ -248,17 +249,17 @@ def tune(
     exact_kernels: bool = False,
     listener: Listener | None = None,
 ) -> Tuned:
-    """Compile a model with TVM and tune its kernels by measurement.
+    """Compile a model with TVM, and tune its kernels by measurement.
 
     `method`: "chameleon" (reinforcement learning), "genetic", "annealing", "beam" or "random" measure kernels;
-    "one-shot" takes those that a predictor chooses and measures none, "one-shot-8" measures the first eight of each
-    layer. `trials`: the total number of kernels to build and measure; `batch`: how many of one kernel at a time.
+    "one-shot" uses those that a predictor selects and measures none, "one-shot-8" measures its first eight for each
+    layer. `trials`: the total number of kernels to build and measure; `batch`: how many for one layer at a time.
     `time_limit`: seconds of tuning. `cpu`, `triple` and `remote` are those of `optimize`: kernels are built here and
-    timed on the remote device. `store`: the file that keeps all measurements (default: in the user's cache), so that a
-    second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and take
-    the faster graph; this needs `measure`. `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build kernels;
-    those with the resource `latency` time them. `shapes` binds dynamic dimensions; `inputs` are the user's own, for
-    verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
+    timed on the remote device. `store`: the file with all measurements (default: in the user's cache), so that a
+    second run continues the first. `rewrite`: also tune the graph that greedy search finds (by the roofline), and
+    choose the faster graph; this needs `measure`. `ray`: "local" or the HOST:PORT of a Ray cluster, whose nodes build
+    kernels; those with the resource `latency` time them. `shapes` binds dynamic dimensions; `inputs` are the user's
+    own, for verification and measurement; `exact_kernels` is that of `optimize`. Raises ModelError, BackendError,
     VerificationError, StoreError or OptionError if the caller can correct the error, and VerificationFailed.
     """
     arguments = dict(locals())
@@ -283,19 +284,19 @@ def train(
     seed: int = 0,
     world_model: bool = False,
 ) -> Trained:
-    """Train an agent on ONNX files. Writes it to `output` whenever an evaluation finds it better than before.
+    """Train an agent on ONNX files. Writes it to `output` whenever an evaluation is better than all before.
 
     A stopped run with the same output continues, unless `restart` is set. `held_out`: files for evaluation only.
-    `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the most substitutions
-    of an episode. `workers`: processes that try them (0: this one). `ray`: "local" or the HOST:PORT of a Ray cluster
-    that the workers are on; the agent is the same. `start`: the first agent. `time_limit`: seconds after which the run
-    ends. `log`: a folder for TensorBoard.
+    `iterations`: updates of the agent; `steps`: substitutions tried for each update; `horizon`: the maximum of
+    substitutions in an episode. `workers`: processes that try them (0: this one). `ray`: "local" or the HOST:PORT of a
+    Ray cluster where the workers run; the agent is the same. `start`: the first agent. `time_limit`: seconds after
+    which the run ends. `log`: a folder for TensorBoard.
 
-    `world_model`: learn what substitutions do, and train the agent in what was learned, as RLFlow does. An iteration
-    then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are enough for
-    one file. The world model is written beside the agent (NAME.world.safetensors). A later run goes on from the best
-    agent. All is done in this process (`workers` has no meaning). It replaces a run without a world model only with
-    `restart`.
+    `world_model`: learn what substitutions change, and train the agent inside the learned model, as RLFlow does. An
+    iteration then tries `steps` substitutions and learns from all so far; a few iterations of a few hundred steps are
+    enough for one file. The world model is written next to the agent (NAME.world.safetensors). A later run continues
+    from the best agent. All of it happens in this process (`workers` has no meaning). Such a run replaces one without a
+    world model only with `restart`.
 
     Raises OptionError if an argument is wrong, ModelError if a file cannot be read.
     """
@@ -311,8 +312,8 @@ def compare(
     options: Options | None = None,
     **given: Any,
 ) -> Comparison:
-    """Optimise with each of several strategies, by default without generated kernels. `options`, what is `given` and
-    the errors raised are those of `optimize`."""
+    """Optimise with each of several strategies, by default without generated kernels. `options`, `given` and the errors
+    raised are those of `optimize`."""
     if options is None:
         given.setdefault("backend", "onnxruntime")
     return Comparison(tuple(optimize(model, search=search, options=options, **given) for search in searches))
@@ -330,8 +331,8 @@ def view(
 ) -> dict[str, Any]:
     """The data of the page of a model, or of two side by side. Nothing is optimised.
 
-    `measure`: time the operators on `inputs`, by default drawn ones. Raises ModelError, BackendError or
-    VerificationError.
+    `measure`: measure the times of the operators on `inputs`, by default random ones. Raises ModelError, BackendError
+    or VerificationError.
     """
     options = Options(
         search="greedy", shapes=shapes, threads=threads, seed=seed, inputs=inputs, measure=measure
@@ -341,7 +342,7 @@ def view(
 
 @contextmanager
 def serving(data: Mapping[str, Any], port: int = 0) -> Iterator[PageServer]:
-    """A server of a page, for this machine only. Raises OptionError if the port is taken."""
+    """A server of a page, reachable from this machine only. Raises OptionError if the port is in use."""
     try:
         server = PageServer(page_html(data), port)
     except OSError as error:
@@ -361,7 +362,7 @@ def verify_files(
 ) -> Verification:
     """Whether two models compute the same. Raises ModelError, BackendError, VerificationError.
 
-    `kernels`: with the libraries in the models' folders (`NAME.so`), which is to run their code.
+    `kernels`: with the libraries in the models' folders (`NAME.so`), whose code this runs.
     """
     check_seed(seed)
     load(new)  # raises ModelError with a clear message if the file is damaged

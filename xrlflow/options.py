@@ -1,8 +1,8 @@
 """The options of all entry points: typed, checked once, and the same in Python and on the command line.
 
-The fields of `Options` are what `optimize` takes by name or as one value and, if they have a `Flag`, the flags of
+The fields of `Options` are the keyword arguments of `optimize` and, if they have a `Flag`, the flags of
 `xrlflow optimize`. Those of `TuneOptions` and `TrainOptions` belong to `tune` and `train`. The command line imports
-this module before it knows the command, so nothing heavy is imported at the top.
+this module whatever the command is, so nothing slow is imported at the top.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITH_AGENT = (AGENT, TREE, RLFLOW)
 COMPARED = (AGENT, "taso", "greedy", "random")
 """The searches that `compare` compares by default."""
 LOOKAHEAD = {"lookahead2": 2, "lookahead3": 3}
-"""Greedy searches that look this many steps ahead when no single step gains."""
+"""Greedy searches that look so many steps ahead when no single step gains."""
 SEARCHES = (*COMPARED, TREE, RLFLOW, *LOOKAHEAD)
 NONEMPTY = "nonempty"
 ASSUMPTIONS = frozenset({"finite", NONEMPTY, "vnni"})
@@ -46,14 +46,14 @@ TRAINING = ("torch", "torch_geometric", "gymnasium")
 """The packages of the extra `train`; tuning kernels needs them in addition to the extra `tvm`."""
 TUNING = ("tvm", "torch", "xgboost")
 METHODS = ("chameleon", "genetic", "annealing", "beam", "random", "one-shot", "one-shot-8")
-"""The names of `xrlflow.tuning.tuners.protocol.Method`, which the help must not import."""
+"""The names of `xrlflow.tuning.tuners.protocol.Method`, which is not imported because the help must be quick."""
 PROCESSORS = (
     *("x86-64-v2", "x86-64-v3", "x86-64-v4", "znver1", "znver2", "znver3", "znver4", "znver5", "haswell"),
     *("skylake", "skylake-avx512", "cascadelake", "icelake-server", "sapphirerapids", "emeraldrapids", "alderlake"),
     *("cortex-a53", "cortex-a72", "cortex-a76", "cortex-a78", "neoverse-n1", "neoverse-n2", "neoverse-v1"),
     *("neoverse-v2", "generic"),
 )  # fmt: skip
-"""LLVM's names of processors that shells offer. LLVM knows more."""
+"""LLVM's names of the processors that shell completion offers. LLVM knows more."""
 SYSTEMS = ("x86_64-linux-gnu", "aarch64-linux-gnu", "riscv64-linux-gnu")
 _CPU = "CPUExecutionProvider"
 GROUPS = {
@@ -66,34 +66,33 @@ GROUPS = {
     "Kernels and compiled models": ("backend", "exact_kernels", "store", "cpu", "triple", "remote"),
     "Controls of experiments, besides --search lookahead2, lookahead3, random": ("budget", "alpha"),
 }
-"""The groups of the help of `optimize`, with their options; those of no group come first."""
+"""The groups of options in the help of `optimize`; options without a group come first."""
 LOCAL = "local"
-"""The Ray cluster that is started for one command, of this machine alone."""
+"""The name of a Ray cluster of this machine alone, started for one command."""
 RAY = "Use a Ray cluster: the HOST:PORT of its head, or local."
 
 Values = Sequence[str] | Callable[[], Sequence[str]]
-"""The values that an option may have; a function where finding them takes a while."""
+"""The values that an option may have; a function where computing them takes time."""
 
 
 class OptionError(ValueError):
-    """An argument is not allowed. The message names it and says what it may be."""
+    """An argument is not allowed. The message names it, and says what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command line's form of an option: help text, type, name (if not the field's), least value, whether the help
-    shows the default, and the values that shells offer (empty: files)."""
+    """An option as a flag of the command line."""
 
     help: str
     type: Any
-    name: str | None = None
-    least: float | None = None
-    shown: bool = True
-    values: Values = ()
+    name: str | None = None  # None: derived from the field's name
+    least: float | None = None  # the least value
+    shown: bool = True  # whether the help shows the default
+    values: Values = ()  # what shell completion offers; empty: files
 
 
 def rule_names() -> Sequence[str]:
-    """The names of all rules, then those of their families."""
+    """The names of all rules, then those of all families."""
     from rewrite_rules import LIBRARY
 
     return [*(rule.name for rule in LIBRARY), *sorted({rule.family for rule in LIBRARY})]
@@ -102,12 +101,13 @@ def rule_names() -> Sequence[str]:
 def option(
     default: Any, help: str, type: Any, *, shown: bool = True, secret: bool = False, **flag: Any
 ) -> Any:
-    """A field that is also a flag of the command line. `secret`: it may have a password, and is not printed."""
+    """A field that is also a flag of the command line. `secret`: it may contain a password, so it is not printed."""
     return field(default=default, repr=not secret, metadata={"flag": Flag(help, type, shown=shown, **flag)})
 
 
 def flags(kind: type) -> Mapping[str, tuple[Flag, Any]]:
-    """The flags of a class of options by field name, with their defaults. Its own come before inherited ones."""
+    """The flags of a class of options by field name, with their defaults. The class's own come before inherited
+    ones."""
     own = kind.__annotations__
     known = [f for f in fields(kind) if "flag" in f.metadata]
     return {f.name: (f.metadata["flag"], f.default) for f in sorted(known, key=lambda f: f.name not in own)}
@@ -275,9 +275,10 @@ class Options(Common):
 
     @property
     def costs(self) -> tuple[str | CostModel, ...]:
-        """The cost models that guide a search each, one after the other, until a result is faster than the original.
-        There is only one where nothing is measured, where generated kernels are wanted in any case, and where an agent
-        trains for the model, which takes the time."""
+        """The cost models to try, one after the other until a result is faster than the original.
+
+        There is only one if nothing is measured, if generated kernels are required, or if an agent is trained on the
+        model, which takes the time."""
         once = self.replay is not None or self.search in ("random", RLFLOW) or self.train_steps > 0
         if self.cost != "auto":
             return (self.cost,)
@@ -290,12 +291,12 @@ class Options(Common):
 
     @property
     def runtime(self) -> str:
-        """What runs the result: the rules for it may be used."""
+        """The runtime of the result. Rules that only this runtime supports may be applied."""
         return "tvm" if self.compiling else "onnxruntime"
 
     @property
     def with_kernels(self) -> bool:
-        """Whether the result may be an ONNX file with generated kernels. `auto` decides that by measuring."""
+        """Whether the result may be an ONNX file with generated kernels. With `auto`, measurements decide."""
         return self.backend == "hybrid" or (self.backend == "auto" and self.measure and not self.portable)
 
     @property
@@ -349,7 +350,7 @@ class Options(Common):
             )
 
     def _check_backend(self, only: tuple[str, ...], given: Mapping[str, object]) -> None:
-        """Raise OptionError for options that only make sense with other backends."""
+        """Raise OptionError for options in `given` that have a meaning with the backends `only` alone."""
         for name, value in given.items():
             if self.backend not in only and value is not None:
                 choices = " or ".join(repr(backend) for backend in only)
@@ -449,17 +450,17 @@ def check_installed(what: str, extra: str, *packages: str) -> None:
     """Raise OptionError if `what` needs a package that is not installed; `extra` would install it."""
     for package in packages:
         found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a folder of that name is no package
+        if found is None or found.origin is None:  # a folder with the package's name is no package
             raise OptionError(f"{what} needs {package}: install it with `pip install 'xrlflow[{extra}]'`")
 
 
 def check_threads(threads: int | None, remote: str | Remote | None) -> None:
-    """Raise OptionError unless a runtime can have so many threads; how many a remote device has is not known here."""
+    """Raise OptionError unless a runtime can use so many threads. The limit of a remote device is not known here."""
     if threads is None:
         return
     if threads < 1:
         raise OptionError(f"threads {threads} is not positive: give 1 or more")
-    from xrlflow.backends.limits import most_threads  # with NumPy, which takes a while
+    from xrlflow.backends.limits import most_threads  # this imports NumPy, which takes time
 
     if remote is None and threads > (most := most_threads()):
         raise OptionError(f"threads {threads} is too many for this machine: give at most {most}")

@@ -1,4 +1,4 @@
-"""Many models in one go: jobs and rows that can be sent anywhere, and what runs them."""
+"""Many models in one go: jobs and rows, which can be sent to other machines, and executors, which run the jobs."""
 
 from xrlflow.batch.batch import INDEX, Batch, Listener, Progress, optimize_all
 from xrlflow.batch.elsewhere import Elsewhere

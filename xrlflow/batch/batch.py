@@ -1,4 +1,5 @@
-"""Many models, one table, one page. What is done is kept: the same call goes on where the last one ended."""
+"""Many models in one batch, with one table and one page. Finished jobs are kept: the same call continues with the
+rest."""
 
 from __future__ import annotations
 
@@ -30,24 +31,23 @@ from xrlflow.storage.exclusive import LockedError, locked
 INDEX = "report.html"
 """The page of a batch, in its output folder."""
 _BETWEEN = 2.0
-"""Least seconds between two writes of the page of a batch that runs."""
+"""Minimum of seconds between two writes of a running batch's page."""
 _ABANDONED = 3600.0
-"""Seconds after which nobody goes on to write an unfinished file."""
+"""Age in seconds from which an unfinished file counts as abandoned."""
 Models = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a batch is. `left`: seconds, as those that are done took; None: not known yet. `row`: one that has just
-    been finished; otherwise `name` and `doing` say what a job does now."""
+    """The progress of a batch: of all its jobs, and of one of them."""
 
     done: int
     failed: int
     total: int
-    left: float | None = None
-    row: Row | None = None
-    name: str = ""
-    doing: str = ""
+    left: float | None = None  # the estimated seconds to the end, from the jobs that are done; None: unknown
+    row: Row | None = None  # of a job that has just finished
+    name: str = ""  # otherwise the name of a job
+    doing: str = ""  # and what it does now
 
 
 Listener = Callable[[Progress], None]
@@ -55,13 +55,13 @@ Listener = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became of many models: the rows that there are. `names`: of all models. `interrupted`: by Ctrl-C."""
+    """The result of a batch: the rows of the finished jobs."""
 
     output: Path
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of all models
     rows: tuple[Row, ...]
     seconds: float = 0.0
-    interrupted: bool = False
+    interrupted: bool = False  # by Ctrl-C
     asked: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ class Batch:
         return math.exp(sum(map(math.log, found)) / len(found)) if found else None
 
     def to_json(self) -> dict[str, Any]:
-        """The whole batch as plain data, with the reports of all models."""
+        """The whole batch as JSON values, with the reports of all models."""
         return {**self._figures(), "rows": [{**row.to_json(), "speedup": row.speedup} for row in self.rows]}
 
     def _figures(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Batch:
         }
 
     def page(self) -> dict[str, Any]:
-        """The data of the page: all rows without what is in the models' own pages."""
+        """The data of the page: all rows, without the data of the models' own pages."""
         threads = next((int(row.report["threads"]) for row in self.rows if row.report), default_threads())
         rows = [_shown(row) for row in self.rows]
         return {
@@ -102,7 +102,7 @@ class Batch:
         }  # fmt: skip
 
     def report_html(self) -> str:
-        """The page as one HTML file. It links the models' own pages, which are beside it."""
+        """The page as one HTML file. It links to the models' own pages, which are in the same folder."""
         return page_html(self.page())
 
 
@@ -113,7 +113,8 @@ _SHOWN = (
 
 
 def _shown(row: Row) -> dict[str, Any]:
-    """What the page shows of a row. `link`: the model's own page, in any characters that a path may have."""
+    """What the page shows of a row. `link`: the URL of the model's own page, quoted, since a path may have any
+    character."""
     report = row.report or {}
     link = f"./{quote(os.fsencode(row.files[-1][0]))}" if row.files else None
     return {
@@ -130,10 +131,10 @@ def optimize_all(
     executor: Executor | None = None,
     listener: Listener | None = None,
 ) -> Batch:
-    """Optimise all models of a folder, pattern or list (see `sources.find_models`) into a folder.
+    """Optimise all models of a folder, pattern or list (see `sources.find_models`) into the folder `output`.
 
-    Models that an earlier call has done into this folder, with the same content and options, are not done again. Ctrl-C
-    ends the batch; what is done is kept. Raises OptionError and ModelError; an error of one model is in its row.
+    Models that an earlier call has optimised into this folder, with the same content and options, are skipped. Ctrl-C
+    ends the batch; finished jobs are kept. Raises OptionError and ModelError; an error of one model is in its row.
     """
     begin, folder = time.monotonic(), Path(output)
     found = find_models(models, folder)
@@ -151,7 +152,7 @@ def optimize_all(
 
 @dataclass(slots=True)
 class _Running:
-    """A batch that runs. Its page is written now and then, so a batch that is killed has one, too."""
+    """A running batch. It writes its page from time to time, so that a batch that is killed leaves one, too."""
 
     batch: Batch
     begin: float
@@ -212,9 +213,9 @@ class _Running:
 
 @contextmanager
 def _output(folder: Path) -> Iterator[None]:
-    """The output folder, made if there is none, and held so that no other batch writes to it.
+    """Create the output folder if there is none, and lock it, so that no other batch writes to it meanwhile.
 
-    Raises OptionError for a folder with files that are not of a batch.
+    Raises OptionError if the folder has files but is not the output of a batch.
     """
     with ExitStack() as held:
         try:
@@ -237,9 +238,9 @@ def _output(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed jobs have left unfinished. One that still ends itself, here or on a node, is let alone."""
+    """Remove the unfinished files of killed jobs. Recent ones may belong to jobs that still run, and are left."""
     for path in folder.rglob(f"{files.UNFINISHED}*"):
-        with contextlib.suppress(OSError):  # it stays, and does no harm
+        with contextlib.suppress(OSError):  # a file that cannot be removed does no harm
             if time.time() - path.lstat().st_mtime < _ABANDONED:
                 continue
             if path.is_dir() and not path.is_symlink():

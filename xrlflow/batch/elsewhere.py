@@ -1,4 +1,5 @@
-"""Jobs on workers of any place: those of a cluster. A worker that is lost is replaced, and its job begins again."""
+"""Jobs on the workers of any factory, such as a cluster. A worker that is lost is replaced, and its job starts
+again."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from xrlflow.batch.running import measures
 from xrlflow.workers import Kind, WorkerError, WorkerFactory, WorkerPool
 
 _VISIBLE = 20.0
-"""Seconds after which a shared folder shows on one machine what another one has written."""
+"""Seconds after which a file that one machine wrote to a shared folder is visible on another."""
 
 
 class JobHandler:
-    """A worker's hand that does jobs, each in a process of its own: a model that crashes it has a failed row."""
+    """A worker's handler that runs each job in a separate process, so that a model that crashes gives a failed row."""
 
     def do(self, job: Job) -> Row:
-        # A worker that was lost after it had done the job could not say so.
+        # The job may be done already, by a worker that was lost before it could reply.
         if (row := earlier(job)) is not None:
             return row
         with closing(Processes()([job], _discard)) as rows:
@@ -28,13 +29,13 @@ class JobHandler:
 
 
 def _discard(name: str, text: str) -> None:
-    """What a job does now is not told to other machines."""
+    """Discard the progress of a job: it is not sent to other machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """An `Executor`: as many jobs at a time as the place has nodes that take times, one on each; or, if none of the
-    jobs measures, as it has cores. All nodes need to reach the jobs' paths. Raises WorkerError."""
+    """An `Executor` with the workers of a factory: one on each node that measures times or, if no job measures, one for
+    each core. All nodes must reach the jobs' paths. Raises WorkerError."""
 
     factory: WorkerFactory
 
@@ -50,12 +51,12 @@ class Elsewhere:
 
 
 def _given_up(job: Job, error: WorkerError) -> Row:
-    """A model that ends its workers, by all the memory that it takes for instance, ends no batch."""
+    """The failed row of a job whose workers were lost again and again, for instance because it takes all memory."""
     return failed(job, f"{error}: if that is so each time, no node may have enough memory for this model")
 
 
 def _visible_here(job: Job, row: Row) -> Row:
-    """The row, if what it says was written is there for this machine, too: a node may have an OUTPUT of its own."""
+    """The row, if this machine sees the files that it lists; else a failed one: a node may have a folder of its own."""
     until = time.monotonic() + _VISIBLE
     while earlier(job) is None:
         if time.monotonic() > until:

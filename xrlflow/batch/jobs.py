@@ -1,4 +1,4 @@
-"""What a batch is made of: a job for each model, and the row that becomes of it. Both can be pickled."""
+"""The parts of a batch: a job for each model, and a row with its result. Both can be pickled."""
 
 from __future__ import annotations
 
@@ -14,62 +14,55 @@ from xrlflow.options import Options
 RECORD = ".json"
 PAGE = ".html"
 WAITING = "waiting"
-"""How what a job does begins if it only waits for others."""
+"""How the text about what a job does begins while it waits for other jobs."""
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model of a batch. `name`: its path in the table, with slashes.
+    """The optimisation of one model of a batch."""
 
-    `source`: the absolute path of its file; `root`: that of the batch's output folder; `target`: where the result goes
-    in there. `key` says what the result depends on: the content of the model and its external data, the options, and
-    the versions of xrlflow, ONNX Runtime and TVM. `remarks` are kept with the row.
-    """
-
-    name: str
-    source: str
-    root: str
-    target: str
+    name: str  # the model's path in the table, with slashes
+    source: str  # the absolute path of the model's file
+    root: str  # the absolute path of the batch's output folder
+    target: str  # the path of the result in that folder
     key: str
+    """Identifies all that the result depends on: the content of the model and its external data, the options, and the
+    versions of xrlflow, ONNX Runtime and TVM."""
     options: Options
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # stored in the row
 
     @property
     def output(self) -> Path:
-        """The file of the result."""
+        """The path of the result."""
         return Path(self.root, self.target)
 
     @property
     def page(self) -> Path:
-        """The model's own report page."""
+        """The path of the model's own report page."""
         return Path(self.root, self.target + PAGE)
 
     @property
     def record(self) -> Path:
-        """The file with the row. It is written last: if it is there, with the job's key, the job is done."""
+        """The path of the file with the row. It is written last: if it has the job's key, the job is done."""
         return Path(self.root, self.target + RECORD)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of a job. `error`: one line; None: it is done.
-
-    `report` is that of `Report.to_json`. `files`: the files that were written, as paths in the output folder of the
-    batch with their bytes: the result is the first, its page the last. `detail` has more about an error that nobody
-    expected. `earlier`: it was done by an earlier run.
-    """
+    """The result of a job."""
 
     name: str
     key: str
-    error: str | None
-    report: Mapping[str, Any] | None = None
+    error: str | None  # one line; None: the job is done
+    report: Mapping[str, Any] | None = None  # in the format of `Report.to_json`
     files: Sequence[tuple[str, int]] = ()
+    """The files that were written: paths in the batch's output folder, with bytes. First the result, last its page."""
     machine: str = ""
     seconds: float = 0.0
     notes: Sequence[str] = ()
-    detail: str = ""
-    earlier: bool = False
+    detail: str = ""  # the traceback of an unexpected error
+    earlier: bool = False  # the job was done by an earlier run
 
     @property
     def done(self) -> bool:
@@ -77,12 +70,12 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster the result was measured to be; None: not measured, or the original."""
+        """The measured speed-up of the result; None if it was not measured, or is the original."""
         found = self.report["speedup"] if self.report is not None else None
         return None if found is None else float(found)
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain data, with the whole report."""
+        """The row as JSON values, with the whole report."""
         return {
             "name": self.name, "error": self.error, "report": self.report, "machine": self.machine,
             "files": [list(file) for file in self.files], "seconds": self.seconds, "notes": list(self.notes),
@@ -90,20 +83,20 @@ class Row:
         }  # fmt: skip
 
     def recorded(self) -> bytes:
-        """The content of a record."""
+        """The content of the record, the file with the row."""
         data = {"version": _VERSION, "key": self.key, "row": self.to_json()}
         return json.dumps(data, indent=1, allow_nan=False).encode()
 
 
 def failed(job: Job, error: str, *, seconds: float = 0.0, detail: str = "") -> Row:
-    """The row of a job that came to nothing."""
+    """The row of a job that failed."""
     return Row(job.name, job.key, error, seconds=round(seconds, 1), notes=job.remarks, detail=detail)
 
 
 def earlier(job: Job) -> Row | None:
-    """The row of a job that an earlier run has done, if nothing that it depends on has changed since.
+    """The row of a job that an earlier run has done, if all that it depends on is the same; else None.
 
-    A record that cannot be read, or whose files have gone or are of another size, counts as none.
+    A record does not count if it cannot be read, or if its files are missing or have another size.
     """
     try:
         data = json.loads(job.record.read_bytes(), parse_constant=_no_number)
@@ -124,7 +117,7 @@ def earlier(job: Job) -> Row | None:
 
 
 def _check_figures(report: Mapping[str, Any]) -> None:
-    """Raises ValueError, TypeError or KeyError if a report lacks what the figures of a batch are computed from."""
+    """Raise ValueError, TypeError or KeyError if a report lacks what the figures of a batch are computed from."""
     speedup = report["speedup"]
     if int(report["threads"]) < 1 or not (speedup is None or float(speedup) > 0):
         raise ValueError("no figures")
@@ -134,17 +127,17 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-# told(name of a job, what it does).
+# Receives the name of a job, and what it does now.
 Told = Callable[[str, str], None]
 
 
 class Executor(Protocol):
-    """Runs the jobs of a batch, here or elsewhere: `run(job)` in any process that reaches the job's paths."""
+    """Runs the jobs of a batch. It calls `run(job)` in any processes that reach the job's paths, here or elsewhere."""
 
     def __call__(self, jobs: Sequence[Job], told: Told) -> Generator[Row, None, None]:
-        """The row of every job, in any order, each as soon as it is there.
+        """Yield the row of every job, in any order, each as soon as it is finished.
 
-        A job whose process ends has a failed row. `told(name, text)` may be called with what a running job does. When
-        the iterator is closed, what runs is ended.
+        A job whose process crashes has a failed row. `told(name, text)` may be called with what a running job does.
+        When the iterator is closed, running jobs are ended.
         """
         ...

@@ -1,4 +1,4 @@
-"""From models to jobs: where each result goes, and what it depends on."""
+"""Plans the jobs of a batch: where each result goes, and what it depends on."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from xrlflow.report.page.environment import version_of
 
 _ONNX = ".onnx"
 _CONTENTS = ("agent", "rules", "inputs")
-"""Options that name a file whose content counts."""
+"""Options that name a file on whose content the result depends."""
 _PACKAGES = ("xrlflow", "onnxruntime")
 _COMPILER = "apache-tvm"
-"""This counts unless ONNX Runtime alone runs the result."""
+"""The package whose version matters unless ONNX Runtime alone runs the result."""
 _PLACES = ("store",)
-"""Options that say where something is kept. What is done does not depend on them."""
+"""Options that say where something is stored. Results do not depend on them."""
 
 
 def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
-    """A job for each model, whose content is read for that.
+    """A job for each model. Reads the models to compute their keys.
 
     The result of `a/x.onnx` is `OUTPUT/a/x.onnx`, and that of `a/x.pb` `OUTPUT/a/x.pb.onnx`; compiled ones end in
-    `.so`. Raises OptionError if the options are not those of a batch.
+    `.so`. Raises OptionError for options that have no meaning in a batch.
     """
     asked = _depends_on(options)
     options = _anywhere(options)
@@ -47,7 +47,7 @@ def plan(found: Iterable[Found], output: Path, options: Options) -> list[Job]:
 
 
 def key_of(source: str, options: Options) -> str:
-    """The key of a model with these options, here and now. Raises OptionError."""
+    """The key of a model with these options, on this machine, now. Raises OptionError."""
     return _key(source, _depends_on(options))
 
 
@@ -62,7 +62,7 @@ def _target(name: str, compiled: bool) -> str:
 
 
 def _free(target: str, taken: set[str]) -> str:
-    """The name, or, if another model has it on some file system, the name with a number."""
+    """The target or, if another model has the same on some file system, the target with a number."""
     stem, suffix = os.path.splitext(target)
     number = 1
     while target.casefold() in taken:
@@ -74,13 +74,14 @@ def _free(target: str, taken: set[str]) -> str:
 def _key(path: str, asked: str) -> str:
     try:
         content = content_digest(path)
-    except OSError as error:  # the job itself says what is wrong
+    except OSError as error:  # the job will report it
         content = f"not read: {error.strerror}"
     return hashlib.sha256(f"{content}\n{asked}".encode()).hexdigest()
 
 
 def _depends_on(options: Options) -> str:
-    """Options, contents of the files that they name, and versions, as text. Raises OptionError."""
+    """All that results depend on besides the model, as text: options, contents of files, versions. Raises
+    OptionError."""
     values = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _PLACES}
     if values["replay"] is not None:
         raise OptionError("replay has no meaning for a batch: a trace is of one model")
@@ -106,7 +107,7 @@ def _depends_on(options: Options) -> str:
 
 
 def _anywhere(options: Options) -> Options:
-    """The options with absolute paths: a job may run in another folder."""
+    """The options with absolute paths, since a job may run in another working directory."""
     names = _CONTENTS if options.server is not None else (*_CONTENTS, *_PLACES)
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
     return replace(

@@ -1,4 +1,4 @@
-"""Jobs in processes of this machine. A model that crashes its process ends one job, and not the batch."""
+"""Jobs in processes of this machine. A model that crashes its process ends one job, not the batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from xrlflow.storage.exclusive import VARIABLE, measuring_lock
 from xrlflow.workers import Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 _USES = 16
-"""A process does so many jobs: caches of graphs grow with each."""
+"""How many jobs a process runs before it is replaced, since caches of graphs grow with each."""
 _PATIENCE = 12.0
-"""Seconds that a process may take to remove its files when it is ended. One that is killed leaves whole models in its
-folder, which goes with it."""
+"""Seconds that a process may take to remove its temporary files when it is ended. If it is killed, whole models stay in
+its folder until that is removed with it."""
 _BETWEEN = 0.1
-"""Least seconds between two messages about what a job does."""
+"""Minimum of seconds between two messages about what a job does."""
 _SILENCE = 3600.0
-"""Seconds without a sign of life, or ten times its time limit if that is more, after which a job is taken for hung."""
+"""Seconds without a message (or ten times the time limit, if that is more) after which a job counts as hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """An `Executor`: so many processes do jobs at a time. Jobs that measure take turns even then (see `run`)."""
+    """An `Executor` that runs `count` jobs at a time. Of those that measure, only one runs at a time (see `run`)."""
 
     count: int = 1
 
@@ -71,7 +71,7 @@ def _reason(error: WorkerError, silence: float) -> str:
 
 
 class ReportingJobHandler:
-    """A worker's hand that does jobs, and tells what they do now, not too often."""
+    """A worker's handler that runs jobs, and reports what they do now, at a limited rate."""
 
     def __init__(self) -> None:
         self._last, self._said = 0.0, ""

@@ -1,4 +1,4 @@
-"""One job of a batch: a model is optimised, and its files are written."""
+"""Runs one job of a batch: optimises its model, and writes its files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from xrlflow.storage.exclusive import measuring
 
 
 def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
-    """Do a job: optimise its model, write the result, its report page and, last, its record. Returns the row.
+    """Run a job: optimise its model, write the result, its report page and, last, its record. Returns the row.
 
-    An error of the model becomes a row that says so; only KeyboardInterrupt, SystemExit and the like are raised. A job
-    that measures on this machine waits until no other one does (`exclusive.measuring`); that is no part of its time
-    limit. `told(text)` is called with what is done now.
+    An error of the model becomes a failed row; only KeyboardInterrupt, SystemExit and the like are raised. A job that
+    measures on this machine waits until no other one does (`exclusive.measuring`); waiting does not count towards its
+    time limit. `told(text)` is called with what the job does now.
     """
     say = told if told is not None else lambda text: None
     begin = time.monotonic()
@@ -41,10 +41,10 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
             _check(job)
             with _turn(job.options, say):
                 begin = time.monotonic()
-                say("reading")  # it waits no more
+                say("reading")  # the wait is over
                 result = optimize(job.source, _fitting(job), lambda *at: say(_phase(*at)))
                 say("writing the result")
-                page = result.page  # this times operators
+                page = result.page  # this measures the times of operators
             _check(job)
             row = _written(job, result, page, round(time.monotonic() - begin, 1))
         except (*CORRECTABLE, VerificationFailed) as error:
@@ -68,12 +68,12 @@ def run(job: Job, told: Callable[[str], None] | None = None) -> Row:
 
 
 def _check(job: Job) -> None:
-    """Raises ModelError if the result would be that of something else than the job's key says.
+    """Raise ModelError if the result would not be the one that the job's key describes.
 
-    A model may be written while the batch runs, and another node may have other files or versions.
+    A model may be changed while the batch runs, and another node may have other files or versions.
     """
     if not os.access(job.source, os.R_OK):
-        return  # whoever reads it says what is wrong
+        return  # the error is reported where the file is read
     if key_of(job.source, job.options) != job.key:
         raise ModelError(
             f"{job.source}, or a file or version that its result depends on, is not what it was when the batch began "
@@ -82,7 +82,7 @@ def _check(job: Job) -> None:
 
 
 def measures(options: Options) -> bool:
-    """Whether an optimisation times something on this machine, as opposed to a remote device."""
+    """Whether an optimisation measures times on this machine (and not only on a remote device)."""
     if options.cost_name != "roofline":
         return True
     return options.remote is None and (options.measure or options.backend in ("hybrid", "tvm"))
@@ -95,7 +95,7 @@ def _turn(options: Options, say: Callable[[str], None]) -> contextlib.AbstractCo
 
 
 def _fitting(job: Job) -> Options:
-    """The options for this model: of the shapes, those of its inputs."""
+    """The options for this model: of the shapes, those whose inputs it has."""
     options = job.options
     if not options.shapes and not options.further_shapes:
         return options
@@ -113,10 +113,10 @@ def _phase(phase: str, done: int, total: int, note: str) -> str:
 
 
 def _written(job: Job, result: Result, page: Mapping[str, object], seconds: float) -> Row:
-    """Write the result and its page. Raises OSError, ModelError and BackendError."""
+    """Write the result and its page, and return the row. Raises OSError, ModelError and BackendError."""
     output = job.output
     output.parent.mkdir(parents=True, exist_ok=True)
-    # A record of another run must not vouch for the files of this one.
+    # First remove the record of an earlier run, which would belong to other files.
     job.record.unlink(missing_ok=True)
     result.save(output)
     write_page(page, job.page)

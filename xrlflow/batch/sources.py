@@ -1,4 +1,4 @@
-"""The models of a batch: those of a folder, of a pattern, or of a list of paths."""
+"""Finds the models of a batch: those of a folder, of a pattern, or of a list of paths."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import NoReturn
 from xrlflow.options import OptionError
 
 MARK = ".xrlflow_batch"
-"""The file that shows that a folder is the output of a batch."""
+"""The file that marks a folder as the output of a batch."""
 _MODEL = ".onnx"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model: its path, and its name in the batch (relative, with slashes, without `..`)."""
+    """The file of a model: its path, and its name in the batch (a relative path with slashes, without `..`)."""
 
     name: str
     path: str
@@ -27,15 +27,15 @@ class Found:
 
 
 def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
-    """The models that FOLDER, GLOB or LIST means, each file once, sorted by name.
+    """The models that `models` (FOLDER, GLOB or LIST) names, each file once, sorted by name.
 
     - A folder: its `*.onnx` files, those of its folders, and those that links lead to. Folders that are the output of a
       batch, and hidden ones, are left out.
     - A pattern (`*`, `?`, `[...]`, `**`): the files that it matches.
     - A list: a text file with a path on each line, relative to its own folder; `#` begins a comment. A pipe is a list
-      with paths relative to the working folder; `-` is standard input.
+      with paths relative to the working directory; `-` is standard input.
 
-    A model that is reached in several ways has the first of its names. Raises OptionError if there is none, if this is
+    A model that has several paths gets the first of its names. Raises OptionError if there is no model, if `models` is
     itself a model, or if a list cannot be read or names a model in the output folder.
     """
     text = "/dev/stdin" if models == "-" else os.fspath(models)
@@ -57,7 +57,7 @@ def find_models(models: str | os.PathLike[str], output: Path) -> list[Found]:
 
 
 def _in_folder(folder: str, output: Path) -> list[Found]:
-    """Folders are visited once; links to folders come last, so that models are called by where they are."""
+    """The models of a folder. Each folder is visited once; links come last, so that models have their real paths."""
     found: list[Found] = []
     seen: set[str] = set()
     tops = deque([folder])
@@ -78,14 +78,14 @@ def _in_folder(folder: str, output: Path) -> list[Found]:
 
 
 def _unreadable(error: OSError) -> NoReturn:
-    """Models in a folder that cannot be read would be left out in silence."""
+    """Raise OptionError for a folder that cannot be read, whose models would be missing without notice."""
     raise OptionError(
         f"{error.filename}: cannot be read ({error.strerror}): let it be read, or give a pattern or a list"
     ) from error
 
 
 def _matching(pattern: str, output: Path) -> list[Found]:
-    """The files that match, named from the last folder of the pattern that is fixed."""
+    """The files that match. Their names begin at the last folder of the pattern that has no wildcard."""
     fixed: list[str] = []
     for part in Path(pattern).parts[:-1]:
         if glob.has_magic(part):
@@ -127,14 +127,14 @@ def _listed(file: Path, output: Path) -> list[Found]:
 
 
 def _uncommented(line: str) -> str:
-    """A line without the comment at its end, which a blank precedes."""
+    """A line without the comment at its end. A comment begins with `#` after a blank."""
     for blank in (" #", "\t#"):
         line = line.partition(blank)[0]
     return line.rstrip()
 
 
 def _is_within(path: str, output: Path) -> bool:
-    """Whether a path, or what a link there leads to, is the output folder or something in it."""
+    """Whether a path, or the target of a link there, is the output folder or inside it."""
     ours = os.path.realpath(output)
     return os.path.commonpath([ours, os.path.realpath(path)]) == ours
 
@@ -150,7 +150,7 @@ def _slashes(path: str) -> str:
 
 
 def _once(found: Iterable[Found]) -> Iterator[Found]:
-    """Each file once: the first of its names that is no link, or else the first. It says what the others are."""
+    """Each file once, under the first of its names that is no link, or else the first. A remark lists the others."""
     by_file: dict[str, list[Found]] = {}
     for each in sorted(found, key=lambda each: (os.path.islink(each.path), each.name)):
         by_file.setdefault(os.path.realpath(each.path), []).append(each)

@@ -1,4 +1,4 @@
-"""The progress of a batch on a terminal, or as lines."""
+"""Shows the progress of a batch, as bars on a terminal or as lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def duration(seconds: float) -> str:
-    """A time that is not known exactly: 40 s, 12 min, 3 h 20 min."""
+    """A rounded duration, for estimates: 40 s, 12 min, 3 h 20 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def line(progress: Progress) -> str:
-    """The row that was just finished, in one line."""
+    """The row of the job that has just finished, in one line."""
     row = progress.row
     assert row is not None
     speedup = "" if row.speedup is None else f"{row.speedup:.2f} times as fast, "
@@ -35,15 +35,15 @@ def line(progress: Progress) -> str:
 
 
 def lines(progress: Progress) -> None:
-    """Say each row that is finished on standard error."""
+    """Print the row of each finished job to standard error."""
     if progress.row is not None:
         print(line(progress), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def bars(console: Console | None = None) -> Iterator[Listener]:
-    """Shows how far the batch is, the time that is left, and what each model that runs does, on standard error or the
-    given `console`. Models that failed are said in a line that stays."""
+    """A listener that shows the progress, the time left, and what each running job does, on standard error or on
+    `console`. Each failed job leaves a line."""
     from rich import progress as rich
     from rich.console import Console
 

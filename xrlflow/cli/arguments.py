@@ -1,4 +1,4 @@
-"""What the arguments of several commands have in common, and flags made of classes of options."""
+"""The arguments that several commands share, and command-line flags from classes of options."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Kernels = Annotated[
     bool, typer.Option("--kernels", help="Load the library of kernels in the model's folder (NAME.so).")
 ]
 Given = dict[str, Any]
-"""Values of flags by the names of their options."""
+"""The values of flags by field name."""
 
 
 def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of a class of options: those in `names`, or all, in groups. The command gets their
-    values as its parameter `options`. `texts` replaces the help of an option."""
+    """A decorator that gives a command the flags of a class of options, in groups: those in `names`, or all. The
+    command receives their values as its parameter `options`. `texts` replaces the help of options."""
     known = {name: found for name, found in flags(kind).items() if not names or name in names}
     groups = {} if names else {name: group for group, inside in GROUPS.items() for name in inside}
 
@@ -84,7 +84,7 @@ def taking(kind: type, *names: str, **texts: str) -> Callable[[Callable[..., Non
 
 
 def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
-    """The shapes by input name. An input that is given several times has a shape in as many mappings."""
+    """The shapes by input name. If an input is repeated, its n-th shape is in the n-th mapping."""
     found: list[dict[str, tuple[int, ...]]] = []
     for option in options or ():
         name, equals, dims = option.rpartition("=")
@@ -103,7 +103,7 @@ def parse_shapes(options: list[str] | None) -> list[dict[str, tuple[int, ...]]]:
 
 
 def with_shapes(options: Given, *, several: bool = False) -> Given:
-    """The options with --shape parsed to shapes by input name. `several`: an input may have more than one."""
+    """The options with --shape parsed into shapes by input name. `several`: an input may have more than one."""
     found = parse_shapes(options["shapes"])
     first, further = found[0] if found else None, found[1:]
     if further and not several:

@@ -1,4 +1,4 @@
-"""What shells offer for the values of options."""
+"""Shell completion for the values of options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Complete = Callable[[str], list[str]]
 
 
 def completing(values: Values) -> Complete:
-    """What completes the beginning of a value."""
+    """A completer for an option with one value."""
     return lambda incomplete: _starting(values, incomplete)
 
 
 def completing_last(values: Values) -> Complete:
-    """What completes the beginning of the last of several values, separated by commas."""
+    """A completer for the last of several values, separated by commas."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")

@@ -19,7 +19,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     try:
         from xrlflow.doctor import examine, works
-    except Exception as error:  # a package of another version may raise anything while it is imported
+    except Exception as error:  # the import of a package of an unsupported version may raise anything
         fail(f"a package is broken ({type(error).__name__}: {error}): install xrlflow again", ExitCode.NO)
     found = []
     try:

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and errors that a user can correct as one line."""
+"""How commands end: exit codes, and one-line messages for errors that a user can correct."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from xrlflow.common.text import printable
 
 
 class ExitCode(enum.IntEnum):
-    """What a command ends with. docs/command-line.md explains them."""
+    """The exit codes of commands. docs/command-line.md explains them."""
 
     OK = 0
     NO = 1
     """The answer is no: models differ, a rule is not proven, a trace is wrong, nothing works here."""
     WRONG = 2
-    """Something that the user can put right."""
+    """An error that the user can correct."""
     INTERRUPTED = 130
     READER_LEFT = 141
-    """What reads standard output has ended: 128 + SIGPIPE, as with other programs."""
+    """The program that reads standard output has ended: 128 + SIGPIPE, as with other programs."""
 
 
 def fail(message: str, code: ExitCode = ExitCode.WRONG) -> NoReturn:
@@ -32,12 +32,12 @@ def fail(message: str, code: ExitCode = ExitCode.WRONG) -> NoReturn:
 
 
 def output_failed(error: OSError, descriptor: int) -> NoReturn:
-    """End the program because standard output cannot be written: quietly if only its reader has ended.
+    """End the program because standard output cannot be written; without a message if only its reader has ended.
 
-    Not with typer.Exit: this may be at the end, when output is flushed.
+    Raises SystemExit, not typer.Exit, as this may happen at the end, when output is flushed.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)  # what is still to be flushed goes there
+    os.dup2(nowhere, descriptor)  # discards what is still in buffers
     os.close(nowhere)
     if isinstance(error, BrokenPipeError):
         raise SystemExit(ExitCode.READER_LEFT)
@@ -60,7 +60,7 @@ def clear_errors() -> Iterator[None]:
         fail(str(error))
     except MemoryError:
         fail("out of memory: the model, or one of its values, is too large for this machine")
-    except KeyboardInterrupt:  # commands with a partial result handle it themselves
+    except KeyboardInterrupt:  # commands with a partial result handle it before
         interrupted()
 
 

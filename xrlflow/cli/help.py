@@ -1,4 +1,4 @@
-"""The help of a command, with its options in groups: those that matter first, then those of each group."""
+"""The help of a command with its options in groups: arguments and ungrouped options first, then each group."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def optimize(
 
 
 def _check_extra_files(model: Path, output: Path, **paths: Path | None) -> None:
-    """Raise OptionError or ModelError if a file besides the result cannot be written, or would replace another one."""
+    """Raise OptionError or ModelError if another file than the result cannot be written, or would overwrite one."""
     from xrlflow import api
     from xrlflow.backends.library_files import library_path
 

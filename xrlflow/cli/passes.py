@@ -66,7 +66,7 @@ def clear_pass_errors() -> Iterator[None]:
 
 
 def one_of(option: str, value: str, known: Sequence[str]) -> str:
-    """The value of an option, if it is one of those that there are."""
+    """The value of an option; raises OptionError unless it is one of `known`."""
     if value not in known:
         fail(f"{option} {value}: choose one of {', '.join(known)}")
     return value

@@ -19,7 +19,7 @@ _PART = 1 << 20
 
 
 def source(path: Path, *others: Path | None) -> Path | StandardInput:
-    """The file that a path names; `-` is read from standard input, which none of the `others` may be then."""
+    """The file at a path. `-` stands for standard input, and then none of the `others` may be `-`."""
     if path != PIPE:
         return path
     if PIPE in others:
@@ -37,7 +37,7 @@ def source(path: Path, *others: Path | None) -> Path | StandardInput:
 
 
 def check_streams(read: Path | None = None, written: Path | None = None) -> None:
-    """Refuse `-` where standard input or output is closed or a terminal. Quick: it may come before all else."""
+    """Refuse `-` if standard input or output is closed or a terminal. It is quick, so commands call it first."""
     if read == PIPE and (sys.stdin is None or sys.stdin.isatty()):
         what = "closed" if sys.stdin is None else "a terminal"
         fail(f"-: standard input is {what}: pipe a file into it, or name one")
@@ -47,20 +47,21 @@ def check_streams(read: Path | None = None, written: Path | None = None) -> None
 
 
 def check_files(why: str, *paths: Path | None) -> None:
-    """Refuse `-` where a file is needed. `why` is the beginning of the message."""
+    """Refuse `-` where a real file is needed. `why` is the beginning of the message."""
     if PIPE in paths:
         fail(f"-: {why}: name a file")
 
 
 class Output:
-    """Where a result goes: to a file, or to standard output. Then all that is printed goes to standard error."""
+    """The destination of a result: a file or standard output. In the latter case all printing goes to standard
+    error."""
 
     def __init__(self, path: Path) -> None:
         check_streams(written=path)
         self.path = None if path == PIPE else path
         self._stream: BinaryIO | None = None
         if self.path is None:
-            # Also what libraries and processes print must not get between the bytes.
+            # What libraries and child processes print must not get between the bytes of the result, either.
             sys.stdout.flush()
             self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
             os.dup2(2, sys.stdout.fileno())
@@ -69,7 +70,7 @@ class Output:
         return "standard output" if self.path is None else str(self.path)
 
     def put(self, save: Callable[[Path], None]) -> None:
-        """Let `save` write to the path, or to a file that is then copied to standard output."""
+        """Call `save` with the path, or with a temporary file that is then copied to standard output."""
         if self.path is not None:
             save(self.path)
             return
@@ -88,7 +89,7 @@ class Output:
 
 
 def one_file(model: Path, *, compiled: bool, hybrid: bool) -> None:
-    """Refuse standard output for a result that cannot be one file: a library, kernels, or weights beside a model."""
+    """Refuse standard output for a result of several files: a library, kernels, or weights next to the model."""
     from xrlflow.onnxio import data_files
 
     if compiled:

@@ -69,6 +69,6 @@ def plot(
 
 
 def _labels(folders: list[Path]) -> list[str]:
-    """The names of folders, or their paths if two have one name."""
+    """The names of the folders; their paths if two have the same name."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

@@ -1,4 +1,4 @@
-"""The program: its commands, and how it ends."""
+"""The program: its commands, and its exit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "plot": plot.plot,
     "doctor": doctor.doctor,
 }
-"""The commands by name, in the order of the help."""
+"""The commands by name, in the order in which the help lists them."""
 PASS_COMMANDS: Mapping[str, Callable[..., None]] = {
     "list": passes.list_passes,
     "optimize": passes.optimize_passes,
@@ -91,9 +91,9 @@ def _everywhere(
 
 
 def main() -> None:
-    """Run the command line. See `ExitCode` for how it ends.
+    """Run the command line. `ExitCode` lists the exit codes.
 
-    SIGTERM ends the program after its clean-up with exit code 143, SIGHUP (a closed terminal) with 129.
+    After SIGTERM the program cleans up and ends with exit code 143, after SIGHUP (a closed terminal) with 129.
     """
     _open_descriptors()
     _watch_output()
@@ -116,8 +116,8 @@ def main() -> None:
 
 
 def _leave_threads(end: SystemExit) -> None:
-    """End at once if there are threads that Python would wait for: a kernel that is compiled cannot be stopped."""
-    # Who never imported the module, which takes a while or is broken, has no such threads.
+    """End at once if there are threads that Python would wait for: the compilation of a kernel cannot be stopped."""
+    # Without the module, whose import takes time or fails, there are no such threads.
     known = sys.modules.get("xrlflow.backends.interrupts")
     if known is not None and any(t.name.startswith(known.COMPILING) for t in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
@@ -127,8 +127,8 @@ def _leave_threads(end: SystemExit) -> None:
 
 
 def _open_descriptors() -> None:
-    """Let closed descriptors lead nowhere. The next file that is opened would get the number of standard error, and
-    what libraries say would be written to it."""
+    """Connect closed standard descriptors to /dev/null. Otherwise the next file that is opened might get the number of
+    standard error, and messages of libraries would be written to it."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -139,7 +139,8 @@ def _open_descriptors() -> None:
 
 
 class _Watched(io.FileIO):
-    """Standard output. Where it cannot be written, the program ends: quietly if only its reader has ended."""
+    """Standard output that ends the program when it cannot be written; without a message if only its reader has
+    ended."""
 
     def write(self, data: Buffer, /) -> int:
         try:
@@ -149,7 +150,7 @@ class _Watched(io.FileIO):
 
 
 def _watch_output() -> None:
-    """Let nobody else handle errors of standard output: libraries would end with exit code 1, or go on."""
+    """Handle errors of standard output here: libraries would end with exit code 1, or ignore them."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         watched = io.BufferedWriter(_Watched(out.fileno(), "wb", closefd=False))
@@ -163,7 +164,7 @@ def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None,
     line: str | None = None,
 ) -> None:  # fmt: skip
-    """Say it as errors are said: where it is in the code is nothing to a user."""
+    """Print a warning in the style of errors, without its position in the code."""
     typer.echo(f"xrlflow: warning: {printable(message)}", err=True)
 
 

@@ -1,4 +1,4 @@
-"""Files: where measurements are kept, and where temporary files go."""
+"""Checks of files: where measurements are stored, and where temporary files go."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from xrlflow.storage.sqlite import cache_directory
 from xrlflow.storage.stores import VARIABLE, StoreError
 
 _LITTLE = 1 << 30
-"""Bytes of free disk that an optimisation of a large model may need."""
+"""Bytes of free disk space that the optimisation of a large model may need."""
 _PATIENCE = 0.5
-"""Seconds to wait for another process that writes to a store."""
+"""Seconds to wait while another process writes to a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFile:
-    """A file of measurements in the cache directory, and the table that has one row for each."""
+    """A file of measurements in the cache directory, and its table with one row for each measurement."""
 
     name: str
     file: str
@@ -37,7 +37,7 @@ STORES: Sequence[StoreFile] = (
 
 
 def store(kind: StoreFile, folder: Path | None = None) -> Finding:
-    """Whether the file can be read and written. It is not made, and its measurements are not changed."""
+    """Whether the file can be read and written. A missing file is not created, and measurements are not changed."""
     if folder is None and os.environ.get(VARIABLE, "").strip():
         return Finding(kind.name, Status.OK, f"on the server of {VARIABLE}")
     path = (cache_directory() if folder is None else folder) / kind.file
@@ -69,8 +69,8 @@ def store(kind: StoreFile, folder: Path | None = None) -> Finding:
 
 
 def server() -> Finding:
-    """Whether the server of measurements that the environment names, if it does, can be used. Nothing works if it
-    cannot."""
+    """Whether the server of measurements that the environment names can be used, if it names one. If that fails, no
+    command works."""
     name = "store on a server"
     if not os.environ.get(VARIABLE, "").strip():
         return Finding(name, Status.OK, f"none: {VARIABLE} is not set", needed=True)
@@ -86,7 +86,7 @@ def server() -> Finding:
 
 
 def temporary() -> Finding:
-    """Whether there is a folder for temporary files, with room. No optimisation works without."""
+    """Whether there is a folder for temporary files with enough space. Without one, no optimisation works."""
     name = "temporary files"
     try:
         with tempfile.NamedTemporaryFile(prefix="xrlflow-") as file:
@@ -104,7 +104,7 @@ def temporary() -> Finding:
 
 
 def _could_be_made(path: Path) -> bool:
-    """Whether a file can be made there, with the folders that are missing."""
+    """Whether a file can be created at this path, together with missing folders."""
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""The examination: quick checks here, and in processes of their own those that may crash or take long."""
+"""Runs all checks: quick ones in this process, and in separate processes those that may crash or take long."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from xrlflow.storage.stores import VARIABLE
 from xrlflow.workers import Processes, Terms, WorkerError, WorkerLate, WorkerLost, WorkerPool
 
 LIMIT = 60.0
-"""Seconds for a check in a process of its own."""
+"""Time limit in seconds of a check in a separate process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check by its name, and what to do if it does not even end. `needed`: see `Finding`."""
+    """A check with its name, and advice for the case that it crashes or takes too long. `needed`: see `Finding`."""
 
     name: str
     run: Callable[[], Finding]
@@ -27,7 +27,7 @@ class Check:
 
 
 HERE: Sequence[Check] = (
-    Check("load", machine.load),  # first: our own processes are load, too
+    Check("load", machine.load),  # first, since the other checks cause load themselves
     Check("packages", software.packages),
     Check("extras", software.extras),
     Check("processor", machine.processor),
@@ -56,9 +56,9 @@ def works(findings: Sequence[Finding]) -> bool:
 
 
 def examine(limit: float = LIMIT) -> Generator[Finding, None, None]:
-    """The findings, as they come. Processes that still run are ended if the caller stops asking.
+    """Yield the findings as they arrive. If the caller closes the generator, running checks are ended.
 
-    `limit`: seconds for each check in a process of its own.
+    `limit`: seconds for each check in a separate process.
     """
 
     def failed(name: str, error: WorkerError) -> Finding:
@@ -86,7 +86,7 @@ def examine(limit: float = LIMIT) -> Generator[Finding, None, None]:
 
 
 def _checked(check: Check) -> Finding:
-    """What a check finds. A broken installation may raise anything: that is what is looked for here."""
+    """The finding of a check. An exception counts as a failed check, since a broken installation may raise anything."""
     try:
         return check.run()
     except Exception as error:
@@ -95,7 +95,7 @@ def _checked(check: Check) -> Finding:
 
 
 class Examiner:
-    """A worker's hand that makes checks which may crash or take long."""
+    """A worker's handler that runs checks which may crash or take long."""
 
     def do(self, name: str) -> Finding:
         return _checked(APART[name])

@@ -1,4 +1,4 @@
-"""What an examination found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import Any
 class Status(enum.Enum):
     OK = "ok"
     WARN = "warn"
-    """It works with less, or measurements may mislead."""
+    """It works with restrictions, or measurements may mislead."""
     FAIL = "fail"
     """It does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The state of one thing: what was found, and what to do about it (empty: nothing).
-
-    `needed`: optimising for ONNX Runtime does not work without it.
-    """
+    """The state of one thing that was checked."""
 
     name: str
     status: Status
-    found: str
-    advice: str = ""
-    needed: bool = False
+    found: str  # what was observed
+    advice: str = ""  # what to do about it; "" if nothing
+    needed: bool = False  # without it, optimising for ONNX Runtime does not work
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"status": self.status.value}

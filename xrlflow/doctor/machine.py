@@ -1,4 +1,4 @@
-"""The machine: processor, threads, load, frequency and memory."""
+"""Checks of the machine: processor, threads, load, frequency and memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xrlflow.cost.machine import cpu_name
 from xrlflow.doctor.finding import Finding, Status
 
 _LOOK = 0.25
-"""Seconds during which the load is watched."""
+"""Seconds during which the load is measured."""
 _LITTLE = 2 << 30
-"""Bytes of free memory with which small models work."""
+"""Bytes of free memory that suffice for small models."""
 _THROTTLED = 0.02
-"""A larger part of all periods in which the quota was used up makes measurements useless."""
+"""If the control group used up its quota in a larger part of the periods, measurements are useless."""
 
 
 def processor() -> Finding:
@@ -29,7 +29,7 @@ def processor() -> Finding:
 
 
 def threads(root: Path = ROOT) -> Finding:
-    """How many threads are used by default, and what limits them."""
+    """The default number of threads, and what limits it."""
     permitted = limits(root)
     logical, allowed = os.cpu_count() or 1, len(allowed_cpus())
     parts = [f"{default_threads(root)} by default"]
@@ -52,7 +52,7 @@ def threads(root: Path = ROOT) -> Finding:
 
 
 def load() -> Finding:
-    """What other programs do right now. Takes a quarter of a second, in which this process does nothing."""
+    """How much other programs use the processors now. Takes a quarter of a second, in which this process sleeps."""
     before = system_load.read()
     time.sleep(_LOOK)
     seen = system_load.judge(before, system_load.read(), default_threads())
@@ -69,7 +69,7 @@ def load() -> Finding:
 
 
 def frequency(root: Path = ROOT) -> Finding:
-    """Whether the processor changes its frequency by itself: the governor of each processor, and the boost."""
+    """Whether the processor changes its frequency by itself: the governor of each core, and the boost."""
     governors: Counter[str] = Counter()
     for file in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor"):
         if text := _text(file):
@@ -88,7 +88,7 @@ def frequency(root: Path = ROOT) -> Finding:
 
 
 def memory(root: Path = ROOT) -> Finding:
-    """Free memory, of the machine and of the control group."""
+    """The free memory of the machine, within the limit of the control group."""
     machine = psutil.virtual_memory()
     permitted = limits(root)
     free, found = machine.available, f"{_gib(machine.available)} free of {_gib(machine.total)}"
@@ -111,7 +111,7 @@ def _gib(count: float) -> str:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; none if it cannot be read."""
+    """The content of a file; "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

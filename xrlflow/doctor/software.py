@@ -1,4 +1,4 @@
-"""The software: packages, and what runs. What may crash runs in a process of its own (see `examination`)."""
+"""Checks of the software: packages, and whether they work. Those that may crash run separately (see `examination`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What an extra of the package is for, and the modules that it installs."""
+    """The purpose of an extra of the package, and the modules that it installs."""
 
     purpose: str
     modules: Sequence[str]
@@ -46,18 +46,18 @@ _KERNELS = "pip install 'xrlflow[tvm]' installs what makes kernels; without, res
 
 
 def packages() -> Finding:
-    """The versions of what is needed."""
+    """The versions of the packages that xrlflow needs."""
     found = [f"Python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
             found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:  # it is on the path, and not installed
+        except PackageNotFoundError:  # it is importable, but was not installed
             found.append(f"{name} (on the path)")
     return Finding("packages", Status.OK, ", ".join(found))
 
 
 def extras() -> Finding:
-    """Which extras are installed. None is needed."""
+    """Which extras are installed. All are optional."""
     lacking = {name: missing for name, extra in EXTRAS.items() if (missing := _missing(extra.modules))}
     have = ", ".join(name for name in EXTRAS if name not in lacking) or "none"
     found = f"installed: {have}"
@@ -68,7 +68,7 @@ def extras() -> Finding:
 
 
 def onnx_runtime() -> Finding:
-    """Whether a small model runs, and gives the right numbers."""
+    """Whether a small model runs and gives the right numbers."""
     import numpy as np
     import onnxruntime
 
@@ -82,7 +82,7 @@ def onnx_runtime() -> Finding:
 
 
 def agent() -> Finding:
-    """Whether the agent of the package can be loaded and finds substitutions."""
+    """Whether the agent of the package can be loaded, and finds substitutions."""
     from rewrite_rules import LIBRARY
     from xrlflow.cost import Roofline
     from xrlflow.onnxio import load
@@ -107,7 +107,7 @@ def agent() -> Finding:
 
 
 def compiler() -> Finding:
-    """Whether there is a C compiler, which links kernels."""
+    """Whether there is a C compiler, which linking kernels needs."""
     found = next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
     if found is None:
         return Finding(
@@ -117,7 +117,7 @@ def compiler() -> Finding:
 
 
 def kernels() -> Finding:
-    """Whether TVM and the C compiler make a library, and ONNX Runtime computes with it."""
+    """Whether TVM and the C compiler build a library of kernels, and ONNX Runtime computes with it."""
     if missing := _missing(EXTRAS["tvm"].modules):
         return Finding("TVM", Status.WARN, f"not installed ({', '.join(missing)} missing)", _KERNELS)
     import numpy as np
@@ -148,6 +148,6 @@ def _model() -> onnx.ModelProto:
 
 
 def _missing(modules: Sequence[str]) -> list[str]:
-    """The modules that are not installed. A folder of that name is none."""
+    """The modules that are not installed. A folder with a module's name does not count as one."""
     specs = {name: importlib.util.find_spec(name) for name in modules}
     return [name for name, spec in specs.items() if spec is None or spec.origin is None]
